@@ -1,0 +1,106 @@
+"""Wan (diffusers' `WanTransformer3DModel`): its split plan and its attention over a split sequence.
+
+Only self-attention is exchanged. Cross-attention reads text (and image) tokens that every rank holds whole, so each
+rank attends from its own tokens and nothing travels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_videoscale.parallel import (
+    SequenceContext,
+    check_heads,
+    read_diffusers_plan,
+    register_plan,
+    sequence_parallel_attention,
+)
+from lightning_videoscale.parallel.plan import SplitPlan, Undo
+
+
+class SequenceParallelWanAttention:
+    """Attention processor for the self-attention of a Wan block whose hidden states are split.
+
+    Computes what diffusers' ``WanAttnProcessor`` computes on the whole sequence. Wan's query and key norms span all
+    heads, hence they come before the exchange, as does the rotation with this rank's positions.
+
+    Args:
+        context: The group and the split tables.
+    """
+
+    def __init__(self, context: SequenceContext) -> None:
+        self.context = context
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Attends from and to all tokens of the group; (B, s, dim) in and out."""
+        if encoder_hidden_states is not None or attention_mask is not None:
+            raise ValueError("Sequence-parallel Wan self-attention takes neither other tokens nor an attention mask.")
+        query, key, value = (
+            attn.to_qkv(hidden_states).chunk(3, dim=-1)
+            if getattr(attn, "fused_projections", False)
+            else (attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states))
+        )
+        query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key), value))
+        if rotary_emb is not None:
+            query, key = rotate_pairs(query, *rotary_emb), rotate_pairs(key, *rotary_emb)
+        out = sequence_parallel_attention(
+            query,
+            key,
+            value,
+            self.context.mesh,
+            lengths=self.context.lengths_of(hidden_states.shape[1]),
+            transport=self.context.transport,
+        )
+        projection, dropout = attn.to_out
+        projected: Tensor = dropout(projection(out.flatten(2).type_as(query)))
+        return projected
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding on interleaved pairs, rounded once to x's dtype.
+
+    Args:
+        x: (B, s, H, D).
+        cos: (1, s, 1, D), each angle's value repeated for both members of its pair.
+        sin: As ``cos``.
+    """
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+
+
+def _install_attention(model: nn.Module, context: SequenceContext) -> Undo:
+    layers: list[Any] = [block.attn1 for block in model.get_submodule("blocks").children()]
+    for layer in layers:
+        check_heads(layer.heads, context.mesh.ulysses.size)
+        if type(layer.processor).__name__ != "WanAttnProcessor":
+            raise ValueError(
+                f"The model's self-attention has the processor {type(layer.processor).__name__}, whose computation is "
+                "unknown here; sequence parallelism replaces only diffusers' own WanAttnProcessor."
+            )
+    originals = [layer.processor for layer in layers]
+    for layer in layers:
+        layer.set_processor(SequenceParallelWanAttention(context))
+
+    def undo() -> None:
+        for layer, processor in zip(layers, originals, strict=True):
+            layer.set_processor(processor)
+
+    return undo
+
+
+def _wan_plan(model: nn.Module) -> SplitPlan:
+    return read_diffusers_plan(model, _install_attention)
+
+
+register_plan("diffusers.models.transformers.transformer_wan.WanTransformer3DModel", _wan_plan)

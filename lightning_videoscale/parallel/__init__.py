@@ -1,0 +1,46 @@
+"""Sequence parallelism for plain PyTorch.
+
+`SequenceMesh`                  the ranks: dp × ring × ulysses
+`parallelize`                   splits a model's sequence over the mesh
+`SplitPlan`, `Split`            what is split where; `register_plan` makes a plan known
+`sequence_parallel_attention`   attention over a split sequence
+`SequenceContext`               what the layers of a split model share
+"""
+
+from lightning_videoscale.parallel.attention import sequence_parallel_attention
+from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
+from lightning_videoscale.parallel.parallelize import parallelize
+from lightning_videoscale.parallel.plan import (
+    Split,
+    SplitPlan,
+    find_plan,
+    find_planned_modules,
+    known_models,
+    read_diffusers_plan,
+    register_plan,
+)
+from lightning_videoscale.parallel.sharding import gather, split, split_sizes
+from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
+from lightning_videoscale.parallel.ulysses import check_heads
+
+__all__ = [
+    "Axis",
+    "CollectiveTransport",
+    "SequenceContext",
+    "SequenceMesh",
+    "Split",
+    "SplitPlan",
+    "Transport",
+    "check_heads",
+    "find_plan",
+    "find_planned_modules",
+    "gather",
+    "known_models",
+    "parallelize",
+    "read_diffusers_plan",
+    "register_plan",
+    "sequence_parallel_attention",
+    "split",
+    "split_sizes",
+]

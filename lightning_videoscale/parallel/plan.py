@@ -1,0 +1,137 @@
+"""The split plan: which tensors of a model are split where, where they are gathered, and how its attention is joined.
+
+`SplitPlan`              the plan itself; write one by hand for your own model
+`read_diffusers_plan`    the splits and gathers that diffusers declares for a model (its `_cp_plan`)
+`register_plan`          makes a plan known for a class of models, by the class's full name
+`find_plan`              the plan of a model, if one is known
+`find_planned_modules`   the networks inside a larger module that have a plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_videoscale.parallel.context import SequenceContext
+
+Undo = Callable[[], None]
+"""Takes back what a function changed."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Split a tensor along ``dim``.
+
+    Attributes:
+        dim: The sequence dim.
+        ndim: Apply only to tensors of so many dims (Wan's timesteps are split if they are per token, (B, S), and not
+            if they are per sample, (B,)); any number if left out.
+    """
+
+    dim: int
+    ndim: int | None = None
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """How one model computes on a slice of its sequence.
+
+    Module paths are relative to the model; ``""`` is the model itself.
+
+    Attributes:
+        inputs: Per module path, which arguments of its ``forward`` are split, by name, before it runs.
+        outputs: Per module path, which of its outputs are split, by position (0 if it returns one tensor).
+        gathers: Per module path, the sequence dim along which its output (one tensor) is gathered.
+        attention: Makes the model's self-attention exchange over the group, given the model and the shared context;
+            returns its undo. It raises a ``ValueError`` if the model's heads do not fit the mesh.
+    """
+
+    inputs: Mapping[str, Mapping[str, Split]]
+    outputs: Mapping[str, Mapping[int, Split]]
+    gathers: Mapping[str, int]
+    attention: Callable[[nn.Module, SequenceContext], Undo]
+
+
+PlanFactory = Callable[[nn.Module], SplitPlan]
+
+_PLANS: dict[str, PlanFactory] = {}
+
+
+def register_plan(class_path: str, factory: PlanFactory) -> None:
+    """Makes a plan known for all instances of a class and of its subclasses.
+
+    Args:
+        class_path: ``"package.module.ClassName"``; a name, so that nothing is imported for models nobody uses.
+        factory: Returns the plan for a model of that class.
+    """
+    _PLANS[class_path] = factory
+
+
+def find_plan(model: nn.Module) -> SplitPlan | None:
+    """Returns the plan registered for the model's class or its nearest base class, or None."""
+    for cls in type(model).__mro__:
+        factory = _PLANS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if factory is not None:
+            return factory(model)
+    return None
+
+
+def find_planned_modules(root: nn.Module) -> dict[str, SplitPlan]:
+    """Returns the outermost modules under ``root`` that have a plan, by path."""
+    found: dict[str, SplitPlan] = {}
+
+    def visit(module: nn.Module, path: str) -> None:
+        plan = find_plan(module)
+        if plan is not None:
+            found[path] = plan
+            return
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}" if path else name)
+
+    visit(root, "")
+    return found
+
+
+def known_models() -> list[str]:
+    """Names of the model classes that have a registered plan."""
+    return sorted(path.rsplit(".", 1)[-1] for path in _PLANS)
+
+
+def read_diffusers_plan(model: nn.Module, attention: Callable[[nn.Module, SequenceContext], Undo]) -> SplitPlan:
+    """Reads the splits and gathers that diffusers declares for its own context parallelism.
+
+    diffusers keeps them in the class attribute ``_cp_plan``: module path -> {argument name or output position ->
+    ``ContextParallelInput``}, or -> ``ContextParallelOutput``. It says nothing of attention, hence the argument.
+    Tried with diffusers 0.42.
+
+    Args:
+        model: A diffusers model.
+        attention: See `SplitPlan.attention`.
+
+    Raises:
+        ValueError: If the model declares no plan, or one with members this reader does not know.
+    """
+    declared: Mapping[str, Any] | None = getattr(model, "_cp_plan", None)
+    if not declared:
+        raise ValueError(f"{type(model).__name__} declares no context-parallel plan (`_cp_plan`): pass a SplitPlan.")
+    inputs: dict[str, dict[str, Split]] = {}
+    outputs: dict[str, dict[int, Split]] = {}
+    gathers: dict[str, int] = {}
+    for path, entry in declared.items():
+        if hasattr(entry, "gather_dim"):
+            gathers[path] = entry.gather_dim
+        elif isinstance(entry, Mapping):
+            for name, member in entry.items():
+                if not hasattr(member, "split_dim"):
+                    raise ValueError(f"Unknown member {member!r} for {name!r} of {path!r} in the model's `_cp_plan`.")
+                split = Split(member.split_dim, member.expected_dims)
+                if member.split_output:
+                    outputs.setdefault(path, {})[name] = split
+                else:
+                    inputs.setdefault(path, {})[name] = split
+        else:
+            raise ValueError(f"Unknown entry {entry!r} for module {path!r} in the model's `_cp_plan`.")
+    return SplitPlan(inputs, outputs, gathers, attention)

@@ -1,0 +1,22 @@
+"""What `Trainer(strategy=...)` receives.
+
+`SequenceParallelDDPStrategy`   registered as "ulysses_ddp"
+`register_strategies`           makes the names known to Lightning; importing `lightning_videoscale` does it
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_videoscale.strategies.ddp import SequenceParallelDDPStrategy
+
+__all__ = ["SequenceParallelDDPStrategy", "register_strategies"]
+
+
+def register_strategies() -> None:
+    """Registers the names by which a Trainer selects our strategies."""
+    StrategyRegistry.register(
+        "ulysses_ddp",
+        SequenceParallelDDPStrategy,
+        description="DDP with Ulysses sequence parallelism over the devices of each node",
+    )

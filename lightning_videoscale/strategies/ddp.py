@@ -1,0 +1,51 @@
+"""Sequence parallelism over replicated parameters: `SequenceParallelDDPStrategy`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.constants import default_pg_timeout
+from typing_extensions import override
+
+from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.strategies.mixin import SequenceParallelMixin
+
+
+class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
+    """DistributedDataParallel whose ranks also share sequences: groups of ranks work on one batch together.
+
+    The devices form a mesh dp × ulysses. The ranks of a group receive the same batch and the same random numbers,
+    each computes its slice of the sequence, and self-attention exchanges slices for heads (Ulysses). Gradients are
+    averaged over all ranks and equal those of one device with the group's batch. Registered as ``"ulysses_ddp"``.
+
+    Args:
+        ulysses_size: Ranks per group. Left out, one group spans the devices of a node.
+        modules: Paths, within the LightningModule, of the networks whose sequence is split. Left out, the one network
+            that has a plan.
+        plan: What is split where in the one network that ``modules`` names. Left out, the plan registered for its
+            class.
+        timeout: How long a collective may wait for a rank that does not come.
+        **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``.
+
+    Raises:
+        ValueError: At the start of ``fit``, if the devices do not form whole groups, no network has a plan, or a
+            network has fewer attention heads than ``ulysses_size``.
+    """
+
+    def __init__(
+        self,
+        ulysses_size: int | None = None,
+        modules: list[str] | None = None,
+        plan: SplitPlan | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(timeout=timeout, **kwargs)
+        self._init_sequence_parallel(ulysses_size, modules, plan)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._create_mesh(self.root_device.type, self.world_size, self.num_processes, self._timeout)

@@ -1,0 +1,238 @@
+"""What every sequence-parallel strategy adds to its parent: the mesh, the split model, one batch and one noise.
+
+The order in which a model is transformed, in `setup`, after `configure_model` and before wrapping: the transforms that
+callbacks and users registered, then the split. The user's LightningModule contains no line about any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_videoscale.parallel import SequenceMesh, SplitPlan, find_planned_modules, known_models, parallelize
+from lightning_videoscale.parallel.mesh import check_sizes
+from lightning_videoscale.parallel.plan import Undo
+from lightning_videoscale.strategies.randomness import seed_generators
+from lightning_videoscale.strategies.sharing import broadcast_batch
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as _Parent
+else:
+    _Parent = object
+
+_Batch = TypeVar("_Batch")
+ModelTransform = Callable[[nn.Module], None]
+
+
+class SequenceParallelMixin(_Parent):
+    """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
+
+    _ulysses_size: int | None
+    _modules: list[str] | None
+    _plan: SplitPlan | None
+
+    def _init_sequence_parallel(
+        self, ulysses_size: int | None, modules: list[str] | None, plan: SplitPlan | None
+    ) -> None:
+        if plan is not None and (modules is None or len(modules) != 1):
+            raise ValueError(f"plan= describes one network: name it with modules=[...] (got modules={modules}).")
+        self._ulysses_size = ulysses_size
+        self._modules = modules
+        self._plan = plan
+        self._mesh: SequenceMesh | None = None
+        self._transforms: list[ModelTransform] = []
+        self._undo_split: Undo | None = None
+        self._seed = self._micro_batch = self._stream = 0
+        self._loss_weight = 1.0
+
+    # -- who am I ------------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> SequenceMesh:
+        """The mesh of ranks; exists once the Trainer has set the environment up.
+
+        Raises:
+            RuntimeError: If asked for earlier.
+        """
+        if self._mesh is None:
+            raise RuntimeError(
+                "The mesh exists from the Trainer's setup of the environment on; it was asked for earlier."
+            )
+        return self._mesh
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of this rank's batch stream; equal on all ranks of a sequence-parallel group."""
+        return self.mesh.dp.rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of distinct batch streams."""
+        return self.mesh.dp.size
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Number of ranks that work on one batch together."""
+        return self.mesh.sp.size
+
+    @property
+    def applies_loss_weight(self) -> bool:
+        """True: `backward` multiplies the loss by the batch's ``meta.loss_weight``."""
+        return True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    # -- setting up ----------------------------------------------------------------------------------------------
+
+    def add_model_transform(self, transform: ModelTransform) -> None:
+        """Registers a change to the model, such as an injection of kernels.
+
+        Transforms run in the order of their registration, once, after ``configure_model`` and before the sequence is
+        split and the model wrapped.
+
+        Args:
+            transform: Receives the LightningModule and changes it in place.
+
+        Raises:
+            RuntimeError: If the model has been transformed already.
+        """
+        if self._undo_split is not None:
+            raise RuntimeError(
+                "The model is set up already: register transforms before the Trainer sets the strategy up."
+            )
+        self._transforms.append(transform)
+
+    def _create_mesh(self, device_type: str, world_size: int, devices_per_node: int, timeout: timedelta | None) -> None:
+        size = self._ulysses_size if self._ulysses_size is not None else devices_per_node
+        check_sizes(world_size, ulysses_size=size)
+        self._mesh = SequenceMesh.create(device_type, ulysses_size=size, timeout=timeout)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh.device_mesh  # what `LightningModule.device_mesh` returns
+        rank_zero_info(f"Sequence parallelism: {self._mesh} over {world_size} ranks, transport 'collective'.")
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._seed = self._agree_on_seed()
+        if self._undo_split is None:
+            assert self.lightning_module is not None
+            while self._transforms:
+                self._transforms.pop(0)(self.lightning_module)
+            self._undo_split = self._split_networks(self.lightning_module)
+        super().setup(trainer)
+
+    def _agree_on_seed(self) -> int:
+        """Rank 0's seed: the one given to ``seed_everything``, or whatever torch drew at its start."""
+        seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64, device=self.root_device)
+        dist.broadcast(seed, 0)
+        return int(seed.item())
+
+    def _split_networks(self, module: nn.Module) -> Undo:
+        undos = [parallelize(module.get_submodule(path), self.mesh, plan) for path, plan in self._plans(module).items()]
+
+        def undo() -> None:
+            for step in undos:
+                step()
+
+        return undo
+
+    def _plans(self, module: nn.Module) -> Mapping[str, SplitPlan | None]:
+        """The networks to split, by path, with their plans (None: the one registered for the class)."""
+        if self._modules is not None:
+            missing = [path for path in self._modules if not _has_submodule(module, path)]
+            if missing:
+                children = [name for name, _ in module.named_children()]
+                raise ValueError(
+                    f"modules={self._modules} names {missing}, which the LightningModule lacks; it has {children}."
+                )
+            return dict.fromkeys(self._modules, self._plan)
+        found = find_planned_modules(module)
+        if self.mesh.sp.size > 1 and len(found) != 1:
+            classes = {name: type(child).__name__ for name, child in module.named_children()}
+            what = f"Several networks have a split plan: {sorted(found)}" if found else "No network has a split plan"
+            raise ValueError(
+                f"{what} in the LightningModule with children {classes}. Name what to split with modules=[...]"
+                + ("." if found else f" and plan=SplitPlan(...); models with a plan: {', '.join(known_models())}.")
+            )
+        return dict.fromkeys(found, None)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self._undo_split is not None:
+            self._undo_split()
+            self._undo_split = None
+
+    # -- one batch, one noise ------------------------------------------------------------------------------------
+
+    def share_batch(self, batch: _Batch) -> _Batch:
+        """Returns the batch of the first rank of this sequence-parallel group, on every rank of the group."""
+        return broadcast_batch(batch, self.mesh.sp, self.root_device)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self._seed_step()
+        return self.share_batch(super().batch_to_device(batch, device, dataloader_idx))
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._seed_step()
+        self._loss_weight = _loss_weight(args)
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._seed_step()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._seed_step()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._seed_step()
+        return super().predict_step(*args, **kwargs)
+
+    def _seed_step(self) -> None:
+        """Starts a new random stream, so that whatever only some ranks drew before (a callback on rank 0) is undone.
+
+        The place is the number of the training micro-batch, which a checkpoint restores, and how many streams were
+        started since (validation batches, for one).
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        micro_batch = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        self._stream = self._stream + 1 if micro_batch == self._micro_batch else 0
+        self._micro_batch = micro_batch
+        seed_generators(self._seed, str(trainer.state.stage), self.data_parallel_rank, micro_batch, self._stream)
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().backward(closure_loss * self._loss_weight, *args, **kwargs)
+
+
+def _has_submodule(module: nn.Module, path: str) -> bool:
+    try:
+        module.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _loss_weight(args: tuple[Any, ...]) -> float:
+    """The weight that the data plan gives the micro-batch, 1 for a user's own data."""
+    batch = args[0] if args else None
+    meta = batch.get("meta") if isinstance(batch, Mapping) else None
+    return float(getattr(meta, "loss_weight", 1.0))

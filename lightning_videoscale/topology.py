@@ -1,0 +1,60 @@
+"""Who am I among the data-parallel ranks? The one question that `data/` and `callbacks/` ask of a strategy.
+
+Sequence-parallel strategies answer it themselves (they implement `DataParallelTopology`): all ranks of one
+sequence-parallel group share one data-parallel rank, hence one batch. Under any other strategy every process is a
+data-parallel rank of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar, runtime_checkable
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import Strategy
+
+_Batch = TypeVar("_Batch")
+
+
+@runtime_checkable
+class DataParallelTopology(Protocol):
+    """What a strategy must offer for the data and the callbacks to know their place."""
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of this process's batch stream, in ``[0, data_parallel_size)``."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of distinct batch streams."""
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Number of ranks that work on one batch together."""
+
+    @property
+    def applies_loss_weight(self) -> bool:
+        """Whether the strategy multiplies the loss by the batch's ``meta.loss_weight`` in its backward."""
+
+    def share_batch(self, batch: _Batch) -> _Batch:
+        """Returns the batch of the first rank of this sequence-parallel group, on every rank of the group."""
+
+
+class PlainTopology:
+    """The topology of a strategy that knows nothing of sequence parallelism: one batch stream per process."""
+
+    sequence_parallel_size = 1
+    applies_loss_weight = False
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.data_parallel_rank = strategy.global_rank if hasattr(strategy, "global_rank") else 0
+        self.data_parallel_size = getattr(strategy, "world_size", 1)
+
+    def share_batch(self, batch: _Batch) -> _Batch:
+        """Returns the batch itself: nobody shares it."""
+        return batch
+
+
+def topology_of(trainer: pl.Trainer) -> DataParallelTopology:
+    """Returns the strategy itself where it knows its data-parallel place, else one stream per process."""
+    strategy = trainer.strategy
+    return strategy if isinstance(strategy, DataParallelTopology) else PlainTopology(strategy)

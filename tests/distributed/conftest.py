@@ -1,0 +1,22 @@
+"""Process pools, started when first asked for and shared by all tests of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.distributed.pool import ProcessPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], ProcessPool]]:
+    """`ranks(4)` is a pool of four gloo processes."""
+    pools: dict[int, ProcessPool] = {}
+
+    def get(size: int) -> ProcessPool:
+        return pools.setdefault(size, ProcessPool(size))
+
+    yield get
+    for pool in pools.values():
+        pool.stop()

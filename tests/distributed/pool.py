@@ -1,0 +1,102 @@
+"""Worker processes that stay, joined by gloo: one start-up serves many test cases.
+
+`ProcessPool(4).run(function, *args)` calls a module-level function on four ranks and returns their results in order.
+An error on any rank is raised here with that rank's traceback; ranks that wait for it are ended with the pool, and the
+next `run` starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class ProcessPool:
+    """See the module's docstring.
+
+    Args:
+        size: Number of ranks.
+        timeout: Seconds that one `run` may take.
+    """
+
+    def __init__(self, size: int, timeout: float = 150.0) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._workers: list[tuple[mp.Process, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls ``function(*args, **kwargs)`` on every rank and returns the results in rank order."""
+        if not self._workers:
+            self._start()
+        for _, pipe in self._workers:
+            pipe.send((function, args, kwargs))
+        deadline = time.monotonic() + self.timeout
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            for rank, (process, pipe) in enumerate(self._workers):
+                if rank in results or not (pipe.poll(0.01) or not process.is_alive()):
+                    continue
+                ok, value = pipe.recv() if pipe.poll() else (False, f"exit code {process.exitcode}")
+                if not ok:
+                    self.stop()
+                    raise AssertionError(f"rank {rank} of {self.size} failed:\n{value}")
+                results[rank] = value
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(self.size)) - set(results))
+                self.stop()
+                raise AssertionError(f"ranks {missing} of {self.size} did not finish within {self.timeout} s")
+        return [results[rank] for rank in range(self.size)]
+
+    def stop(self) -> None:
+        """Ends the workers."""
+        for process, _ in self._workers:
+            process.kill()
+            process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = mp.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, self.size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+
+def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
+    # What torchrun would set, so that a Trainer in the worker finds its place.
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
