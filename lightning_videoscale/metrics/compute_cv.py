@@ -1,0 +1,70 @@
+"""Compute CV: how unequal the ranks' compute loads are, before any clock is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class ComputeCV(Metric):
+    """Compute CV = std / mean over the data-parallel ranks of the load B * S**p, averaged over the steps.
+
+    B is the number of samples of a micro-batch, S its sequence length in tokens. With p = 2 this is the paper's
+    physical load (AdaptiveLoad, section on metrics); with a fitted p it follows the measured cost more closely. The
+    standard deviation is that of a whole population, since every rank is seen, not a sample of them.
+
+    Example:
+        >>> cv = ComputeCV(p=2.0)
+        >>> cv.update(torch.tensor([4, 1]), torch.tensor([100, 200]))  # both 40 000
+        >>> cv.compute().item()
+        0.0
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+
+    cv_sum: Tensor
+    steps: Tensor
+
+    def __init__(self, p: float = 2.0, **kwargs: Any) -> None:
+        """Creates an empty metric.
+
+        Args:
+            p: Exponent of the sequence length in the load.
+            **kwargs: `torchmetrics.Metric`'s own arguments (``sync_on_compute``, ``process_group``, ...).
+        """
+        super().__init__(**kwargs)
+        self.p = p
+        self.add_state("cv_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("steps", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, batch_sizes: Tensor, sequence_lengths: Tensor) -> None:
+        """Adds one step.
+
+        Args:
+            batch_sizes: Samples, shape ``(dp_ranks,)``, or ``(dp_ranks, micro_batches)`` where a step accumulates
+                several micro-batches: the loads of one rank add up.
+            sequence_lengths: Tokens per sample, the same shape.
+
+        Raises:
+            ValueError: The shapes differ or have another number of dimensions, or no rank has any load.
+        """
+        if batch_sizes.shape != sequence_lengths.shape or batch_sizes.ndim not in (1, 2):
+            raise ValueError(
+                "batch_sizes and sequence_lengths must both have shape (dp_ranks,) or (dp_ranks, micro_batches); "
+                f"got {tuple(batch_sizes.shape)} and {tuple(sequence_lengths.shape)}."
+            )
+        loads = batch_sizes.double() * sequence_lengths.double() ** self.p
+        loads = loads.reshape(loads.shape[0], -1).sum(dim=1)
+        if not bool(loads.sum() > 0):
+            raise ValueError(f"at least one rank must have a load above zero; got B * S**p = {loads.tolist()}.")
+        self.cv_sum += loads.std(correction=0) / loads.mean()
+        self.steps += 1
+
+    def compute(self) -> Tensor:
+        """Returns the mean Compute CV, a float64 scalar at or above 0; NaN before the first step."""
+        return self.cv_sum / self.steps

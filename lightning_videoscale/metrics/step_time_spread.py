@@ -1,0 +1,65 @@
+"""CV_step: how far the slowest rank is from the fastest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class StepTimeSpread(Metric):
+    """CV_step = (max - min) / max over the ranks, averaged over the steps (AdaptiveLoad, section on metrics).
+
+    0 means that all ranks need the same time; 0.5 that the fastest rank idles for half of each step. The paper writes
+    the same formula with sequence lengths; any positive load can stand in for the time.
+
+    Every process is expected to see the times of *all* ranks, so that syncing averages equal values. A process that
+    sees its own steps only may still update with them: syncing then averages over all steps seen anywhere.
+
+    Example:
+        >>> spread = StepTimeSpread()
+        >>> spread.update(torch.tensor([1.0, 0.8]))
+        >>> spread.update(torch.tensor([1.0, 0.6]))
+        >>> round(spread.compute().item(), 6)
+        0.3
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+
+    spread_sum: Tensor
+    steps: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Creates an empty metric.
+
+        Args:
+            **kwargs: `torchmetrics.Metric`'s own arguments (``sync_on_compute``, ``process_group``, ...).
+        """
+        super().__init__(**kwargs)
+        self.add_state("spread_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("steps", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, times: Tensor) -> None:
+        """Adds one step.
+
+        Args:
+            times: What each rank needed, shape ``(ranks,)``, any unit, all above zero.
+
+        Raises:
+            ValueError: ``times`` is not a vector of positive, finite numbers.
+        """
+        if times.ndim != 1 or times.numel() == 0:
+            raise ValueError(f"times must have shape (ranks,), one value per rank; got shape {tuple(times.shape)}.")
+        if not bool((torch.isfinite(times) & (times > 0)).all()):
+            raise ValueError(f"times must be positive and finite; got {times.tolist()}.")
+        times = times.detach().double()
+        self.spread_sum += (times.max() - times.min()) / times.max()
+        self.steps += 1
+
+    def compute(self) -> Tensor:
+        """Returns the mean CV_step, a float64 scalar in ``[0, 1)``; NaN before the first step."""
+        return self.spread_sum / self.steps
