@@ -1,0 +1,56 @@
+# Everything starts from python3, make and a package index. Each target prepares what it needs; all are safe to repeat.
+#
+# torch takes its CUDA build from PyPI, some gigabytes. On a machine without a GPU, the CPU build is smaller:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+
+PYTHON ?= python3
+VENV ?= .venv
+# make demo VIDEOS=folder trains on your own clips instead of the bundled ones.
+VIDEOS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-full lint format build clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Create the virtual environment with the pinned versions
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed and $(PYTHON) is " + sys.version.split()[0] + "; name another with PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## Train a small Wan video transformer on real clips, split over two processes (VIDEOS=folder for yours)
+	$(BIN)/python examples/prepare_videos.py --output demo_data/shards $(if $(VIDEOS),--videos "$(VIDEOS)")
+	$(BIN)/python examples/train_wan.py fit --config examples/configs/demo.yaml
+
+# The distributed tests start up to four processes: one thread each keeps them from fighting over the cores.
+test test-full: export OMP_NUM_THREADS ?= 1
+
+test: $(INSTALLED) ## Run the test suite
+	$(BIN)/python -m pytest
+
+test-full: $(INSTALLED) ## Run the suite with the exhaustive matrices, long kill tests and downloads
+	$(BIN)/python -m pytest -m ""
+
+lint: $(INSTALLED) ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## Apply the format and the safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+build: $(INSTALLED) ## Build the wheel and the source distribution into dist/
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+clean: ## Remove what the other targets made, except the virtual environment
+	rm -rf dist demo_data demo_runs lightning_logs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
