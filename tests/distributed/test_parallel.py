@@ -1,0 +1,274 @@
+"""The parts of sequence parallelism on four ranks, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_videoscale.parallel import (
+    CollectiveTransport,
+    SequenceContext,
+    SequenceMesh,
+    Split,
+    SplitPlan,
+    gather,
+    parallelize,
+    sequence_parallel_attention,
+    split,
+    split_sizes,
+)
+from tests.distributed.pool import ProcessPool
+from tests.models import tiny_wan
+
+Ranks = Callable[[int], ProcessPool]
+
+
+# -- the mesh ------------------------------------------------------------------------------------------------------
+
+
+def places(ulysses_size: int, ring_size: int) -> tuple[Any, ...]:
+    mesh = SequenceMesh.create("cpu", ulysses_size=ulysses_size, ring_size=ring_size)
+    for axis in (mesh.dp, mesh.ring, mesh.ulysses, mesh.sp):
+        assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
+        assert dist.get_rank(axis.group) == axis.rank
+    assert mesh.device_mesh.mesh_dim_names == ("dp", "ring", "ulysses")
+    return mesh.dp.ranks, mesh.ring.ranks, mesh.ulysses.ranks, mesh.sp.ranks, repr(mesh)
+
+
+def test_ulysses_is_innermost_and_dp_outermost(ranks: Ranks) -> None:
+    got = ranks(4).run(places, ulysses_size=2, ring_size=1)
+    assert got[3] == ((1, 3), (3,), (2, 3), (2, 3), "SequenceMesh(dp=2, ring=1, ulysses=2)")
+    got = ranks(4).run(places, ulysses_size=2, ring_size=2)
+    assert got[3] == ((3,), (1, 3), (2, 3), (0, 1, 2, 3), "SequenceMesh(dp=1, ring=2, ulysses=2)")
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+
+def attention_errors(seed: int, batch: int, length: int, heads: int, dim: int) -> list[float]:
+    """Relative errors of output and gradients against dense attention over the whole sequence."""
+    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, cotangent = (torch.randn(batch, length, heads, dim, generator=generator).double() for _ in range(4))
+    dense_inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    dense = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in dense_inputs)).transpose(1, 2)
+    dense_gradients = torch.autograd.grad(dense, dense_inputs, cotangent)
+
+    lengths = split_sizes(length, mesh.sp.size)
+    mine = slice(sum(lengths[: mesh.sp.rank]), sum(lengths[: mesh.sp.rank + 1]))
+    inputs = [x[:, mine].clone().requires_grad_() for x in (q, k, v)]
+    out = sequence_parallel_attention(inputs[0], inputs[1], inputs[2], mesh, lengths=lengths)
+    gradients = torch.autograd.grad(out, inputs, cotangent[:, mine])
+    pairs = [(out, dense[:, mine]), *zip(gradients, (g[:, mine] for g in dense_gradients), strict=True)]
+    return [float((got - expected).norm() / expected.norm()) for got, expected in pairs]
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(0, 99), st.integers(1, 3), st.integers(4, 23), st.integers(4, 9), st.sampled_from([1, 8, 12]))
+def test_attention_over_a_split_sequence_is_dense_attention(
+    ranks: Ranks, seed: int, batch: int, length: int, heads: int, dim: int
+) -> None:
+    for errors in ranks(4).run(attention_errors, seed, batch, length, heads, dim):
+        assert max(errors) <= 1e-12
+
+
+def attention_messages() -> list[str]:
+    def message(*shapes: tuple[int, ...], lengths: tuple[int, ...] | None = None, mesh: SequenceMesh) -> str:
+        try:
+            sequence_parallel_attention(*(torch.randn(shape) for shape in shapes), mesh=mesh, lengths=lengths)
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+        return "no error"
+
+    mesh = SequenceMesh.create("cpu", ulysses_size=4)
+    q = (1, 2, 4, 8)
+    return [
+        message((1, 2, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8), mesh=mesh),
+        message(q, q, (1, 2, 4, 16), mesh=mesh),
+        message(q, q, q, lengths=(3, 3, 3, 3), mesh=mesh),
+        message(q, q, q, mesh=SequenceMesh.create("cpu", ulysses_size=2, ring_size=2)),
+    ]
+
+
+def test_attention_says_what_does_not_fit(ranks: Ranks) -> None:
+    heads, shapes, lengths, ring = ranks(4).run(attention_messages)[0]
+    assert "3 heads cannot be spread over ulysses_size=4" in heads
+    assert "of one shape (B, s, H, D), got (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 16)" in shapes
+    assert "This rank holds 2 tokens, but lengths=(3, 3, 3, 3)" in lengths
+    assert "ring_size=2; use ring_size=1" in ring
+
+
+# -- the gradient rule ---------------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Parameters before the split, inside the region, fed into it from outside, and after the gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.inside, self.condition, self.after = (nn.Linear(6, 6).double() for _ in range(4))
+
+    def forward(self, x: Tensor, condition: Tensor, context: SequenceContext | None) -> Tensor:
+        x = torch.tanh(self.before(x))
+        if context is not None:
+            x = split(x, 1, context)
+        x = torch.tanh(self.inside(x) + self.condition(condition)[:, None])
+        if context is not None:
+            x = gather(x, 1, context)
+        return self.after(x).square().mean()
+
+
+def gradient_rule_error(length: int) -> float:
+    mesh = SequenceMesh.create("cpu", ulysses_size=4)
+    context = SequenceContext(mesh, CollectiveTransport())
+    torch.manual_seed(1)
+    x, condition = torch.randn(2, length, 6).double(), torch.randn(2, 6).double()
+    whole, sliced = Network(), Network()
+    whole(x, condition, None).backward()
+    sliced(x, condition, context).backward()
+    errors = []
+    for expected, got in zip(whole.parameters(), sliced.parameters(), strict=True):
+        assert expected.grad is not None
+        assert got.grad is not None
+        dist.all_reduce(got.grad)
+        errors.append(float((got.grad / 4 - expected.grad).norm() / expected.grad.norm()))
+    return max(errors)
+
+
+@pytest.mark.parametrize("length", [4, 8, 11])
+def test_averaged_gradients_are_those_of_one_device_wherever_the_parameter_is(ranks: Ranks, length: int) -> None:
+    assert max(ranks(4).run(gradient_rule_error, length)) <= 1e-12
+
+
+# -- whole models --------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.context: SequenceContext | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 2)).unbind(2)
+        if self.context is None:
+            out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+        else:
+            lengths = self.context.lengths_of(x.shape[1])
+            out = sequence_parallel_attention(q, k, v, self.context.mesh, lengths=lengths)
+        return x + out.flatten(2)
+
+
+class MyModel(nn.Module):
+    """A user's own model, with activation checkpointing as users write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2)).double()
+        self.head = nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def my_plan() -> SplitPlan:
+    """A plan written by hand."""
+
+    def exchange(model: nn.Module, context: SequenceContext) -> Callable[[], None]:
+        assert isinstance(model, MyModel)
+
+        def set_context(value: SequenceContext | None) -> None:
+            for block in model.blocks:
+                block.context = value
+
+        set_context(context)
+        return lambda: set_context(None)
+
+    return SplitPlan({"": {"x": Split(dim=1)}}, {}, {"head": 1}, exchange)
+
+
+def own_model_error() -> float:
+    """Two forward passes whose slices have equal length here but not elsewhere, before one backward."""
+    mesh = SequenceMesh.create("cpu", ulysses_size=4)
+    whole, sliced = MyModel(), MyModel()
+    undo = parallelize(sliced, mesh, my_plan())
+    torch.manual_seed(1)
+    inputs = [torch.randn(2, length, 8).double() for length in (9, 10, 11)]
+    for model in (whole, sliced):
+        torch.stack([model(x).square().mean() * weight for weight, x in enumerate(inputs, 1)]).sum().backward()
+    worst = 0.0
+    for expected, got in zip(whole.parameters(), sliced.parameters(), strict=True):
+        assert expected.grad is not None
+        assert got.grad is not None
+        dist.all_reduce(got.grad)
+        worst = max(worst, float((got.grad / 4 - expected.grad).norm() / expected.grad.norm()))
+    undo()
+    assert torch.equal(sliced(inputs[0]), whole(inputs[0]))
+    return worst
+
+
+def test_recomputation_sees_the_split_of_its_own_forward_pass(ranks: Ranks) -> None:
+    assert max(ranks(4).run(own_model_error)) <= 1e-12
+
+
+def wan_messages() -> list[str]:
+    mesh = SequenceMesh.create("cpu", ulysses_size=4)
+    messages = []
+    own_processor = tiny_wan()
+    own_processor.blocks[0].attn1.set_processor(type("MyProcessor", (), {})())
+    bad_path = SplitPlan({"nowhere": {"x": Split(1)}}, {}, {}, lambda model, context: lambda: None)
+    bad_argument = SplitPlan({"": {"latents": Split(1)}}, {}, {}, lambda model, context: lambda: None)
+    for model, plan in (
+        (nn.Linear(2, 2), None),
+        (tiny_wan(num_attention_heads=3), None),
+        (own_processor, None),
+        (tiny_wan(), bad_path),
+        (tiny_wan(), bad_argument),
+    ):
+        try:
+            parallelize(model, mesh, plan)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_parallelize_says_what_does_not_fit(ranks: Ranks) -> None:
+    no_plan, heads, processor, path, argument = ranks(4).run(wan_messages)[0]
+    assert "No split plan is known for Linear" in no_plan
+    assert "WanTransformer3DModel" in no_plan
+    assert "register_plan" in no_plan
+    assert "3 heads cannot be spread over ulysses_size=4" in heads
+    assert "has the processor MyProcessor" in processor
+    assert "module 'nowhere', which WanTransformer3DModel does not have" in path
+    assert "arguments ['latents'] of WanTransformer3DModel.forward" in argument
+
+
+def undone_wan_is_unchanged() -> bool:
+    mesh = SequenceMesh.create("cpu", ulysses_size=4)
+    model, untouched = tiny_wan().eval(), tiny_wan().eval()
+    names = list(model.state_dict())
+    torch.manual_seed(1)
+    inputs = (torch.randn(1, 4, 1, 4, 4), torch.tensor([7.0]), torch.randn(1, 3, 16))
+    undo = parallelize(model, mesh)
+    with torch.no_grad():
+        close = torch.allclose(model(*inputs).sample, untouched(*inputs).sample, atol=1e-5)
+        assert list(model.state_dict()) == names
+        undo()
+        return close and torch.equal(model(*inputs).sample, untouched(*inputs).sample)
+
+
+def test_a_split_wan_keeps_its_state_dict_and_can_be_undone(ranks: Ranks) -> None:
+    assert all(ranks(4).run(undone_wan_is_unchanged))

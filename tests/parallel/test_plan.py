@@ -1,0 +1,44 @@
+"""Plans: read from diffusers, found in a module, written by hand."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lightning_videoscale.parallel import Split, find_plan, find_planned_modules, read_diffusers_plan
+from lightning_videoscale.parallel.plan import known_models
+from tests.models import tiny_wan
+
+
+def test_wan_declares_what_it_splits() -> None:
+    plan = find_plan(tiny_wan())
+    assert plan is not None
+    assert plan.inputs["blocks.0"] == {"hidden_states": Split(dim=1, ndim=3)}
+    assert plan.inputs[""] == {"timestep": Split(dim=1, ndim=2)}
+    assert plan.outputs["rope"] == {0: Split(dim=1, ndim=4), 1: Split(dim=1, ndim=4)}
+    assert plan.gathers == {"proj_out": 1}
+
+
+def test_a_subclass_has_its_parents_plan() -> None:
+    model = tiny_wan()
+    model.__class__ = type("MyWan", (type(model),), {})
+    assert find_plan(model) is not None
+
+
+def test_the_outermost_networks_with_a_plan_are_found() -> None:
+    module = nn.ModuleDict({"vae": nn.Linear(2, 2), "nets": nn.ModuleDict({"student": tiny_wan()})})
+    assert list(find_planned_modules(module)) == ["nets.student"]
+    assert find_planned_modules(nn.Linear(2, 2)) == {}
+    assert known_models() == ["WanTransformer3DModel"]
+
+
+def test_a_model_that_declares_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Linear declares no context-parallel plan .* pass a SplitPlan"):
+        read_diffusers_plan(nn.Linear(2, 2), lambda model, context: lambda: None)
+
+
+def test_an_unknown_kind_of_entry_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model._cp_plan = {"": {"x": "split it"}}  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="Unknown member 'split it' for 'x'"):
+        read_diffusers_plan(model, lambda model, context: lambda: None)
