@@ -1,0 +1,203 @@
+"""Buckets of video latents behind a LightningDataModule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.data.index import ShardIndex, default_index_file
+from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
+from lightning_videoscale.data.plan import BucketPlanner, LossWeighting
+from lightning_videoscale.data.reader import MicroBatchReader
+from lightning_videoscale.data.shards import ShardError, expand_shards
+from lightning_videoscale.topology import topology_of
+
+
+class VideoDataModule(pl.LightningDataModule):
+    """Buckets of video latents from WebDataset shards.
+
+    A sample of a shard is ``<key>.latents.npy`` (float16 or float32, (C, F, H, W)), ``<key>.txt`` (the caption, UTF-8;
+    or ``<key>.text_embeds.npy``), and any further ``.npy``, ``.json`` or ``.txt`` members, which pass through. A batch
+    is a dict: ``latents`` (B, C, F, H, W) float32, ``caption`` (list[str]), ``sample_ids`` (list[str]), ``meta``
+    (`BatchMeta`) and the further members by name (``mask.npy`` is ``mask``). All samples of a batch have one latent
+    shape; B follows from ``budget`` (AdaptiveLoad, equation 2). Every sample is in exactly one batch per epoch, every
+    epoch is another permutation, and every data-parallel rank has equally many batches.
+
+    Validation batches come in the order of the shards. Where the ranks would have unequally many of them, one sample is
+    read again with ``meta.loss_weight`` 0.
+
+    Args:
+        shards: Tar files to train on: a path, a pattern such as ``clips/{000..099}.tar`` or ``clips/*.tar``, or a list.
+        budget: Memory and compute that a micro-batch may take.
+        val_shards: Tar files to validate on, likewise. None: no validation.
+        index: Where the table of all samples is kept (JSON). None: beside the first shard.
+        micro_batches: Micro-batches per optimizer step and rank; must equal the Trainer's ``accumulate_grad_batches``.
+        patch_size: Latent frames, rows and columns that the model makes into one token.
+        loss_weighting: ``sample``: every sample of a step weighs the same in the gradient, whatever the batch sizes.
+            ``none``: every micro-batch weighs the same, as in plain DDP.
+        seed: Seed of the permutations.
+        num_workers: Processes per rank that read ahead. 0 reads in the training process.
+    """
+
+    def __init__(
+        self,
+        shards: str | list[str],
+        budget: BucketBudget,
+        *,
+        val_shards: str | list[str] | None = None,
+        index: str | Path | None = None,
+        micro_batches: int = 1,
+        patch_size: tuple[int, int, int] = (1, 2, 2),
+        loss_weighting: LossWeighting = "sample",
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self._shards = shards
+        self._val_shards = val_shards
+        self._budget = budget
+        self._index_file = index
+        self._micro_batches = micro_batches
+        self._patch_size = patch_size
+        self._loss_weighting = loss_weighting
+        self._seed = seed
+        self._num_workers = num_workers
+        self._indexes: tuple[ShardIndex, ShardIndex | None] | None = None
+
+    def prepare_data(self) -> None:
+        """Indexes the shards once per node and keeps the table, for the other ranks and for the next run."""
+        index, file = self._scan()
+        try:
+            index.save(file)
+        except OSError as error:
+            rank_zero_warn(f"The shard index cannot be kept ({error}); every rank reads the shards. Give `index=`.")
+
+    def setup(self, stage: str) -> None:
+        """Reads the index and reports samples that exceed the memory budget."""
+        if self._indexes is not None:
+            return
+        everything, _ = self._scan()
+        train = ShardIndex(everything.shards[: len(expand_shards(self._shards))])
+        val = ShardIndex(everything.shards[len(train.shards) :])
+        for name, part in (("shards", train), ("val_shards", val)):
+            if part.shards and not len(part):
+                raise ShardError(f"No samples found: the {name} hold no members.")
+        self._indexes = train, val if val.shards else None
+        self._warn_of_oversized(everything)
+
+    def train_dataloader(self) -> PlannedLoader:
+        """Batches of this rank; a new plan every epoch.
+
+        Raises:
+            ValueError: If the Trainer accumulates another number of micro-batches, or nothing would apply the plan's
+                loss weights. Each message names the fix.
+        """
+        index = self._ready_indexes()[0]
+        planner = self._planner(index, self._micro_batches, self._loss_weighting, shuffle=True)
+        if self.trainer is not None:
+            self._check_accumulation(self.trainer)
+            self._check_loss_weights(self.trainer, planner)
+        frozen = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
+        return self._loader(index, PlannedSampler(planner, self._dp_rank_and_size()[0], repeat_first_epoch=frozen))
+
+    def val_dataloader(self) -> PlannedLoader | list[PlannedLoader]:
+        """Validation batches of this rank, the same ones every time; none without ``val_shards``."""
+        index = self._ready_indexes()[1]
+        if index is None:
+            return []
+        planner = self._planner(index, 1, "none", shuffle=False)
+        return self._loader(index, PlannedSampler(planner, self._dp_rank_and_size()[0], repeat_first_epoch=True))
+
+    def _scan(self) -> tuple[ShardIndex, Path]:
+        paths = expand_shards(self._shards)
+        if self._val_shards is not None:
+            paths += expand_shards(self._val_shards)
+        file = default_index_file(paths) if self._index_file is None else Path(self._index_file)
+        return ShardIndex.scan(paths, known=ShardIndex.load(file) if file.exists() else None), file
+
+    def _ready_indexes(self) -> tuple[ShardIndex, ShardIndex | None]:
+        if self._indexes is None:
+            self.setup("fit")
+        assert self._indexes is not None
+        return self._indexes
+
+    def _dp_rank_and_size(self) -> tuple[int, int]:
+        if self.trainer is None:
+            return 0, 1
+        topology = topology_of(self.trainer)
+        return topology.data_parallel_rank, topology.data_parallel_size
+
+    def _planner(
+        self, index: ShardIndex, micro_batches: int, loss_weighting: LossWeighting, shuffle: bool
+    ) -> BucketPlanner:
+        return BucketPlanner(
+            shapes=[sample.shape[1:] for sample in index.samples],
+            budget=self._budget,
+            patch_size=self._patch_size,
+            dp_size=self._dp_rank_and_size()[1],
+            micro_batches=micro_batches,
+            loss_weighting=loss_weighting,
+            seed=self._seed,
+            shuffle=shuffle,
+        )
+
+    def _loader(self, index: ShardIndex, sampler: PlannedSampler) -> PlannedLoader:
+        on_gpu = False
+        if self.trainer is not None:
+            _check_same_plan(self.trainer, index.digest + sampler.plan.digest())
+            on_gpu = self.trainer.strategy.root_device.type == "cuda"
+        return PlannedLoader(MicroBatchReader(index), sampler, self._num_workers, pin_memory=on_gpu)
+
+    def _check_accumulation(self, trainer: pl.Trainer) -> None:
+        if not trainer.lightning_module.automatic_optimization:
+            return
+        if trainer.accumulate_grad_batches != self._micro_batches:
+            raise ValueError(
+                f"VideoDataModule(micro_batches={self._micro_batches}) plans optimizer steps of {self._micro_batches} "
+                f"micro-batches and the Trainer makes them of {trainer.accumulate_grad_batches}: set "
+                f"Trainer(accumulate_grad_batches={self._micro_batches}), or micro_batches to the Trainer's number."
+            )
+        if any(type(callback) is GradientAccumulationScheduler for callback in _callbacks(trainer)):
+            raise ValueError("GradientAccumulationScheduler changes the micro-batches per step, and the plan does not.")
+
+    def _check_loss_weights(self, trainer: pl.Trainer, planner: BucketPlanner) -> None:
+        applied = topology_of(trainer).applies_loss_weight or any(
+            getattr(callback, "applies_loss_weight", False) for callback in _callbacks(trainer)
+        )
+        if not applied and planner.needs_loss_weights():
+            raise ValueError(
+                f"The batches of this plan differ in weight and {type(trainer.strategy).__name__} does not apply "
+                "meta.loss_weight: add Trainer(callbacks=[vs.callbacks.LossWeighting()])"
+                + (', or VideoDataModule(loss_weighting="none").' if self._loss_weighting == "sample" else ".")
+            )
+
+    def _warn_of_oversized(self, index: ShardIndex) -> None:
+        counts = Counter(sample.shape[1:] for sample in index.samples)
+        lengths = {
+            shape: BucketPlanner([shape], self._budget, self._patch_size).sequence_length(shape) for shape in counts
+        }
+        if oversized := {s: n for s, n in lengths.items() if self._budget.exceeds_memory(n)}:
+            listed = ", ".join(f"{shape}: {n} tokens, {counts[shape]} samples" for shape, n in oversized.items())
+            rank_zero_warn(
+                f"One sample alone exceeds the memory budget m_mem={self._budget.m_mem} tokens in {len(oversized)} "
+                f"buckets ({listed}); they train with batch size 1. Raise m_mem if they fit, or leave such clips out."
+            )
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def _check_same_plan(trainer: pl.Trainer, digest: str) -> None:
+    same = trainer.strategy.broadcast(digest) == digest
+    if not trainer.strategy.reduce_boolean_decision(same, all=True):
+        raise ValueError(
+            f"The ranks do not see the same shards: rank {trainer.global_rank} planned {digest[:12]}, which "
+            f"{'equals' if same else 'differs from'} rank 0's plan. Compare the shards on all nodes."
+        )

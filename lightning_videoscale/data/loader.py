@@ -1,0 +1,87 @@
+"""A pass over the plan of an epoch, for one data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_videoscale.data.batch import Batch
+from lightning_videoscale.data.plan import BucketPlanner, EpochPlan, MicroBatch
+from lightning_videoscale.data.reader import MicroBatchReader
+
+
+class PlannedSampler(Sampler[MicroBatch]):
+    """The micro-batches of one data-parallel rank, in the order of the plan.
+
+    Args:
+        planner: Makes the plan of an epoch.
+        dp_rank: Whose part of it.
+        repeat_first_epoch: Whether every epoch uses the plan of the first (to overfit, to validate).
+    """
+
+    def __init__(self, planner: BucketPlanner, dp_rank: int, repeat_first_epoch: bool = False) -> None:
+        self._planner = planner
+        self._dp_rank = dp_rank
+        self._repeat_first_epoch = repeat_first_epoch
+        self._epoch = 0
+        self._plan: EpochPlan | None = None
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The plan of the current epoch."""
+        if self._plan is None:
+            self._plan = self._planner.plan(self._epoch)
+        return self._plan
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch of the next pass; Lightning calls this before each."""
+        if epoch != self._epoch and not self._repeat_first_epoch:
+            self._epoch, self._plan = epoch, None
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        yield from self.plan.micro_batches_of(self._dp_rank)
+
+    def __len__(self) -> int:
+        return len(self.plan.steps) * self._planner.micro_batches
+
+
+class PlannedLoader:
+    """Batches of one data-parallel rank; iterating it is one epoch.
+
+    It wraps a DataLoader rather than being one: Lightning would put its own samplers into a DataLoader (to distribute,
+    to overfit), and the plan already says who reads what.
+
+    Args:
+        reader: Reads micro-batches.
+        sampler: Says which.
+        num_workers: Processes that read ahead; 0 reads in this one.
+        pin_memory: Whether tensors are put into page-locked memory, from which GPUs copy faster.
+    """
+
+    batch_sampler = None
+
+    def __init__(
+        self, reader: MicroBatchReader, sampler: PlannedSampler, num_workers: int = 0, pin_memory: bool = False
+    ) -> None:
+        self.sampler = sampler
+        self._loader: DataLoader[Batch] = DataLoader(
+            reader,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            collate_fn=_unchanged,
+        )
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        # A generator, so that workers start at the first batch: Lightning makes the iterator before it sets the epoch.
+        yield from self._loader
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
