@@ -165,7 +165,7 @@ def test_the_wheel_works_for_a_user_who_has_nothing_else(wheel: Path, environmen
 
 
 def test_an_editable_install_reaches_the_working_tree(environment: Environment) -> None:
-    environment.lend("hatchling")
+    environment.lend("hatchling", "editables")
     environment.install("--editable", ROOT)
     package = environment.package()
     assert package == ROOT / "lightning_videoscale"
@@ -175,7 +175,7 @@ def test_an_editable_install_reaches_the_working_tree(environment: Environment) 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout")
 def test_an_install_from_git_holds_the_linked_folders(environment: Environment) -> None:
-    environment.lend("hatchling")
+    environment.lend("hatchling", "editables")
     environment.install(f"git+file://{ROOT}")
     package = environment.package()
     assert environment.root in package.parents
