@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data.index import ShardIndex, default_index_file
 from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
-from lightning_videoscale.data.plan import BucketPlanner, LossWeighting
+from lightning_videoscale.data.plan import BucketPlanner, LossWeighting, sequence_length
 from lightning_videoscale.data.reader import MicroBatchReader
 from lightning_videoscale.data.shards import ShardError, expand_shards
 from lightning_videoscale.topology import topology_of
@@ -67,28 +67,29 @@ class VideoDataModule(pl.LightningDataModule):
         self._loss_weighting = loss_weighting
         self._seed = seed
         self._num_workers = num_workers
-        self._indexes: tuple[ShardIndex, ShardIndex | None] | None = None
+        self._train_index: ShardIndex | None = None
+        self._val_index: ShardIndex | None = None
 
     def prepare_data(self) -> None:
         """Indexes the shards once per node and keeps the table, for the other ranks and for the next run."""
-        index, file = self._scan()
+        index, file = self._scan(progress=True)
         try:
             index.save(file)
         except OSError as error:
-            rank_zero_warn(f"The shard index cannot be kept ({error}); every rank reads the shards. Give `index=`.")
+            rank_zero_warn(f"The shard index cannot be kept ({error}), so every rank reads the shards. Give `index=`.")
 
     def setup(self, stage: str) -> None:
-        """Reads the index and reports samples that exceed the memory budget."""
-        if self._indexes is not None:
+        """Reads the index, and says what of the shards is left alone or exceeds the memory budget."""
+        if self._train_index is not None:
             return
-        everything, _ = self._scan()
-        train = ShardIndex(everything.shards[: len(expand_shards(self._shards))])
-        val = ShardIndex(everything.shards[len(train.shards) :])
-        for name, part in (("shards", train), ("val_shards", val)):
-            if part.shards and not len(part):
-                raise ShardError(f"No samples found: the {name} hold no members.")
-        self._indexes = train, val if val.shards else None
-        self._warn_of_oversized(everything)
+        index, _ = self._scan()
+        count = len(expand_shards(self._shards))
+        self._train_index = ShardIndex(index.shards[:count])
+        self._val_index = ShardIndex(index.shards[count:]) if self._val_shards is not None else None
+        if not len(self._train_index) or (self._val_index is not None and not len(self._val_index)):
+            raise ShardError(f"No samples found in {'val_shards' if len(self._train_index) else 'shards'}.")
+        self._warn_of_ignored(index)
+        self._warn_of_oversized(index)
 
     def train_dataloader(self) -> PlannedLoader:
         """Batches of this rank; a new plan every epoch.
@@ -97,34 +98,29 @@ class VideoDataModule(pl.LightningDataModule):
             ValueError: If the Trainer accumulates another number of micro-batches, or nothing would apply the plan's
                 loss weights. Each message names the fix.
         """
-        index = self._ready_indexes()[0]
-        planner = self._planner(index, self._micro_batches, self._loss_weighting, shuffle=True)
+        assert self._train_index is not None, "setup() comes first"
+        planner = self._planner(self._train_index, self._micro_batches, self._loss_weighting, shuffle=True)
+        overfit = False
         if self.trainer is not None:
             self._check_accumulation(self.trainer)
             self._check_loss_weights(self.trainer, planner)
-        frozen = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
-        return self._loader(index, PlannedSampler(planner, self._dp_rank_and_size()[0], repeat_first_epoch=frozen))
+            overfit = self.trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
+        return self._loader(self._train_index, planner, repeat_first_epoch=overfit)
 
     def val_dataloader(self) -> PlannedLoader | list[PlannedLoader]:
         """Validation batches of this rank, the same ones every time; none without ``val_shards``."""
-        index = self._ready_indexes()[1]
-        if index is None:
+        if self._val_index is None:
             return []
-        planner = self._planner(index, 1, "none", shuffle=False)
-        return self._loader(index, PlannedSampler(planner, self._dp_rank_and_size()[0], repeat_first_epoch=True))
+        planner = self._planner(self._val_index, micro_batches=1, loss_weighting="none", shuffle=False)
+        return self._loader(self._val_index, planner, repeat_first_epoch=True)
 
-    def _scan(self) -> tuple[ShardIndex, Path]:
+    def _scan(self, progress: bool = False) -> tuple[ShardIndex, Path]:
         paths = expand_shards(self._shards)
         if self._val_shards is not None:
             paths += expand_shards(self._val_shards)
         file = default_index_file(paths) if self._index_file is None else Path(self._index_file)
-        return ShardIndex.scan(paths, known=ShardIndex.load(file) if file.exists() else None), file
-
-    def _ready_indexes(self) -> tuple[ShardIndex, ShardIndex | None]:
-        if self._indexes is None:
-            self.setup("fit")
-        assert self._indexes is not None
-        return self._indexes
+        known = ShardIndex.load(file) if file.exists() else None
+        return ShardIndex.scan(paths, known, progress), file
 
     def _dp_rank_and_size(self) -> tuple[int, int]:
         if self.trainer is None:
@@ -146,7 +142,8 @@ class VideoDataModule(pl.LightningDataModule):
             shuffle=shuffle,
         )
 
-    def _loader(self, index: ShardIndex, sampler: PlannedSampler) -> PlannedLoader:
+    def _loader(self, index: ShardIndex, planner: BucketPlanner, repeat_first_epoch: bool) -> PlannedLoader:
+        sampler = PlannedSampler(planner, self._dp_rank_and_size()[0], repeat_first_epoch)
         on_gpu = False
         if self.trainer is not None:
             _check_same_plan(self.trainer, index.digest + sampler.plan.digest())
@@ -176,13 +173,17 @@ class VideoDataModule(pl.LightningDataModule):
                 + (', or VideoDataModule(loss_weighting="none").' if self._loss_weighting == "sample" else ".")
             )
 
+    def _warn_of_ignored(self, index: ShardIndex) -> None:
+        if ignored := sorted({extension for shard in index.shards for extension in shard.ignored}):
+            rank_zero_warn(
+                f"The shards hold members that are left alone: {ignored}. Only npy, json and txt are decoded."
+            )
+
     def _warn_of_oversized(self, index: ShardIndex) -> None:
         counts = Counter(sample.shape[1:] for sample in index.samples)
-        lengths = {
-            shape: BucketPlanner([shape], self._budget, self._patch_size).sequence_length(shape) for shape in counts
-        }
-        if oversized := {s: n for s, n in lengths.items() if self._budget.exceeds_memory(n)}:
-            listed = ", ".join(f"{shape}: {n} tokens, {counts[shape]} samples" for shape, n in oversized.items())
+        lengths = {shape: sequence_length(shape, self._patch_size) for shape in counts}
+        if oversized := [shape for shape, length in lengths.items() if self._budget.exceeds_memory(length)]:
+            listed = ", ".join(f"{shape}: {lengths[shape]} tokens, {counts[shape]} samples" for shape in oversized)
             rank_zero_warn(
                 f"One sample alone exceeds the memory budget m_mem={self._budget.m_mem} tokens in {len(oversized)} "
                 f"buckets ({listed}); they train with batch size 1. Raise m_mem if they fit, or leave such clips out."
@@ -190,7 +191,7 @@ class VideoDataModule(pl.LightningDataModule):
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return callbacks
 
 

@@ -18,7 +18,8 @@ from numpy.lib import format as npy
 PICKLED = frozenset({"pyd", "pkl", "pickle", "pth", "pt"})
 """Formats that run code when they are loaded."""
 
-_NPY_HEADER_LIMIT = 16_384
+NPY_HEADER_LIMIT = 16_384
+"""More bytes than the header of a `.npy` file of plain numbers can take."""
 
 
 def suffix(extension: str) -> str:
@@ -55,7 +56,7 @@ def npy_header(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int]:
     """Reads the header of a ``.npy`` file.
 
     Args:
-        data: The first bytes of the file, `_NPY_HEADER_LIMIT` of them or all.
+        data: The first bytes of the file, `NPY_HEADER_LIMIT` of them or all.
 
     Returns:
         Shape, dtype, and the size in bytes that the whole file must have.
@@ -63,12 +64,14 @@ def npy_header(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int]:
     Raises:
         ValueError: If this is no ``.npy`` header, or the array holds Python objects.
     """
-    stream = io.BytesIO(data[:_NPY_HEADER_LIMIT])
-    version = npy.read_magic(stream)
-    readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-    if version not in readers:
-        raise ValueError(f".npy format {version} is not read (1.0 and 2.0 are)")
-    shape, _, dtype = readers[version](stream)
+    stream = io.BytesIO(data[:NPY_HEADER_LIMIT])
+    try:
+        version = npy.read_magic(stream)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, dtype = read(stream)
+    # numpy parses the header as a Python literal and lets that parser's own errors through.
+    except Exception as error:
+        raise ValueError(f"no .npy header of version 1.0 or 2.0 ({error})") from error
     if dtype.hasobject:
         raise ValueError("the array holds Python objects, which run code when they are loaded; save plain numbers")
     return shape, dtype, stream.tell() + math.prod(shape) * dtype.itemsize

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_videoscale.data.batch import RESERVED, batch_name
-from lightning_videoscale.data.decoding import PICKLED, decode, is_decodable, npy_header, suffix
+from lightning_videoscale.data.decoding import NPY_HEADER_LIMIT, PICKLED, decode, is_decodable, npy_header, suffix
 from lightning_videoscale.data.shards import ByteRange, Members, ShardError, scan_members
 
 _VERSION = 1
-_HEADER_BYTES = 16_384
 _SECONDS_WITHOUT_BAR = 2.0
 
 LatentShape = tuple[int, int, int, int]
@@ -50,12 +47,14 @@ class ShardEntry:
         size: Bytes of the whole tar.
         mtime_ns: Its modification time in nanoseconds.
         samples: What it holds, in the order of the tar.
+        ignored: Extensions that it also holds and that are not decoded, sorted.
     """
 
     path: Path
     size: int
     mtime_ns: int
     samples: tuple[SampleEntry, ...]
+    ignored: tuple[str, ...] = ()
 
     @classmethod
     def scan(cls, path: Path) -> ShardEntry:
@@ -67,13 +66,17 @@ class ShardEntry:
         """
         stat = path.stat()
         samples = scan_members(path)
-        if ignored := Counter(e for members in samples.values() for e in members if not _is_used(path, e)):
-            rank_zero_warn(
-                f"{path}: members of the formats {dict(ignored)} are left alone; npy, json and txt are decoded."
+        extensions = sorted({extension for members in samples.values() for extension in members})
+        if pickles := [extension for extension in extensions if suffix(extension) in PICKLED]:
+            member = next(f"{key}.{pickles[0]}" for key, members in samples.items() if pickles[0] in members)
+            raise ShardError(
+                f"{path}: the member {member!r} is a pickle, which runs code when it is loaded; it is refused. "
+                "Write tensors as .npy and fields as .json."
             )
         with path.open("rb") as file:
             entries = tuple(_describe(path, file.fileno(), key, members) for key, members in samples.items())
-        return cls(path, stat.st_size, stat.st_mtime_ns, entries)
+        ignored = tuple(extension for extension in extensions if not is_decodable(extension))
+        return cls(path, stat.st_size, stat.st_mtime_ns, entries, ignored)
 
     def is_current(self) -> bool:
         """Whether the file still is what was scanned."""
@@ -90,24 +93,21 @@ class ShardIndex:
     shards: tuple[ShardEntry, ...]
 
     @classmethod
-    def scan(cls, paths: Sequence[Path], known: ShardIndex | None = None) -> ShardIndex:
-        """Builds the index of these shards, reading only those that ``known`` does not hold as they are now.
+    def scan(cls, paths: Sequence[Path], known: ShardIndex | None = None, progress: bool = False) -> ShardIndex:
+        """Builds the index of these shards.
 
-        Shows a progress bar if it takes long.
+        Args:
+            paths: The shards, in the order that samples are numbered.
+            known: An earlier index; of it, shards are read again only if they have changed.
+            progress: Whether to show a progress bar if it takes long.
 
         Raises:
             ShardError: If a shard cannot be used, or all of them together hold no sample.
         """
         indexed = {shard.path.resolve(): shard for shard in known.shards} if known is not None else {}
         kept = {path: shard for path, shard in indexed.items() if shard.is_current()}
-        if changed := [str(path) for path in paths if path.resolve() in indexed.keys() - kept.keys()]:
-            rank_zero_info(f"{len(changed)} shards have changed since they were indexed and are read again: {changed}")
         bar = tqdm(
-            paths,
-            "indexing shards",
-            unit="shard",
-            delay=_SECONDS_WITHOUT_BAR,
-            disable=getattr(rank_zero_only, "rank", 0) != 0,
+            paths, "indexing shards", unit="shard", delay=_SECONDS_WITHOUT_BAR, disable=not progress, leave=False
         )
         index = cls(tuple(kept.get(path.resolve()) or ShardEntry.scan(path) for path in bar))
         if not len(index):
@@ -151,17 +151,22 @@ class ShardIndex:
         return np.cumsum([0] + [len(shard.samples) for shard in self.shards])
 
     @cached_property
-    def _root(self) -> str:
-        return os.path.commonpath([shard.path.resolve().parent for shard in self.shards])
+    def _names(self) -> tuple[str, ...]:
+        """The shards' paths below the folder that all share."""
+        paths = [shard.path.resolve() for shard in self.shards]
+        root = os.path.commonpath([path.parent for path in paths])
+        return tuple(os.path.relpath(path, root) for path in paths)
+
+    def _shard_number(self, sample: int) -> int:
+        return int(np.searchsorted(self._starts, sample, side="right")) - 1
 
     def shard_of(self, sample: int) -> ShardEntry:
         """The shard that holds sample number ``sample``."""
-        return self.shards[int(np.searchsorted(self._starts, sample, side="right")) - 1]
+        return self.shards[self._shard_number(sample)]
 
     def sample_id(self, sample: int) -> str:
         """Identity of a sample: its shard's path below the folder that all shards share, and its key."""
-        shard = os.path.relpath(self.shard_of(sample).path.resolve(), self._root)
-        return f"{shard}/{self.samples[sample].key}"
+        return f"{self._names[self._shard_number(sample)]}/{self.samples[sample].key}"
 
     @cached_property
     def digest(self) -> str:
@@ -169,25 +174,16 @@ class ShardIndex:
 
         Folders and modification times are not part of it, so copies of the same shards agree.
         """
-        content = [(os.path.relpath(s.path.resolve(), self._root), _shard_to_json(s.path.parent, s)["samples"])
-                   for s in self.shards]  # fmt: skip
+        rows = (_shard_to_json(shard.path.parent, shard)["samples"] for shard in self.shards)
+        content = list(zip(self._names, rows, strict=True))
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def default_index_file(paths: Sequence[Path]) -> Path:
-    """Where the index of these shards is kept by default: beside the first shard, under a name made from all of them."""
+    """Where the index of these shards is kept by default: beside the first one, under a name made from all of them."""
     folder = paths[0].resolve().parent
     names = json.dumps([os.path.relpath(path.resolve(), folder) for path in paths])
     return folder / f"videoscale-index-{hashlib.sha256(names.encode()).hexdigest()[:8]}.json"
-
-
-def _is_used(path: Path, extension: str) -> bool:
-    if suffix(extension) in PICKLED:
-        raise ShardError(
-            f"{path}: the member '*.{extension}' is a pickle, which runs code when it is loaded; it is refused. "
-            "Write tensors as .npy and fields as .json."
-        )
-    return is_decodable(extension)
 
 
 def _describe(path: Path, descriptor: int, key: str, members: Members) -> SampleEntry:
@@ -207,7 +203,7 @@ def _describe(path: Path, descriptor: int, key: str, members: Members) -> Sample
 
 def _latent_shape(where: str, descriptor: int, at: ByteRange) -> LatentShape:
     try:
-        shape, dtype, size = npy_header(os.pread(descriptor, min(at.size, _HEADER_BYTES), at.offset))
+        shape, dtype, size = npy_header(os.pread(descriptor, min(at.size, NPY_HEADER_LIMIT), at.offset))
     except ValueError as error:
         raise ShardError(f"{where} has latents that cannot be read: {error}.") from error
     if len(shape) != 4 or min(shape) < 1 or dtype.kind != "f" or size != at.size:
@@ -224,6 +220,8 @@ def _check_shape_fields(where: str, content: bytes, shape: LatentShape) -> None:
         fields = decode("json", content)
     except (ValueError, RecursionError) as error:
         raise ShardError(f"{where} has a .json that cannot be read: {error}.") from error
+    if not isinstance(fields, dict):
+        raise ShardError(f"{where} has a .json that holds a {type(fields).__name__}; it must hold an object.")
     stated = {name: fields[name] for name in ("frames", "height", "width") if name in fields}
     actual = dict(zip(("frames", "height", "width"), shape[1:], strict=True))
     if wrong := {name: value for name, value in stated.items() if value != actual[name]}:
@@ -236,7 +234,7 @@ def _check_shape_fields(where: str, content: bytes, shape: LatentShape) -> None:
 def _shard_to_json(folder: Path, shard: ShardEntry) -> dict[str, Any]:
     samples = [[s.key, s.shape, {e: list(at) for e, at in s.members.items()}] for s in shard.samples]
     path = os.path.relpath(shard.path.resolve(), folder.resolve())
-    return {"path": path, "size": shard.size, "mtime_ns": shard.mtime_ns, "samples": samples}
+    return {"path": path, "size": shard.size, "mtime_ns": shard.mtime_ns, "samples": samples, "ignored": shard.ignored}
 
 
 def _shard_from_json(folder: Path, row: dict[str, Any]) -> ShardEntry:
@@ -244,4 +242,5 @@ def _shard_from_json(folder: Path, row: dict[str, Any]) -> ShardEntry:
         SampleEntry(key, (c, f, h, w), {extension: ByteRange(*at) for extension, at in members.items()})
         for key, (c, f, h, w), members in row["samples"]
     )
-    return ShardEntry(folder / row["path"], row["size"], row["mtime_ns"], tuple(samples))
+    path = Path(os.path.normpath(folder / row["path"]))
+    return ShardEntry(path, row["size"], row["mtime_ns"], tuple(samples), tuple(row["ignored"]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,24 @@ from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data.batch import BatchMeta
 
 LossWeighting = Literal["sample", "none"]
+
+
+def sequence_length(shape: tuple[int, int, int], patch_size: tuple[int, int, int]) -> int:
+    """Tokens S of one sample.
+
+    Args:
+        shape: Frames, height and width of its latents.
+        patch_size: Latent frames, rows and columns that make one token.
+
+    Raises:
+        ValueError: If the latents cannot be cut into whole patches.
+    """
+    if any(side % patch for side, patch in zip(shape, patch_size, strict=True)):
+        raise ValueError(
+            f"Latents of (frames, height, width) = {shape} cannot be cut into patches of {patch_size}: every side must "
+            "be a multiple. Crop or resize such clips when the shards are written, or give the model's own patch_size."
+        )
+    return math.prod(shape) // math.prod(patch_size)
 
 
 class MicroBatch(NamedTuple):
@@ -73,7 +92,7 @@ class BucketPlanner:
         shuffle: Whether every epoch is a new permutation; else samples stay in the order of the index within a bucket.
 
     Raises:
-        ValueError: If a shape is not divisible by the patch size, or R or K is less than 1.
+        ValueError: If R or K is less than 1; when planning, if a shape is no multiple of the patch size.
     """
 
     shapes: Sequence[tuple[int, int, int]]
@@ -88,18 +107,6 @@ class BucketPlanner:
     def __post_init__(self) -> None:
         if self.micro_batches < 1 or self.dp_size < 1:
             raise ValueError(f"micro_batches={self.micro_batches} and dp_size={self.dp_size} must be at least 1.")
-        for shape in dict.fromkeys(self.shapes):
-            if any(side % patch for side, patch in zip(shape, self.patch_size, strict=True)):
-                raise ValueError(
-                    f"Latents of shape (frames, height, width) = {shape} cannot be cut into patches of "
-                    f"{self.patch_size}: every side must be a multiple. Crop or resize these clips when the shards are "
-                    "written, or give the model's patch_size."
-                )
-
-    def sequence_length(self, shape: tuple[int, int, int]) -> int:
-        """Tokens S of one sample of this latent shape."""
-        frames, height, width = (side // patch for side, patch in zip(shape, self.patch_size, strict=True))
-        return frames * height * width
 
     def plan(self, epoch: int) -> EpochPlan:
         """Plans one epoch. The number of steps is the same for every epoch."""
@@ -124,7 +131,7 @@ class BucketPlanner:
             buckets[self.shapes[sample]].append(sample)
         drafts = []
         for shape, samples in buckets.items():
-            length = self.sequence_length(shape)
+            length = sequence_length(shape, self.patch_size)
             size = self.budget.batch_size(length)
             drafts += [self._draft(samples[i : i + size], length) for i in range(0, len(samples), size)]
         return drafts

@@ -55,7 +55,8 @@ def expand_shards(shards: str | Sequence[str]) -> list[Path]:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ShardError(
             f"No shards found at {len(missing)} of the {len(paths)} places that {patterns} names: {shown}. "
-            f"The current folder is {Path.cwd()}; check the path and the range in braces."
+            f"The current folder is {Path.cwd()}; check the path and the range in braces, and write a folder as "
+            "'folder/*.tar'."
         )
     if len({path.resolve() for path in paths}) < len(paths):
         twice = next(path for i, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:i]})
