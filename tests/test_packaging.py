@@ -223,6 +223,14 @@ def test_no_file_knows_the_machine_it_was_written_on() -> None:
             assert not (found := absolute.findall(path.read_text())), f"{name}: {found}"
 
 
+def test_the_pages_link_to_files_that_exist() -> None:
+    pages = [page for page in ROOT.rglob("*.md") if ".venv" not in page.parts]
+    assert {"README.md", "CONTRIBUTING.md", "architecture.md"} <= {page.name for page in pages}
+    for page in pages:
+        for target in re.findall(r"\]\((?!\w+://)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
 def readme_quickstart() -> str:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
     return str(blocks[0])
