@@ -1,12 +1,14 @@
 """Lightning callbacks: what is watched, weighed and injected while a Trainer runs. One callback per file.
 
+- `fused_kernels`: `FusedKernels`, injects fused kernels into the model.
 - `load_balance_monitor`: `LoadBalanceMonitor`, logs CV_step, Compute CV and throughput, and sums them up for the run.
 - `loss_weighting`: `LossWeighting`, applies `meta.loss_weight` under strategies that do not.
 - `forward_clock`: the clock behind the monitor.
 - `batch_load`: what the callbacks read from a batch's `meta`.
 """
 
+from lightning_videoscale.callbacks.fused_kernels import FusedKernels
 from lightning_videoscale.callbacks.load_balance_monitor import LoadBalanceMonitor
 from lightning_videoscale.callbacks.loss_weighting import LossWeighting
 
-__all__ = ["LoadBalanceMonitor", "LossWeighting"]
+__all__ = ["FusedKernels", "LoadBalanceMonitor", "LossWeighting"]

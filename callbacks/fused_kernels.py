@@ -1,0 +1,60 @@
+"""Injects the fused kernels at the right moment under any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_videoscale.injection import FusedBlock, InjectionReport, inject_fused_kernels
+
+
+class FusedKernels(pl.Callback):
+    """Calls `inject_fused_kernels` on the LightningModule once it is built and before it is wrapped.
+
+    Our strategies offer ``add_model_transform`` and inject before they split the model. Under any other strategy the
+    injection follows the module's ``configure_model``. Build the network there or in ``__init__`` or ``setup``, and
+    leave ``torch.compile`` and ``fully_shard`` to the strategy or to later: a compiled block is an error, a sharded one
+    is skipped with a warning.
+
+    The kernels stay in the model after the run; ``report.undo()`` takes them out.
+
+    Attributes:
+        report: What was replaced and what was skipped; None until the model was built.
+    """
+
+    def __init__(self, extra_blocks: Sequence[FusedBlock] = ()) -> None:
+        """Creates the callback.
+
+        Args:
+            extra_blocks: Blocks of your own, see `lightning_videoscale.injection`.
+        """
+        self.extra_blocks = tuple(extra_blocks)
+        self.report: InjectionReport | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Registers the injection; the model may not exist yet."""
+        add_model_transform = getattr(trainer.strategy, "add_model_transform", None)
+        if add_model_transform is not None:
+            add_model_transform(self._inject)
+        else:
+            self._inject_after_configure_model(pl_module)
+
+    def _inject_after_configure_model(self, pl_module: pl.LightningModule) -> None:
+        def configure_model() -> None:
+            del pl_module.configure_model  # the class's own is visible again
+            pl_module.configure_model()
+            self._inject(pl_module)
+
+        # No later hook comes before wrapping, and this one also covers modules that only have the inherited method.
+        pl_module.configure_model = configure_model  # type: ignore[method-assign]
+
+    def _inject(self, model: nn.Module) -> None:
+        report = inject_fused_kernels(model, self.extra_blocks)
+        if self.report is not None and not report.replaced:
+            return  # a further run with the same model
+        self.report = report
+        say = rank_zero_info if report.replaced else rank_zero_warn
+        say(str(report))

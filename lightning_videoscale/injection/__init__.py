@@ -1,0 +1,34 @@
+"""What is changed inside a user's model: fused kernels in its blocks, and how its sequence is split.
+
+- `inject`: `inject_fused_kernels`, replaces the forward of every block it knows.
+- `report`: `InjectionReport`, what was replaced, what was skipped and why, and the way back.
+- `fused_block`: `FusedBlock`, how one class of blocks is replaced.
+- `wan_blocks`: the fused forward of diffusers' Wan 2.1 / 2.2 / TI2V block.
+- `wan`: Wan's split plan and its attention over a split sequence.
+
+Your own block takes a forward, with the parameter names of the original, and one line that says whose it is::
+
+    from lightning_videoscale.injection import FusedBlock, inject_fused_kernels
+    from lightning_videoscale.kernels import norm_modulate
+
+
+    def fused_forward(self, x, c):
+        shift, scale, gate = self.modulation(c).unsqueeze(1).chunk(3, dim=-1)
+        return x + gate * self.mlp(norm_modulate(x, scale, shift, eps=self.norm.eps))
+
+
+    MY_BLOCK = FusedBlock("my_package.model.MyBlock", fused_forward, what="norm: norm_modulate")
+
+    report = inject_fused_kernels(model, extra_blocks=[MY_BLOCK])  # or callbacks.FusedKernels(extra_blocks=[MY_BLOCK])
+    print(report)
+    report.undo()
+
+Where the class is somebody else's, give `FusedBlock` also the ``known_forwards`` that yours was written for, by
+`source_hash`: another version is then skipped with a warning instead of being replaced by something else.
+"""
+
+from lightning_videoscale.injection.fused_block import FusedBlock, source_hash
+from lightning_videoscale.injection.inject import inject_fused_kernels
+from lightning_videoscale.injection.report import InjectionReport
+
+__all__ = ["FusedBlock", "InjectionReport", "inject_fused_kernels", "source_hash"]

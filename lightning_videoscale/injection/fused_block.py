@@ -1,0 +1,101 @@
+"""How one class of blocks is replaced: by a subclass of the same name whose forward uses fused kernels."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+def class_path(cls: type) -> str:
+    """Returns ``"package.module.ClassName"``."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@functools.cache
+def source_hash(function: Callable[..., Any]) -> str | None:
+    """Returns 16 hexadecimal digits of the SHA-256 of a function's source, or None where there is no source."""
+    try:
+        source = inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return None
+    return hashlib.sha256(textwrap.dedent(source).encode()).hexdigest()[:16]
+
+
+def _supports_all(module: nn.Module) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class FusedBlock:
+    """How blocks of one class get a forward that uses fused kernels.
+
+    Attributes:
+        class_path: ``"package.module.ClassName"`` of the blocks; a name, so that nothing is imported for models
+            nobody uses.
+        forward: The new forward. It takes ``self`` (the block, whose parameters and submodules stay as they are) and
+            parameters of the same names as the original.
+        what: What it does, for the report: ``"norm1, norm3: norm_modulate"``.
+        known_forwards: `source_hash` of every original forward that the new one stands for. None means any, for
+            classes whose code you own.
+        objection: Returns why one block cannot be replaced, None if it can.
+    """
+
+    class_path: str
+    forward: Callable[..., Any]
+    what: str
+    known_forwards: frozenset[str] | None = None
+    objection: Callable[[nn.Module], str | None] = _supports_all
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Returns why ``module``, an instance of the named class, must be left as it is, or None."""
+        if "forward" in vars(module):
+            return "its forward was replaced on the instance already; inject before whatever did that"
+        cls = type(module)
+        if self.known_forwards is not None and source_hash(cls.forward) not in self.known_forwards:
+            package = cls.__module__.partition(".")[0]
+            version = getattr(sys.modules.get(package), "__version__", "of unknown version")
+            return f"its forward in {package} {version} is not one that the fused forward was written for"
+        return self.objection(module)
+
+
+def fused_block_of(module: nn.Module) -> FusedBlock | None:
+    """Returns what the module was replaced by, or None where it is an original."""
+    block: FusedBlock | None = vars(type(module)).get("_fused_block")
+    return block
+
+
+@functools.cache
+def fused_class(base: type[nn.Module], block: FusedBlock) -> type[nn.Module]:
+    """Returns the subclass of ``base`` with the fused forward.
+
+    It carries the name of ``base`` (diffusers finds the blocks to compile by it), and its instances can be copied and
+    pickled.
+
+    Raises:
+        TypeError: If the forwards differ in their parameter names, by which hooks and callers address arguments.
+    """
+    names, expected = (list(inspect.signature(f).parameters) for f in (block.forward, base.forward))
+    if names != expected:
+        raise TypeError(f"The fused forward for {block.class_path} takes {names}, the original takes {expected}.")
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        reduced = base.__reduce_ex__(self, protocol)
+        assert isinstance(reduced, tuple)
+        return _new_instance, (base, block), *reduced[2:]
+
+    members = {"forward": block.forward, "_fused_block": block, "__reduce_ex__": reduce}
+    identity = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), members | identity)
+
+
+def _new_instance(base: type[nn.Module], block: FusedBlock) -> nn.Module:
+    cls = fused_class(base, block)  # type: ignore[arg-type]  # mypy mistakes the instances' hash for the class's
+    return cls.__new__(cls)

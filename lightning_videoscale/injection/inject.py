@@ -1,0 +1,79 @@
+"""`inject_fused_kernels`: one call that makes a model's blocks use fused kernels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, fused_class
+from lightning_videoscale.injection.report import InjectionReport, Skipped
+from lightning_videoscale.injection.wan_blocks import WAN_BLOCK
+
+KNOWN_BLOCKS = (WAN_BLOCK,)
+"""The blocks that are known without your help."""
+
+_ALREADY = "uses fused kernels already"
+
+
+def inject_fused_kernels(model: nn.Module, extra_blocks: Sequence[FusedBlock] = ()) -> InjectionReport:
+    """Replaces, in place, the forward of every block of a known class by one that uses fused kernels.
+
+    Parameters, submodules, ``state_dict``, hooks and class names stay as they are. Inject after the model is built (and
+    after LoRA layers were added), before it is split, checkpointed, compiled, wrapped or sharded.
+
+    Args:
+        model: The model, or any module that contains it.
+        extra_blocks: Blocks of your own; one with the class path of a known block takes its place.
+
+    Returns:
+        What was replaced and what was skipped and why, with an ``undo()``. A warning names skipped blocks too.
+
+    Raises:
+        RuntimeError: If a known block was compiled already: the compiled code would go on running the old forward.
+        TypeError: If the fused forward's parameters have other names than the original's.
+    """
+    blocks = {block.class_path: block for block in (*KNOWN_BLOCKS, *extra_blocks)}
+    _refuse_compiled(model, blocks)
+    report = InjectionReport(type(model).__name__)
+    for path, module in model.named_modules():
+        block = _block_for(type(module), blocks)
+        if block is None:
+            continue
+        reason = _refusal(module, block)
+        if reason is None:
+            fused = fused_class(type(module), block)  # type: ignore[arg-type]  # as in fused_block
+            report.replace(path, module, fused, block.what)
+        else:
+            report.skipped.append(Skipped(path, type(module).__name__, reason))
+    if any(skipped.reason != _ALREADY for skipped in report.skipped):
+        warnings.warn(str(report), stacklevel=2)
+    return report
+
+
+def _block_for(cls: type[nn.Module], blocks: Mapping[str, FusedBlock]) -> FusedBlock | None:
+    """Returns the entry of the class or of its nearest base."""
+    return next((blocks[path] for path in map(class_path, cls.__mro__) if path in blocks), None)
+
+
+def _refusal(module: nn.Module, block: FusedBlock) -> str | None:
+    if fused_block_of(module) is not None:
+        return _ALREADY
+    if class_path(type(module)) != block.class_path:
+        return (
+            f"is a subclass of {block.class_path}, whose forward may differ; register it under its own name, or, if "
+            "fully_shard made it, inject before sharding"
+        )
+    return block.refusal(module)
+
+
+def _refuse_compiled(model: nn.Module, blocks: Mapping[str, FusedBlock]) -> None:
+    for path, module in model.named_modules():
+        # Set by `module.compile()`, and the child that `torch.compile(module)` wraps.
+        compiled = module._compiled_call_impl is not None or "_orig_mod" in dict(module.named_children())
+        if compiled and any(_block_for(type(inner), blocks) for inner in module.modules()):
+            raise RuntimeError(
+                f"{path or type(model).__name__} is compiled already and contains blocks to replace: inject the fused "
+                "kernels first and compile afterwards."
+            )

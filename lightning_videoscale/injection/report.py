@@ -1,0 +1,91 @@
+"""What an injection did, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import nn
+
+from lightning_videoscale.injection.fused_block import class_path, fused_block_of
+
+
+class Replaced(NamedTuple):
+    """A block that now uses fused kernels: its path in the model, its class, and what was fused."""
+
+    path: str
+    class_name: str
+    what: str
+
+
+class Skipped(NamedTuple):
+    """A block that was left as it is: its path in the model, its class, and why."""
+
+    path: str
+    class_name: str
+    reason: str
+
+
+class _Original(NamedTuple):
+    path: str
+    module: nn.Module
+    cls: type[nn.Module]
+
+
+@dataclass
+class InjectionReport:
+    """What `inject_fused_kernels` did to a model; ``str()`` gives a short text.
+
+    Attributes:
+        model: Name of the model's class.
+        replaced: The blocks that now use fused kernels.
+        skipped: The blocks of a known class that were left as they are, and why.
+    """
+
+    model: str
+    replaced: list[Replaced] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    _originals: list[_Original] = field(default_factory=list, repr=False)
+
+    def replace(self, path: str, module: nn.Module, fused: type[nn.Module], what: str) -> None:
+        """Gives ``module`` the class ``fused`` and notes it."""
+        self._originals.append(_Original(path, module, type(module)))
+        self.replaced.append(Replaced(path, type(module).__name__, what))
+        module.__class__ = fused
+
+    def undo(self) -> None:
+        """Gives every replaced block its original class back; a second call finds nothing to do.
+
+        Raises:
+            RuntimeError: If a block has got yet another class meanwhile (from ``fully_shard``, for example). Nothing
+                is undone then.
+        """
+        for path, module, cls in self._originals:
+            if fused_block_of(module) is None:
+                raise RuntimeError(
+                    f"{path} is a {class_path(type(module))} with bases {[b.__name__ for b in type(module).__bases__]} "
+                    f"now, no longer the fused {cls.__name__}: undo what changed it since, then call undo() again."
+                )
+        for _, module, cls in self._originals:
+            module.__class__ = cls
+        self._originals.clear()
+
+    def __str__(self) -> str:
+        """One line per kind of replacement and per reason."""
+        if not self.replaced and not self.skipped:
+            return f"Fused kernels: no block of a known class in {self.model}."
+        lines = [f"Fused kernels in {self.model}: {len(self.replaced)} blocks replaced, {len(self.skipped)} skipped."]
+        lines += [f"  replaced {line}" for line in _grouped(self.replaced)]
+        lines += [f"  skipped {line}" for line in _grouped(self.skipped)]
+        return "\n".join(lines)
+
+
+def _grouped(entries: Iterable[tuple[str, str, str]]) -> list[str]:
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path, class_name, text in entries:
+        groups.setdefault((class_name, text), []).append(path)
+    return [
+        f"{len(paths)} {class_name} ({' … '.join(dict.fromkeys((paths[0], paths[-1])))}): {text}"
+        for (class_name, text), paths in groups.items()
+    ]
