@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
@@ -20,6 +21,7 @@ from typing_extensions import override
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, find_planned_modules, known_models, parallelize
 from lightning_videoscale.parallel.mesh import check_sizes
 from lightning_videoscale.parallel.plan import Undo
+from lightning_videoscale.strategies.failure import FirstError, end_processes
 from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.sharing import broadcast_batch
 
@@ -50,6 +52,7 @@ class SequenceParallelMixin(_Parent):
         self._mesh: SequenceMesh | None = None
         self._transforms: list[ModelTransform] = []
         self._undo_split: Undo | None = None
+        self._first_error: FirstError | None = None
         self._seed = self._micro_batch = self._stream = 0
         self._loss_weight = 1.0
 
@@ -119,6 +122,8 @@ class SequenceParallelMixin(_Parent):
         self._mesh = SequenceMesh.create(device_type, ulysses_size=size, timeout=timeout)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh  # what `LightningModule.device_mesh` returns
+        assert self.cluster_environment is not None
+        self._first_error = FirstError(self.cluster_environment.main_address)
         rank_zero_info(f"Sequence parallelism: {self._mesh} over {world_size} ranks, transport 'collective'.")
 
     @override
@@ -172,6 +177,16 @@ class SequenceParallelMixin(_Parent):
         if self._undo_split is not None:
             self._undo_split()
             self._undo_split = None
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if isinstance(exception, KeyboardInterrupt):  # every rank receives it, and Lightning ends the processes
+            return
+        first_here = self._first_error is None or self._first_error.report(exception)
+        if isinstance(self.launcher, _SubprocessScriptLauncher):
+            # Peers that caused this error are about to print theirs; peers that do not know of it yet wait for nothing.
+            end_processes(self.launcher.procs, grace=0.0 if first_here else 5.0)
 
     # -- one batch, one noise ------------------------------------------------------------------------------------
 

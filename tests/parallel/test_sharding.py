@@ -30,7 +30,9 @@ def test_too_few_heads() -> None:
 
 def test_devices_that_do_not_form_groups() -> None:
     check_sizes(12, ulysses_size=2, ring_size=3)
-    with pytest.raises(ValueError, match=r"12 devices .* groups of 5 .* one of \[1, 2, 3, 4, 6, 12\], .* multiple of 5"):
+    with pytest.raises(
+        ValueError, match=r"12 devices .* groups of 5 .* one of \[1, 2, 3, 4, 6, 12\], .* multiple of 5"
+    ):
         check_sizes(12, ulysses_size=5)
     with pytest.raises(ValueError, match="ulysses_size=0 and ring_size=1 must both be at least 1"):
         check_sizes(12, ulysses_size=0)

@@ -1,0 +1,229 @@
+"""`ulysses_ddp` as a Trainer uses it: places, batches, random numbers, weights, messages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from lightning_videoscale.topology import topology_of
+from tests.distributed.pool import ProcessPool
+from tests.models import tiny_wan
+
+Ranks = Callable[[int], ProcessPool]
+NOTHING_TO_SPLIT = SplitPlan({}, {}, {}, lambda model, context: lambda: None)
+
+
+def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
+    defaults = {"max_steps": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=dist.get_world_size() if dist.is_initialized() else 1,
+        enable_model_summary=False,
+        **(defaults | kwargs),
+    )
+
+
+class Recorder(pl.LightningModule):
+    """Notes what it sees; computes next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.net.weight)
+        self.seen: list[Any] = []
+
+    def note(self, batch: Any) -> None:
+        x = batch["x"] if isinstance(batch, dict) else batch
+        self.seen.append((x.flatten().tolist(), torch.rand(()).item(), np.random.rand(), random.random()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.note(batch)
+        if self.global_rank == 0:
+            torch.rand(5)  # what only one rank draws must not tear the ranks apart
+        x = batch["x"] if isinstance(batch, dict) else batch
+        return self.net(x.view(-1, 1)).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def strategy(ulysses_size: int) -> SequenceParallelDDPStrategy:
+    return SequenceParallelDDPStrategy(ulysses_size=ulysses_size, modules=["net"], plan=NOTHING_TO_SPLIT)
+
+
+# -- selecting -----------------------------------------------------------------------------------------------------
+
+
+def test_the_name_is_registered() -> None:
+    assert "ulysses_ddp" in StrategyRegistry.available_strategies()
+    assert isinstance(pl.Trainer(strategy="ulysses_ddp", accelerator="cpu").strategy, SequenceParallelDDPStrategy)
+
+
+def test_lightning_cli_takes_the_name_and_the_class() -> None:
+    def parse(*args: str) -> Any:
+        return LightningCLI(BoringModel, BoringDataModule, run=False, args=list(args)).trainer.strategy
+
+    accelerator = "--trainer.accelerator=cpu"
+    assert isinstance(parse(accelerator, "--trainer.strategy=ulysses_ddp"), SequenceParallelDDPStrategy)
+    built = parse(
+        accelerator,
+        "--trainer.strategy=lightning_videoscale.SequenceParallelDDPStrategy",
+        "--trainer.strategy.ulysses_size=2",
+        "--trainer.strategy.modules=[net]",
+    )
+    assert built._ulysses_size == 2
+    assert built._modules == ["net"]
+
+
+def test_a_plan_needs_the_network_it_describes() -> None:
+    with pytest.raises(ValueError, match=r"plan= describes one network: name it .* \(got modules=None\)"):
+        SequenceParallelDDPStrategy(plan=NOTHING_TO_SPLIT)
+
+
+def test_the_mesh_is_not_there_before_setup() -> None:
+    with pytest.raises(RuntimeError, match="The mesh exists from the Trainer's setup"):
+        _ = SequenceParallelDDPStrategy().data_parallel_rank
+
+
+# -- places, batches, random numbers -------------------------------------------------------------------------------
+
+
+def fit_and_validate(ulysses_size: int) -> tuple[int, int, int, list[Any], list[Any]]:
+    torch.manual_seed(100 + dist.get_rank())  # unseeded ranks start anywhere
+    module = Recorder()
+    runner = trainer(strategy(ulysses_size), num_sanity_val_steps=0, limit_val_batches=2, val_check_interval=1)
+    loader = DataLoader(torch.arange(16.0), batch_size=2)
+    runner.fit(module, loader, DataLoader(torch.arange(16.0), batch_size=2))
+    topology = topology_of(runner)
+    place = (topology.data_parallel_rank, topology.data_parallel_size, topology.sequence_parallel_size)
+    return *place, module.seen, list(module.device_mesh.shape)
+
+
+def test_a_group_shares_its_batch_and_its_random_numbers(ranks: Ranks) -> None:
+    first, second, third, fourth = ranks(4).run(fit_and_validate, ulysses_size=2)
+    assert [result[:3] for result in (first, second, third, fourth)] == [(0, 2, 2), (0, 2, 2), (1, 2, 2), (1, 2, 2)]
+    assert first[4] == [2, 1, 2]
+    assert first[3] == second[3]
+    assert third[3] == fourth[3]
+    drawn = [value for _, *values in first[3] + third[3] for value in values]
+    assert len(drawn) == len(set(drawn)) == 2 * 6 * 3, "streams, batches and validation draw different numbers"
+    trained_on = {value for result in (first, third) for batch, *_ in result[3][::3] for value in batch}
+    assert len(trained_on) == 2 * 2 * 2, "data-parallel ranks read different samples"
+
+
+class RankNumbers(IterableDataset[Tensor]):
+    """A user's stream that knows nothing of ranks and differs on each."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.full((8, 1), float(dist.get_rank())))
+
+
+def fit_stream() -> list[Any]:
+    module = Recorder()
+    trainer(strategy(2)).fit(module, DataLoader(RankNumbers(), batch_size=2))
+    return [batch for batch, *_ in module.seen]
+
+
+def test_a_users_own_stream_is_shared_too(ranks: Ranks) -> None:
+    results = ranks(4).run(fit_stream)
+    assert results[0] == results[1] == [[0.0, 0.0]] * 2
+    assert results[2] == results[3] == [[2.0, 2.0]] * 2
+
+
+class Weight:
+    def __init__(self, loss_weight: float) -> None:
+        self.loss_weight = loss_weight
+
+
+def fit_weighted() -> float:
+    def batches() -> Any:
+        weight = [0.5, 1.5][dist.get_rank() // 2]
+        return [{"x": torch.ones(2), "meta": Weight(weight), "caption": ["a", "b"]}]
+
+    module = Recorder()
+    trainer(strategy(2), max_steps=1).fit(module, DataLoader(batches(), batch_size=None))
+    return float(module.net.weight)
+
+
+def test_the_loss_weight_of_the_plan_is_applied_once(ranks: Ranks) -> None:
+    # d loss / d weight = 1 on every rank, so the step is the mean of the weights, 0.5 and 1.5.
+    assert ranks(4).run(fit_weighted) == [0.0] * 4
+
+
+def fit_transformed() -> tuple[list[str], str]:
+    module, order = Recorder(), []
+    selected = strategy(2)
+    selected.add_model_transform(lambda m: order.append(f"first on {type(m).__name__}"))
+    selected.add_model_transform(lambda m: order.append("second"))
+
+    class Late(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            try:
+                selected.add_model_transform(lambda m: None)
+            except RuntimeError as error:
+                order.append(str(error))
+
+    trainer(selected, callbacks=[Late()]).fit(module, DataLoader(torch.arange(8.0), batch_size=2))
+    return order[:2], order[2]
+
+
+def test_transforms_run_once_in_order_before_wrapping(ranks: Ranks) -> None:
+    for order, message in ranks(4).run(fit_transformed):
+        assert order == ["first on Recorder", "second"]
+        assert "register transforms before the Trainer sets the strategy up" in message
+
+
+# -- messages ------------------------------------------------------------------------------------------------------
+
+
+class TwoNetworks(Recorder):
+    def __init__(self, **nets: nn.Module) -> None:
+        super().__init__()
+        for name, net in nets.items():
+            setattr(self, name, net)
+
+
+def setup_messages() -> list[str]:
+    messages = []
+    for module, selected in (
+        (TwoNetworks(net=tiny_wan()), SequenceParallelDDPStrategy(ulysses_size=3)),
+        (TwoNetworks(net=tiny_wan(num_attention_heads=3)), SequenceParallelDDPStrategy()),
+        (TwoNetworks(), SequenceParallelDDPStrategy()),
+        (TwoNetworks(student=tiny_wan(), teacher=tiny_wan()), SequenceParallelDDPStrategy()),
+        (TwoNetworks(student=tiny_wan()), SequenceParallelDDPStrategy(modules=["pupil"])),
+    ):
+        try:
+            trainer(selected).fit(module, DataLoader(torch.arange(8.0), batch_size=2))
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_setup_says_what_does_not_fit_and_the_way_out(ranks: Ranks) -> None:
+    devices, heads, no_plan, several, unknown = ranks(4).run(setup_messages)[0]
+    assert "4 devices cannot be split into sequence-parallel groups of 3" in devices
+    assert "one of [1, 2, 4]" in devices
+    assert "3 heads cannot be spread over ulysses_size=4" in heads
+    assert "Use ulysses_size <= 3" in heads
+    assert "No network has a split plan in the LightningModule with children {'net': 'Linear'}" in no_plan
+    assert "modules=[...] and plan=SplitPlan(...)" in no_plan
+    assert "Several networks have a split plan: ['student', 'teacher']" in several
+    assert "names ['pupil'], which the LightningModule lacks; it has ['net', 'student']" in unknown
