@@ -27,6 +27,7 @@ Where the class is somebody else's, give `FusedBlock` also the ``known_forwards`
 `source_hash`: another version is then skipped with a warning instead of being replaced by something else.
 """
 
+from lightning_videoscale.injection import wan  # noqa: F401  importing it registers Wan's split plan
 from lightning_videoscale.injection.fused_block import FusedBlock, source_hash
 from lightning_videoscale.injection.inject import inject_fused_kernels
 from lightning_videoscale.injection.report import InjectionReport
