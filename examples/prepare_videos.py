@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -87,8 +88,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=64, help="typical side of a clip in pixels (default 64)")
     parser.add_argument("--shards", type=int, default=4, help="number of tar files (default 4)")
     args = parser.parse_args(argv)
-    if unfit := [frames for frames in args.frames if frames % 4 != 1]:
+    if unfit := [frames for frames in args.frames if frames % 4 != 1 or frames < 1]:
         parser.error(f"--frames {unfit} are not of the form 4k + 1, which causal video codecs need.")
+    if not 1 <= args.shards <= args.clips:
+        parser.error(f"--shards {args.shards} must be between 1 and --clips {args.clips}.")
     return args
 
 
@@ -181,8 +184,8 @@ def write_shards(
 
 def read(cuts: list[Cut]) -> Iterator[tuple[Cut, Tensor]]:
     """Yields each cut with its pixels (3, F, H, W) in [-1, 1]; decodes every file once and keeps what is needed."""
-    for footage in dict.fromkeys(cut.footage for cut in cuts):
-        pending: dict[Cut, list[Tensor]] = {cut: [] for cut in cuts if cut.footage == footage}
+    for footage, group in groupby(cuts, key=lambda cut: cut.footage):
+        pending: dict[Cut, list[Tensor]] = {cut: [] for cut in group}
         for index, frame in enumerate(upright_frames(footage.path)):
             for cut in [cut for cut in pending if cut.start <= index]:
                 pending[cut].append(crop_and_resize(frame, cut))

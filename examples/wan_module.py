@@ -68,7 +68,7 @@ class WanRectifiedFlow(pl.LightningModule):
         if self.transformer is not None:
             return
         self.transformer = WanTransformer3DModel(**self.hparams.config)
-        self.captions = HashedWords(self.transformer.config.text_dim)
+        self.caption_embedding = HashedWords(self.transformer.config.text_dim)
         if self.hparams.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
 
@@ -77,19 +77,25 @@ class WanRectifiedFlow(pl.LightningModule):
         return self.transformer(
             hidden_states=noisy,
             timestep=time * TIMESTEPS,
-            encoder_hidden_states=self.captions(captions),
+            encoder_hidden_states=self.caption_embedding(captions),
             return_dict=False,
         )[0]
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log("val/loss", self._loss(batch), prog_bar=True, sync_dist=True)
+
+    def _loss(self, batch: dict[str, Any]) -> Tensor:
         clean = batch["latents"].to(self.dtype)
         noise = torch.randn_like(clean)
         # Logit-normal times: the middle of the line is where there is most to learn.
         time = torch.sigmoid(torch.randn(len(clean), device=self.device))
         velocity = self(interpolate(clean, noise, time), time, batch["caption"])
-        loss = F.mse_loss(velocity.float(), (noise - clean).float())
-        self.log("train/loss", loss, prog_bar=True)
-        return loss
+        return F.mse_loss(velocity.float(), (noise - clean).float())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(

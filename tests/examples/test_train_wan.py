@@ -1,0 +1,61 @@
+"""Every config trains, in the processes and with the command that a user would start."""
+
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.examples.conftest import EXAMPLES
+
+CONFIGS = EXAMPLES / "configs"
+SMALL_MODEL = ["--model.config.num_layers=1", "--model.config.ffn_dim=64"]
+
+
+@pytest.fixture
+def prepare(run_example, footage):
+    """`prepare("data/shards")` makes a few small clips of the footage."""
+
+    def run(output):
+        run_example("prepare_videos.py", "--output", output, "--videos", footage, "--clips", "16", "--side", "32")
+
+    return run
+
+
+def test_the_demo_trains_in_two_processes(tmp_path, run_example, prepare):
+    prepare("demo_data/shards")
+    printed = run_example(
+        "train_wan.py", "fit", "--config", CONFIGS / "demo.yaml", "--trainer.max_steps=12", *SMALL_MODEL
+    )
+
+    table = dict(re.findall(r"│ (\S[^│]*?) +│ (\S[^│]*?) +│", printed))
+    assert float(table["loss, mean of the first tenth"]) > float(table["loss, mean of the last tenth"]) > 0
+    assert table["batch streams x ranks per sequence"] == "1 x 2"
+    assert int(table["samples seen"]) >= 12
+    assert {"last / first", "wall time", "tokens/s", "CV_step", "Compute CV"} < table.keys()
+    paths = {name: tmp_path / path for name, path in re.findall(r"^(\w+): (demo_runs/.*?)\s*$", printed, re.MULTILINE)}
+    assert paths["checkpoint"].suffix == ".ckpt"
+    assert paths["checkpoint"].is_file()
+    with Image.open(paths["picture"]) as picture:
+        assert picture.width > 1000
+    events = EventAccumulator(str(paths["TensorBoard"])).Reload()
+    assert {"train/loss", "val/loss", "balance/cv_step", "throughput/tokens_per_second"} <= set(
+        events.Tags()["scalars"]
+    )
+
+
+def test_wan_1_3b_trains(run_example, prepare):
+    prepare("data/shards")
+    on_this_machine = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy.ulysses_size=1"]
+    patch_codec = ["--model.config.in_channels=48", "--model.config.out_channels=48"]
+    shrunk = ["--trainer.fast_dev_run=2", "--data.num_workers=0", "--model.config.num_attention_heads=2", *SMALL_MODEL]
+    printed = run_example(
+        "train_wan.py", "fit", "--config", CONFIGS / "wan_1_3b.yaml", *on_this_machine, *patch_codec, *shrunk
+    )
+    assert "WanRectifiedFlow after 1 steps" in printed
+
+
+def test_every_config_is_tested():
+    tested = Path(__file__).read_text()
+    assert all(f'"{config.name}"' in tested for config in CONFIGS.glob("*.yaml"))
