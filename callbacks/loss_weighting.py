@@ -23,6 +23,9 @@ class LossWeighting(pl.Callback):
     configuration runs under any strategy and the weight never counts twice.
     """
 
+    applies_loss_weight = True
+    """Tells `VideoDataModule` that the weights it plans are heeded (strategies of ours have a property of this name)."""
+
     def __init__(self) -> None:
         self._strategy_applies_it = False
         self._weight = 1.0
