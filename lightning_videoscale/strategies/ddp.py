@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
+from lightning_videoscale.strategies.settings import SequenceParallelSettings
 
 
 class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
@@ -21,11 +22,15 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
     averaged over all ranks and equal those of one device with the group's batch. Registered as ``"ulysses_ddp"``.
 
     Args:
-        ulysses_size: Ranks per group. Left out, one group spans the devices of a node.
+        ulysses_size: Ranks that trade sequence slices for heads. Left out, ``ulysses_size * ring_size`` is the number
+            of devices of a node.
+        ring_size: Ranks that pass keys and values around, each a Ulysses group of its own (USP).
         modules: Paths, within the LightningModule, of the networks whose sequence is split. Left out, the one network
             that has a plan.
         plan: What is split where in the one network that ``modules`` names. Left out, the plan registered for its
             class.
+        activation_checkpointing: Keep only the inputs of every transformer block and compute the rest again in
+            backward.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``.
 
@@ -37,15 +42,19 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
     def __init__(
         self,
         ulysses_size: int | None = None,
+        ring_size: int = 1,
         modules: list[str] | None = None,
         plan: SplitPlan | None = None,
+        activation_checkpointing: bool = False,
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout=timeout, **kwargs)
-        self._init_sequence_parallel(ulysses_size, modules, plan)
+        self._init_sequence_parallel(
+            SequenceParallelSettings(ulysses_size, ring_size, modules, plan, activation_checkpointing)
+        )
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._create_mesh(self.root_device.type, self.world_size, self.num_processes, self._timeout)
+        self._create_mesh(self.num_processes, self._timeout)

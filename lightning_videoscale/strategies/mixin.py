@@ -1,7 +1,8 @@
 """What every sequence-parallel strategy adds to its parent: the mesh, the split model, one batch and one noise.
 
-The order in which a model is transformed, in `setup`, after `configure_model` and before wrapping: the transforms that
-callbacks and users registered, then the split. The user's LightningModule contains no line about any of it.
+The order in which a model is changed, in `setup`, after `configure_model` and before wrapping: the transforms that
+callbacks and users registered, the split, activation checkpointing. The user's LightningModule contains no line about
+any of it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import torch.distributed as dist
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from typing_extensions import override
 
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, find_planned_modules, known_models, parallelize
-from lightning_videoscale.parallel.mesh import check_sizes
 from lightning_videoscale.parallel.plan import Undo
+from lightning_videoscale.strategies.blocks import checkpoint_activations
 from lightning_videoscale.strategies.failure import FirstError, end_processes
 from lightning_videoscale.strategies.randomness import seed_generators
+from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.sharing import broadcast_batch
 
 if TYPE_CHECKING:
@@ -37,21 +40,11 @@ ModelTransform = Callable[[nn.Module], None]
 class SequenceParallelMixin(_Parent):
     """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
 
-    _ulysses_size: int | None
-    _modules: list[str] | None
-    _plan: SplitPlan | None
-
-    def _init_sequence_parallel(
-        self, ulysses_size: int | None, modules: list[str] | None, plan: SplitPlan | None
-    ) -> None:
-        if plan is not None and (modules is None or len(modules) != 1):
-            raise ValueError(f"plan= describes one network: name it with modules=[...] (got modules={modules}).")
-        self._ulysses_size = ulysses_size
-        self._modules = modules
-        self._plan = plan
+    def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:
+        self._settings = settings
         self._mesh: SequenceMesh | None = None
         self._transforms: list[ModelTransform] = []
-        self._undo_split: Undo | None = None
+        self._undo_changes: Undo | None = None
         self._first_error: FirstError | None = None
         self._seed = self._micro_batch = self._stream = 0
         self._loss_weight = 1.0
@@ -110,30 +103,31 @@ class SequenceParallelMixin(_Parent):
         Raises:
             RuntimeError: If the model has been transformed already.
         """
-        if self._undo_split is not None:
+        if self._undo_changes is not None:
             raise RuntimeError(
                 "The model is set up already: register transforms before the Trainer sets the strategy up."
             )
         self._transforms.append(transform)
 
-    def _create_mesh(self, device_type: str, world_size: int, devices_per_node: int, timeout: timedelta | None) -> None:
-        size = self._ulysses_size if self._ulysses_size is not None else devices_per_node
-        check_sizes(world_size, ulysses_size=size)
-        self._mesh = SequenceMesh.create(device_type, ulysses_size=size, timeout=timeout)
+    def _create_mesh(self, devices_per_node: int, timeout: timedelta | None) -> None:
+        """To be called at the end of a strategy's ``setup_environment``; collective over all ranks."""
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._mesh.device_mesh  # what `LightningModule.device_mesh` returns
         assert self.cluster_environment is not None
         self._first_error = FirstError(self.cluster_environment.main_address)
-        rank_zero_info(f"Sequence parallelism: {self._mesh} over {world_size} ranks, transport 'collective'.")
+        self._settings.check_agreement()
+        ulysses_size, ring_size = self._settings.sizes(devices_per_node)
+        self._mesh = SequenceMesh.create(
+            self.root_device.type, ulysses_size=ulysses_size, ring_size=ring_size, timeout=timeout
+        )
+        self.lightning_module._device_mesh = self._mesh.device_mesh  # what `LightningModule.device_mesh` returns
+        rank_zero_info(f"Sequence parallelism: {self._mesh} over {self.world_size} ranks, transport 'collective'.")
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._seed = self._agree_on_seed()
-        if self._undo_split is None:
+        if self._undo_changes is None:
             assert self.lightning_module is not None
-            while self._transforms:
-                self._transforms.pop(0)(self.lightning_module)
-            self._undo_split = self._split_networks(self.lightning_module)
+            self._undo_changes = self._change_networks(self.lightning_module)
         super().setup(trainer)
 
     def _agree_on_seed(self) -> int:
@@ -142,25 +136,35 @@ class SequenceParallelMixin(_Parent):
         dist.broadcast(seed, 0)
         return int(seed.item())
 
-    def _split_networks(self, module: nn.Module) -> Undo:
-        undos = [parallelize(module.get_submodule(path), self.mesh, plan) for path, plan in self._plans(module).items()]
+    def _change_networks(self, module: nn.Module) -> Undo:
+        """Transforms, then the split, then activation checkpointing: the one order, before any wrapping."""
+        _refuse_compiled(module)
+        while self._transforms:
+            self._transforms.pop(0)(module)
+        undos: list[Undo] = []
+        for path, plan in self._plans(module).items():
+            network = module.get_submodule(path)
+            undos.append(parallelize(network, self.mesh, plan))
+            if self._settings.activation_checkpointing:
+                undos.append(checkpoint_activations(network))
 
         def undo() -> None:
-            for step in undos:
+            for step in reversed(undos):
                 step()
 
         return undo
 
     def _plans(self, module: nn.Module) -> Mapping[str, SplitPlan | None]:
         """The networks to split, by path, with their plans (None: the one registered for the class)."""
-        if self._modules is not None:
-            missing = [path for path in self._modules if not _has_submodule(module, path)]
+        modules = self._settings.modules
+        if modules is not None:
+            missing = [path for path in modules if not _has_submodule(module, path)]
             if missing:
                 children = [name for name, _ in module.named_children()]
                 raise ValueError(
-                    f"modules={self._modules} names {missing}, which the LightningModule lacks; it has {children}."
+                    f"modules={modules} names {missing}, which the LightningModule lacks; it has {children}."
                 )
-            return dict.fromkeys(self._modules, self._plan)
+            return dict.fromkeys(modules, self._settings.plan)
         found = find_planned_modules(module)
         if self.mesh.sp.size > 1 and len(found) != 1:
             classes = {name: type(child).__name__ for name, child in module.named_children()}
@@ -174,9 +178,9 @@ class SequenceParallelMixin(_Parent):
     @override
     def teardown(self) -> None:
         super().teardown()
-        if self._undo_split is not None:
-            self._undo_split()
-            self._undo_split = None
+        if self._undo_changes is not None:
+            self._undo_changes()
+            self._undo_changes = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -236,6 +240,19 @@ class SequenceParallelMixin(_Parent):
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().backward(closure_loss * self._loss_weight, *args, **kwargs)
+
+
+def _refuse_compiled(module: nn.Module) -> None:
+    """What is compiled already would keep running as it was, without what is added to it here."""
+    compiled = [
+        path or type(child).__name__
+        for path, child in module.named_modules()
+        if isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
+    ]
+    if compiled:
+        raise ValueError(
+            f"These modules were compiled before the strategy could change them: {compiled}. Leave out torch.compile."
+        )
 
 
 def _has_submodule(module: nn.Module, path: str) -> bool:

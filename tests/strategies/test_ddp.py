@@ -89,8 +89,8 @@ def test_lightning_cli_takes_the_name_and_the_class() -> None:
         "--trainer.strategy.ulysses_size=2",
         "--trainer.strategy.modules=[net]",
     )
-    assert built._ulysses_size == 2
-    assert built._modules == ["net"]
+    assert built._settings.ulysses_size == 2
+    assert built._settings.modules == ["net"]
 
 
 def test_a_plan_needs_the_network_it_describes() -> None:
@@ -227,3 +227,35 @@ def test_setup_says_what_does_not_fit_and_the_way_out(ranks: Ranks) -> None:
     assert "modules=[...] and plan=SplitPlan(...)" in no_plan
     assert "Several networks have a split plan: ['student', 'teacher']" in several
     assert "names ['pupil'], which the LightningModule lacks; it has ['net', 'student']" in unknown
+
+
+def fit_with_different_settings() -> str:
+    selected = SequenceParallelDDPStrategy(
+        ulysses_size=2 if dist.get_rank() else 4, modules=["net"], plan=NOTHING_TO_SPLIT
+    )
+    try:
+        trainer(selected).fit(Recorder(), DataLoader(torch.arange(8.0), batch_size=2))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_different_settings_stop_and_name_the_difference(ranks: Ranks) -> None:
+    for message in ranks(4).run(fit_with_different_settings):
+        assert (
+            "different values of ulysses_size= for the strategy: rank 0: 4, rank 1: 2, rank 2: 2, rank 3: 2" in message
+        )
+
+
+def compiled_message() -> str:
+    module = TwoNetworks(net=tiny_wan())
+    module.net.blocks[1].compile()
+    try:
+        trainer(SequenceParallelDDPStrategy()).fit(module, DataLoader(torch.arange(8.0), batch_size=2))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_blocks_that_are_compiled_already_are_refused(ranks: Ranks) -> None:
+    assert "compiled before the strategy could change them: ['net.blocks.1']" in ranks(4).run(compiled_message)[0]

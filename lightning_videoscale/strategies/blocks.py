@@ -1,0 +1,86 @@
+"""The transformer blocks of a network: the unit of sharding, of activation checkpointing and of compilation."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Undo = Callable[[], None]
+
+
+def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
+    """Returns the transformer blocks of a network by path, in the order of its modules.
+
+    diffusers' models name the classes of their blocks (``_repeated_blocks``, ``_no_split_modules``); elsewhere the
+    blocks are the children of every ``ModuleList`` whose children all share one class that holds parameters.
+
+    Raises:
+        ValueError: If nothing in the network looks like a list of blocks.
+    """
+    names = set(getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or ())
+    if names:
+        found = {path: module for path, module in network.named_modules() if type(module).__name__ in names}
+    else:
+        found = {
+            f"{path}.{name}" if path else name: child
+            for path, module in network.named_modules()
+            if isinstance(module, nn.ModuleList) and _is_list_of_blocks(module)
+            for name, child in module.named_children()
+        }
+    if not found:
+        children = dict(Counter(type(child).__name__ for child in network.children()))
+        raise ValueError(
+            f"No transformer blocks found in {type(network).__name__} (children: {children}): it needs a ModuleList "
+            "whose members share one class."
+        )
+    outermost: dict[str, nn.Module] = {}
+    for path, block in found.items():
+        if not any(path.startswith(f"{outer}.") for outer in outermost):
+            outermost[path] = block
+    return outermost
+
+
+def checkpoint_activations(network: nn.Module) -> Undo:
+    """Makes every block keep only its inputs for backward and compute the rest again there.
+
+    The blocks' forward is wrapped in place, inside their hooks: class, parameters and ``state_dict`` stay, and what a
+    hook splits is kept split.
+
+    Returns:
+        A function that takes it back.
+
+    Raises:
+        ValueError: If the network checkpoints its activations already, or has no blocks.
+    """
+    if getattr(network, "gradient_checkpointing", False):
+        raise ValueError(
+            f"{type(network).__name__} has its own gradient checkpointing on: leave out activation_checkpointing=True, "
+            "or do not call enable_gradient_checkpointing()."
+        )
+    blocks = list(find_blocks(network).values())
+    for block in blocks:
+        block.forward = _checkpointed(block.forward)
+
+    def undo() -> None:
+        for block in blocks:
+            del block.forward  # the class's own comes to light again
+
+    return undo
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
+
+
+def _is_list_of_blocks(module: nn.ModuleList) -> bool:
+    classes = {type(child) for child in module}
+    return len(module) > 1 and len(classes) == 1 and any(True for _ in next(iter(module)).parameters())

@@ -1,0 +1,59 @@
+"""What a user asks of a sequence-parallel strategy, checked and agreed on by all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_videoscale.parallel import SplitPlan
+
+
+@dataclass(frozen=True)
+class SequenceParallelSettings:
+    """The arguments that all sequence-parallel strategies share; `SequenceParallelDDPStrategy` documents them."""
+
+    ulysses_size: int | None
+    ring_size: int
+    modules: list[str] | None
+    plan: SplitPlan | None
+    activation_checkpointing: bool
+
+    def __post_init__(self) -> None:
+        if self.plan is not None and (self.modules is None or len(self.modules) != 1):
+            raise ValueError(f"plan= describes one network: name it with modules=[...] (got modules={self.modules}).")
+
+    def sizes(self, devices_per_node: int) -> tuple[int, int]:
+        """Returns the Ulysses and the ring size; left out, one group spans the devices of a node.
+
+        Raises:
+            ValueError: If the devices of a node do not form whole rings.
+        """
+        if self.ulysses_size is not None:
+            return self.ulysses_size, self.ring_size
+        if devices_per_node % self.ring_size:
+            raise ValueError(
+                f"ring_size={self.ring_size} does not divide the {devices_per_node} devices of a node: choose another "
+                "ring_size, or set ulysses_size too."
+            )
+        return devices_per_node // self.ring_size, self.ring_size
+
+    def check_agreement(self) -> None:
+        """Raises a ``ValueError`` on every rank, with the difference, if ranks were given different settings.
+
+        Collective over all ranks. Ranks that disagree would otherwise wait for each other in different collectives.
+        """
+        mine = {field.name: _comparable(getattr(self, field.name)) for field in fields(self)}
+        everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        for name in mine:
+            values = [theirs[name] for theirs in everyone]
+            if any(value != values[0] for value in values):
+                listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+                raise ValueError(f"The ranks were given different values of {name}= for the strategy: {listed}.")
+
+
+def _comparable(value: Any) -> Any:
+    """What stands for a value when ranks compare theirs: a plan holds functions, of which only the splits compare."""
+    return repr((value.inputs, value.outputs, value.gathers)) if isinstance(value, SplitPlan) else value

@@ -1,0 +1,67 @@
+"""Finding transformer blocks, and recomputing their activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_videoscale.strategies.blocks import checkpoint_activations, find_blocks
+from tests.models import tiny_wan
+
+
+def test_blocks_of_a_diffusers_model_are_those_it_names() -> None:
+    assert list(find_blocks(tiny_wan(num_layers=3))) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_blocks_of_ones_own_model_are_lists_of_one_class() -> None:
+    def block() -> nn.Module:
+        return nn.TransformerEncoderLayer(8, 2, batch_first=True)
+
+    model = nn.Module()
+    model.double = nn.ModuleList(block() for _ in range(2))
+    model.single = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), block()) for _ in range(2)])
+    model.mixed = nn.ModuleList([nn.Linear(8, 8), nn.LayerNorm(8)])
+    assert list(find_blocks(model)) == ["double.0", "double.1", "single.0", "single.1"]
+
+
+def test_a_network_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"No transformer blocks found in Sequential \(children: {'Linear': 2}\)"):
+        find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+def run(model: nn.Module) -> tuple[torch.Tensor, int]:
+    """Returns the gradient of the patch embedding, and the bytes kept for backward."""
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    torch.manual_seed(1)
+    inputs = (torch.randn(1, 4, 3, 8, 8), torch.tensor([7.0]), torch.randn(1, 3, 16))
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(*inputs).sample.square().mean()
+    loss.backward()
+    return model.get_submodule("patch_embedding").weight.grad.clone(), sum(kept.values())
+
+
+def test_checkpointing_keeps_less_and_changes_nothing() -> None:
+    model = tiny_wan(num_layers=4)
+    names = list(model.state_dict())
+    gradient, kept = run(model)
+    undo = checkpoint_activations(model)
+    assert list(model.state_dict()) == names
+    recomputed_gradient, kept_less = run(model)
+    assert torch.equal(gradient, recomputed_gradient)
+    assert kept_less < kept / 2
+    undo()
+    assert run(model)[1] == kept
+
+
+def test_a_model_that_checkpoints_itself_is_not_checkpointed_twice() -> None:
+    model = tiny_wan()
+    model.enable_gradient_checkpointing()
+    with pytest.raises(ValueError, match="has its own gradient checkpointing on"):
+        checkpoint_activations(model)
