@@ -25,8 +25,13 @@ def prepare(run_example, footage):
 
 def test_the_demo_trains_in_two_processes(tmp_path, run_example, prepare):
     prepare("demo_data/shards")
+    validate = [
+        "--data.val_shards=demo_data/shards/000.tar",
+        "--trainer.limit_val_batches=2",
+        "--trainer.val_check_interval=6",
+    ]
     printed = run_example(
-        "train_wan.py", "fit", "--config", CONFIGS / "demo.yaml", "--trainer.max_steps=12", *SMALL_MODEL
+        "train_wan.py", "fit", "--config", CONFIGS / "demo.yaml", "--trainer.max_steps=12", *validate, *SMALL_MODEL
     )
 
     table = dict(re.findall(r"│ (\S[^│]*?) +│ (\S[^│]*?) +│", printed))
