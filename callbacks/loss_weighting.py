@@ -24,7 +24,7 @@ class LossWeighting(pl.Callback):
     """
 
     applies_loss_weight = True
-    """Tells `VideoDataModule` that the weights it plans are heeded (strategies of ours have a property of this name)."""
+    """Tells `VideoDataModule` that its weights are heeded, as the property of this name does on our strategies."""
 
     def __init__(self) -> None:
         self._strategy_applies_it = False
