@@ -69,6 +69,9 @@ class VideoDataModule(pl.LightningDataModule):
         self._num_workers = num_workers
         self._train_index: ShardIndex | None = None
         self._val_index: ShardIndex | None = None
+        if val_shards is None and type(self).val_dataloader is VideoDataModule.val_dataloader:
+            # Lightning validates unless the hook is its own: an empty list would be a warning in every run.
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
 
     def prepare_data(self) -> None:
         """Indexes the shards once per node and keeps the table, for the other ranks and for the next run."""
@@ -107,10 +110,9 @@ class VideoDataModule(pl.LightningDataModule):
             overfit = self.trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
         return self._loader(self._train_index, planner, repeat_first_epoch=overfit)
 
-    def val_dataloader(self) -> PlannedLoader | list[PlannedLoader]:
-        """Validation batches of this rank, the same ones every time; none without ``val_shards``."""
-        if self._val_index is None:
-            return []
+    def val_dataloader(self) -> PlannedLoader:
+        """Validation batches of this rank, the same ones every time. Needs ``val_shards``."""
+        assert self._val_index is not None, "setup() comes first, and val_shards"
         planner = self._planner(self._val_index, micro_batches=1, loss_weighting="none", shuffle=False)
         return self._loader(self._val_index, planner, repeat_first_epoch=True)
 

@@ -190,9 +190,9 @@ def _describe(path: Path, descriptor: int, key: str, members: Members) -> Sample
     where = f"{path}: the sample {key!r}"
     way_out = f"Found {sorted(members)}. A sample has a 'latents.npy' and a 'txt' (or a 'text_embeds.npy')."
     if "latents.npy" not in members:
-        raise ShardError(f"{where} has no member '{key}.latents.npy'. {way_out}")
+        raise ShardError(f"{where} has no member {key + '.latents.npy'!r}. {way_out}")
     if "txt" not in members and "text_embeds.npy" not in members:
-        raise ShardError(f"{where} has no member '{key}.txt'. {way_out}")
+        raise ShardError(f"{where} has no member {key + '.txt'!r}. {way_out}")
     if taken := RESERVED.intersection(batch_name(extension) for extension in members if extension != "txt"):
         raise ShardError(f"{where} has a member named {sorted(taken)}, which a batch uses itself; rename it.")
     shape = _latent_shape(where, descriptor, members["latents.npy"])

@@ -87,25 +87,35 @@ def scan_members(path: Path) -> dict[str, Members]:
             tar, or one name twice.
     """
     samples: dict[str, Members] = {}
+    for member in _read_headers(path):
+        _check_member(path, member)
+        key, extension = base_plus_ext(member.name)
+        if not member.isreg() or key is None or _BOOKKEEPING.match(member.name):
+            continue
+        members = samples.setdefault(key, {})
+        if extension in members:
+            raise ShardError(f"{path}: the member {member.name!r} appears twice; its sample is ambiguous.")
+        members[extension] = ByteRange(member.offset_data, member.size)
+    return samples
+
+
+def _read_headers(path: Path) -> list[tarfile.TarInfo]:
+    headers = []
     try:
         with tarfile.open(path, mode="r:") as tar:
-            for member in tar:
-                _check_member(path, member)
-                key, extension = base_plus_ext(member.name)
-                if not member.isreg() or key is None or _BOOKKEEPING.match(member.name):
-                    continue
-                members = samples.setdefault(key, {})
-                if extension in members:
-                    raise ShardError(f"{path}: the member {member.name!r} appears twice; its sample is ambiguous.")
-                members[extension] = ByteRange(member.offset_data, member.size)
+            while (member := tar.next()) is not None:
+                if member.size < 0:
+                    raise tarfile.ReadError(f"the member {member.name!r} has the size {member.size}")
+                headers.append(member)
             end = tar.offset
-    except tarfile.TarError as error:
+    # ValueError and OverflowError: numbers in damaged headers that tarfile does not check.
+    except (tarfile.TarError, ValueError, OverflowError) as error:
         raise ShardError(
             f"{path} is not an uncompressed tar file, or is damaged ({error}). Shards are written by "
             "webdataset.TarWriter or `tar cf`; decompress a .tar.gz first, since members are read by byte range."
         ) from error
     _check_end(path, end)
-    return samples
+    return headers
 
 
 def _check_member(path: Path, member: tarfile.TarInfo) -> None:

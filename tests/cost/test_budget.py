@@ -1,0 +1,57 @@
+"""Equation 2 of AdaptiveLoad, to the letter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_videoscale.cost import BucketBudget
+
+
+@pytest.mark.parametrize(
+    ("length", "size"),
+    [
+        (100, 10),  # memory: 1000 / 100; compute would allow 20
+        (200, 5),  # both: 1000 / 200 and 200_000 / 40_000
+        (300, 2),  # compute: 200_000 / 90_000 = 2.2; memory would allow 3
+        (500, 1),  # compute: 0.8, but never less than one
+        (1000, 1),  # memory: exactly one
+        (5000, 1),  # neither holds it
+    ],
+)
+def test_the_tighter_constraint_decides(length: int, size: int) -> None:
+    assert BucketBudget(m_mem=1000, m_comp=200_000, p=2).batch_size(length) == size
+
+
+@given(
+    st.integers(1, 200_000),
+    st.floats(1, 1e7),
+    st.floats(1, 1e14),
+    st.floats(1.0, 2.4),
+)
+def test_no_batch_of_several_samples_exceeds_a_budget(length: int, m_mem: float, m_comp: float, p: float) -> None:
+    budget = BucketBudget(m_mem, m_comp, p)
+    size = budget.batch_size(length)
+    assert size == max(1, min(math.floor(m_mem / length), math.floor(m_comp / length**p)))
+    if size > 1:
+        assert size * length <= m_mem * (1 + 1e-12)
+        assert budget.cost(size, length) <= m_comp * (1 + 1e-12)
+
+
+def test_infinite_compute_leaves_memory_to_decide() -> None:
+    assert BucketBudget(m_mem=1000, m_comp=math.inf).batch_size(10) == 100
+
+
+def test_a_sample_that_exceeds_memory_is_known() -> None:
+    budget = BucketBudget(m_mem=1000, m_comp=1e9)
+    assert [budget.exceeds_memory(length) for length in (999, 1000, 1001)] == [False, False, True]
+
+
+@pytest.mark.parametrize("wrong", [{"m_mem": 0}, {"m_comp": -1}, {"p": 0}, {"m_mem": math.nan}, {"m_mem": math.inf}])
+def test_budgets_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
+    (name, value), *_ = wrong.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        BucketBudget(**({"m_mem": 1.0, "m_comp": 1.0} | wrong))

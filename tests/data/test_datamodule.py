@@ -1,0 +1,274 @@
+"""The DataModule under a real Trainer."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.data import extract_batch_size
+
+from lightning_videoscale.callbacks import LossWeighting
+from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.data import BatchMeta, ShardError, VideoDataModule
+from tests.data.clips import clip, npy, write_shard, write_shards
+from tests.data.training import Witness, trainer_with
+
+BUDGET = BucketBudget(m_mem=160, m_comp=160 * 80)
+SAMPLES = 50
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    return write_shards(tmp_path / "train", SAMPLES)
+
+
+def _ids(batches: list[list[str]]) -> list[str]:
+    return sorted(itertools.chain.from_iterable(batches))
+
+
+def _all_ids(samples: int = SAMPLES) -> list[str]:
+    return sorted(f"{i % 2:03}.tar/clip{i:05}" for i in range(samples))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_sample_once_per_epoch_and_no_two_epochs_alike(shards: str, num_workers: int) -> None:
+    module = Witness()
+    trainer_with(max_epochs=3).fit(module, VideoDataModule(shards, BUDGET, num_workers=num_workers))
+    assert [_ids(module.batches[epoch]) for epoch in range(3)] == [_all_ids()] * 3
+    assert module.batches[0] != module.batches[1] != module.batches[2]
+    assert {len(ids) for ids in module.batches[0]} == {meta.samples for meta in module.metas}
+
+
+def test_workers_change_no_batch(shards: str) -> None:
+    first, second = Witness(), Witness()
+    trainer_with(max_epochs=2).fit(first, VideoDataModule(shards, BUDGET, num_workers=0))
+    trainer_with(max_epochs=2).fit(second, VideoDataModule(shards, BUDGET, num_workers=2))
+    assert first.batches == second.batches
+    other_seed = Witness()
+    trainer_with().fit(other_seed, VideoDataModule(shards, BUDGET, seed=1))
+    assert other_seed.batches[0] != first.batches[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_validation_sees_the_same_batches_every_time(shards: str, tmp_path: Path, num_workers: int) -> None:
+    val_shards = write_shards(tmp_path / "val", 20)
+    module = Witness()
+    data = VideoDataModule(shards, BUDGET, val_shards=val_shards, num_workers=num_workers)
+    trainer_with(max_epochs=2, num_sanity_val_steps=2).fit(module, data)
+    sanity, *passes = module.validated
+    assert len(passes) == 2 and passes[0] == passes[1] and sanity == passes[0][:2]
+    assert _ids(passes[0]) == _all_ids(20)
+    assert [_ids(module.batches[epoch]) for epoch in range(2)] == [_all_ids()] * 2
+
+
+def test_without_validation_shards_nothing_is_validated(shards: str) -> None:
+    class WithItsOwn(VideoDataModule):
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Total length of")
+        without, own = Witness(), Witness()
+        trainer_with().fit(without, VideoDataModule(shards, BUDGET))
+        trainer_with().fit(own, WithItsOwn(shards, BUDGET))
+    assert without.validated == []
+    assert _ids(own.validated[-1]) == _all_ids()
+    with pytest.raises(Exception, match="val_dataloader"):
+        trainer_with().validate(Witness(), VideoDataModule(shards, BUDGET))
+
+
+def test_lightnings_switches_work(shards: str, tmp_path: Path) -> None:
+    write_shard(tmp_path / "val" / "000.tar", [clip(i) for i in range(3)])
+    val = str(tmp_path / "val" / "000.tar")
+
+    def fit(epochs: int = 3, **kwargs: Any) -> Witness:
+        module = Witness()
+        trainer_with(max_epochs=epochs, **kwargs).fit(module, VideoDataModule(shards, BUDGET, val_shards=val))
+        return module
+
+    limited = fit(limit_train_batches=4, limit_val_batches=1)
+    assert [len(limited.batches[epoch]) for epoch in range(3)] == [4, 4, 4]
+    assert limited.batches[0] != limited.batches[1]
+    half = fit(limit_train_batches=0.5)
+    assert len(half.batches[0]) == len(fit().batches[0]) // 2
+    assert len(fit(fast_dev_run=2).batches[0]) == 2
+    overfit = fit(overfit_batches=3)
+    assert overfit.batches[0] == overfit.batches[1] == overfit.batches[2] and len(overfit.batches[0]) == 3
+    reloaded = fit(reload_dataloaders_every_n_epochs=1)
+    assert reloaded.batches == fit().batches
+
+
+def test_estimated_stepping_batches_is_the_number_of_steps(shards: str) -> None:
+    class Scheduled(Witness):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            self.estimate = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    module = Scheduled()
+    data = VideoDataModule(shards, BUDGET, micro_batches=3, num_workers=2)
+    trainer = trainer_with(max_epochs=2, accumulate_grad_batches=3, callbacks=[LossWeighting()])
+    trainer.fit(module, data)
+    assert module.estimate == trainer.global_step == len(module.gradients)
+    assert [_ids(module.batches[epoch]) for epoch in range(2)] == [_all_ids()] * 2
+    assert module.batches[0] != module.batches[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_run_that_resumes_after_an_epoch_goes_on_with_the_next(shards: str, tmp_path: Path, num_workers: int) -> None:
+    class Scheduled(Witness):
+        # Asks for the loader before the checkpoint's epoch is known: the plan must not be that of epoch 0.
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            assert self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    def fit(epochs: int, checkpoint: Path | None = None) -> Witness:
+        module = Scheduled()
+        saver = ModelCheckpoint(dirpath=tmp_path / "saved", filename="{epoch}", save_top_k=-1)
+        trainer = trainer_with(max_epochs=epochs, enable_checkpointing=True, callbacks=[saver])
+        trainer.fit(module, VideoDataModule(shards, BUDGET, num_workers=num_workers), ckpt_path=checkpoint)
+        return module
+
+    whole = fit(3)
+    resumed = fit(3, tmp_path / "saved" / "epoch=0.ckpt")
+    assert resumed.batches == {epoch: whole.batches[epoch] for epoch in (1, 2)}
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_the_gradient_is_that_of_one_big_batch(shards: str, micro_batches: int) -> None:
+    module = Witness()
+    trainer = trainer_with(accumulate_grad_batches=micro_batches, callbacks=[LossWeighting()])
+    trainer.fit(module, VideoDataModule(shards, BUDGET, micro_batches=micro_batches))
+    batches = module.batches[0]
+    steps = [batches[i : i + micro_batches] for i in range(0, len(batches), micro_batches)]
+    assert len({meta.samples for meta in module.metas}) > 2, "the batches differ in size"
+    for ids, gradient in zip(steps, module.gradients, strict=True):
+        x = np.array([int(name[-5:]) / 100 for name in itertools.chain.from_iterable(ids)])
+        assert gradient == pytest.approx(np.mean(2 * x * (0.5 * x - 1)), rel=1e-12)
+
+
+def test_a_wrong_number_of_micro_batches_is_an_error(shards: str) -> None:
+    with pytest.raises(ValueError, match=r"of 4 micro-batches .* of 1: set Trainer\(accumulate_grad_batches=4\)"):
+        trainer_with().fit(Witness(), VideoDataModule(shards, BUDGET, micro_batches=4))
+    scheduler = GradientAccumulationScheduler({0: 4, 1: 2})
+    trainer = trainer_with(callbacks=[scheduler, LossWeighting()], max_epochs=2)
+    with pytest.raises(ValueError, match=r"GradientAccumulationScheduler changes|of 4 micro-batches"):
+        trainer.fit(Witness(), VideoDataModule(shards, BUDGET, micro_batches=4))
+
+
+def test_weights_that_nobody_applies_are_an_error(shards: str) -> None:
+    data = VideoDataModule(shards, BUDGET, micro_batches=2)
+    with pytest.raises(
+        ValueError, match=r"SingleDeviceStrategy does not apply .*LossWeighting.*loss_weighting=\"none\""
+    ):
+        trainer_with(accumulate_grad_batches=2).fit(Witness(), data)
+    unweighted = VideoDataModule(shards, BUDGET, loss_weighting="none")
+    trainer_with().fit(Witness(), unweighted)
+
+
+def test_a_sample_above_the_memory_budget_is_warned_of_once(shards: str) -> None:
+    module, data = Witness(), VideoDataModule(shards, BucketBudget(m_mem=50, m_comp=1e9))
+    trainer = trainer_with(max_epochs=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, data)
+        trainer.fit(module, data)
+    messages = [str(w.message) for w in caught if "memory budget" in str(w.message)]
+    assert len(messages) == 1
+    assert "m_mem=50 tokens in 1 buckets ((5, 8, 8): 80 tokens, " in messages[0]
+    assert {meta.samples for meta in module.metas if meta.sequence_length == 80} == {1}
+
+
+def test_formats_that_are_left_alone_are_warned_of_once(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "000.tar", [clip(i, mp4=b"...") for i in range(3)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_with(max_epochs=2).fit(Witness(), VideoDataModule(str(shard), BUDGET))
+    assert sum("left alone: ['mp4']" in str(w.message) for w in caught) == 1
+
+
+@pytest.mark.parametrize("log", [{}, {"on_epoch": True}, {"on_step": True, "on_epoch": True, "prog_bar": True}])
+def test_logging_a_loss_takes_the_batch_size_from_the_latents(tmp_path: Path, log: dict[str, Any]) -> None:
+    samples = [clip(i, mask_npy=npy(np.zeros((7, 3), "f4")), prompt_txt=b"p") for i in range(9)]
+    module, data = Witness(), VideoDataModule(str(write_shard(tmp_path / "000.tar", samples)), BUDGET)
+    module.log_kwargs = log
+    trainer = trainer_with(enable_progress_bar=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*batch_size.*")
+        trainer.fit(module, data)
+        sizes = [(extract_batch_size(batch), batch["meta"].samples) for batch in data.train_dataloader()]
+    assert sizes == [(3, 3)] * 3
+
+
+def test_meta_survives_workers_and_the_transfer_to_the_device(shards: str) -> None:
+    module = Witness()
+    trainer_with().fit(module, VideoDataModule(shards, BUDGET, num_workers=2))
+    assert all(type(meta) is BatchMeta for meta in module.metas)
+    assert all(meta.loss_weight == 1.0 and meta.predicted_cost > 0 for meta in module.metas)
+
+
+def test_an_index_is_kept_beside_the_shards_or_where_it_is_told(shards: str, tmp_path: Path) -> None:
+    trainer_with(max_steps=1).fit(Witness(), VideoDataModule(shards, BUDGET))
+    assert len(list((tmp_path / "train").glob("videoscale-index-*.json"))) == 1
+    trainer_with(max_steps=1).fit(Witness(), VideoDataModule(shards, BUDGET, index=tmp_path / "new" / "index.json"))
+    assert (tmp_path / "new" / "index.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(shards: str, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    module = Witness()
+    with pytest.warns(UserWarning, match=r"index cannot be kept .*Give `index=`"):
+        trainer_with().fit(module, VideoDataModule(shards, BUDGET, index=blocked / "index.json"))
+    assert _ids(module.batches[0]) == _all_ids()
+
+
+def test_without_a_trainer_it_serves_plain_loops(shards: str) -> None:
+    data = VideoDataModule(shards, BUDGET)
+    data.prepare_data()
+    data.setup("fit")
+    loader = data.train_dataloader()
+    epochs = []
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        epochs.append([batch["sample_ids"] for batch in loader])
+    assert [len(batches) for batches in epochs] == [len(loader)] * 2
+    assert [_ids(batches) for batches in epochs] == [_all_ids()] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_an_error_in_a_worker_keeps_its_words(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "000.tar", [clip(0), clip(1) | {"txt": b"\xff"}])
+    with pytest.raises(ShardError, match=r"000\.tar: the member 'clip00001\.txt' cannot be decoded"):
+        trainer_with().fit(Witness(), VideoDataModule(str(shard), BUDGET, num_workers=2))
+
+
+def test_every_argument_can_be_given_on_the_command_line(shards: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"""
+trainer: {{accelerator: cpu, max_epochs: 1, accumulate_grad_batches: 2, logger: false, enable_checkpointing: false,
+  enable_progress_bar: false, callbacks: [{{class_path: lightning_videoscale.callbacks.LossWeighting}}]}}
+data:
+  shards: {shards}
+  val_shards: null
+  budget: {{m_mem: 160, m_comp: 12800.0, p: 2.0}}
+  index: {tmp_path}/index.json
+  patch_size: [1, 2, 2]
+  loss_weighting: sample
+  seed: 3
+  num_workers: 0
+"""
+    )
+    arguments = ["fit", "--config", str(config), "--data.micro_batches=2", "--data.budget.m_mem=80"]
+    cli = LightningCLI(Witness, VideoDataModule, args=arguments, save_config_callback=None)
+    assert _ids(cli.model.batches[0]) == _all_ids()
+    assert max(meta.samples * meta.sequence_length for meta in cli.model.metas) <= 80
+    assert isinstance(cli.trainer, pl.Trainer)

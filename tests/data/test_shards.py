@@ -1,0 +1,171 @@
+"""What a pattern means, and which tars are refused."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_videoscale.data.shards import ShardError, expand_shards, scan_members
+from tests.data.clips import clip, write_shard
+
+
+def _tar(path: Path, *members: tarfile.TarInfo, content: bytes = b"") -> Path:
+    with tarfile.open(path, "w") as tar:
+        for member in members:
+            member.size = len(content) if member.isreg() else 0
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def _member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, target
+    return member
+
+
+def test_patterns_mean_what_webdataset_users_expect(tmp_path: Path) -> None:
+    for name in ("a-000", "a-001", "a-002", "b-000"):
+        write_shard(tmp_path / f"{name}.tar", [clip(0)])
+
+    def names(shards: str | list[str]) -> list[str]:
+        return [path.stem for path in expand_shards(shards)]
+
+    assert names(f"{tmp_path}/a-{{000..002}}.tar") == ["a-000", "a-001", "a-002"]
+    assert names(f"{tmp_path}/{{b-000,a-001}}.tar") == ["b-000", "a-001"]
+    assert names(f"{tmp_path}/b-000.tar::{tmp_path}/a-00{{1..2}}.tar") == ["b-000", "a-001", "a-002"]
+    assert names([f"{tmp_path}/b-000.tar", f"{tmp_path}/a-000.tar"]) == ["b-000", "a-000"]
+    assert names(f"{tmp_path}/*-000.tar") == ["a-000", "b-000"]
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    write_shard(tmp_path / "000.tar", [clip(0)])
+    with pytest.raises(
+        ShardError, match=r"No shards found at 2 of the 3 places .*001\.tar, .*002\.tar.*range in braces"
+    ):
+        expand_shards(f"{tmp_path}/{{000..002}}.tar")
+    with pytest.raises(ShardError, match=r"No shards found: the patterns \['.*/\*\.zip'\] match no file"):
+        expand_shards(f"{tmp_path}/*.zip")
+    with pytest.raises(ShardError, match=r"write a folder as 'folder/\*\.tar'"):
+        expand_shards(str(tmp_path))
+    with pytest.raises(ShardError, match=r"000\.tar is named twice"):
+        expand_shards([f"{tmp_path}/000.tar", f"{tmp_path}/../{tmp_path.name}/000.tar"])
+
+
+@pytest.mark.parametrize("url", ["pipe:touch {ran}", "pipe:cat {tar} && touch {ran}", " pipe:touch {ran}"])
+def test_a_pipe_runs_no_command(tmp_path: Path, url: str) -> None:
+    ran, tar = tmp_path / "ran", write_shard(tmp_path / "000.tar", [clip(0)])
+    with pytest.raises(ShardError, match=r"would run a command|No shards found"):
+        expand_shards(url.format(ran=ran, tar=tar))
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("url", ["https://host/000.tar", "s3://bucket/{000..001}.tar", "file:/tmp/000.tar", "hf://x/y"])
+def test_other_schemes_are_refused(url: str) -> None:
+    with pytest.raises(ShardError, match="only local paths are read"):
+        expand_shards(url)
+
+
+def test_members_are_grouped_by_key_and_found_by_byte_range(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "000.tar", [clip(0), clip(1) | {"__key__": "folder.of/clip.v2"}])
+    samples = scan_members(shard)
+    # As in WebDataset, the key ends at the first dot after the last slash.
+    assert {key: sorted(members) for key, members in samples.items()} == {
+        "clip00000": ["json", "latents.npy", "txt"],
+        "folder.of/clip": ["v2.json", "v2.latents.npy", "v2.txt"],
+    }
+    at = samples["clip00000"]["txt"]
+    assert shard.read_bytes()[at.offset : at.offset + at.size].decode() == "a caption, n° 0"
+
+
+def test_folders_bookkeeping_and_names_without_extension_belong_to_no_sample(tmp_path: Path) -> None:
+    shard = _tar(
+        tmp_path / "x.tar",
+        _member("./", tarfile.DIRTYPE), _member("./a.txt"), _member("__meta__/x.json"), _member("README"),
+        _member("._a.txt"),
+    )  # fmt: skip
+    assert list(scan_members(shard)) == ["./a"]
+
+
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        (_member("../x.txt"), "points outside the shard"),
+        (_member("a/../../x.txt"), "points outside the shard"),
+        (_member("/etc/x.txt"), "points outside the shard"),
+        (_member("x.txt", tarfile.SYMTYPE, "/etc/passwd"), "is a link"),
+        (_member("x.txt", tarfile.LNKTYPE, "y.txt"), "is a link"),
+        (_member("x.txt", tarfile.FIFOTYPE), "not a plain file"),
+        (_member("x.txt", tarfile.CHRTYPE), "not a plain file"),
+    ],
+)
+def test_hostile_members_are_refused_by_name(tmp_path: Path, member: tarfile.TarInfo, message: str) -> None:
+    shard = _tar(tmp_path / "x.tar", _member("fine.txt"), member)
+    with pytest.raises(ShardError, match=rf"x\.tar: the member '{member.name}' {message}|{message}") as error:
+        scan_members(shard)
+    assert member.name in str(error.value)
+
+
+def test_a_name_that_appears_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match=r"'a\.txt' appears twice"):
+        scan_members(_tar(tmp_path / "x.tar", _member("a.txt"), _member("b.txt"), _member("a.txt")))
+
+
+def test_what_is_no_tar_is_said_so(tmp_path: Path) -> None:
+    text, empty, packed = tmp_path / "text.tar", tmp_path / "empty.tar", tmp_path / "packed.tar"
+    text.write_text("not a tar " * 200)
+    empty.touch()
+    with tarfile.open(packed, "w:gz") as tar:
+        tar.addfile(_member("a.txt"))
+    for path in (text, empty, packed):
+        with pytest.raises(ShardError, match=rf"{path.name} is not an uncompressed tar file"):
+            scan_members(path)
+
+
+def test_a_tar_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    whole = write_shard(tmp_path / "whole.tar", [clip(0), clip(1)]).read_bytes()
+    end = len(whole.rstrip(b"\0"))
+    cut = tmp_path / "cut.tar"
+    for length in [*range(512, end, 200), end]:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ShardError, match="cut"):
+            scan_members(cut)
+
+
+def test_garbage_after_the_first_member_is_not_the_end(tmp_path: Path) -> None:
+    shard = _tar(tmp_path / "x.tar", _member("a.txt"), _member("b.txt"))
+    content = bytearray(shard.read_bytes())
+    content[512:1024] = b"x" * 512
+    shard.write_bytes(content)
+    with pytest.raises(ShardError, match=r"x\.tar ends early or is damaged at byte 512"):
+        scan_members(shard)
+
+
+def test_a_size_that_leads_back_is_no_endless_loop(tmp_path: Path) -> None:
+    shard = _tar(tmp_path / "x.tar", _member("a.txt"))
+    header = bytearray(shard.read_bytes()[:512])
+    header[124:136] = (-512).to_bytes(12, "big", signed=True)
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    shard.write_bytes(bytes(header) + bytes(1024))
+    with pytest.raises(ShardError, match=r"'a\.txt' has the size -512"):
+        scan_members(shard)
+
+
+@settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_damaged_tar_is_read_or_refused_and_nothing_else(tmp_path: Path, data: st.DataObject) -> None:
+    content = bytearray(write_shard(tmp_path / "000.tar", [clip(0, (4, 1, 4, 4)), clip(1, (4, 1, 4, 4))]).read_bytes())
+    for _ in range(data.draw(st.integers(1, 8))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (tmp_path / "000.tar").write_bytes(content)
+    try:
+        samples = scan_members(tmp_path / "000.tar")
+    except ShardError as error:
+        assert "000.tar" in str(error)
+    else:
+        assert all(at.offset + at.size <= len(content) for members in samples.values() for at in members.values())

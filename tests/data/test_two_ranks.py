@@ -1,0 +1,93 @@
+"""Two real DDP processes: who reads what, equal counts, and one gradient."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_videoscale.callbacks import LossWeighting
+from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.data import VideoDataModule
+from tests.data.clips import clip, write_shard, write_shards
+from tests.data.training import Witness, trainer_with
+from tests.distributed.pool import ProcessPool
+
+Ranks = Callable[[int], ProcessPool]
+BUDGET = BucketBudget(m_mem=160, m_comp=160 * 80)
+SAMPLES = 47
+
+
+def _fit(shards: str, micro_batches: int) -> dict[str, Any]:
+    module = Witness()
+    data = VideoDataModule(shards, BUDGET, val_shards=shards, micro_batches=micro_batches)
+    trainer = trainer_with(
+        strategy="ddp",
+        devices=2,
+        max_epochs=2,
+        accumulate_grad_batches=micro_batches,
+        callbacks=[LossWeighting()],
+    )
+    trainer.fit(module, data)
+    loader = data.train_dataloader()
+    return {
+        "batches": module.batches,
+        "weights": [meta.loss_weight for meta in module.metas],
+        "validated": module.validated[-1],
+        "gradients": module.gradients,
+        "digests": [(loader.sampler.set_epoch(epoch), loader.sampler.plan.digest())[1] for epoch in range(2)],
+    }
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_two_ranks_share_an_epoch_and_its_gradient(tmp_path: Path, ranks: Ranks, micro_batches: int) -> None:
+    shards = write_shards(tmp_path, SAMPLES)
+    first, second = ranks(2).run(_fit, shards, micro_batches)
+
+    assert first["digests"] == second["digests"] and len(set(first["digests"])) == 2
+    weights = iter(zip(first["weights"], second["weights"], strict=True))
+    for epoch in (0, 1):
+        ours, theirs = first["batches"][epoch], second["batches"][epoch]
+        assert len(ours) == len(theirs) and len(ours) % micro_batches == 0
+        counted = []
+        for batches in zip(ours, theirs, strict=True):
+            counted.append([ids for ids, weight in zip(batches, next(weights), strict=True) if weight != 0])
+        seen = sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(counted)))
+        assert seen == sorted(f"{i % 2:03}.tar/clip{i:05}" for i in range(SAMPLES))
+        if epoch == 0:
+            _check_gradients(counted, micro_batches, first["gradients"], second["gradients"])
+    assert first["batches"][0] != first["batches"][1]
+    assert len(first["validated"]) == len(second["validated"])
+    assert len({name for ids in first["validated"] + second["validated"] for name in ids}) == SAMPLES
+
+
+def _check_gradients(counted: list[list[list[str]]], micro_batches: int, *gradients: list[float]) -> None:
+    for step, start in enumerate(range(0, len(counted), micro_batches)):
+        ids = [name for slot in counted[start : start + micro_batches] for batch in slot for name in batch]
+        x = np.array([int(name[-5:]) / 100 for name in ids])
+        expected = np.mean(2 * x * (0.5 * x - 1))
+        for of_rank in gradients:
+            assert of_rank[step] == pytest.approx(expected, rel=1e-12)
+
+
+def _fit_own_shards(folder: str) -> str:
+    shards = os.path.join(folder, f"rank{os.environ['RANK']}", "000.tar")
+    data = VideoDataModule(shards, BUDGET, index=os.path.join(folder, f"{os.environ['RANK']}.json"))
+    try:
+        trainer_with(strategy="ddp", devices=2, callbacks=[LossWeighting()]).fit(Witness(), data)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_see_different_shards_all_stop(tmp_path: Path, ranks: Ranks) -> None:
+    for rank in (0, 1):
+        write_shard(tmp_path / f"rank{rank}" / "000.tar", [clip(i) for i in range(4 + rank)])
+    messages = ranks(2).run(_fit_own_shards, str(tmp_path))
+    assert all(message.startswith("The ranks do not see the same shards") for message in messages)
+    assert "equals rank 0's plan" in messages[0] and "differs from rank 0's plan" in messages[1]
