@@ -32,7 +32,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         activation_checkpointing: Keep only the inputs of every transformer block and compute the rest again in
             backward.
         timeout: How long a collective may wait for a rank that does not come.
-        **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``.
+        **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, except that
+            ``broadcast_buffers`` is off by default.
 
     Raises:
         ValueError: At the start of ``fit``, if the devices do not form whole groups, no network has a plan, or a
@@ -49,7 +50,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
-        super().__init__(timeout=timeout, **kwargs)
+        # Rotary tables are buffers: broadcasting them in every forward would make each wait for the slowest rank.
+        super().__init__(timeout=timeout, **({"broadcast_buffers": False} | kwargs))
         self._init_sequence_parallel(
             SequenceParallelSettings(ulysses_size, ring_size, modules, plan, activation_checkpointing)
         )
