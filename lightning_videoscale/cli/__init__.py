@@ -1,0 +1,20 @@
+"""The command line `videoscale`. One command per file.
+
+`videoscale doctor`   checks versions, GPUs and links, and says what to do about what it finds
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from lightning_videoscale.cli import doctor
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs one command and returns the process's exit status; ``videoscale --help`` lists the commands."""
+    parser = argparse.ArgumentParser(prog="videoscale", description="Tools around lightning-videoscale.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    doctor.add_command(commands)
+    options = parser.parse_args(args)
+    status: int = options.run(options)
+    return status

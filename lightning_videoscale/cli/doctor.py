@@ -1,0 +1,160 @@
+"""`videoscale doctor`: what this machine has, what is known to be bad about it, and the remedy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+import torch
+from packaging.version import Version
+from rich.console import Console
+from rich.table import Table
+
+_REQUIRED = ("lightning-videoscale", "torch", "lightning", "torchmetrics", "webdataset", "triton")
+_OPTIONAL = ("diffusers", "av", "deepspeed", "tensorboard")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        subject: What was looked at.
+        status: ``bad`` spoils results or safety, ``slow`` costs time, ``missing`` limits what can be used.
+        detail: What was found.
+        remedy: What to do about it; empty where nothing needs doing.
+    """
+
+    subject: str
+    status: Literal["ok", "missing", "slow", "bad"]
+    detail: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Looks at the packages, the GPUs and their links; starts nothing and changes nothing."""
+    return [*_packages(), *_known_bad_packages(), *_gpus()]
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``doctor`` to the command line."""
+    description = "Checks versions, GPUs and links, and says what to do about it. Exit status 1 if something is bad."
+    parser = commands.add_parser("doctor", help="check this machine", description=description)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    findings = examine()
+    if options.json:
+        sys.stdout.write(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2) + "\n")
+    else:
+        Console().print(_table(findings))
+    return int(any(finding.status == "bad" for finding in findings))
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    for name in _REQUIRED:
+        found = _version(name)
+        if found is not None:
+            yield Finding(name, "ok", found)
+        elif name == "triton" and not torch.cuda.is_available():
+            yield Finding(name, "missing", "not installed; kernels run as their reference in PyTorch")
+        else:
+            yield Finding(name, "bad", "not installed", f"pip install {name}")
+    for name in _OPTIONAL:
+        found = _version(name)
+        yield Finding(name, "ok" if found else "missing", found or "not installed, optional")
+
+
+def _known_bad_packages() -> Iterator[Finding]:
+    lightning = _version("lightning")
+    if lightning in ("2.6.2", "2.6.3"):
+        yield Finding(
+            "lightning",
+            "bad",
+            f"{lightning} was a malicious upload and has been withdrawn (GHSA-w37p-236h-pfx3)",
+            "pip install 'lightning>=2.6.6', and replace the secrets that were on this machine",
+        )
+    elif lightning is not None and Version(lightning) < Version("2.6.6"):
+        yield Finding(
+            "lightning",
+            "bad",
+            f"{lightning} runs code from a checkpoint in load_from_checkpoint (GHSA-qqmf-gpg7-g8gw)",
+            "pip install 'lightning>=2.6.6'",
+        )
+    if lightning is not None and _version("pytorch-lightning") is not None:
+        yield Finding(
+            "pytorch-lightning",
+            "ok",
+            "installed beside lightning; a Trainer imported from it does not know these strategies",
+            "import lightning.pytorch as pl",
+        )
+    torch_version = Version(torch.__version__.split("+")[0])
+    mix_order_reduction = os.environ.get("TORCHINDUCTOR_MIX_ORDER_REDUCTION") != "0"
+    if torch.cuda.is_available() and mix_order_reduction and Version("2.10") <= torch_version < Version("2.12"):
+        yield Finding(
+            "torch.compile",
+            "bad",
+            f"torch {torch.__version__} returns wrong or failing gradients of scale and shift in compiled AdaLN "
+            "(mix-order reduction, pytorch #193061)",
+            "export TORCHINDUCTOR_MIX_ORDER_REDUCTION=0",
+        )
+
+
+def _gpus() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding("gpu", "missing", "no CUDA device is visible; strategies run on the CPU over gloo")
+        return
+    count = torch.cuda.device_count()
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        yield Finding(
+            f"gpu {index}",
+            "ok",
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}",
+        )
+    yield Finding("cuda", "ok", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {_nccl()}")
+    strangers = [
+        (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if strangers:
+        yield Finding(
+            "peer access",
+            "slow",
+            f"no direct access between GPUs {strangers}; exchanges go through the host",
+            "keep a sequence-parallel group on GPUs that reach each other; in a container or virtual machine, pass "
+            "the links through",
+        )
+    elif count > 1:
+        yield Finding("peer access", "ok", f"all {count} GPUs reach each other")
+
+
+def _nccl() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "missing"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _table(findings: list[Finding]) -> Table:
+    colours = {"ok": "green", "missing": "dim", "slow": "yellow", "bad": "bold red"}
+    table = Table(title="videoscale doctor", show_lines=False)
+    for column in ("", "status", "found", "remedy"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        colour = colours[finding.status]
+        table.add_row(finding.subject, f"[{colour}]{finding.status}[/]", finding.detail, finding.remedy)
+    return table

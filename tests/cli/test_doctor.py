@@ -1,0 +1,87 @@
+"""`videoscale doctor`."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_videoscale.cli import doctor, main
+from lightning_videoscale.cli.doctor import examine
+
+
+def findings(subject: str) -> list[tuple[str, str, str]]:
+    return [(f.status, f.detail, f.remedy) for f in examine() if f.subject == subject]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
+    """Lets packages have other versions than they do."""
+
+    def version(package: str) -> str:
+        found = versions[package] if package in versions else metadata.version(package)
+        if found is None:
+            raise metadata.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(doctor, "version", version)
+
+
+def test_the_versions_in_use_are_told() -> None:
+    assert findings("lightning")[0] == ("ok", metadata.version("lightning"), "")
+    assert metadata.version("torch") in findings("torch")[0][1]
+
+
+@pytest.mark.parametrize("bad", ["2.6.2", "2.6.3"])
+def test_withdrawn_releases_of_lightning_are_bad(monkeypatch: pytest.MonkeyPatch, bad: str) -> None:
+    pretend(monkeypatch, lightning=bad)
+    (_, (status, detail, remedy)) = findings("lightning")
+    assert status == "bad"
+    assert "GHSA-w37p-236h-pfx3" in detail
+    assert "lightning>=2.6.6" in remedy
+
+
+def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, webdataset=None, deepspeed=None)
+    assert findings("webdataset") == [("bad", "not installed", "pip install webdataset")]
+    assert findings("deepspeed") == [("missing", "not installed, optional", "")]
+    assert main(["doctor"]) == 1
+
+
+@pytest.mark.parametrize(("release", "bad"), [("2.11.0+cu130", True), ("2.13.0+cu130", False)])
+def test_torch_with_the_mix_order_reduction_is_bad_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, release: str, bad: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", release)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("TORCHINDUCTOR_MIX_ORDER_REDUCTION", raising=False)
+    found = findings("torch.compile")
+    assert bool(found) is bad
+    if bad:
+        assert found[0][2] == "export TORCHINDUCTOR_MIX_ORDER_REDUCTION=0"
+        monkeypatch.setenv("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
+        assert findings("torch.compile") == []
+
+
+def test_gpus_that_do_not_reach_each_other_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, total_memory, major, minor = "Some GPU", 80 * 2**30, 9, 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
+    assert findings("gpu 1") == [("ok", "Some GPU, 80 GiB, sm_90", "")]
+    ((status, detail, remedy),) = findings("peer access")
+    assert status == "slow"
+    assert "[(1, 0)]" in detail
+    assert "sequence-parallel group" in remedy
+
+
+def test_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert {"subject", "status", "detail", "remedy"} == set(report["findings"][0])
