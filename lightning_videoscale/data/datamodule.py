@@ -101,20 +101,20 @@ class VideoDataModule(pl.LightningDataModule):
             ValueError: If the Trainer accumulates another number of micro-batches, or nothing would apply the plan's
                 loss weights. Each message names the fix.
         """
-        assert self._train_index is not None, "setup() comes first"
-        planner = self._planner(self._train_index, self._micro_batches, self._loss_weighting, shuffle=True)
+        index = _ready(self._train_index, "shards")
+        planner = self._planner(index, self._micro_batches, self._loss_weighting, shuffle=True)
         overfit = False
         if self.trainer is not None:
             self._check_accumulation(self.trainer)
             self._check_loss_weights(self.trainer, planner)
             overfit = self.trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
-        return self._loader(self._train_index, planner, repeat_first_epoch=overfit)
+        return self._loader(index, planner, repeat_first_epoch=overfit)
 
     def val_dataloader(self) -> PlannedLoader:
         """Validation batches of this rank, the same ones every time. Needs ``val_shards``."""
-        assert self._val_index is not None, "setup() comes first, and val_shards"
-        planner = self._planner(self._val_index, micro_batches=1, loss_weighting="none", shuffle=False)
-        return self._loader(self._val_index, planner, repeat_first_epoch=True)
+        index = _ready(self._val_index, "val_shards")
+        planner = self._planner(index, micro_batches=1, loss_weighting="none", shuffle=False)
+        return self._loader(index, planner, repeat_first_epoch=True)
 
     def _scan(self, progress: bool = False) -> tuple[ShardIndex, Path]:
         paths = expand_shards(self._shards)
@@ -190,6 +190,15 @@ class VideoDataModule(pl.LightningDataModule):
                 f"One sample alone exceeds the memory budget m_mem={self._budget.m_mem} tokens in {len(oversized)} "
                 f"buckets ({listed}); they train with batch size 1. Raise m_mem if they fit, or leave such clips out."
             )
+
+
+def _ready(index: ShardIndex | None, argument: str) -> ShardIndex:
+    if index is None:
+        raise RuntimeError(
+            f"VideoDataModule has no index of its {argument}: give {argument}= and, without a Trainer, call "
+            "prepare_data() and setup('fit') first."
+        )
+    return index
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

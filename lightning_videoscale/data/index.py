@@ -102,7 +102,7 @@ class ShardIndex:
             progress: Whether to show a progress bar if it takes long.
 
         Raises:
-            ShardError: If a shard cannot be used, or all of them together hold no sample.
+            ShardError: If a shard cannot be used, all of them together hold no sample, or the latents' channels differ.
         """
         indexed = {shard.path.resolve(): shard for shard in known.shards} if known is not None else {}
         kept = {path: shard for path, shard in indexed.items() if shard.is_current()}
@@ -112,6 +112,7 @@ class ShardIndex:
         index = cls(tuple(kept.get(path.resolve()) or ShardEntry.scan(path) for path in bar))
         if not len(index):
             raise ShardError(f"No samples found: the shards {[str(p) for p in paths]} hold no members.")
+        index._check_channels()
         return index
 
     @classmethod
@@ -159,6 +160,12 @@ class ShardIndex:
 
     def _shard_number(self, sample: int) -> int:
         return int(np.searchsorted(self._starts, sample, side="right")) - 1
+
+    def _check_channels(self) -> None:
+        first_with = {sample.shape[0]: i for i, sample in reversed(list(enumerate(self.samples)))}
+        if len(first_with) > 1:
+            found = ", ".join(f"{channels} in {self.sample_id(i)}" for channels, i in first_with.items())
+            raise ShardError(f"The latents have different numbers of channels: {found}. One model takes one number.")
 
     def shard_of(self, sample: int) -> ShardEntry:
         """The shard that holds sample number ``sample``."""

@@ -8,7 +8,10 @@ from hypothesis import settings
 settings.register_profile("data", deadline=None, derandomize=True)
 settings.load_profile("data")
 
-QUIET = ("ignore:The number of training batches", "ignore:.*`isinstance.treespec, LeafSpec.`")
+QUIET = (
+    "ignore:The number of training batches",
+    "ignore:You defined a `validation_step` but have no `val_dataloader`",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

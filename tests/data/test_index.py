@@ -147,3 +147,9 @@ def test_no_samples_at_all_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match=r"No samples found: the shards .*empty\.tar"):
         ShardIndex.scan([empty])
     assert len(ShardIndex.scan([empty, write_shard(tmp_path / "one.tar", [clip(0)])])) == 1
+
+
+def test_latents_of_different_channels_are_refused(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "000.tar", [clip(0), clip(1), clip(2, (16, 3, 8, 8))])
+    with pytest.raises(ShardError, match=r"4 in 000\.tar/clip00000.*|16 in 000\.tar/clip00002"):
+        ShardIndex.scan([shard])

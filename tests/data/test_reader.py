@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._utils import ExceptionWrapper
 
 from lightning_videoscale.data import BatchMeta, MicroBatch, ShardError, ShardIndex
 from lightning_videoscale.data.reader import MicroBatchReader, OpenShards
@@ -56,6 +57,16 @@ def test_a_damaged_member_is_named(tmp_path: Path) -> None:
         _read(shard, 1)
     with pytest.raises(ShardError, match=r"'clip00002\.txt' cannot be decoded: 'utf-8' codec"):
         _read(shard, 2)
+
+
+def test_an_error_keeps_its_words_on_the_way_out_of_a_worker(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "000.tar", [clip(0) | {"txt": b"\xff"}])
+    try:
+        _read(shard, 0)
+    except ShardError:
+        wrapped = pickle.loads(pickle.dumps(ExceptionWrapper(where="in DataLoader worker process 0")))
+    with pytest.raises(ShardError, match=r"000\.tar: the member 'clip00000\.txt' cannot be decoded"):
+        wrapped.reraise()
 
 
 def test_a_shard_that_changes_under_the_reader_is_named(tmp_path: Path) -> None:
