@@ -24,10 +24,10 @@ class ReconstructionFigure(pl.Callback):
 
     Args:
         vae: The codec that made the latents, as in `prepare_videos.py --vae`; None for the patch codec.
-        time: Noise levels t in (0, 1), one group of rows for each.
+        time: Noise level t in (0, 1).
     """
 
-    def __init__(self, vae: str | None = None, time: float = 0.6) -> None:
+    def __init__(self, vae: str | None = None, time: float = 0.5) -> None:
         self.vae = vae
         self.time = time
         self.path: Path | None = None
@@ -61,7 +61,7 @@ class ReconstructionFigure(pl.Callback):
         with trainer.precision_plugin.forward_context():
             velocity = pl_module(noisy.to(pl_module.dtype), time, [caption])
         return {
-            f"{caption}": clean,
+            f"clip: {caption}": clean,
             f"noised, t = {self.time:g}": noisy,
             "one-step reconstruction": noisy - self.time * velocity.to(noisy),
         }

@@ -35,7 +35,8 @@ class RunTable(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seconds = time.perf_counter() - self._start
-        self._losses = list(trainer.strategy.reduce(torch.stack(self._losses), reduce_op="mean").cpu())
+        if self._losses:
+            self._losses = list(trainer.strategy.reduce(torch.stack(self._losses), reduce_op="mean").cpu())
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -49,6 +50,8 @@ class RunTable(pl.Callback):
             console.print(f"{name}: {path}", soft_wrap=True)
 
     def _learned(self) -> dict[str, str]:
+        if not self._losses:
+            return {}
         tenth = max(1, len(self._losses) // 10)
         first, last = torch.stack(self._losses[:tenth]).mean(), torch.stack(self._losses[-tenth:]).mean()
         return {

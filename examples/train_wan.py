@@ -7,11 +7,11 @@ Every setting can be overridden on the command line, such as `--trainer.max_step
 from lightning.pytorch.cli import LightningCLI
 from wan_module import WanRectifiedFlow
 
-from lightning_videoscale.data import VideoDataModule
+import lightning_videoscale as vs
 
 
 def main(args: list[str] | None = None) -> None:
-    LightningCLI(WanRectifiedFlow, VideoDataModule, args=args)
+    LightningCLI(WanRectifiedFlow, vs.VideoDataModule, args=args)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,11 @@ def moving_square(frames: int, height: int, width: int) -> list[np.ndarray]:
     return [frame.astype(np.uint8) for frame in clip]
 
 
-def write_video(path: Path, frames: list[np.ndarray], codec: str = "libx264", rotation: int = 0) -> Path:
+def write_video(
+    path: Path, frames: list[np.ndarray], codec: str = "libx264", rotation: int = 0, **options: str
+) -> Path:
     """Encodes frames; `rotation` (counter-clockwise degrees) is what a player is told to turn them by."""
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w", options=options) as container:
         stream = container.add_stream(codec, rate=25)
         stream.height, stream.width = frames[0].shape[:2]
         stream.pix_fmt = "yuv420p"
