@@ -9,7 +9,10 @@ import torch
 
 Batch = dict[str, Any]
 """``sample_ids`` (list[str]), ``meta`` (`BatchMeta`), ``caption`` (list[str]), ``latents`` (B, C, F, H, W) float32, and
-every other member of the samples under its name without the format: ``mask.npy`` becomes ``mask``."""
+every other member of the samples under its name without the format: ``mask.npy`` becomes ``mask``.
+
+Where a member's tensors differ in shape they stay a list; Lightning then finds the batch size ambiguous, and
+``self.log(..., batch_size=batch["meta"].samples)`` says it."""
 
 RESERVED = frozenset({"sample_ids", "meta", "caption"})
 """Names in a batch that no member may take."""
