@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
-import pkgutil
 import re
 import subprocess
 import sys
@@ -15,7 +13,7 @@ import tomllib
 import venv
 import zipfile
 from dataclasses import dataclass
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # What a user writes who has installed the package and nothing else: Lightning alone, and a model of their own.
 USERS_SCRIPT = """
-import importlib.util, sys
-import lightning_videoscale, lightning_videoscale.callbacks, lightning_videoscale.data
+import importlib, importlib.util, pkgutil, sys
+import lightning_videoscale
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
@@ -43,6 +41,10 @@ class Line(LightningModule):
         return (self.layer(batch) - 2 * batch).square().mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+for module in pkgutil.walk_packages(lightning_videoscale.__path__, "lightning_videoscale."):
+    importlib.import_module(module.name)
+assert {"lightning_videoscale.callbacks.loss_weighting", "lightning_videoscale.parallel.ulysses"} <= set(sys.modules)
 
 trainer = Trainer(strategy="ulysses_ddp", accelerator="cpu", devices=1, max_steps=3, logger=False,
                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
@@ -193,12 +195,25 @@ def test_the_wheel_installs_from_the_index_into_an_empty_environment(wheel: Path
     assert run(python, "-c", USERS_SCRIPT, cwd=tmp_path).splitlines()[-1] == "optional: []"
 
 
-def test_every_module_imports() -> None:
-    modules = [module.name for module in pkgutil.walk_packages(vs.__path__, "lightning_videoscale.")]
-    assert "lightning_videoscale.callbacks" in modules
-    assert "lightning_videoscale.parallel.ulysses" in modules
-    for module in modules:
-        importlib.import_module(module)
+def imported_at_the_top(source: Path) -> set[str]:
+    """Names of the top-level packages that a file imports when it is itself imported."""
+    names = set()
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def test_what_the_package_imports_is_declared() -> None:
+    declared = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
+    sources = [*(ROOT / "lightning_videoscale").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")]
+    imported = set().union(*map(imported_at_the_top, sources)) - {"lightning_videoscale", *sys.stdlib_module_names}
+    assert {"torch", "lightning", "webdataset"} <= imported
+    distributions = packages_distributions()
+    for name in imported:
+        assert declared & {canonicalize_name(owner) for owner in distributions[name]}, f"{name} is not declared"
 
 
 def test_the_makefile_installs_versions_that_the_package_accepts() -> None:
