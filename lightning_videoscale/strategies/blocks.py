@@ -24,7 +24,11 @@ def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
     """
     names = set(getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or ())
     if names:
-        found = {path: module for path, module in network.named_modules() if type(module).__name__ in names}
+        found = {
+            path: module
+            for path, module in network.named_modules()
+            if not names.isdisjoint(base.__name__ for base in type(module).__mro__)
+        }
     else:
         found = {
             f"{path}.{name}" if path else name: child

@@ -124,11 +124,15 @@ class SequenceParallelMixin(_Parent):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._change_model()
+        super().setup(trainer)
+
+    def _change_model(self) -> None:
+        """What comes before wrapping; for strategies whose ``setup`` does not go through their parent's."""
         self._seed = self._agree_on_seed()
         if self._undo_changes is None:
             assert self.lightning_module is not None
             self._undo_changes = self._change_networks(self.lightning_module)
-        super().setup(trainer)
 
     def _agree_on_seed(self) -> int:
         """Rank 0's seed: the one given to ``seed_everything``, or whatever torch drew at its start."""

@@ -10,70 +10,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
-from tests.models import gradient_error, lifted_float_casts, tiny_wan
+from tests.distributed.wan_training import Clips, Record, RectifiedFlow
+from tests.models import gradient_error, lifted_float_casts
 
 Ranks = Callable[[int], ProcessPool]
-
-
-class Clips(Dataset[dict[str, Tensor]]):
-    """Latents (C, F, H, W) and text; the sequence has F · H/2 · W/2 tokens."""
-
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.latents = torch.randn(8, 4, *shape, generator=generator, dtype=dtype)
-        self.text = torch.randn(8, 5, 16, generator=generator, dtype=dtype)
-
-    def __len__(self) -> int:
-        return len(self.latents)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"latents": self.latents[index], "text": self.text[index]}
-
-
-class RectifiedFlow(pl.LightningModule):
-    """An ordinary training module: no line about sequence parallelism."""
-
-    def __init__(self, per_token_timesteps: bool, checkpointing: bool, **config: Any) -> None:
-        super().__init__()
-        self.transformer = tiny_wan(**config)
-        self.per_token_timesteps = per_token_timesteps
-        if checkpointing:
-            self.transformer.enable_gradient_checkpointing()
-
-    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-        x, noise = batch["latents"], torch.randn_like(batch["latents"])
-        t = torch.rand(x.shape[0], dtype=x.dtype)
-        tokens = x.shape[2] * x.shape[3] // 2 * x.shape[4] // 2
-        # Wan 2.2 TI2V gives every token a timestep of its own.
-        timestep = t[:, None] * torch.linspace(0.5, 1, tokens, dtype=x.dtype) if self.per_token_timesteps else t
-        sigma = t.view(-1, 1, 1, 1, 1)
-        velocity = self.transformer((1 - sigma) * x + sigma * noise, timestep * 1000, batch["text"]).sample
-        loss = torch.nn.functional.mse_loss(velocity, noise - x)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-class Record(Callback):
-    """Keeps every loss and every gradient that reaches the optimizer."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.gradients: list[dict[str, Tensor]] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics["loss"]))
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        self.gradients.append({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
 
 
 def fit(
@@ -96,7 +41,7 @@ def fit(
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        model = RectifiedFlow(**module)
+        model = RectifiedFlow(own_noise=True, **module)
         trainer.fit(model, DataLoader(Clips(shape, dtype), batch_size=batch_size))
     return record.losses, record.gradients, {name: p.detach() for name, p in model.named_parameters()}
 
