@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_videoscale.parallel.local_attention import open_mask
 from lightning_videoscale.parallel.mesh import SequenceMesh
+from lightning_videoscale.parallel.ring import Ring, ring_attention
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
-from lightning_videoscale.parallel.ulysses import ExchangeTable, gather_heads, scatter_heads
+from lightning_videoscale.parallel.ulysses import ExchangeTable, gather_heads, repeat_heads, scatter_heads
 
 
 def sequence_parallel_attention(
@@ -18,19 +20,25 @@ def sequence_parallel_attention(
     mesh: SequenceMesh,
     *,
     lengths: tuple[int, ...] | None = None,
+    key_mask: Tensor | None = None,
     transport: Transport | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Bidirectional self-attention over a sequence of which every rank of the group holds a slice.
+    """Bidirectional self-attention over a sequence of which every rank of ``mesh.sp`` holds a slice.
 
-    Equal to dense attention over the whole sequence, in value and gradient.
+    Equal to dense attention over the whole sequence, in value and gradient: Ulysses within a Ulysses group, ring
+    attention between the groups, and both together (USP, Fang and Zhao, 2024). Lengths and query heads need not
+    divide by anything. Key/value heads may be fewer than query heads (grouped-query attention) and than Ulysses ranks.
 
     Args:
         query: (B, s, H, D), this rank's s tokens; already normalised and rotated with this rank's positions.
-        key: As ``query``.
-        value: As ``query``.
-        mesh: The mesh; its ``ulysses`` axis is used.
-        lengths: Tokens of each rank of the group; all ranks hold s tokens if left out.
+        key: (B, s, h, D), where H is a multiple of h: key/value head i serves query heads i·H/h to (i+1)·H/h - 1.
+        value: As ``key``.
+        mesh: The mesh; its ``ulysses`` and ``ring`` axes are used.
+        lengths: Tokens of each rank of ``mesh.sp``; all ranks hold s tokens if left out.
+        key_mask: (B, s) bool, on all ranks or on none: True for those of this rank's tokens that may be attended.
+            Tokens that may not, such as padding, have no influence on others. Where a sample has no token that may be
+            attended, the result is zeros.
         transport: How bytes travel; functional collectives if left out.
         scale: Factor on the logits, ``D ** -0.5`` if left out.
 
@@ -38,26 +46,71 @@ def sequence_parallel_attention(
         (B, s, H, D): attention output for this rank's tokens.
 
     Raises:
-        ValueError: If there are fewer heads than Ulysses ranks, or the shapes do not fit ``lengths``.
-        NotImplementedError: If the mesh has a ring axis of more than one rank.
+        ValueError: If there are fewer query heads than Ulysses ranks, or the shapes fit neither each other nor
+            ``lengths``.
     """
-    if mesh.ring.size > 1:
-        raise NotImplementedError(f"Ring attention is not available yet: ring_size={mesh.ring.size}; use ring_size=1.")
-    if not query.shape == key.shape == value.shape:
+    lengths = lengths if lengths is not None else (query.shape[1],) * mesh.sp.size
+    _check_shapes(query, key, value, mesh, lengths, key_mask)
+    transport = transport if transport is not None else CollectiveTransport()
+    group = query.shape[2] // key.shape[2]
+    scale = scale if scale is not None else query.shape[3] ** -0.5
+    lengths_of_rings = tuple(
+        lengths[start : start + mesh.ulysses.size] for start in range(0, mesh.sp.size, mesh.ulysses.size)
+    )
+    table = ExchangeTable.create(mesh.ulysses, lengths_of_rings[mesh.ring.rank], query.shape[2])
+    repeats, kv_table = table.repeats(group), table.of_key_value(group)
+    mask = _whole_mask(key_mask, lengths, mesh, transport) if key_mask is not None else None
+    q, k, v = scatter_heads(_as_autocast(query, key, value), (table, kv_table, kv_table), transport)
+    if mesh.ring.size == 1:
+        out = _attention(q, repeat_heads(k, repeats), repeat_heads(v, repeats), scale, mask)
+    else:
+        ring = Ring(mesh.ring, tuple(map(sum, lengths_of_rings)), repeats, scale, transport)
+        out = ring_attention(q, k, v, ring, mask)
+    return gather_heads(out, table, transport)
+
+
+def _check_shapes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh: SequenceMesh,
+    lengths: tuple[int, ...],
+    key_mask: Tensor | None,
+) -> None:
+    batch, length, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    if not (key.shape == value.shape == (batch, length, kv_heads, dim)) or heads % kv_heads:
         raise ValueError(
-            "Self-attention over a split sequence needs query, key and value of one shape (B, s, H, D), got "
+            "Self-attention over a split sequence needs a query (B, s, H, D), and a key and a value of one shape "
+            "(B, s, h, D) with H a multiple of h; got "
             f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}."
         )
-    lengths = lengths if lengths is not None else (query.shape[1],) * mesh.ulysses.size
-    if lengths[mesh.ulysses.rank] != query.shape[1]:
-        raise ValueError(f"This rank holds {query.shape[1]} tokens, but lengths={lengths} says otherwise.")
-    transport = transport if transport is not None else CollectiveTransport()
-    table = ExchangeTable.create(mesh.ulysses, lengths, query.shape[2])
-    query, key, value = scatter_heads(_as_autocast(query, key, value), table, transport)
-    out = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=scale
-    ).transpose(1, 2)
-    return gather_heads((out,), table, transport)[0]
+    if len(lengths) != mesh.sp.size or lengths[mesh.sp.rank] != length:
+        raise ValueError(
+            f"This is rank {mesh.sp.rank} of {mesh.sp.size} and holds {length} tokens, but lengths={lengths} says "
+            "otherwise."
+        )
+    if key_mask is not None and (key_mask.shape != (batch, length) or key_mask.dtype is not torch.bool):
+        raise ValueError(
+            f"key_mask must be bool of shape (B, s) = {(batch, length)}, True where a key may be attended; got "
+            f"{key_mask.dtype} of {tuple(key_mask.shape)}."
+        )
+
+
+def _whole_mask(key_mask: Tensor, lengths: tuple[int, ...], mesh: SequenceMesh, transport: Transport) -> Tensor:
+    """(B, tokens of all ranks): every rank attends to all keys, so every rank needs it; a byte per token."""
+    if mesh.sp.size == 1:
+        return key_mask
+    return transport.all_gather(key_mask.T.to(torch.uint8).contiguous(), lengths, mesh.sp).T.bool()
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
+    mask, empty = open_mask(mask)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], scale=scale)
+    return out.masked_fill(empty.view(-1, 1, 1, 1), 0.0).transpose(1, 2)
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

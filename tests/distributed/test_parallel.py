@@ -82,10 +82,16 @@ def test_attention_over_a_split_sequence_is_dense_attention(
 
 
 def attention_messages() -> list[str]:
-    def message(*shapes: tuple[int, ...], lengths: tuple[int, ...] | None = None, mesh: SequenceMesh) -> str:
+    def message(
+        *shapes: tuple[int, ...],
+        lengths: tuple[int, ...] | None = None,
+        mask: Tensor | None = None,
+        mesh: SequenceMesh,
+    ) -> str:
+        tensors = [torch.randn(shape) for shape in shapes]
         try:
-            sequence_parallel_attention(*(torch.randn(shape) for shape in shapes), mesh=mesh, lengths=lengths)
-        except (ValueError, NotImplementedError) as error:
+            sequence_parallel_attention(*tensors, mesh=mesh, lengths=lengths, key_mask=mask)
+        except ValueError as error:
             return str(error)
         return "no error"
 
@@ -95,16 +101,22 @@ def attention_messages() -> list[str]:
         message((1, 2, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8), mesh=mesh),
         message(q, q, (1, 2, 4, 16), mesh=mesh),
         message(q, q, q, lengths=(3, 3, 3, 3), mesh=mesh),
-        message(q, q, q, mesh=SequenceMesh.create("cpu", ulysses_size=2, ring_size=2)),
+        message(q, q, q, lengths=(2, 2), mesh=mesh),
+        message(q, (1, 2, 3, 8), (1, 2, 3, 8), mesh=mesh),
+        message(q, q, q, mask=torch.ones(1, 8, dtype=torch.bool), mesh=mesh),
+        message(q, q, q, mask=torch.ones(1, 2), mesh=mesh),
     ]
 
 
 def test_attention_says_what_does_not_fit(ranks: Ranks) -> None:
-    heads, shapes, lengths, ring = ranks(4).run(attention_messages)[0]
+    heads, shapes, lengths, too_few, groups, mask, mask_dtype = ranks(4).run(attention_messages)[0]
     assert "3 heads cannot be spread over ulysses_size=4" in heads
-    assert "of one shape (B, s, H, D), got (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 16)" in shapes
-    assert "This rank holds 2 tokens, but lengths=(3, 3, 3, 3)" in lengths
-    assert "ring_size=2; use ring_size=1" in ring
+    assert "H a multiple of h; got (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 16)" in shapes
+    assert "This is rank 0 of 4 and holds 2 tokens, but lengths=(3, 3, 3, 3)" in lengths
+    assert "lengths=(2, 2) says otherwise" in too_few
+    assert "got (1, 2, 4, 8), (1, 2, 3, 8), (1, 2, 3, 8)" in groups
+    assert "(B, s) = (1, 2), True where a key may be attended; got torch.bool of (1, 8)" in mask
+    assert "got torch.float32 of (1, 2)" in mask_dtype
 
 
 # -- the gradient rule ---------------------------------------------------------------------------------------------

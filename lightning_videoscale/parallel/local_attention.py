@@ -1,0 +1,287 @@
+"""Attention on one device that also returns its log-sum-exp, forward and backward apart: what a ring is made of.
+
+A part of a softmax over keys can be merged with its other parts if its log-sum-exp is known, and the gradient of a part
+needs nothing of the others but the *whole* output and the *whole* log-sum-exp. PyTorch's public attention hides both,
+so this file adapts its private ones (tried with torch 2.11 and 2.13).
+
+`attend`            output and log-sum-exp
+`attend_backward`   gradients of one part of the keys, given the output and log-sum-exp over all keys
+`open_mask`         a key mask that every kernel can take: no sample without a key
+
+Shapes: B batch, S queries, K keys, H heads, D head dim; tensors are (B, S, H, D), log-sum-exps (B, H, S).
+
+| device | dtype | kernel |
+|---|---|---|
+| CPU | all | flash |
+| CUDA | bfloat16, float16 | cuDNN where torch would take it on Hopper or newer, else flash; efficient with a mask |
+| CUDA | float32 | efficient |
+| CUDA | float64, and head dims that are no multiple of 8 | matrix products, a slice of the queries at a time |
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_Forward = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
+_Gradients = tuple[Tensor, Tensor, Tensor]
+_Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor | None], _Gradients]
+
+_LOGITS_BYTES = 1 << 28  # of one slice of queries, by matrix products
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over these keys, and the log-sum-exp of its logits.
+
+    Args:
+        query: (B, S, H, D).
+        key: (B, K, H, D), of any length K >= 1.
+        value: As ``key``.
+        scale: Factor on the logits.
+        mask: (B, K) bool, True where a key may be attended; all may if left out.
+
+    Returns:
+        (B, S, H, D) in query's dtype, and (B, H, S) in float32 (float64 for float64). A sample without a key to attend
+        has zeros and minus infinity.
+
+    Raises:
+        RuntimeError: If this torch lacks the kernel, or none is known for the device.
+    """
+    mask, empty = open_mask(mask) if mask is not None else (None, None)
+    q, k, v = _heads_first(query, key, value)
+    out, lse = _kernel(query, key, mask).forward(q, k, v, scale, _bias(mask, query.dtype))
+    out = out.transpose(1, 2)
+    if empty is not None:
+        out = out.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
+        lse = lse.masked_fill(empty.view(-1, 1, 1), -torch.inf)
+    return out, lse
+
+
+def attend_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+) -> _Gradients:
+    """What these keys contribute to the gradient of attention over them and others.
+
+    Args:
+        grad_out: (B, S, H, D), gradient of ``out``.
+        query: As in `attend`.
+        key: As in `attend`.
+        value: As in `attend`.
+        out: (B, S, H, D), attention over *all* keys.
+        lse: (B, H, S), log-sum-exp over *all* keys.
+        scale: As in `attend`.
+        mask: As in `attend`.
+
+    Returns:
+        Gradients of ``query`` (this part of it), ``key`` and ``value``, in their dtypes.
+    """
+    mask, empty = open_mask(mask) if mask is not None else (None, None)
+    grad, q, k, v, o = _heads_first(grad_out, query, key, value, out)
+    gradients = _kernel(query, key, mask).backward(grad, q, k, v, o, lse, scale, _bias(mask, query.dtype))
+    dq, dk, dv = _heads_first(*gradients)
+    if empty is None:
+        return dq, dk, dv
+    # Not a product with zero: where all samples' keys are hidden from a row, its probabilities here are infinite.
+    dq, dk, dv = (x.masked_fill(empty.view(-1, 1, 1, 1), 0.0) for x in (dq, dk, dv))
+    return dq, dk, dv
+
+
+def open_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Opens the samples of which no key may be attended, which kernels answer with NaN.
+
+    Args:
+        mask: (B, K) bool.
+
+    Returns:
+        The mask with those samples wholly True, and (B,) bool that is True for them: their results are to be zeroed.
+    """
+    empty = ~mask.any(1)
+    return mask | empty[:, None], empty
+
+
+class _Kernel(NamedTuple):
+    """A pair of functions on (B, H, S, D) tensors, a scale and an additive (B, 1, 1, K) bias."""
+
+    forward: _Forward
+    backward: _Backward
+
+
+def _kernel(query: Tensor, key: Tensor, mask: Tensor | None) -> _Kernel:
+    device, dtype = query.device, query.dtype
+    if device.type == "cpu":
+        return _FLASH_CPU
+    if device.type != "cuda":
+        raise RuntimeError(f"No attention kernel that returns its log-sum-exp is known for {device}; known: cpu, cuda.")
+    if dtype is torch.float64:
+        return _PRODUCTS
+    if query.shape[3] % 8:
+        if dtype is not torch.float32:
+            warnings.warn(
+                f"Ring attention in {dtype} with head dim {query.shape[3]} runs slowly, by matrix products: the fused "
+                "kernels need a multiple of 8.",
+                stacklevel=2,
+            )
+        return _PRODUCTS
+    if mask is not None or dtype is torch.float32:
+        return _EFFICIENT
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    q, k = _heads_first(query, key)
+    params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, False)
+    return _CUDNN if hopper and torch.backends.cuda.can_use_cudnn_attention(params) else _FLASH
+
+
+def _heads_first(*tensors: Tensor) -> Iterator[Tensor]:
+    return (x.transpose(1, 2) for x in tensors)
+
+
+def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
+    # A row that starts on 16 elements, as the efficient kernel wants to read it.
+    keys = mask.shape[1]
+    row = torch.zeros(mask.shape[0], -(-keys // 16) * 16, dtype=dtype, device=mask.device)[:, :keys]
+    return row.masked_fill_(~mask, -torch.inf)[:, None, None]
+
+
+def _op(name: str) -> Any:
+    try:
+        return getattr(torch.ops.aten, name).default
+    except AttributeError:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no operator aten::{name}, on which ring attention relies; it was tried "
+            "with torch 2.11 and 2.13. Use one of these, or ring_size=1."
+        ) from None
+
+
+# -- flash on CPUs -------------------------------------------------------------------------------------------------
+
+
+def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    op = _op("_scaled_dot_product_flash_attention_for_cpu")
+    out, lse = op(q, k, v, attn_mask=bias, scale=scale)
+    return out, lse
+
+
+def _flash_cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
+) -> _Gradients:
+    op = _op("_scaled_dot_product_flash_attention_for_cpu_backward")
+    dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
+    return dq, dk, dv
+
+
+# -- flash, cuDNN and efficient on GPUs ----------------------------------------------------------------------------
+
+
+def _random_state(x: Tensor) -> Tensor:
+    """What the kernels would need to repeat a dropout that is never used here."""
+    return torch.empty((), dtype=torch.int64, device=x.device)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _op("_scaled_dot_product_flash_attention")(q, k, v, scale=scale)
+    return out, lse
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
+) -> _Gradients:
+    op, state = _op("_scaled_dot_product_flash_attention_backward"), _random_state(q)
+    sizes = (None, None, q.shape[2], k.shape[2])
+    dq, dk, dv = op(grad, q, k, v, out, lse.contiguous(), *sizes, 0.0, False, state, state, scale=scale)
+    return dq, dk, dv
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _op("_scaled_dot_product_cudnn_attention")(q, k, v, bias, True, scale=scale)
+    return out, lse.view(q.shape[:3])
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
+) -> _Gradients:
+    op, state = _op("_scaled_dot_product_cudnn_attention_backward"), _random_state(q)
+    lse, sizes = lse.contiguous()[..., None], (None, None, q.shape[2], k.shape[2])
+    dq, dk, dv = op(grad, q, k, v, out, lse, state, state, bias, *sizes, 0.0, False, scale=scale)
+    return dq, dk, dv
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    op, bias = _op("_scaled_dot_product_efficient_attention"), _expanded(bias, q)
+    out, lse, *_ = op(q, k, v, bias, True, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
+) -> _Gradients:
+    op, state = _op("_scaled_dot_product_efficient_attention_backward"), _random_state(q)
+    # The kernel reads whole tiles of 32 rows; rows that do not exist have probability exp(-inf) = 0.
+    lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=torch.inf).contiguous()
+    wanted = [True, True, True, False]
+    dq, dk, dv, _ = op(grad, q, k, v, _expanded(bias, q), out, lse, state, state, 0.0, wanted, scale=scale)
+    return dq, dk, dv
+
+
+def _expanded(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    return bias.expand(*q.shape[:3], bias.shape[-1]) if bias is not None else None
+
+
+# -- matrix products -----------------------------------------------------------------------------------------------
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    for rows in _slices(q, k):
+        logits = _logits(q[:, :, rows], k, scale, bias)
+        lses.append(logits.logsumexp(-1))
+        outs.append((logits - lses[-1][..., None]).exp() @ v.to(logits.dtype))
+    return torch.cat(outs, 2).to(q.dtype), torch.cat(lses, 2)
+
+
+def _products_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
+) -> _Gradients:
+    wide = lse.dtype
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    for rows in _slices(q, k):
+        grad_rows = grad[:, :, rows].to(wide)
+        probabilities = (_logits(q[:, :, rows], k, scale, bias) - lse[:, :, rows, None]).exp()
+        dv += probabilities.mT @ grad_rows
+        delta = (grad_rows * out[:, :, rows]).sum(-1, keepdim=True)
+        dlogits = probabilities * (grad_rows @ v.to(wide).mT - delta) * scale
+        dq[:, :, rows] = dlogits @ k.to(wide)
+        dk += dlogits.mT @ q[:, :, rows].to(wide)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _slices(q: Tensor, k: Tensor) -> Iterator[slice]:
+    batch, heads, queries, _ = q.shape
+    step = max(1, _LOGITS_BYTES // (batch * heads * k.shape[2] * 8))
+    return (slice(start, start + step) for start in range(0, queries, step))
+
+
+def _logits(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = q.to(wide) @ k.to(wide).mT * scale
+    return logits + bias.to(wide) if bias is not None else logits
+
+
+_FLASH_CPU = _Kernel(_flash_cpu, _flash_cpu_backward)
+_FLASH = _Kernel(_flash, _flash_backward)
+_CUDNN = _Kernel(_cudnn, _cudnn_backward)
+_EFFICIENT = _Kernel(_efficient, _efficient_backward)
+_PRODUCTS = _Kernel(_products, _products_backward)

@@ -1,0 +1,165 @@
+"""Ring attention: keys and values travel from rank to rank, queries stay (Liu et al., Ring Attention, 2023).
+
+Shapes: B batch, S tokens of this rank, K tokens of the block at hand, H heads, D head dim.
+
+Every rank holds one block of keys and values. In as many steps as there are ranks each block visits each rank, while
+the rank works on the block before it; the parts of the softmax are merged by their log-sum-exps. In backward the blocks
+go round once more, and each one's gradient follows it, one step behind, until it is at its owner. The two messages of a
+step in backward are the block (in its dtype) and the gradient (in fp32).
+
+Rounding, with unit roundoff u of the dtype, over the single rounding of attention on one rank: the kernel rounds each
+part once more before the parts are added up in fp32. The error of the output grows by at most u · Σ wᵢ|oᵢ| (weights wᵢ
+that add up to 1), that of the gradients of query, key and value by at most u · Σ|gᵢ|. In float64 nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_videoscale.parallel.local_attention import attend, attend_backward
+from lightning_videoscale.parallel.mesh import Axis
+from lightning_videoscale.parallel.transport import Transport
+from lightning_videoscale.parallel.ulysses import repeat_heads, sum_heads
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What the ranks of a ring know of each other, and how they attend.
+
+    Attributes:
+        axis: The ranks.
+        lengths: Tokens of each rank.
+        repeats: How many query heads each key/value head serves, in their order.
+        scale: Factor on the logits.
+        transport: How bytes travel.
+    """
+
+    axis: Axis
+    lengths: tuple[int, ...]
+    repeats: tuple[int, ...]
+    scale: float
+    transport: Transport
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, mask: Tensor | None = None) -> Tensor:
+    """Attention from this rank's queries to the keys of all ranks of the ring.
+
+    Only ``query``, ``key``, ``value``, the output and its log-sum-exp are kept for backward.
+
+    Args:
+        query: (B, S, H, D) with ``S = ring.lengths[rank]``.
+        key: (B, S, h, D) with ``h = len(ring.repeats)``.
+        value: As ``key``.
+        ring: The ring.
+        mask: (B, tokens of all ranks) bool, equal on all ranks, True where a key may be attended.
+
+    Returns:
+        (B, S, H, D); zeros for a sample of which no key may be attended.
+    """
+    out: Tensor = _RingAttention.apply(query, key, value, mask, ring)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
+        out = lse = torch.empty(0)
+        for owner, block in _blocks(key, value, ring):
+            k, v = (repeat_heads(x, ring.repeats) for x in block)
+            part, part_lse = attend(query, k, v, ring.scale, _mask_of(owner, mask, ring))
+            if owner == ring.axis.rank:
+                out, lse = part.to(_wide(part)), part_lse
+            else:
+                lse = _merge(out, lse, part, part_lse)
+        out = out.to(query.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(query, key, value, mask, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, mask, out, lse = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        dq = torch.zeros_like(query, dtype=_wide(query))
+        gradient: Tensor | None = None
+        for owner, block in _blocks(key, value, ring):
+            k, v = (repeat_heads(x, ring.repeats) for x in block)
+            mask_of_block = _mask_of(owner, mask, ring)
+            part, dk, dv = attend_backward(grad_out, query, k, v, out, lse, ring.scale, mask_of_block)
+            dq += part
+            message = torch.stack([sum_heads(x, ring.repeats, dq.dtype).to(dq.dtype) for x in (dk, dv)]).flatten()
+            if gradient is not None:
+                message += ring.transport.wait(gradient)
+            # What arrives belongs to the block that arrives next; after the last step that is this rank's own.
+            gradient = _pass_on(message, _elements(key, owner - 1, ring), ring)
+        assert gradient is not None
+        dk, dv = ring.transport.wait(gradient).view(2, *key.shape)
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None
+
+
+def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
+    """Yields every rank's block (2, B, K, h, D) with its owner, this rank's own first.
+
+    While the caller works on a block, the next is under way.
+    """
+    message = torch.stack([key, value]).flatten()
+    batch, _, *rest = key.shape
+    for step in range(ring.axis.size):
+        owner = (ring.axis.rank - step) % ring.axis.size
+        last = step == ring.axis.size - 1
+        arriving = None if last else _pass_on(message, _elements(key, owner - 1, ring), ring)
+        yield owner, message.view(2, batch, ring.lengths[owner], *rest)
+        if arriving is not None:
+            message = ring.transport.wait(arriving)
+
+
+def _pass_on(message: Tensor, receive: int, ring: Ring) -> Tensor:
+    """Starts sending ``message`` to the next rank and receiving ``receive`` elements from the previous one.
+
+    An all-to-all in which all other pieces are empty: gloo and NCCL then exchange with the two neighbours only.
+    """
+    axis = ring.axis
+    sizes_sent, sizes_received = [0] * axis.size, [0] * axis.size
+    sizes_sent[(axis.rank + 1) % axis.size] = message.numel()
+    sizes_received[(axis.rank - 1) % axis.size] = receive
+    return ring.transport.all_to_all(message, sizes_sent, sizes_received, axis)
+
+
+def _elements(key: Tensor, owner: int, ring: Ring) -> int:
+    """Elements of the keys and values of one rank."""
+    return 2 * (key.numel() // key.shape[1]) * ring.lengths[owner % ring.axis.size]
+
+
+def _mask_of(owner: int, mask: Tensor | None, ring: Ring) -> Tensor | None:
+    if mask is None:
+        return None
+    start = sum(ring.lengths[:owner])
+    return mask[:, start : start + ring.lengths[owner]]
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Tensor:
+    """Adds a part to ``out``, in place, and returns the log-sum-exp of both.
+
+    Args:
+        out: (B, S, H, D) in fp32 or wider.
+        lse: (B, H, S).
+        part: (B, S, H, D).
+        part_lse: (B, H, S).
+    """
+    merged = torch.logaddexp(lse, part_lse)
+    # Where neither had a key both weights are exp(-inf) = 0, and not the NaN of inf - inf.
+    shift = merged.masked_fill(merged == -torch.inf, 0.0)
+    weight, part_weight = ((x - shift).exp().mT[..., None] for x in (lse, part_lse))
+    out.mul_(weight).addcmul_(part, part_weight)
+    return merged
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
