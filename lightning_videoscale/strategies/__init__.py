@@ -1,6 +1,6 @@
 """What `Trainer(strategy=...)` receives.
 
-`SequenceParallelDDPStrategy`   registered as "ulysses_ddp"
+`SequenceParallelDDPStrategy`   registered as "ulysses_ddp" and "usp_ddp"
 `register_strategies`           makes the names known to Lightning; importing `lightning_videoscale` does it
 """
 
@@ -19,4 +19,10 @@ def register_strategies() -> None:
         "ulysses_ddp",
         SequenceParallelDDPStrategy,
         description="DDP with Ulysses sequence parallelism over the devices of each node",
+    )
+    StrategyRegistry.register(
+        "usp_ddp",
+        SequenceParallelDDPStrategy,
+        description="DDP with Ulysses in rings of two over the devices of each node",
+        ring_size=2,
     )

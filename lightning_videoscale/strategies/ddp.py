@@ -17,9 +17,10 @@ from lightning_videoscale.strategies.settings import SequenceParallelSettings
 class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
     """DistributedDataParallel whose ranks also share sequences: groups of ranks work on one batch together.
 
-    The devices form a mesh dp × ulysses. The ranks of a group receive the same batch and the same random numbers,
-    each computes its slice of the sequence, and self-attention exchanges slices for heads (Ulysses). Gradients are
-    averaged over all ranks and equal those of one device with the group's batch. Registered as ``"ulysses_ddp"``.
+    The devices form a mesh dp × ring × ulysses. The ranks of a group receive the same batch and the same random
+    numbers, each computes its slice of the sequence, and self-attention exchanges slices for heads (Ulysses), passes
+    keys and values around (ring attention), or both (USP). Gradients are averaged over all ranks and equal those of
+    one device with the group's batch. Registered as ``"ulysses_ddp"``, and with ``ring_size=2`` as ``"usp_ddp"``.
 
     Args:
         ulysses_size: Ranks that trade sequence slices for heads. Left out, ``ulysses_size * ring_size`` is the number

@@ -22,14 +22,14 @@ Ranks = Callable[[int], ProcessPool]
 
 
 def fit(
-    dtype: torch.dtype, shape: tuple[int, int, int], batch_size: int, module: dict[str, Any]
+    dtype: torch.dtype, shape: tuple[int, int, int], batch_size: int, module: dict[str, Any], **strategy: Any
 ) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
     """Two optimizer steps of two micro-batches each, under one sequence-parallel group of all ranks."""
     record = Record()
     with lifted_float_casts() if dtype is torch.float64 else nullcontext():
         torch.manual_seed(3)
         trainer = pl.Trainer(
-            strategy=SequenceParallelDDPStrategy(),
+            strategy=SequenceParallelDDPStrategy(**strategy),
             accelerator="cpu",
             devices=torch.distributed.get_world_size(),
             precision="64-true" if dtype is torch.float64 else "32-true",
@@ -65,6 +65,34 @@ def test_same_training_on_one_two_and_four_ranks(ranks: Ranks, case: str) -> Non
             for got, expected in zip(got_gradients, gradients, strict=True):
                 assert gradient_error(got, expected) <= 1e-10
             assert gradient_error(got_parameters, parameters) <= 1e-10
+
+
+RINGS = {"ring": {"ulysses_size": 1, "ring_size": 4}, "usp": {"ulysses_size": 2, "ring_size": 2}}
+# The pairs that differ most; `make test-full` runs all.
+PAIRS = [("usp", "odd_length"), ("ring", "odd_heads"), ("usp", "checkpointing")]
+
+
+@pytest.mark.parametrize("strategy_checkpointing", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("mesh", "case"),
+    [
+        pytest.param(*pair, marks=[] if pair in PAIRS else [pytest.mark.full])
+        for pair in itertools.product(RINGS, CASES)
+    ],
+)
+def test_same_training_with_a_ring(ranks: Ranks, mesh: str, case: str, strategy_checkpointing: bool) -> None:
+    shape, batch_size, module = CASES[case]
+    if strategy_checkpointing:
+        module = module | {"checkpointing": False}
+    losses, gradients, parameters = ranks(1).run(fit, torch.float64, shape, batch_size, module)[0]
+    strategy = RINGS[mesh] | {"activation_checkpointing": strategy_checkpointing}
+    for got_losses, got_gradients, got_parameters in ranks(4).run(
+        fit, torch.float64, shape, batch_size, module, **strategy
+    ):
+        assert got_losses == pytest.approx(losses, rel=1e-10)
+        for got, expected in zip(got_gradients, gradients, strict=True):
+            assert gradient_error(got, expected) <= 1e-10
+        assert gradient_error(got_parameters, parameters) <= 1e-10
 
 
 def test_float32_as_the_model_stands(ranks: Ranks) -> None:

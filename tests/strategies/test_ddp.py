@@ -72,9 +72,12 @@ def strategy(ulysses_size: int) -> SequenceParallelDDPStrategy:
 # -- selecting -----------------------------------------------------------------------------------------------------
 
 
-def test_the_name_is_registered() -> None:
-    assert "ulysses_ddp" in StrategyRegistry.available_strategies()
-    assert isinstance(pl.Trainer(strategy="ulysses_ddp", accelerator="cpu").strategy, SequenceParallelDDPStrategy)
+@pytest.mark.parametrize(("name", "ring_size"), [("ulysses_ddp", 1), ("usp_ddp", 2)])
+def test_the_name_is_registered(name: str, ring_size: int) -> None:
+    assert name in StrategyRegistry.available_strategies()
+    built = pl.Trainer(strategy=name, accelerator="cpu").strategy
+    assert isinstance(built, SequenceParallelDDPStrategy)
+    assert built._settings.sizes(devices_per_node=8) == (8 // ring_size, ring_size)
 
 
 def test_lightning_cli_takes_the_name_and_the_class() -> None:
