@@ -25,25 +25,20 @@ def prepare(run_example, footage):
 
 def test_the_demo_trains_in_two_processes(tmp_path, run_example, prepare):
     prepare("demo_data/shards")
-    validate = [
-        "--data.val_shards=demo_data/shards/000.tar",
-        "--trainer.limit_val_batches=2",
-        "--trainer.val_check_interval=6",
-    ]
-    printed = run_example(
-        "train_wan.py", "fit", "--config", CONFIGS / "demo.yaml", "--trainer.max_steps=12", *validate, *SMALL_MODEL
-    )
+    short = ["--trainer.max_steps=8", "--trainer.log_every_n_steps=2", "--model.warmup_steps=1"]
+    validate = ["--trainer.val_check_interval=4", "--trainer.limit_val_batches=1"]
+    printed = run_example("train_wan.py", "fit", "--config", CONFIGS / "demo.yaml", *short, *validate, *SMALL_MODEL)
 
     table = dict(re.findall(r"│ (\S[^│]*?) +│ (\S[^│]*?) +│", printed))
     assert float(table["loss, mean of the first tenth"]) > float(table["loss, mean of the last tenth"]) > 0
     assert table["batch streams x ranks per sequence"] == "1 x 2"
-    assert int(table["samples seen"]) >= 12
+    assert int(table["samples seen"]) >= 8
     assert {"last / first", "wall time", "tokens/s", "CV_step", "Compute CV"} < table.keys()
     paths = {name: tmp_path / path for name, path in re.findall(r"^(\w+): (demo_runs/.*?)\s*$", printed, re.MULTILINE)}
     assert paths["checkpoint"].suffix == ".ckpt"
     assert paths["checkpoint"].is_file()
     with Image.open(paths["picture"]) as picture:
-        assert picture.width > 1000
+        assert min(picture.size) > 500
     events = EventAccumulator(str(paths["TensorBoard"])).Reload()
     assert {"train/loss", "val/loss", "balance/cv_step", "throughput/tokens_per_second"} <= set(
         events.Tags()["scalars"]
