@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -23,21 +23,17 @@ from typing_extensions import override
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, find_planned_modules, known_models, parallelize
 from lightning_videoscale.parallel.plan import Undo
 from lightning_videoscale.strategies.blocks import checkpoint_activations
+from lightning_videoscale.strategies.checkpoint import PortableCheckpoints
 from lightning_videoscale.strategies.failure import FirstError, end_processes
 from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.sharing import broadcast_batch
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Parent
-else:
-    _Parent = object
-
 _Batch = TypeVar("_Batch")
 ModelTransform = Callable[[nn.Module], None]
 
 
-class SequenceParallelMixin(_Parent):
+class SequenceParallelMixin(PortableCheckpoints):
     """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
 
     def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:

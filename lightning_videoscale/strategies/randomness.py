@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,3 +26,20 @@ def seed_generators(seed: int, *place: int | str) -> None:
     torch.manual_seed(torch_seed >> 1)  # torch takes signed 64-bit seeds
     random.seed(python_seed)
     np.random.seed(numpy_seed & 0xFFFFFFFF)
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """Returns the states of the global generators of torch (CPU and ``device``), NumPy and Python, as plain data."""
+    numpy = np.random.get_state(legacy=False)
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_generator_states(states: dict[str, Any], device: torch.device) -> None:
+    """Sets the global generators to what `generator_states` returned; CUDA's only where both have one."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

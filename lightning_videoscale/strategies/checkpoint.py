@@ -1,0 +1,231 @@
+"""How the strategies save and load: one format for all of them, in which everything has its parameter's name.
+
+A checkpoint is a folder (see `checkpoint_folder`). What it holds depends neither on the strategy nor on the number of
+ranks, so that any strategy continues what any other has saved. `PortableCheckpoints` serves parameters that are whole
+or ``DTensor``; `zero_checkpoint` does the same for ZeRO's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_videoscale.parallel import SequenceMesh
+from lightning_videoscale.strategies.checkpoint_folder import (
+    CheckpointError,
+    CheckpointFolder,
+    read_single_file,
+    remove,
+    write_checkpoint,
+)
+from lightning_videoscale.strategies.optimizer_names import ParameterNames, from_names, to_names
+from lightning_videoscale.strategies.randomness import generator_states, set_generator_states
+from lightning_videoscale.strategies.saved_tensors import SavedTensors
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as _Parent
+else:
+    _Parent = object
+
+_OURS = "lightning_videoscale"
+
+
+class PortableCheckpoints(_Parent):
+    """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`."""
+
+    _seed: int
+    _micro_batch: int
+    _stream: int
+
+    @property
+    def mesh(self) -> SequenceMesh:
+        """The mesh of ranks."""
+        raise NotImplementedError
+
+    def _change_model(self) -> None:
+        raise NotImplementedError
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        state: dict[str, Any] = self.lightning_module.state_dict()
+        return state
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns an optimizer's state by parameter name.
+
+        Returns:
+            ``state``, per parameter name what the optimizer keeps for it, and ``param_groups``, whose ``params`` are
+            names.
+        """
+        # Lightning's base class, as its strategies in between have formats of their own.
+        state: dict[str, Any] = Strategy.optimizer_state(self, optimizer)
+        return to_names(state, self._names().of(optimizer)) if state else {"state": {}, "param_groups": []}
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Writes a checkpoint; collective over all ranks. See `write_checkpoint`."""
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} writes checkpoints itself and takes no storage_options=.")
+        path = _local(self.broadcast(filepath))
+        rest = dict(checkpoint)
+        tensors: dict[str, Any] = {}
+        tensors["state_dict"], rest["state_dict"] = _split(checkpoint["state_dict"])
+        if "optimizer_states" in checkpoint:
+            rest["optimizer_states"] = []
+            for index, optimizer in enumerate(checkpoint["optimizer_states"]):
+                states = {name: _split(values) for name, values in optimizer["state"].items()}
+                tensors[f"optimizer_{index}"] = {name: found for name, (found, _) in states.items()}
+                others = {name: left for name, (_, left) in states.items()}
+                rest["optimizer_states"].append(optimizer | {"state": others})
+        rest[_OURS] = {"randomness": self._randomness(), "networks": self._networks()}
+        write_checkpoint(path, tensors, _whole(rest))
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            remove(_local(filepath))
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Opens a checkpoint, or reads the single file of a strategy of Lightning's.
+
+        Tensors of the folder are read later, each rank what it needs.
+
+        Args:
+            checkpoint_path: The folder or file; rank 0's on all ranks.
+            weights_only: False lets the checkpoint bring arbitrary objects, which can run code; load only what you
+                trust. Left out, it can not.
+
+        Raises:
+            CheckpointError: If it is no checkpoint that can be loaded.
+        """
+        path = _local(self.broadcast(checkpoint_path))
+        if not self.restore_checkpoint_after_setup:
+            self._change_model()  # transforms can add parameters
+        if path.is_file():
+            return read_single_file(path, trusted=weights_only is False)
+        folder = CheckpointFolder(path, trusted=weights_only is False)
+        checkpoint = dict(folder.rest)
+        checkpoint["state_dict"] = folder.tensors("state_dict")
+        checkpoint["state_dict"].update(folder.rest["state_dict"])
+        for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
+            for name in folder.sections(f"optimizer_{index}"):
+                state = folder.tensors(f"optimizer_{index}", name)
+                state.update(optimizer["state"].get(name, {}))
+                optimizer["state"][name] = state
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        saved = SavedTensors.of(checkpoint["state_dict"])
+        held = self.lightning_module.state_dict()
+        self.lightning_module.load_state_dict({name: saved.read(name, held.get(name)) for name in saved}, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the optimizers' states and continues the random streams."""
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"The checkpoint has the states of {len(states)} optimizers, and configure_optimizers returns "
+                f"{len(self.optimizers)}."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            self._load_optimizer(optimizer, state)
+        self._restore_randomness(checkpoint.get(_OURS, {}).get("randomness"))
+
+    def _load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(from_names(state, optimizer.param_groups, self._names().of(optimizer)))
+
+    # -- what else is in it --------------------------------------------------------------------------------------
+
+    def _names(self) -> ParameterNames:
+        assert self.lightning_module is not None
+        return ParameterNames(self.lightning_module)
+
+    def _randomness(self) -> dict[str, Any]:
+        """Where the random streams are, and the generators of every data-parallel rank."""
+        states: list[Any] = [None] * self.mesh.dp.size
+        dist.all_gather_object(states, generator_states(self.root_device), group=self.mesh.dp.group)
+        return {
+            "seed": self._seed,
+            "micro_batch": self._micro_batch,
+            "stream": self._stream,
+            "generators": states,
+        }
+
+    def _restore_randomness(self, saved: dict[str, Any] | None) -> None:
+        if saved is None:  # a checkpoint of Lightning's
+            return
+        self._seed, self._micro_batch, self._stream = saved["seed"], saved["micro_batch"], saved["stream"]
+        if len(saved["generators"]) == self.mesh.dp.size:
+            set_generator_states(saved["generators"][self.mesh.dp.rank], self.root_device)
+        else:
+            rank_zero_info(
+                f"The checkpoint was saved with {len(saved['generators'])} data-parallel ranks and there are "
+                f"{self.mesh.dp.size} now: the states of the random generators are not restored. Training steps seed "
+                "them anew, from the checkpoint's seed."
+            )
+
+    def _networks(self) -> dict[str, str]:
+        """Class and configuration (JSON) of diffusers' models by path, from which `videoscale export` builds them."""
+        assert self.lightning_module is not None
+        found: dict[str, str] = {}
+        for path, module in self.lightning_module.named_modules():
+            outermost = not any(path.startswith(f"{outer}.") for outer in found)
+            if outermost and hasattr(module, "save_pretrained") and hasattr(module, "to_json_string"):
+                found[path] = json.dumps(json.loads(module.to_json_string()) | {"_class_name": _own_class(module)})
+        return found
+
+
+def _own_class(module: nn.Module) -> str:
+    """The name of a diffusers model's class; `fully_shard` puts one of its own before it."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
+
+
+def _split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divides a dict into its tensors and the rest."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in values.items() if name not in tensors}
+
+
+def _whole(value: Any) -> Any:
+    """Assembles the sharded tensors among what callbacks and hooks keep; collective over their ranks."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().cpu()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _whole(item)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_whole(item) for item in value)
+    return value
+
+
+def _local(path: str | Path) -> Path:
+    if "://" in str(path):
+        raise CheckpointError(f"Checkpoints are folders on a file system that all ranks see; {path} is not.")
+    return Path(path)

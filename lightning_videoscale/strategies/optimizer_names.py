@@ -1,0 +1,146 @@
+"""Optimizer states by parameter name instead of by position, so that they fit any order and any division into ranks.
+
+torch numbers the parameters of an optimizer through all of its groups; here they are called as in the module's
+``state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_videoscale.strategies.checkpoint_folder import CheckpointError
+from lightning_videoscale.strategies.saved_tensors import SavedTensors
+
+Names = tuple[str, ...]
+"""All names of one parameter: a shared one has several, of which the first is saved."""
+
+
+class ParameterNames:
+    """The names of a module's parameters, as in its ``state_dict``.
+
+    Args:
+        module: The LightningModule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names: dict[nn.Parameter, Names] = {}
+        # First the state_dict, which hides the layers that wrappers add; then what hooks may keep out of it.
+        for name, value in [*module.state_dict(keep_vars=True).items(), *module.named_parameters()]:
+            if isinstance(value, nn.Parameter) and name not in self._names.get(value, ()):
+                self._names[value] = (*self._names.get(value, ()), name)
+
+    def __getitem__(self, parameter: nn.Parameter) -> Names:
+        """Returns the names of a parameter.
+
+        Raises:
+            CheckpointError: If the module does not have it.
+        """
+        if parameter not in self._names:
+            raise CheckpointError(
+                f"An optimizer holds a parameter of shape {tuple(parameter.shape)} that is not among those of the "
+                "LightningModule: register it there, or the checkpoint could not name it."
+            )
+        return self._names[parameter]
+
+    def of(self, optimizer: Optimizer) -> list[list[Names]]:
+        """Returns the names of an optimizer's parameters, per group."""
+        return [[self[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def to_names(state: dict[str, Any], names: Sequence[Sequence[Names]]) -> dict[str, Any]:
+    """Returns an optimizer's ``state_dict`` with names in the place of positions.
+
+    Args:
+        state: As ``torch.optim.Optimizer.state_dict`` returns it.
+        names: Names of the parameters, per group.
+    """
+    by_position = [aliases[0] for group in names for aliases in group]
+    return state | {
+        "state": {by_position[position]: value for position, value in state["state"].items()},
+        "param_groups": [
+            group | {"params": [by_position[position] for position in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def from_names(state: dict[str, Any], groups: list[dict[str, Any]], names: Sequence[Sequence[Names]]) -> dict[str, Any]:
+    """Returns what ``torch.optim.Optimizer.load_state_dict`` takes; reads tensors as the parameters lie.
+
+    Args:
+        state: As `to_names` returned it, tensors possibly still to be read; or an optimizer's own ``state_dict``.
+        groups: The optimizer's groups now.
+        names: Names of their parameters, per group.
+
+    Raises:
+        CheckpointError: If the groups differ from those of the checkpoint.
+    """
+    state = named(state, names)
+    saved_groups = check_groups(
+        state, names, trainable=[[p.requires_grad for p in group["params"]] for group in groups]
+    )
+    by_position: dict[int, dict[str, Any]] = {}
+    merged: list[dict[str, Any]] = []
+    position = 0
+    for group, saved_group, group_names in zip(groups, saved_groups, names, strict=True):
+        merged.append(group | saved_group | {"params": list(range(position, position + len(group_names)))})
+        for parameter, aliases in zip(group["params"], group_names, strict=True):
+            name = next((name for name in aliases if name in state["state"]), None)
+            if name is not None:
+                values = SavedTensors.of(state["state"][name])
+                by_position[position] = {key: values.read(key, _like(values, key, parameter)) for key in values}
+            position += 1
+    return state | {"state": by_position, "param_groups": merged}
+
+
+def named(state: dict[str, Any], names: Sequence[Sequence[Names]]) -> dict[str, Any]:
+    """Returns a saved optimizer state by name, also if it came from a file of Lightning's, where it is by position."""
+    positions = any(not isinstance(parameter, str) for group in state["param_groups"] for parameter in group["params"])
+    if not positions:
+        return state
+    saved, now = [[len(group) for group in side] for side in ([g["params"] for g in state["param_groups"]], names)]
+    if saved != now:
+        raise CheckpointError(
+            f"The file holds an optimizer whose groups have {saved} parameters, and this one's have {now}."
+        )
+    return to_names(state, names)
+
+
+def check_groups(
+    state: dict[str, Any], names: Sequence[Sequence[Names]], trainable: Sequence[Sequence[bool]]
+) -> list[dict[str, Any]]:
+    """Returns the settings of the saved groups, such as their learning rate, without their parameters.
+
+    Raises:
+        CheckpointError: If a group lacks a parameter for which there is a state, or trains one that was not in it.
+    """
+    groups = state["param_groups"]
+    if len(groups) != len(names):
+        raise CheckpointError(
+            f"The checkpoint's optimizer has {len(groups)} parameter groups, and this one has {len(names)}."
+        )
+    for index, (group, group_names, group_trains) in enumerate(zip(groups, names, trainable, strict=True)):
+        now = {name for aliases in group_names for name in aliases}
+        lost = [name for name in group["params"] if name in state["state"] and name not in now]
+        before = set(group["params"])
+        new = [a[0] for a, trains in zip(group_names, group_trains, strict=True) if trains and before.isdisjoint(a)]
+        if lost or new:
+            raise CheckpointError(
+                f"Parameter group {index} of the optimizer differs from the checkpoint's: "
+                f"{_some(lost)} had a state there and are not in it now, {_some(new)} are new. Give it the same "
+                "parameters, or start from the weights alone (a checkpoint saved with weights_only=True)."
+            )
+    return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
+
+
+def _like(values: SavedTensors, key: str, parameter: nn.Parameter) -> Tensor | None:
+    """What decides where a state comes to lie: the parameter, for states of its shape."""
+    return parameter if parameter.ndim and values.shape(key) == parameter.shape else None
+
+
+def _some(names: list[str]) -> str:
+    return f"{names[:5]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
