@@ -8,11 +8,16 @@ from lightning_videoscale import callbacks, cost, data, kernels, metrics, parall
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.injection import inject_fused_kernels
-from lightning_videoscale.strategies import SequenceParallelDDPStrategy, register_strategies
+from lightning_videoscale.strategies import (
+    SequenceParallelDDPStrategy,
+    SequenceParallelDeepSpeedStrategy,
+    register_strategies,
+)
 
 __all__ = [
     "BucketBudget",
     "SequenceParallelDDPStrategy",
+    "SequenceParallelDeepSpeedStrategy",
     "VideoDataModule",
     "callbacks",
     "cost",

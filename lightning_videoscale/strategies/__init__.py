@@ -1,7 +1,8 @@
 """What `Trainer(strategy=...)` receives.
 
-`SequenceParallelDDPStrategy`   registered as "ulysses_ddp" and "usp_ddp"
-`register_strategies`           makes the names known to Lightning; importing `lightning_videoscale` does it
+`SequenceParallelDDPStrategy`        registered as "ulysses_ddp" and "usp_ddp"
+`SequenceParallelDeepSpeedStrategy`  registered as "ulysses_deepspeed_stage_1", "..._2" and "..._3"
+`register_strategies`                makes the names known to Lightning; importing `lightning_videoscale` does it
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_videoscale.strategies.ddp import SequenceParallelDDPStrategy
+from lightning_videoscale.strategies.deepspeed import SequenceParallelDeepSpeedStrategy
 
-__all__ = ["SequenceParallelDDPStrategy", "register_strategies"]
+__all__ = ["SequenceParallelDDPStrategy", "SequenceParallelDeepSpeedStrategy", "register_strategies"]
 
 
 def register_strategies() -> None:
@@ -26,3 +28,10 @@ def register_strategies() -> None:
         description="DDP with Ulysses in rings of two over the devices of each node",
         ring_size=2,
     )
+    for stage in (1, 2, 3):
+        StrategyRegistry.register(
+            f"ulysses_deepspeed_stage_{stage}",
+            SequenceParallelDeepSpeedStrategy,
+            description=f"DeepSpeed ZeRO-{stage} with Ulysses sequence parallelism over the devices of each node",
+            stage=stage,
+        )

@@ -1,0 +1,133 @@
+"""Sequence parallelism under ZeRO: `SequenceParallelDeepSpeedStrategy`. DeepSpeed is imported when one is created."""
+
+from __future__ import annotations
+
+import importlib.util
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from typing_extensions import override
+
+from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.strategies.mixin import SequenceParallelMixin
+from lightning_videoscale.strategies.settings import SequenceParallelSettings
+
+
+class SequenceParallelDeepSpeedStrategy(SequenceParallelMixin, DeepSpeedStrategy):
+    """DeepSpeed's ZeRO whose ranks also share sequences: groups of ranks work on one batch together.
+
+    ZeRO partitions optimizer states (stage 1), gradients (2) and parameters (3) over all ranks, dp × sp, which is also
+    what gradients are averaged over; DeepSpeed's own sequence parallelism stays off. Registered as
+    ``"ulysses_deepspeed_stage_1"``, ``"ulysses_deepspeed_stage_2"`` and ``"ulysses_deepspeed_stage_3"``.
+
+    Runs on CUDA devices, and on CPUs over gloo where the environment says ``DS_ACCELERATOR=cpu`` before DeepSpeed is
+    imported.
+
+    In DeepSpeed's configuration the world is all ranks, so its ``train_batch_size`` is micro-batch size × accumulated
+    micro-batches × dp × sp, although a group of sp ranks reads one micro-batch. DeepSpeed uses the sizes for its
+    printed throughput only; ``train_micro_batch_size_per_gpu`` is 1 unless given.
+
+    Args:
+        stage: 1, 2 or 3.
+        ulysses_size: As for `SequenceParallelDDPStrategy`.
+        ring_size: As for `SequenceParallelDDPStrategy`.
+        modules: As for `SequenceParallelDDPStrategy`.
+        plan: As for `SequenceParallelDDPStrategy`.
+        activation_checkpointing: As for `SequenceParallelDDPStrategy`.
+        timeout: How long a collective may wait for a rank that does not come.
+        **kwargs: As for Lightning's ``DeepSpeedStrategy``: offloading, bucket sizes, or a whole ``config``, which then
+            says the stage.
+
+    Raises:
+        ModuleNotFoundError: If DeepSpeed is not installed.
+        ValueError: If ``config`` asks for DeepSpeed's own sequence parallelism. At the start of ``fit``, as
+            `SequenceParallelDDPStrategy` does, or if DeepSpeed runs on another kind of device than the Trainer.
+    """
+
+    def __init__(
+        self,
+        stage: int = 2,
+        ulysses_size: int | None = None,
+        ring_size: int = 1,
+        modules: list[str] | None = None,
+        plan: SplitPlan | None = None,
+        activation_checkpointing: bool = False,
+        timeout: timedelta | None = default_pg_timeout,
+        **kwargs: Any,
+    ) -> None:
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ModuleNotFoundError(
+                f"{type(self).__name__} needs DeepSpeed, which is not installed: "
+                'pip install "lightning-videoscale[zero]".'
+            )
+        super().__init__(stage=stage, timeout=timeout, **kwargs)
+        if "sequence_parallel_size" in (self.config or {}):
+            raise ValueError(
+                "The DeepSpeed config sets sequence_parallel_size, DeepSpeed's own sequence parallelism. Leave it out: "
+                "the strategy's ulysses_size and ring_size say how sequences are split."
+            )
+        self._init_sequence_parallel(
+            SequenceParallelSettings(ulysses_size, ring_size, modules, plan, activation_checkpointing)
+        )
+
+    @override
+    def setup_environment(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        if get_accelerator().device_name() != self.root_device.type:
+            raise ValueError(
+                f"The Trainer runs on {self.root_device.type!r} and DeepSpeed on {get_accelerator().device_name()!r}: "
+                f"set the environment variable DS_ACCELERATOR={self.root_device.type} before DeepSpeed is imported, or "
+                "the Trainer's accelerator."
+            )
+        if isinstance(self.accelerator, CPUAccelerator):
+            # DeepSpeed asks for an index of the device, and the parent for another kind of device.
+            self.parallel_devices = [torch.device("cpu", 0)] * self.num_processes
+            super(DeepSpeedStrategy, self).setup_environment()
+        else:
+            super().setup_environment()
+        self._create_mesh(self.num_processes, self._timeout)
+
+    @override
+    def setup_distributed(self) -> None:
+        if isinstance(self.accelerator, CPUAccelerator):
+            super(DeepSpeedStrategy, self).setup_distributed()
+            self._init_deepspeed_distributed()
+        else:
+            super().setup_distributed()
+        if self._timeout is not None:
+            from deepspeed.utils import groups
+
+            # ZeRO's reductions run in a group that DeepSpeed makes for itself, with torch's default timeout.
+            _set_pg_timeout(self._timeout, groups._get_data_parallel_group())
+
+    @override
+    def _auto_select_batch_size(self) -> int:
+        # The parent builds a dataloader to ask for its batch size, which loaders with sizes that vary cannot tell.
+        return 1
+
+    @override
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        # The parent starts with removing all hooks, which an earlier engine may have left behind.
+        assert self._undo_changes is not None
+        self._undo_changes()
+        super()._initialize_deepspeed_inference(model)
+        self._undo_changes = self._change_networks(model)
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # Lightning has divided the loss by the number of accumulated micro-batches, and DeepSpeed would do so again.
+        return super().backward(closure_loss, *args, **({"scale_wrt_gas": False} | kwargs))
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        if self.model is not None and self.model is not self.lightning_module:
+            self.deepspeed_engine.destroy()  # or its hooks would go on to act on the model
+        super().connect(model)
