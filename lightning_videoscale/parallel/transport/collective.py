@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
@@ -31,7 +32,8 @@ class CollectiveTransport:
         longest = max(lengths)
         # The collective moves equal shards only; a variable-size gather would be one broadcast per rank.
         padded = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])]) if x.shape[0] < longest else x
-        gathered: Tensor = functional.wait_tensor(functional.all_gather_tensor(padded.contiguous(), 0, axis.group))
+        gathered = padded.new_empty(longest * axis.size, *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, padded.contiguous(), axis.group)
         if min(lengths) == longest:
             return gathered
         shards = gathered.split(longest)
