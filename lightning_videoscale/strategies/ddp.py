@@ -10,6 +10,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.parallel.transport.symmetric import TransportName
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 
@@ -32,6 +33,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
             class.
         activation_checkpointing: Keep only the inputs of every transformer block and compute the rest again in
             backward.
+        transport: How Ulysses messages travel: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (pushed by the GPUs'
+            copy engines, within a host).
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, except that
             ``broadcast_buffers`` is off by default.
@@ -39,6 +42,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
     Raises:
         ValueError: At the start of ``fit``, if the devices do not form whole groups, no network has a plan, or a
             network has fewer attention heads than ``ulysses_size``.
+        RuntimeError: At the start of ``fit``, if the transport asked for is not available, with the reason.
     """
 
     def __init__(
@@ -48,13 +52,16 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         modules: list[str] | None = None,
         plan: SplitPlan | None = None,
         activation_checkpointing: bool = False,
+        transport: TransportName = "collective",
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
         # Rotary tables are buffers: broadcasting them in every forward would make each wait for the slowest rank.
         super().__init__(timeout=timeout, **({"broadcast_buffers": False} | kwargs))
         self._init_sequence_parallel(
-            SequenceParallelSettings(ulysses_size, ring_size, modules, plan, activation_checkpointing)
+            SequenceParallelSettings(
+                ulysses_size, ring_size, modules, plan, activation_checkpointing, transport=transport
+            )
         )
 
     @override

@@ -18,10 +18,19 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_videoscale.parallel import SequenceMesh, SplitPlan, find_planned_modules, known_models, parallelize
+from lightning_videoscale.parallel import (
+    CollectiveTransport,
+    SequenceMesh,
+    SplitPlan,
+    find_planned_modules,
+    known_models,
+    parallelize,
+)
 from lightning_videoscale.parallel.plan import Undo
+from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport, create_transport
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from lightning_videoscale.strategies.checkpoint import PortableCheckpoints
 from lightning_videoscale.strategies.failure import FirstError, end_processes
@@ -39,6 +48,7 @@ class SequenceParallelMixin(PortableCheckpoints):
     def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:
         self._settings = settings
         self._mesh: SequenceMesh | None = None
+        self._transport: CollectiveTransport | None = None
         self._transforms: list[ModelTransform] = []
         self._undo_changes: Undo | None = None
         self._first_error: FirstError | None = None
@@ -116,7 +126,12 @@ class SequenceParallelMixin(PortableCheckpoints):
             self.root_device.type, ulysses_size=ulysses_size, ring_size=ring_size, timeout=timeout
         )
         self.lightning_module._device_mesh = self._mesh.device_mesh  # what `LightningModule.device_mesh` returns
-        rank_zero_info(f"Sequence parallelism: {self._mesh} over {self.world_size} ranks, transport 'collective'.")
+        self._transport = create_transport(
+            self._settings.transport, self._mesh, self.root_device, timeout or default_pg_timeout
+        )
+        rank_zero_info(
+            f"Sequence parallelism: {self._mesh} over {self.world_size} ranks, transport {self._transport.name!r}."
+        )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -144,7 +159,7 @@ class SequenceParallelMixin(PortableCheckpoints):
         undos: list[Undo] = []
         for path, plan in self._plans(module).items():
             network = module.get_submodule(path)
-            undos.append(parallelize(network, self.mesh, plan))
+            undos.append(parallelize(network, self.mesh, plan, transport=self._transport))
             if self._settings.activation_checkpointing:
                 undos.append(checkpoint_activations(network))
 
@@ -187,6 +202,8 @@ class SequenceParallelMixin(PortableCheckpoints):
         super().on_exception(exception)
         if isinstance(exception, KeyboardInterrupt):  # every rank receives it, and Lightning ends the processes
             return
+        if isinstance(self._transport, SymmetricTransport) and self._transport.failure is not None:
+            exception.add_note(self._transport.failure)  # the exception itself only says that the device failed
         first_here = self._first_error is None or self._first_error.report(exception)
         if isinstance(self.launcher, _SubprocessScriptLauncher):
             # Peers that caused this error are about to print theirs; peers that do not know of it yet wait for nothing.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args
 
 import torch.distributed as dist
 
 from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.parallel.transport.symmetric import TransportName
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,11 @@ class SequenceParallelSettings:
     modules: list[str] | None
     plan: SplitPlan | None
     activation_checkpointing: bool
+    transport: TransportName = field(default="collective", kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.transport not in get_args(TransportName):
+            raise ValueError(f"transport={self.transport!r} is not one of {get_args(TransportName)}.")
         if self.plan is not None and (self.modules is None or len(self.modules) != 1):
             raise ValueError(f"plan= describes one network: name it with modules=[...] (got modules={self.modules}).")
 

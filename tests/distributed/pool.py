@@ -1,4 +1,4 @@
-"""Worker processes that stay, joined by gloo: one start-up serves many test cases.
+"""Worker processes that stay, joined by gloo or NCCL: one start-up serves many test cases.
 
 `ProcessPool(4).run(function, *args)` calls a module-level function on four ranks and returns their results in order.
 An error on any rank is raised here with that rank's traceback; ranks that wait for it are ended with the pool, and the
@@ -26,11 +26,13 @@ class ProcessPool:
 
     Args:
         size: Number of ranks.
+        backend: ``"gloo"``, or ``"nccl"`` with a GPU for each rank.
         timeout: Seconds that one `run` may take.
     """
 
-    def __init__(self, size: int, timeout: float = 150.0) -> None:
+    def __init__(self, size: int, backend: str = "gloo", timeout: float = 150.0) -> None:
         self.size = size
+        self.backend = backend
         self.timeout = timeout
         self._workers: list[tuple[mp.Process, Connection]] = []
 
@@ -71,13 +73,13 @@ class ProcessPool:
         context = mp.get_context("spawn")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self.size, port, theirs), daemon=True)
+            process = context.Process(target=_work, args=(rank, self.size, port, self.backend, theirs), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
 
 
-def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _work(rank: int, size: int, port: int, backend: str, pipe: Connection) -> None:
     # What torchrun would set, so that a Trainer in the worker finds its place.
     os.environ |= {
         "RANK": str(rank),
@@ -90,7 +92,10 @@ def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
         "TORCHELASTIC_RUN_ID": "tests",
     }
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=60), device_id=device)
     while True:
         try:
             function, args, kwargs = pipe.recv()

@@ -1,0 +1,57 @@
+"""Where a benchmark's numbers come from, and the file they go into (see README.md beside this)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def commit() -> str:
+    """The commit that is checked out.
+
+    Raises:
+        RuntimeError: If files differ from it: a dirty tree is not measured.
+    """
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
+    if changed:
+        raise RuntimeError(f"Commit first, or pass the commit that was measured; these files were changed:\n{changed}")
+    return _output("git", "rev-parse", "HEAD")
+
+
+def machine() -> dict[str, Any]:
+    """The GPUs and the versions of what drives them."""
+    if not torch.cuda.is_available():
+        return {"gpu": None, "gpus": 0, "torch": torch.__version__}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": torch.cuda.device_count(),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0],
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
+
+
+def write(path: Path, benchmark: str, commit: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Writes one result file."""
+    result = {
+        "benchmark": benchmark,
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit,
+        "machine": machine(),
+        "settings": settings,
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()

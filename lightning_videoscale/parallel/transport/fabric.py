@@ -1,0 +1,261 @@
+"""What the `symmetric` transport stands on: memory that peers can write, flags that streams can wait for.
+
+`Memory`, `Fabric`   the few operations that the transport's protocol needs
+`CudaFabric`         PyTorch symmetric memory, peer copies by the copy engine, stream memory operations of the driver
+
+`torch.distributed._symmetric_memory` is private and may change; this file is the only one that touches it (tried with
+torch 2.11 and 2.13). Of it, allocation and the exchange of handles are used, and no multicast operation.
+
+A flag is a 32-bit number in a rank's memory. A peer sets it by a stream memory operation, which the driver orders after
+the copies before it, and the owner's stream waits for it without occupying a multiprocessor: no kernel spins, so none
+can keep the kernel from running that it waits for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but missing from the type hints
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from lightning_videoscale.parallel.mesh import Axis
+from lightning_videoscale.parallel.transport.watch import Awaited, PeerWatch
+
+_GRANULE = 2 << 20  # the driver hands out such memory in pieces of 2 MiB
+
+
+class Finished(Protocol):
+    """Work on the side stream."""
+
+    def wait(self) -> None:
+        """Makes the current stream wait for it."""
+
+
+class Memory(Protocol):
+    """One allocation of the same size on every rank of an axis, all of it writable by all of them.
+
+    Attributes:
+        buffers: By rank, uint8, contiguous; writing to another rank's is a peer copy.
+        flags: This rank's flags, int32.
+        nbytes: Bytes that this rank's part takes.
+    """
+
+    buffers: list[Tensor]
+    flags: Tensor
+    nbytes: int
+
+    def signal(self, rank: int, flag: int, value: int) -> None:
+        """Sets a flag of ``rank`` once what the current stream holds so far is done."""
+
+    def wait(self, flag: int, value: int) -> None:
+        """Makes the current stream wait until this rank's flag is at least ``value``."""
+
+
+class Fabric(Protocol):
+    """Where memory comes from, and the stream that pushes."""
+
+    @property
+    def failure(self) -> str | None:
+        """Which peers did not come, once one did not."""
+
+    def agree(self, numbers: Sequence[int], axis: Axis) -> list[list[int]]:
+        """Returns the numbers that each rank of the axis gave, by rank; the host waits for them."""
+
+    def allocate(self, nbytes: int, flags: int, axis: Axis) -> Memory:
+        """Returns ``nbytes`` of memory per rank and ``flags`` flags, all zero; collective over the axis."""
+
+    def aside(self, work: Callable[[], None]) -> Finished:
+        """Runs ``work`` on the side stream, after what the current stream holds so far."""
+
+    def watched(self, what: str, memory: Memory, awaited: Sequence[Awaited]) -> AbstractContextManager[None]:
+        """Notes that the current stream's work inside depends on these flags, to name who is missing."""
+
+
+class CudaMemory:
+    """See `Memory`; collective to create.
+
+    Args:
+        nbytes: Bytes of data on each rank.
+        flags: Number of flags on each rank.
+        axis: The ranks.
+        device: This rank's GPU.
+        driver: Stream memory operations.
+    """
+
+    def __init__(self, nbytes: int, flags: int, axis: Axis, device: torch.device, driver: StreamFlags) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        offset = -(-4 * flags // 256) * 256  # flags first, then data on 256 bytes
+        self.nbytes = -(-(offset + nbytes) // _GRANULE) * _GRANULE
+        # Not `symmetric_memory.empty`: from torch 2.12 on it takes from a pool, which keeps what a larger one replaces.
+        self._storage = _SymmetricMemory.empty_strided_p2p((self.nbytes,), (1,), torch.uint8, device)
+        self._storage[:offset].zero_()
+        torch.cuda.synchronize(device)  # zero before any peer can reach it
+        # Holds the peers' memory: the tensors below do not.
+        self._handle = symmetric_memory.rendezvous(self._storage, axis.group)
+        whole = [self._handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in range(axis.size)]
+        self.buffers = [buffer[offset:] for buffer in whole]
+        self.flags = whole[axis.rank][: 4 * flags].view(torch.int32)
+        self._addresses = [buffer.data_ptr() for buffer in whole]
+        self._rank = axis.rank
+        self._driver = driver
+
+    def signal(self, rank: int, flag: int, value: int) -> None:
+        """See `Memory`."""
+        self._driver.write(self._addresses[rank] + 4 * flag, value)
+
+    def wait(self, flag: int, value: int) -> None:
+        """See `Memory`."""
+        self._driver.wait(self._addresses[self._rank] + 4 * flag, value)
+
+
+class CudaFabric:
+    """See `Fabric`.
+
+    Args:
+        device: This rank's GPU.
+        token: A name that all ranks share and no other fabric has.
+        timeout: How long to wait for a peer.
+    """
+
+    def __init__(self, device: torch.device, token: str, timeout: timedelta) -> None:
+        self._device = device
+        self._token = token
+        self._timeout = timeout
+        self._driver = StreamFlags()
+        self._side = torch.cuda.Stream(device, priority=-1)
+        self._watch = PeerWatch(device, timeout)
+        self._agreements = 0
+
+    @property
+    def failure(self) -> str | None:
+        """See `Fabric`."""
+        return self._watch.failure
+
+    def agree(self, numbers: Sequence[int], axis: Axis) -> list[list[int]]:
+        """See `Fabric`; over the host's network, since the device may be busy for long.
+
+        Raises:
+            TimeoutError: With the ranks that did not come.
+        """
+        self._agreements += 1
+        group = "-".join(map(str, axis.ranks))
+        store = PrefixStore(f"{self._token}/{group}/{self._agreements}", _get_process_group_store(axis.group))
+        store.set(str(axis.rank), json.dumps(list(numbers)))
+        keys = [str(rank) for rank in range(axis.size)]
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while missing := [rank for rank, key in zip(axis.ranks, keys, strict=True) if not store.check([key])]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"Rank {axis.ranks[axis.rank]} waited {self._timeout} for ranks {missing} of the {axis.name} axis "
+                    "to tell the sizes of a message of a new shape. See what those ranks printed first; all ranks must "
+                    "call the model equally often and with the same shapes."
+                )
+            time.sleep(0.0005)
+        return [json.loads(store.get(key)) for key in keys]
+
+    def allocate(self, nbytes: int, flags: int, axis: Axis) -> Memory:
+        """See `Fabric`."""
+        return CudaMemory(nbytes, flags, axis, self._device, self._driver)
+
+    def aside(self, work: Callable[[], None]) -> Finished:
+        """See `Fabric`."""
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            work()
+        finished: torch.cuda.Event = self._side.record_event()
+        return finished
+
+    def watched(self, what: str, memory: Memory, awaited: Sequence[Awaited]) -> AbstractContextManager[None]:
+        """See `Fabric`."""
+        return self._watch.watched(what, memory, awaited)
+
+
+class StreamFlags:
+    """Writes of and waits for 32-bit numbers, in the order of the current stream (``cuStreamWriteValue32`` and kin)."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        self._write, self._wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
+        for function in (self._write, self._wait):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+            function.restype = ctypes.c_int
+
+    def write(self, address: int, value: int) -> None:
+        """Writes once everything before it on the stream is done and visible to all devices."""
+        self._check(self._write(torch.cuda.current_stream().cuda_stream, address, value, 0))
+
+    def wait(self, address: int, value: int) -> None:
+        """Waits for a number that is ``value`` or was counted up beyond it."""
+        self._check(self._wait(torch.cuda.current_stream().cuda_stream, address, value, 0))
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise RuntimeError(f"The driver refused a stream memory operation with CUresult {status}.")
+
+
+def why_unavailable(axis: Axis, device: torch.device) -> list[str]:
+    """Returns what keeps the ranks of an axis from writing into each other's memory, empty if nothing does.
+
+    Collective over all ranks of the job; every rank gets every rank's reasons.
+    """
+    facts: list[tuple[str, str, str]] = [("", "", "")] * dist.get_world_size()
+    dist.all_gather_object(facts, _facts(device))
+    reasons = _reasons(axis, device, facts)
+    everyone: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, reasons)
+    return [reason for theirs in everyone for reason in theirs]
+
+
+def _facts(device: torch.device) -> tuple[str, str, str]:
+    """What peers need to know of a rank: its host, its GPU, and what it lacks by itself."""
+    if device.type != "cuda":
+        return "", "", f"its device is {device}, not a GPU"
+    with open("/proc/sys/kernel/random/boot_id") as file:  # unlike a host name, one per running kernel
+        host = file.read().strip()
+    return host, str(torch.cuda.get_device_properties(device).uuid), _lacks(device)
+
+
+def _lacks(device: torch.device) -> str:
+    try:
+        from torch.distributed._symmetric_memory import get_backend
+
+        backend = get_backend(device)
+        StreamFlags()
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        return f"torch {torch.__version__} or the driver lacks what is needed ({type(error).__name__}: {error})"
+    if backend not in (None, "CUDA"):
+        return f"torch's symmetric memory is set to the backend {backend}, and this needs CUDA"
+    return ""
+
+
+def _reasons(axis: Axis, device: torch.device, facts: Sequence[tuple[str, str, str]]) -> list[str]:
+    """This rank's reasons, given the facts of all ranks of the job."""
+    me = axis.ranks[axis.rank]
+    host, gpu, lacks = facts[me]
+    if lacks:
+        return [f"rank {me}: {lacks}"]
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    reasons = []
+    for peer in axis.ranks:
+        its_host, its_gpu, _ = facts[peer]
+        if peer == me or not its_gpu:
+            continue
+        if its_host != host:
+            reasons.append(f"rank {me}: rank {peer} is on another host")
+        elif its_gpu == gpu:
+            reasons.append(f"rank {me}: rank {peer} uses the same GPU")
+        elif its_gpu in visible and not torch.cuda.can_device_access_peer(device, visible[its_gpu]):
+            reasons.append(f"rank {me}: no peer access to the GPU of rank {peer}")
+    return reasons

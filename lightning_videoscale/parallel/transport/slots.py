@@ -1,0 +1,86 @@
+"""Where messages lie in the memory of the `symmetric` transport, and which flags guard them.
+
+`Layout`  the places of all ranks' pieces within a slot, for one shape of message
+`Arena`   the ring of slots, and for each slot and peer the flags *arrived* and *released*
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_videoscale.parallel.mesh import Axis
+from lightning_videoscale.parallel.transport.fabric import Fabric, Memory
+
+_ALIGNMENT = 256  # bytes; more than any vectorised copy asks of a piece's first byte
+
+
+class Layout:
+    """Where the pieces of one shape of message lie in the slots of all ranks.
+
+    Attributes:
+        sizes: ``sizes[s][r]`` bytes go from rank s to rank r.
+        offsets: ``offsets[s][r]`` is the first byte of that piece in r's slot.
+        capacity: Bytes that a slot must have, on the rank that receives most.
+    """
+
+    def __init__(self, sizes: list[list[int]]) -> None:
+        self.sizes = sizes
+        self.offsets = [[0] * len(sizes) for _ in sizes]
+        self.capacity = 0
+        for reader in range(len(sizes)):
+            end = 0
+            for sender in range(len(sizes)):
+                self.offsets[sender][reader] = end
+                if sender != reader:  # a reader's own piece does not travel
+                    end += -(-sizes[sender][reader] // _ALIGNMENT) * _ALIGNMENT
+            self.capacity = max(self.capacity, end)
+
+
+class Arena:
+    """The slots and flags of an axis, alike on all its ranks; collective to create.
+
+    Attributes:
+        axis: The ranks.
+        capacity: Bytes of a slot.
+        memory: Holds slots and flags.
+        pending: Slots of exchanges that this rank has begun and not finished.
+        last_sent: ``last_sent[slot][reader]`` is the number of the exchange that this rank last sent there.
+    """
+
+    def __init__(self, axis: Axis, fabric: Fabric, slots: int, capacity: int) -> None:
+        self.axis = axis
+        self.capacity = capacity
+        self.memory: Memory = fabric.allocate(slots * capacity, 2 * slots * axis.size, axis)
+        self.pending: set[int] = set()
+        self.last_sent = [[0] * axis.size for _ in range(slots)]
+        self._slots = slots
+        self._count = 0
+
+    def begin(self) -> tuple[int, int]:
+        """Returns the number of the next exchange, counted from 1, and its slot.
+
+        Raises:
+            RuntimeError: If the slot's previous exchange is still pending.
+        """
+        number, slot = self._count + 1, self._count % self._slots
+        if slot in self.pending:
+            raise RuntimeError(
+                f"{self._slots} exchanges of the {self.axis.name} axis are pending, and no slot is free for another: "
+                "finish the oldest first, or create the transport with more slots."
+            )
+        self.pending.add(slot)
+        self._count = number
+        return number, slot
+
+    def piece(self, slot: int, layout: Layout, sender: int, reader: int) -> Tensor:
+        """The bytes of one piece, in the reader's memory."""
+        start = slot * self.capacity + layout.offsets[sender][reader]
+        return self.memory.buffers[reader][start : start + layout.sizes[sender][reader]]
+
+    def arrived(self, slot: int, sender: int) -> int:
+        """The flag of the reader that the sender sets when its piece lies in the slot."""
+        return slot * self.axis.size + sender
+
+    def released(self, slot: int, reader: int) -> int:
+        """The flag of the sender that the reader sets when it has copied the sender's piece out of the slot."""
+        return (self._slots + slot) * self.axis.size + reader

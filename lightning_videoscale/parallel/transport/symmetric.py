@@ -1,0 +1,241 @@
+"""Transport by copy engine: every rank writes its pieces straight into its peers' memory. One host, NVIDIA GPUs.
+
+A message lies, until its reader has copied it out, in a *slot* of the reader's memory. There is a ring of slots, used
+in turn, and two flags for each slot and peer:
+
+    sender    wait for released[slot, reader] of the slot's previous use · copy the piece · set arrived[slot, sender]
+    reader    wait for arrived[slot, sender] · copy all pieces out, in one kernel · set released[slot, reader]
+
+Both flags hold the number of the exchange and are only ever counted up. A slot is hence never written before its reader
+is done, however late that is, and what `wait` returns is memory of its own, which autograd may keep. The pushes run on
+a side stream, where they take no multiprocessor from the computation.
+
+Where every piece goes follows from the sizes of all pieces between all ranks. A rank knows only those that it sends and
+receives, so the ranks tell each other, once for every new shape. All of them then see at the same point whether the
+message needs larger slots than there are, and take them together. This rests on Ulysses' sizes being products of a
+share of the sender (tokens) and a share of the receiver (heads): a shape that is new to one rank is new to all.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
+from lightning_videoscale.parallel.transport.collective import CollectiveTransport
+from lightning_videoscale.parallel.transport.fabric import CudaFabric, Fabric, Finished, why_unavailable
+from lightning_videoscale.parallel.transport.slots import Arena, Layout
+from lightning_videoscale.parallel.transport.watch import Awaited
+
+TransportName = Literal["collective", "symmetric"]
+
+
+def create_transport(
+    name: TransportName, mesh: SequenceMesh, device: torch.device, timeout: timedelta
+) -> CollectiveTransport:
+    """Returns the transport of that name for a mesh; collective over all ranks.
+
+    Args:
+        name: ``"collective"`` or ``"symmetric"``.
+        mesh: The mesh whose ranks exchange.
+        device: This rank's device.
+        timeout: How long to wait for a peer (``"symmetric"``; collectives have the timeout of their groups).
+
+    Raises:
+        RuntimeError: On every rank, with all ranks' reasons, if the ranks of a Ulysses group cannot write into each
+            other's memory.
+    """
+    return CollectiveTransport() if name == "collective" else SymmetricTransport.create(mesh, device, timeout)
+
+
+class SymmetricTransport(CollectiveTransport):
+    """Ulysses' all-to-all pushed by the copy engine through symmetric memory.
+
+    Everything else is inherited: all-gathers and the messages of other axes (a ring's) travel by collectives. Not
+    traceable by `torch.compile`, and not to be captured in a CUDA graph.
+
+    Args:
+        fabric: Memory that peers can write.
+        axis: The ranks whose all-to-all is pushed.
+        slots: Exchanges that may be pending at a time; each takes as much memory as the largest message received.
+    """
+
+    name = "symmetric"
+
+    def __init__(self, fabric: Fabric, axis: Axis, slots: int = 4) -> None:
+        self._fabric = fabric
+        self._axis = axis
+        self._slots = slots
+        self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
+        self._arena: Arena | None = None
+        self._pending: dict[int, tuple[Tensor, Exchange]] = {}
+
+    @classmethod
+    def create(cls, mesh: SequenceMesh, device: torch.device, timeout: timedelta) -> SymmetricTransport:
+        """Returns a transport for the Ulysses groups of a mesh; see `create_transport`."""
+        if reasons := why_unavailable(mesh.ulysses, device):
+            raise RuntimeError(
+                "transport='symmetric' needs the GPUs of a Ulysses group on one host, with access to each other's "
+                f"memory, but {'; '.join(reasons)}. Use transport='collective', or a smaller ulysses_size."
+            )
+        token = [f"symmetric-{uuid.uuid4()}"]
+        dist.broadcast_object_list(token, 0)
+        return cls(CudaFabric(device, token[0], timeout), mesh.ulysses)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of this rank's GPU that slots and flags take now; torch's own statistics lack them."""
+        return self._arena.memory.nbytes if self._arena is not None else 0
+
+    @property
+    def failure(self) -> str | None:
+        """Which peers did not come within the timeout, once one did not; the device is unusable from then on."""
+        return self._fabric.failure
+
+    def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
+        """Starts the pushes; on the Ulysses axis it returns a token without elements, which `wait` takes."""
+        if axis.ranks != self._axis.ranks:
+            return super().all_to_all(message, send, receive, axis)
+        exchange = self.open(send, receive, message.dtype)
+        pieces = message.detach().split(list(send))
+        for step in range(1, axis.size + 1):  # every rank starts with another peer, so that no link is shared
+            peer = (axis.rank + step) % axis.size
+            exchange.push(pieces[peer], peer)
+        token = message.new_empty(0)
+        self._pending[id(token)] = token, exchange  # holding the token keeps its id its own
+        return token
+
+    def wait(self, pending: Tensor) -> Tensor:
+        """Makes the current stream wait for the pieces and copy them out of their slot."""
+        if id(pending) not in self._pending:
+            return super().wait(pending)
+        _, exchange = self._pending.pop(id(pending))
+        return exchange.finish()
+
+    def open(self, send: Sequence[int], receive: Sequence[int], dtype: torch.dtype) -> Exchange:
+        """Begins an exchange whose pieces are pushed one by one, as they become ready.
+
+        All ranks of the Ulysses axis open their exchanges in the same order.
+
+        Args:
+            send: Elements of the piece for each rank: this rank's share of one thing times that rank's of another.
+            receive: Elements that come from each rank.
+            dtype: Of the elements.
+
+        Raises:
+            RuntimeError: If as many exchanges are pending as there are slots, a peer did not come, or the ranks
+                disagree about the sizes.
+            TimeoutError: If a peer does not tell its sizes.
+        """
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+        shape = tuple(n * dtype.itemsize for n in send), tuple(n * dtype.itemsize for n in receive)
+        layout = self._layouts.get(shape)
+        if layout is None:
+            layout = self._layouts[shape] = self._agree(*shape)
+        if self._arena is None or self._arena.capacity < layout.capacity:
+            # Exchanges that are pending keep the arena they began in.
+            self._arena = Arena(self._axis, self._fabric, self._slots, layout.capacity)
+        return Exchange(self._fabric, self._arena, layout, dtype)
+
+    def _agree(self, send: tuple[int, ...], receive: tuple[int, ...]) -> Layout:
+        axis = self._axis
+        sizes = self._fabric.agree(send, axis)
+        coming = tuple(theirs[axis.rank] for theirs in sizes)
+        if coming != receive:
+            raise RuntimeError(
+                f"The ranks {axis.ranks} of the {axis.name} axis disagree: they send {coming} bytes to rank "
+                f"{axis.ranks[axis.rank]}, which expects {receive}."
+            )
+        return Layout(sizes)
+
+
+class Exchange:
+    """One exchange between the ranks of an axis, begun by `SymmetricTransport.open`.
+
+    Push a piece to every rank, this one included, then `finish`.
+    """
+
+    def __init__(self, fabric: Fabric, arena: Arena, layout: Layout, dtype: torch.dtype) -> None:
+        self._fabric = fabric
+        self._arena = arena
+        self._layout = layout
+        self._dtype = dtype
+        self._number, self._slot = arena.begin()
+        self._pieces: dict[int, Tensor] = {}
+        self._awaited: list[Awaited] = []
+        self._pushed: Finished | None = None
+
+    def push(self, piece: Tensor, peer: int) -> None:
+        """Starts to copy ``piece`` to the rank at ``peer`` on the axis, after what the current stream holds so far.
+
+        The piece must not be written to until `finish`.
+
+        Args:
+            piece: Contiguous, of the exchange's dtype and the size given for that peer, any shape.
+            peer: Position on the axis; every one is pushed to once, in any order.
+
+        Raises:
+            ValueError: If the piece does not fit.
+        """
+        arena, slot, me = self._arena, self._slot, self._arena.axis.rank
+        nbytes = self._layout.sizes[me][peer]
+        if not piece.is_contiguous() or piece.dtype is not self._dtype or piece.nbytes != nbytes:
+            raise ValueError(
+                f"The piece for position {peer} of the {arena.axis.name} axis must be contiguous and have "
+                f"{nbytes // self._dtype.itemsize} elements of {self._dtype}; it has {piece.numel()} of {piece.dtype}, "
+                f"strides {piece.stride()}."
+            )
+        if peer in self._pieces:
+            raise ValueError(f"A piece for position {peer} of the {arena.axis.name} axis was pushed already.")
+        self._pieces[peer] = piece = piece.detach().view(-1)
+        if peer == me:
+            return
+        target = arena.piece(slot, self._layout, sender=me, reader=peer)
+        released = Awaited(arena.released(slot, peer), arena.last_sent[slot][peer], arena.axis.ranks[peer])
+
+        def copy() -> None:
+            arena.memory.wait(released.flag, released.value)
+            target.copy_(piece.view(torch.uint8))  # bytes to bytes, both contiguous: the copy engine's work, no kernel
+            arena.memory.signal(peer, arena.arrived(slot, me), self._number)
+
+        self._awaited.append(released)
+        self._pushed = self._fabric.aside(copy)
+        arena.last_sent[slot][peer] = self._number
+
+    def finish(self) -> Tensor:
+        """Returns the received pieces in the order of their senders, 1-D, for work issued later on the current stream.
+
+        Raises:
+            RuntimeError: If a piece was not pushed, or a peer did not come.
+        """
+        if self._fabric.failure is not None:
+            raise RuntimeError(self._fabric.failure)
+        arena, slot, axis = self._arena, self._slot, self._arena.axis
+        if lacking := sorted(set(range(axis.size)) - self._pieces.keys()):
+            raise RuntimeError(f"No piece was pushed to the positions {lacking} of the {axis.name} axis.")
+        senders = [rank for rank in range(axis.size) if rank != axis.rank]
+        awaited = [Awaited(arena.arrived(slot, rank), self._number, axis.ranks[rank]) for rank in senders]
+        what = f"Exchange {self._number} of the {axis.name} axis on rank {axis.ranks[axis.rank]}"
+        with self._fabric.watched(what, arena.memory, self._awaited + awaited):
+            for arrived in awaited:
+                arena.memory.wait(arrived.flag, arrived.value)
+            result = torch.cat([self._received(rank) for rank in range(axis.size)])
+            for rank in senders:
+                arena.memory.signal(rank, arena.released(slot, axis.rank), self._number)
+            if self._pushed is not None:
+                self._pushed.wait()  # from here on the memory of the pieces may be used again
+        arena.pending.remove(slot)
+        return result
+
+    def _received(self, sender: int) -> Tensor:
+        me = self._arena.axis.rank
+        if sender == me:
+            return self._pieces[me]  # copied by the same kernel: the copy engine is slow within one device
+        return self._arena.piece(self._slot, self._layout, sender, me).view(self._dtype)

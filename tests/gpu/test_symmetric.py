@@ -1,0 +1,264 @@
+"""The symmetric transport on GPUs: equal to the collective one, safe with late readers, pushed by copy engines."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from lightning_videoscale.parallel import Axis, CollectiveTransport, SequenceMesh, sequence_parallel_attention
+from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
+from tests.distributed.pool import ProcessPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+Ranks = Callable[[int], ProcessPool]
+LAYERS, DEPTH = 2000, 20
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def symmetric(mesh: SequenceMesh, timeout: float = 60.0) -> SymmetricTransport:
+    return SymmetricTransport.create(mesh, device(), timedelta(seconds=timeout))
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+def start(transport: CollectiveTransport, axis: Axis, shares: tuple[Sequence[int], Sequence[int]], x: Tensor) -> Tensor:
+    """Starts an exchange of pieces of ``tokens · heads`` elements of x."""
+    tokens, heads = shares
+    send = [tokens[axis.rank] * share for share in heads]
+    receive = [share * heads[axis.rank] for share in tokens]
+    return transport.all_to_all(x[: sum(send)], send, receive, axis)
+
+
+# -- equal to collectives ------------------------------------------------------------------------------------------
+
+
+def attention_differences(shapes: int, ulysses_size: int, ring_size: int) -> tuple[float, int]:
+    mesh = SequenceMesh.create("cuda", ulysses_size=ulysses_size, ring_size=ring_size)
+    transport = symmetric(mesh)
+    shape = random.Random(1)  # of the same mind on all ranks
+    torch.manual_seed(dist.get_rank())
+    worst = 0.0
+    for _ in range(shapes):
+        batch, dim, group = shape.randint(1, 3), shape.choice((4, 8, 20)), shape.choice((1, 1, 1, 2))
+        lengths = tuple(shape.randint(1, 40) for _ in range(mesh.sp.size))
+        kv_heads = shape.randint(-(-ulysses_size // group), 9)
+        heads = {"query": kv_heads * group, "key": kv_heads, "value": kv_heads}
+        length = lengths[mesh.sp.rank]
+        inputs = [torch.randn(batch, length, h, dim, device=device(), dtype=torch.float64) for h in heads.values()]
+        cotangent = torch.randn_like(inputs[0])
+        results = []
+        for how in (CollectiveTransport(), transport):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            out = sequence_parallel_attention(leaves[0], leaves[1], leaves[2], mesh, lengths=lengths, transport=how)
+            results.append([out, *torch.autograd.grad(out, leaves, cotangent)])
+        worst = max(worst, *(relative(got, expected) for expected, got in zip(*results, strict=True)))
+    return worst, transport.memory_bytes
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_attention_and_its_gradients_over_random_shapes(gpu_ranks: Ranks, size: int) -> None:
+    for worst, memory_bytes in gpu_ranks(size).run(attention_differences, 200, ulysses_size=size, ring_size=1):
+        assert worst <= 1e-13
+        assert 0 < memory_bytes <= 64 << 20 and memory_bytes % (2 << 20) == 0
+
+
+@pytest.mark.parametrize("ring_size", [1, 2])
+def test_groups_that_are_part_of_the_job(gpu_ranks: Ranks, ring_size: int) -> None:
+    for worst, _ in gpu_ranks(4).run(attention_differences, 20, ulysses_size=2, ring_size=ring_size):
+        assert worst <= 1e-13
+
+
+def message_equality() -> list[bool]:
+    mesh = SequenceMesh.create("cuda", ulysses_size=dist.get_world_size())
+    transport, axis, shape = symmetric(mesh), mesh.ulysses, random.Random(2)
+    equal = []
+    for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.uint8):
+        for _ in range(10):
+            shares = ([shape.randint(1, 999) for _ in axis.ranks], [shape.randint(1, 99) for _ in axis.ranks])
+            elements = torch.randint(256, (shares[0][axis.rank] * sum(shares[1]),), device=device()).to(dtype)
+            results = [how.wait(start(how, axis, shares, elements)) for how in (CollectiveTransport(), transport)]
+            equal.append(torch.equal(*results))
+    return equal
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_messages_of_any_dtype_and_size(gpu_ranks: Ranks, size: int) -> None:
+    for equal in gpu_ranks(size).run(message_equality):
+        assert all(equal) and len(equal) == 40
+
+
+class Delayed(SymmetricTransport):
+    """Holds this rank's stream, and now and then its host, up at random."""
+
+    delays = random.Random()
+
+    def all_to_all(self, *args: Any) -> Tensor:
+        self.delay()
+        return super().all_to_all(*args)
+
+    def wait(self, pending: Tensor) -> Tensor:
+        self.delay()
+        return super().wait(pending)
+
+    def delay(self) -> None:
+        if self.delays.random() < 0.02:
+            torch.cuda._sleep(self.delays.randrange(4_000_000))
+        if self.delays.random() < 0.002:
+            time.sleep(self.delays.random() * 0.005)
+
+
+def repeated_layers() -> float:
+    mesh = SequenceMesh.create("cuda", ulysses_size=dist.get_world_size())
+    transport = Delayed.create(mesh, device(), timedelta(seconds=60))
+    lengths = tuple(20 + 3 * rank for rank in range(mesh.sp.size))
+    torch.manual_seed(dist.get_rank())
+    worst = 0.0
+    for _ in range(LAYERS // DEPTH):
+        x = torch.randn(1, lengths[mesh.sp.rank], 5, 8, device=device(), dtype=torch.float64)
+        weights = torch.rand(DEPTH, 8, device=device(), dtype=torch.float64)
+        results = []
+        for how in (CollectiveTransport(), transport):
+
+            def layer(x: Tensor, weight: Tensor, how: CollectiveTransport = how) -> Tensor:
+                attended = sequence_parallel_attention(x * weight, x, x, mesh, lengths=lengths, transport=how)
+                return 0.7 * x + 0.7 * attended
+
+            leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+            out = leaves[0]
+            for weight in leaves[1]:
+                out = checkpoint(layer, out, weight, use_reentrant=False)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        worst = max(worst, *(relative(got, expected) for expected, got in zip(*results, strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_thousands_of_recomputed_layers_with_random_delays(gpu_ranks: Ranks, size: int) -> None:
+    assert max(gpu_ranks(size).run(repeated_layers)) <= 1e-12
+
+
+# -- safe with late readers ----------------------------------------------------------------------------------------
+
+
+def late_reader(guard: bool) -> list[bool]:
+    """Rank 0 sends everything at once and copies the first message out a tenth of a second late."""
+    mesh = SequenceMesh.create("cuda", ulysses_size=dist.get_world_size())
+    transport, axis = symmetric(mesh), mesh.ulysses
+    shares = [1 << 10] * axis.size, [1 << 10] * axis.size
+    messages = [torch.full((axis.size << 20,), number, device=device()) for number in range(9)]
+    for message in messages[:4]:
+        transport.wait(start(transport, axis, shares, message))
+    assert transport._arena is not None
+    if not guard:
+        memory, heed = transport._arena.memory, transport._arena.memory.wait
+        memory.wait = lambda flag, value: None if flag >= len(memory.flags) // 2 else heed(flag, value)  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    dist.barrier()
+    reading = torch.cuda.Stream()
+    tokens = [start(transport, axis, shares, message) for message in messages[4:8]]
+    reading.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(reading):
+        if axis.rank == 0:
+            torch.cuda._sleep(200_000_000)
+        results = [transport.wait(tokens[0])]
+    # Not after `reading`: the last message goes out while the first has not been read.
+    tokens.append(start(transport, axis, shares, messages[8]))
+    with torch.cuda.stream(reading):
+        results += [transport.wait(token) for token in tokens[1:]]
+    torch.cuda.synchronize()
+    return [bool((result == number).all()) for number, result in enumerate(results, 4)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_slot_is_not_reused_before_its_reader_is_done(gpu_ranks: Ranks, size: int) -> None:
+    assert gpu_ranks(size).run(late_reader, guard=True) == [[True] * 5] * size
+    # Were it not for the flag that the reader sets, the fifth message would lie where the first is read.
+    assert gpu_ranks(size).run(late_reader, guard=False)[0][0] is False
+
+
+# -- pushed by the copy engines ------------------------------------------------------------------------------------
+
+
+def device_activities(exchanges: int) -> list[str]:
+    mesh = SequenceMesh.create("cuda", ulysses_size=dist.get_world_size())
+    transport, axis = symmetric(mesh), mesh.ulysses
+    shares = [500] * axis.size, [1000] * axis.size
+    message = torch.randn(axis.size * 500_000, device=device(), dtype=torch.bfloat16)
+    transport.wait(start(transport, axis, shares, message))
+    torch.cuda.synchronize()
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        for _ in range(exchanges):
+            transport.wait(start(transport, axis, shares, message))
+        torch.cuda.synchronize()
+    return [event.name for event in recorded.events() if event.device_type is DeviceType.CUDA]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_pushes_are_copies_of_memory_and_no_kernel_communicates(gpu_ranks: Ranks, size: int) -> None:
+    for names in gpu_ranks(size).run(device_activities, exchanges=10):
+        copies = [name for name in names if name.startswith(("Memcpy PtoP", "Memcpy DtoD"))]
+        assert len(copies) == 10 * (size - 1), sorted(set(names))
+        assert not [name for name in names if "nccl" in name.lower()]
+        kernels = [name for name in names if not name.startswith(("Mem", "Activity", "Context", "Stream", "Event"))]
+        assert len(kernels) == 10, sorted(set(kernels))  # one that copies out, per exchange
+
+
+# -- a peer that does not come -------------------------------------------------------------------------------------
+
+
+def left_alone() -> list[str]:
+    mesh = SequenceMesh.create("cuda", ulysses_size=2)
+    transport, axis = symmetric(mesh, timeout=2.0), mesh.ulysses
+    x = torch.ones(64, device=device())
+    transport.wait(start(transport, axis, ([4, 4], [4, 4]), x))
+    torch.cuda.synchronize()
+    if dist.get_rank() == 1:
+        time.sleep(10)
+        return []
+    messages = []
+    try:
+        start(transport, axis, ([4, 4], [8, 8]), x)
+    except TimeoutError as error:
+        messages.append(str(error))
+    transport.wait(start(transport, axis, ([4, 4], [4, 4]), x))
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        messages.append(str(error))
+    try:
+        start(transport, axis, ([4, 4], [4, 4]), x)
+    except RuntimeError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_a_missing_peer_is_named_within_the_timeout() -> None:
+    pool = ProcessPool(2, "nccl")
+    try:
+        sizes, device_error, exchange = pool.run(left_alone)[0]
+    finally:
+        pool.stop()  # the device cannot be used again by these processes
+    assert "Rank 0 waited 0:00:02 for ranks [1] of the ulysses axis to tell the sizes" in sizes
+    assert "CUDA" in device_error
+    assert "Exchange 2 of the ulysses axis on rank 0 waited 0:00:02 for ranks [1], which did not come" in exchange

@@ -1,0 +1,328 @@
+"""The symmetric transport's protocol, on threads that stand for ranks and streams; who may use it, and what it says."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor
+
+from lightning_videoscale.parallel import Axis, SequenceMesh, SplitPlan
+from lightning_videoscale.parallel.transport.slots import Layout
+from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
+from lightning_videoscale.parallel.transport.watch import Awaited, missing_ranks
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from tests.distributed.pool import ProcessPool
+
+Ranks = Callable[[int], ProcessPool]
+PATIENCE = 20.0
+
+
+# -- ranks as threads ----------------------------------------------------------------------------------------------
+
+
+class World:
+    """What the ranks have in common: one lock, and what they bring to their meetings."""
+
+    def __init__(self, size: int, guard: bool = True) -> None:
+        self.size = size
+        self.guard = guard  # whether senders heed that a slot is in use
+        self.changed = threading.Condition()
+        self.meetings: dict[tuple[str, int], dict[int, Any]] = {}
+
+    def meet(self, what: str, count: int, rank: int, mine: Any) -> list[Any]:
+        with self.changed:
+            brought = self.meetings.setdefault((what, count), {})
+            brought[rank] = mine
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: len(brought) == self.size, PATIENCE)
+            return [brought[peer] for peer in range(self.size)]
+
+
+class ThreadMemory:
+    """Memory of which every thread can reach every part."""
+
+    def __init__(self, world: World, rank: int, buffers: list[Tensor], flags: list[Tensor]) -> None:
+        self.buffers = buffers
+        self.nbytes = buffers[rank].nbytes
+        self.flags = flags[rank]
+        self._all_flags = flags
+        self._world = world
+
+    def signal(self, rank: int, flag: int, value: int) -> None:
+        with self._world.changed:
+            self._all_flags[rank][flag] = value
+            self._world.changed.notify_all()
+
+    def wait(self, flag: int, value: int) -> None:
+        if flag >= len(self.flags) // 2 and not self._world.guard:
+            return
+        with self._world.changed:
+            assert self._world.changed.wait_for(lambda: self.flags[flag] >= value, PATIENCE)
+
+
+class Pushed:
+    def __init__(self, future: Future[None]) -> None:
+        self.wait = future.result
+
+
+class ThreadFabric:
+    """A rank's own thread stands for its current stream, another for its side stream."""
+
+    failure = None
+
+    def __init__(self, world: World, rank: int, delays: random.Random | None = None) -> None:
+        self._world, self._rank, self._delays = world, rank, delays
+        self._side = ThreadPoolExecutor(1)
+        self._agreements = self._allocations = 0
+
+    def agree(self, numbers: Sequence[int], axis: Axis) -> list[list[int]]:
+        self._agreements += 1
+        return self._world.meet("agree", self._agreements, self._rank, list(numbers))
+
+    def allocate(self, nbytes: int, flags: int, axis: Axis) -> ThreadMemory:
+        self._allocations += 1
+        mine = torch.full((nbytes,), 255, dtype=torch.uint8), torch.zeros(flags, dtype=torch.int32)
+        everyone = self._world.meet("allocate", self._allocations, self._rank, mine)
+        return ThreadMemory(self._world, self._rank, [data for data, _ in everyone], [flags for _, flags in everyone])
+
+    def aside(self, work: Callable[[], None]) -> Pushed:
+        return Pushed(self._side.submit(self._delayed, work))
+
+    def watched(self, what: str, memory: Any, awaited: Sequence[Awaited]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _delayed(self, work: Callable[[], None]) -> None:
+        if self._delays is not None and self._delays.random() < 0.3:
+            time.sleep(self._delays.random() * 0.002)
+        work()
+
+
+def axis_of(rank: int, size: int) -> Axis:
+    return Axis("ulysses", None, tuple(range(10, 10 + size)), rank)  # type: ignore[arg-type]  # no group to exchange by
+
+
+def on_threads(size: int, work: Callable[[SymmetricTransport, int], Any], guard: bool = True) -> list[Any]:
+    """Calls ``work(transport, rank)`` on a thread for each rank and returns the results by rank."""
+    world = World(size, guard)
+    transports = [
+        SymmetricTransport(ThreadFabric(world, rank, random.Random(rank)), axis_of(rank, size)) for rank in range(size)
+    ]
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(work, transport, rank) for rank, transport in enumerate(transports)]
+        return [future.result() for future in futures]
+
+
+def start(
+    transport: SymmetricTransport, axis: Axis, tokens: Sequence[int], heads: Sequence[int], number: int
+) -> Tensor:
+    """Starts an exchange in which the elements from s for r are all `element(number, s, r)`."""
+    send = [tokens[axis.rank] * share for share in heads]
+    receive = [share * heads[axis.rank] for share in tokens]
+    pieces = [torch.full((size,), element(number, axis.rank, peer)) for peer, size in enumerate(send)]
+    return transport.all_to_all(torch.cat(pieces), send, receive, axis)
+
+
+def element(number: int, sender: int, reader: int) -> int:
+    return number * 100 + sender * 10 + reader
+
+
+def expected(axis: Axis, tokens: Sequence[int], heads: Sequence[int], number: int) -> Tensor:
+    senders = torch.tensor([element(number, sender, axis.rank) for sender in range(axis.size)])
+    return senders.repeat_interleave(torch.tensor(tokens) * heads[axis.rank])
+
+
+# -- the protocol --------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, 6).flatmap(
+        lambda n: st.lists(st.lists(st.integers(0, 999), min_size=n, max_size=n), min_size=n, max_size=n)
+    )
+)
+def test_pieces_of_a_slot_do_not_overlap(sizes: list[list[int]]) -> None:
+    layout = Layout(sizes)
+    for reader in range(len(sizes)):
+        end = 0
+        for sender in range(len(sizes)):
+            if sender != reader:
+                start = layout.offsets[sender][reader]
+                assert start >= end and start % 256 == 0
+                end = start + sizes[sender][reader]
+        assert end <= layout.capacity
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_many_exchanges_of_uneven_sizes_with_delays(size: int) -> None:
+    shapes = random.Random(size)
+    cases = [
+        ([shapes.randint(1, 9) for _ in range(size)], [shapes.randint(1, 5) for _ in range(size)]) for _ in range(12)
+    ]
+    rounds = [[shapes.choice(cases) for _ in range(shapes.randint(1, 4))] for _ in range(60)]
+
+    def work(transport: SymmetricTransport, rank: int) -> None:
+        axis, number = axis_of(rank, size), 0
+        for pending in rounds:
+            started = []
+            for tokens, heads in pending:
+                number += 1
+                started.append((start(transport, axis, tokens, heads, number), tokens, heads, number))
+            for token, tokens, heads, its_number in started:
+                assert torch.equal(transport.wait(token), expected(axis, tokens, heads, its_number))
+
+    on_threads(size, work)
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_slot_is_not_reused_before_its_reader_is_done(guard: bool) -> None:
+    """Rank 0 sends all it has and reads late; its peer is ready for the exchange that reuses the first slot."""
+    shape = [3, 2], [1, 2]
+
+    def work(transport: SymmetricTransport, rank: int) -> tuple[bool, bool]:
+        axis = axis_of(rank, 2)
+        tokens = [start(transport, axis, *shape, number) for number in (1, 2, 3, 4)]
+        early = False
+        if rank == 0:
+            assert transport._arena is not None
+            arrived = transport._arena.memory.flags[transport._arena.arrived(0, sender=1)]
+            deadline = time.monotonic() + 0.3
+            while not (early := int(arrived) == 5) and time.monotonic() < deadline:
+                time.sleep(0.001)
+        results = [transport.wait(tokens[0])]
+        tokens.append(start(transport, axis, *shape, 5))
+        results += [transport.wait(token) for token in tokens[1:]]
+        return early, all(torch.equal(got, expected(axis, *shape, n)) for n, got in enumerate(results, 1))
+
+    (early, right), (_, peer_is_right) = on_threads(2, work, guard)
+    assert early is not guard
+    assert right is guard  # without the guard, what rank 0 reads as the first message is the fifth
+    assert peer_is_right
+
+
+def test_memory_grows_with_the_largest_message_and_keeps_what_is_pending() -> None:
+    def work(transport: SymmetricTransport, rank: int) -> list[int]:
+        axis = axis_of(rank, 2)
+        taken = [transport.memory_bytes]
+        small = start(transport, axis, [1, 1], [1, 1], 1)
+        taken.append(transport.memory_bytes)
+        large = start(transport, axis, [100, 300], [1, 1], 2)
+        taken.append(transport.memory_bytes)
+        assert torch.equal(transport.wait(small), expected(axis, [1, 1], [1, 1], 1))
+        assert torch.equal(transport.wait(large), expected(axis, [100, 300], [1, 1], 2))
+        transport.wait(start(transport, axis, [1, 1], [1, 1], 3))
+        return [*taken, transport.memory_bytes]
+
+    # Four slots; 8 bytes from the peer lie on 256, and 300 · 8 from rank 1 on 2 560.
+    assert on_threads(2, work) == [[0, 4 * 256, 4 * 2560, 4 * 2560]] * 2
+
+
+def test_pieces_are_pushed_in_any_order() -> None:
+    def work(transport: SymmetricTransport, rank: int) -> list[float]:
+        exchange = transport.open([2, 2, 2], [2, 2, 2], torch.float32)
+        for peer in (rank, 2, 1, 0):
+            if peer != rank or not exchange._pieces:
+                exchange.push(torch.full((1, 2), float(10 * rank + peer)), peer)
+        return exchange.finish().tolist()
+
+    assert on_threads(3, work)[1] == [1.0, 1.0, 11.0, 11.0, 21.0, 21.0]
+
+
+# -- what it says --------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    def work(transport: SymmetricTransport, rank: int) -> None:
+        transport.open([2, 4], [2, 4] if rank == 0 else [4, 2], torch.float32)
+
+    with pytest.raises(
+        RuntimeError, match=r"ranks \(10, 11\) of the ulysses axis disagree: they send \(8, 8\) bytes to "
+    ):
+        on_threads(2, work)
+
+    def push(transport: SymmetricTransport, rank: int) -> None:
+        exchange = transport.open([2, 2], [2, 2], torch.float32)
+        with pytest.raises(ValueError, match=r"position 1 .* 2 elements of torch.float32; it has 3 of torch.float32"):
+            exchange.push(torch.zeros(3), 1)
+        with pytest.raises(ValueError, match=r"must be contiguous .* strides \(2,\)"):
+            exchange.push(torch.zeros(4)[::2], 1)
+        exchange.push(torch.zeros(2), 0)
+        with pytest.raises(ValueError, match="position 0 of the ulysses axis was pushed already"):
+            exchange.push(torch.zeros(2), 0)
+        with pytest.raises(RuntimeError, match=r"No piece was pushed to the positions \[1\]"):
+            exchange.finish()
+        for _ in range(3):
+            transport.open([2, 2], [2, 2], torch.float32)
+        with pytest.raises(RuntimeError, match="4 exchanges of the ulysses axis are pending"):
+            transport.open([2, 2], [2, 2], torch.float32)
+
+    on_threads(2, push)
+
+
+def test_who_is_missing() -> None:
+    awaited = [Awaited(0, 7, 4), Awaited(1, 7, 5), Awaited(2, 3, 6), Awaited(2, 3, 6)]
+    assert missing_ranks([7, 6, 2], awaited) == [5, 6]
+    assert missing_ranks([8, 7, 3], awaited) == []
+
+
+def unavailable() -> str:
+    try:
+        SymmetricTransport.create(SequenceMesh.create("cpu", ulysses_size=2), torch.device("cpu"), timedelta(seconds=9))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def fit(transport_of_rank: list[Any]) -> str:
+    plan = SplitPlan({}, {}, {}, lambda model, context: lambda: None)
+    strategy = SequenceParallelDDPStrategy(modules=["layer"], plan=plan, transport=transport_of_rank[dist.get_rank()])
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, fast_dev_run=True, enable_progress_bar=False, logger=False
+    )
+    try:
+        trainer.fit(BoringModel())
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return strategy._transport.name if strategy._transport is not None else "none"
+
+
+def test_asked_for_and_not_available_is_an_error_with_the_reasons(ranks: Ranks) -> None:
+    for message in (*ranks(2).run(unavailable), *ranks(2).run(fit, ["symmetric"] * 2)):
+        assert "needs the GPUs of a Ulysses group on one host" in message
+        assert "rank 0: its device is cpu, not a GPU; rank 1: its device is cpu, not a GPU." in message
+        assert "Use transport='collective'" in message
+
+
+def test_ranks_agree_on_the_transport(ranks: Ranks) -> None:
+    for message in ranks(2).run(fit, ["symmetric", "collective"]):
+        assert "different values of transport= for the strategy: rank 0: symmetric, rank 1: collective" in message
+    assert ranks(2).run(fit, ["collective"] * 2) == ["collective"] * 2
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"transport='nccl' is not one of \('collective', 'symmetric'\)"):
+        SequenceParallelDDPStrategy(transport="nccl")  # type: ignore[arg-type]
+
+
+def other_axis() -> list[float]:
+    mesh = SequenceMesh.create("cpu", ulysses_size=1, ring_size=2)
+    transport = SymmetricTransport(ThreadFabric(World(1), 0), mesh.ulysses)
+    message = torch.arange(2.0) + 10 * dist.get_rank()
+    result: list[float] = transport.wait(transport.all_to_all(message, [1, 1], [1, 1], mesh.ring)).tolist()
+    return result
+
+
+def test_other_axes_use_collectives(ranks: Ranks) -> None:
+    assert ranks(2).run(other_axis) == [[0.0, 10.0], [1.0, 11.0]]
