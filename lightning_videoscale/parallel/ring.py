@@ -69,15 +69,13 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, mask: 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
-        out = lse = torch.empty(0)
+        so_far: tuple[Tensor, Tensor] | None = None
         for owner, block in _blocks(key, value, ring):
             k, v = (repeat_heads(x, ring.repeats) for x in block)
-            part, part_lse = attend(query, k, v, ring.scale, _mask_of(owner, mask, ring))
-            if owner == ring.axis.rank:
-                out, lse = part.to(_wide(part)), part_lse
-            else:
-                lse = _merge(out, lse, part, part_lse)
-        out = out.to(query.dtype)
+            part = attend(query, k, v, ring.scale, _mask_of(owner, mask, ring))
+            so_far = part if so_far is None else _merge(*so_far, *part)
+        assert so_far is not None
+        out, lse = so_far[0].to(query.dtype), so_far[1]
         ctx.ring = ring
         ctx.save_for_backward(query, key, value, mask, out, lse)
         return out
@@ -87,18 +85,23 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, mask, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
-        dq = torch.zeros_like(query, dtype=_wide(query))
+        dq = torch.zeros_like(query, dtype=lse.dtype)
         gradient: Tensor | None = None
         for owner, block in _blocks(key, value, ring):
             k, v = (repeat_heads(x, ring.repeats) for x in block)
             mask_of_block = _mask_of(owner, mask, ring)
             part, dk, dv = attend_backward(grad_out, query, k, v, out, lse, ring.scale, mask_of_block)
             dq += part
-            message = torch.stack([sum_heads(x, ring.repeats, dq.dtype).to(dq.dtype) for x in (dk, dv)]).flatten()
-            if gradient is not None:
-                message += ring.transport.wait(gradient)
+            dk, dv = (sum_heads(x, ring.repeats, dq.dtype) for x in (dk, dv))
+            if gradient is None:
+                total = dq.new_empty(block.shape)
+                total[0], total[1] = dk, dv
+            else:
+                total = ring.transport.wait(gradient).view(block.shape)
+                total[0] += dk
+                total[1] += dv
             # What arrives belongs to the block that arrives next; after the last step that is this rank's own.
-            gradient = _pass_on(message, _elements(key, owner - 1, ring), ring)
+            gradient = _pass_on(total.flatten(), _elements(key, owner - 1, ring), ring)
         assert gradient is not None
         dk, dv = ring.transport.wait(gradient).view(2, *key.shape)
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None
@@ -144,22 +147,13 @@ def _mask_of(owner: int, mask: Tensor | None, ring: Ring) -> Tensor | None:
     return mask[:, start : start + ring.lengths[owner]]
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Tensor:
-    """Adds a part to ``out``, in place, and returns the log-sum-exp of both.
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns attention over two sets of keys, from their outputs (B, S, H, D) and log-sum-exps (B, H, S).
 
-    Args:
-        out: (B, S, H, D) in fp32 or wider.
-        lse: (B, H, S).
-        part: (B, S, H, D).
-        part_lse: (B, H, S).
+    The output is fp32 (fp64 for fp64), as the log-sum-exps are.
     """
     merged = torch.logaddexp(lse, part_lse)
     # Where neither had a key both weights are exp(-inf) = 0, and not the NaN of inf - inf.
     shift = merged.masked_fill(merged == -torch.inf, 0.0)
     weight, part_weight = ((x - shift).exp().mT[..., None] for x in (lse, part_lse))
-    out.mul_(weight).addcmul_(part, part_weight)
-    return merged
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return (out * weight).addcmul_(part, part_weight), merged

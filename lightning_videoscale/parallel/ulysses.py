@@ -69,7 +69,7 @@ def check_heads(heads: int, ulysses_size: int) -> None:
     if heads < ulysses_size:
         raise ValueError(
             f"Attention with {heads} heads cannot be spread over ulysses_size={ulysses_size} ranks: every rank needs "
-            f"at least one head. Use ulysses_size <= {heads}."
+            f"at least one head. Use ulysses_size <= {heads}, and ring_size for more ranks."
         )
 
 

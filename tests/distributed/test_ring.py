@@ -22,7 +22,7 @@ from tests.distributed.pool import ProcessPool
 Ranks = Callable[[int], ProcessPool]
 
 # (ring, ulysses) on four ranks; dp is what is left.
-SIZES = [(1, 4), (2, 2), (4, 1), (2, 1), (1, 2)]
+SIZES = [(1, 4), (2, 2), (4, 1), (2, 1), (1, 2), (1, 1)]
 
 
 class Case(NamedTuple):

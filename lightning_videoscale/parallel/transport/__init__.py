@@ -29,7 +29,7 @@ class Transport(Protocol):
 
         Args:
             message: 1-D, contiguous; the pieces for the ranks of the axis, in their order.
-            send: Elements of each piece.
+            send: Elements of each piece; 0 where nothing is sent, as by a ring to all but the next rank.
             receive: Elements that come from each rank.
             axis: The ranks that take part.
 
@@ -38,7 +38,10 @@ class Transport(Protocol):
         """
 
     def wait(self, pending: Tensor) -> Tensor:
-        """Returns the finished result of `all_to_all`; work issued later on the current stream may read it."""
+        """Returns the finished result of `all_to_all`, which is the caller's to read and write.
+
+        Work issued later on the current stream may do so; the host does not wait.
+        """
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
         """Concatenates the ranks' tensors along dim 0.
