@@ -52,6 +52,25 @@ def start(transport: CollectiveTransport, axis: Axis, shares: tuple[Sequence[int
 # -- equal to collectives ------------------------------------------------------------------------------------------
 
 
+def message_equality() -> list[bool]:
+    mesh = SequenceMesh.create("cuda", ulysses_size=dist.get_world_size())
+    transport, axis, shape = symmetric(mesh), mesh.ulysses, random.Random(2)
+    equal = []
+    for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.uint8):
+        for _ in range(10):
+            shares = ([shape.randint(1, 999) for _ in axis.ranks], [shape.randint(1, 99) for _ in axis.ranks])
+            elements = torch.randint(256, (shares[0][axis.rank] * sum(shares[1]),), device=device()).to(dtype)
+            results = [how.wait(start(how, axis, shares, elements)) for how in (CollectiveTransport(), transport)]
+            equal.append(torch.equal(*results))
+    return equal
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_messages_of_any_dtype_and_size(gpu_ranks: Ranks, size: int) -> None:
+    for equal in gpu_ranks(size).run(message_equality):
+        assert all(equal) and len(equal) == 40
+
+
 def attention_differences(shapes: int, ulysses_size: int, ring_size: int) -> tuple[float, int]:
     mesh = SequenceMesh.create("cuda", ulysses_size=ulysses_size, ring_size=ring_size)
     transport = symmetric(mesh)
@@ -88,25 +107,6 @@ def test_groups_that_are_part_of_the_job(gpu_ranks: Ranks, ring_size: int) -> No
         assert worst <= 1e-13
 
 
-def message_equality() -> list[bool]:
-    mesh = SequenceMesh.create("cuda", ulysses_size=dist.get_world_size())
-    transport, axis, shape = symmetric(mesh), mesh.ulysses, random.Random(2)
-    equal = []
-    for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.uint8):
-        for _ in range(10):
-            shares = ([shape.randint(1, 999) for _ in axis.ranks], [shape.randint(1, 99) for _ in axis.ranks])
-            elements = torch.randint(256, (shares[0][axis.rank] * sum(shares[1]),), device=device()).to(dtype)
-            results = [how.wait(start(how, axis, shares, elements)) for how in (CollectiveTransport(), transport)]
-            equal.append(torch.equal(*results))
-    return equal
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_messages_of_any_dtype_and_size(gpu_ranks: Ranks, size: int) -> None:
-    for equal in gpu_ranks(size).run(message_equality):
-        assert all(equal) and len(equal) == 40
-
-
 class Delayed(SymmetricTransport):
     """Holds this rank's stream, and now and then its host, up at random."""
 
@@ -130,6 +130,7 @@ class Delayed(SymmetricTransport):
 def repeated_layers() -> float:
     mesh = SequenceMesh.create("cuda", ulysses_size=dist.get_world_size())
     transport = Delayed.create(mesh, device(), timedelta(seconds=60))
+    Delayed.delays.seed(dist.get_rank())
     lengths = tuple(20 + 3 * rank for rank in range(mesh.sp.size))
     torch.manual_seed(dist.get_rank())
     worst = 0.0
@@ -211,7 +212,7 @@ def device_activities(exchanges: int) -> list[str]:
         for _ in range(exchanges):
             transport.wait(start(transport, axis, shares, message))
         torch.cuda.synchronize()
-    return [event.name for event in recorded.events() if event.device_type is DeviceType.CUDA]
+    return [event.name for event in recorded.events() if event.device_type == DeviceType.CUDA]
 
 
 @pytest.mark.parametrize("size", [2, 4])

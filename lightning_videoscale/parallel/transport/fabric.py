@@ -102,7 +102,7 @@ class CudaMemory:
         self._storage[:offset].zero_()
         torch.cuda.synchronize(device)  # zero before any peer can reach it
         # Holds the peers' memory: the tensors below do not.
-        self._handle = symmetric_memory.rendezvous(self._storage, axis.group)
+        self._handle = symmetric_memory.rendezvous(self._storage, axis.group.group_name)
         whole = [self._handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in range(axis.size)]
         self.buffers = [buffer[offset:] for buffer in whole]
         self.flags = whole[axis.rank][: 4 * flags].view(torch.int32)
