@@ -232,7 +232,10 @@ def _lacks(device: torch.device) -> str:
         from torch.distributed._symmetric_memory import get_backend
 
         backend = get_backend(device)
-        StreamFlags()
+        flag, driver = torch.zeros(1, dtype=torch.int32, device=device), StreamFlags()
+        with torch.cuda.device(device):  # drivers before CUDA 12 know the operations but refuse them by default
+            driver.write(flag.data_ptr(), 1)
+            driver.wait(flag.data_ptr(), 1)
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         return f"torch {torch.__version__} or the driver lacks what is needed ({type(error).__name__}: {error})"
     if backend not in (None, "CUDA"):
