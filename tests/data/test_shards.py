@@ -152,7 +152,7 @@ def test_a_size_that_leads_back_is_no_endless_loop(tmp_path: Path) -> None:
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     shard.write_bytes(bytes(header) + bytes(1024))
-    with pytest.raises(ShardError, match=r"'a\.txt' has the size -512"):
+    with pytest.raises(ShardError, match=r"'a\.txt' has the size -512|invalid offset"):
         scan_members(shard)
 
 

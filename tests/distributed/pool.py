@@ -8,12 +8,13 @@ next `run` starts a fresh one.
 from __future__ import annotations
 
 import os
-import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class ProcessPool:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Calls ``function(*args, **kwargs)`` on every rank and returns the results in rank order."""
+        if not all(process.is_alive() for process, _ in self._workers):
+            self.stop()
         if not self._workers:
             self._start()
         for _, pipe in self._workers:
@@ -48,7 +51,10 @@ class ProcessPool:
             for rank, (process, pipe) in enumerate(self._workers):
                 if rank in results or not (pipe.poll(0.01) or not process.is_alive()):
                     continue
-                ok, value = pipe.recv() if pipe.poll() else (False, f"exit code {process.exitcode}")
+                try:
+                    ok, value = pipe.recv()
+                except (EOFError, OSError):  # the other end is gone
+                    ok, value = False, f"exit code {process.exitcode}"
                 if not ok:
                     self.stop()
                     raise AssertionError(f"rank {rank} of {self.size} failed:\n{value}")
@@ -67,19 +73,18 @@ class ProcessPool:
         self._workers = []
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         context = mp.get_context("spawn")
+        # Ranks meet in a file: of a port that is free now, nobody knows whether it is when the ranks have started.
+        meeting = Path(tempfile.mkdtemp(prefix="ranks-")) / "store"
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self.size, port, self.backend, theirs), daemon=True)
+            process = context.Process(target=_work, args=(rank, self.size, meeting, self.backend, theirs), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
 
 
-def _work(rank: int, size: int, port: int, backend: str, pipe: Connection) -> None:
+def _work(rank: int, size: int, meeting: Path, backend: str, pipe: Connection) -> None:
     # What torchrun would set, so that a Trainer in the worker finds its place.
     os.environ |= {
         "RANK": str(rank),
@@ -88,14 +93,21 @@ def _work(rank: int, size: int, port: int, backend: str, pipe: Connection) -> No
         "LOCAL_WORLD_SIZE": str(size),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": "0",  # unused: the process group exists before a Trainer looks for it
         "TORCHELASTIC_RUN_ID": "tests",
     }
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=60), device_id=device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+        device_id=device,
+    )
     while True:
         try:
             function, args, kwargs = pipe.recv()
