@@ -60,7 +60,8 @@ class RectifiedFlow(pl.LightningModule):
         if self.own_noise:
             noise, t = torch.randn_like(x), torch.rand_like(t)
         tokens = x.shape[2] * x.shape[3] // 2 * x.shape[4] // 2
-        timestep = t[:, None] * torch.linspace(0.5, 1, tokens, dtype=x.dtype) if self.per_token_timesteps else t
+        spread = torch.linspace(0.5, 1, tokens, dtype=x.dtype, device=x.device)
+        timestep = t[:, None] * spread if self.per_token_timesteps else t
         sigma = t.view(-1, 1, 1, 1, 1)
         velocity = self.transformer((1 - sigma) * x + sigma * noise, timestep * 1000, batch["text"]).sample
         return torch.nn.functional.mse_loss(velocity, noise - x)

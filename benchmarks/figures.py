@@ -1,0 +1,128 @@
+"""Draws the figures of the documentation from the files in benchmarks/results.
+
+    pip install matplotlib
+    python benchmarks/figures.py
+
+Every figure whose result file exists is written to docs/figures/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+FIGURES_OF_DOCS = Path(__file__).parents[1] / "docs" / "figures"
+GIB = 2**30
+
+Result = dict[str, Any]
+
+
+def loss_overlay(result: Result) -> None:
+    """Left the curves, right how far each is from that of one GPU in bfloat16."""
+    _, (curves, differences) = plt.subplots(1, 2, figsize=(10, 3.6))
+    styles = ["-", ":", "--", "-.", (0, (1, 3))]
+    reference = np.array(result["rows"][0]["losses"])
+    for row, style in zip(result["rows"], styles, strict=True):
+        gpus = row["ring_size"] * row["ulysses_size"]
+        label = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+        if row["ring_size"] > 1:
+            label += f" (ring {row['ring_size']} x ulysses {row['ulysses_size']})"
+        if row["precision"] != "bf16-mixed":
+            label += ", float32"
+        losses = np.array(row["losses"])
+        curves.plot(losses, linestyle=style, label=label)
+        if row is not result["rows"][0]:
+            differences.semilogy(np.abs(losses - reference) / reference, linewidth=0.8, label=label)
+    curves.set(xlabel="step", ylabel="loss", title="Training loss, bf16-mixed")
+    differences.set(xlabel="step", ylabel="relative", title="Difference from 1 GPU in bf16-mixed")
+    curves.legend(fontsize=8)
+    differences.legend(fontsize=8)
+
+
+def activation_memory(result: Result) -> None:
+    """Activations by length, without and with checkpointing; points are measured, lines fitted."""
+    _, panels = plt.subplots(1, 2, figsize=(10, 3.6))
+    points = [row for row in result["rows"] if "fit" not in row]
+    lines = [row for row in result["rows"] if "fit" in row]
+    for panel, checkpointing in zip(panels, (False, True), strict=True):
+        for line in (line for line in lines if line["activation_checkpointing"] is checkpointing):
+            mine = [p for p in points if all(p[k] == line[k] for k in ("ranks", "activation_checkpointing"))]
+            longest = line["longest_tokens"] or max(p["tokens"] for p in mine)
+            x = np.array([0, longest])
+            y = (line["before_bytes"] + line["constant_bytes"] + line["bytes_per_token"] * x) / GIB
+            label = f"{line['ranks']} GPU{'s' if line['ranks'] > 1 else ''}: {longest / 1e3:.0f}k tokens"
+            (drawn,) = panel.plot(x / 1e3, y, linewidth=1, label=label)
+            measured = [p for p in mine if p["tokens"] <= longest]
+            panel.plot(
+                [p["tokens"] / 1e3 for p in measured],
+                [p["peak_bytes"] / GIB for p in measured],
+                "o",
+                markersize=4,
+                color=drawn.get_color(),
+            )
+        panel.axhline(result["settings"]["cap_gib"], color="gray", linestyle=":", linewidth=1)
+        title = "with" if checkpointing else "without"
+        panel.set(xlabel="thousand tokens", ylabel="peak GiB per GPU", title=f"Wan-1.3B {title} checkpointing")
+        panel.set_ylim(bottom=0)
+        panel.legend(fontsize=8)
+
+
+def attention_layer(result: Result) -> None:
+    """Time of every variant over that of ours (collective) on the same mesh."""
+    rows = [row for row in result["rows"] if "median_ms" in row]
+    meshes = sorted({(row["ring_size"], row["ulysses_size"]) for row in rows})
+    _, panels = plt.subplots(1, len(meshes), figsize=(5 * len(meshes), 3.8), sharey=True, squeeze=False)
+    for panel, mesh in zip(panels[0], meshes, strict=True):
+        here = [row for row in rows if (row["ring_size"], row["ulysses_size"]) == mesh]
+        shapes = list(dict.fromkeys((row["model"], row["tokens_per_rank"]) for row in here))
+        names = list(dict.fromkeys(row["variant"] for row in here))
+        times = {(row["model"], row["tokens_per_rank"], row["variant"]): row["median_ms"] for row in here}
+        width = 0.8 / len(names)
+        for number, name in enumerate(names):
+            heights = [times.get((*shape, name), np.nan) / times[(*shape, names[0])] for shape in shapes]
+            panel.bar(np.arange(len(shapes)) + (number - (len(names) - 1) / 2) * width, heights, width, label=name)
+        panel.axhline(1, color="gray", linewidth=0.8)
+        labels = [f"{model}\n{tokens // 1024}k" if tokens >= 1024 else f"{model}\n{tokens}" for model, tokens in shapes]
+        panel.set_xticks(range(len(shapes)), labels, fontsize=7)
+        panel.set_title(f"ring {mesh[0]} x ulysses {mesh[1]}")
+        panel.legend(fontsize=7)
+    panels[0][0].set_ylabel("time over ours, collective")
+
+
+FIGURES: dict[str, Callable[[Result], None]] = {
+    "parallel-loss_overlay": loss_overlay,
+    "parallel-activation_memory": activation_memory,
+    "parallel-attention_layer": attention_layer,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=FIGURES_OF_DOCS)
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for name, draw in FIGURES.items():
+        for file in sorted(arguments.results.glob(f"{name}-*.json")):
+            result = json.loads(file.read_text())
+            draw(result)
+            machine = result["machine"]
+            plt.suptitle(
+                f"{machine['gpus']} x {machine['gpu'] or 'CPU'}, torch {machine['torch']}, {result['date']}", fontsize=8
+            )
+            plt.tight_layout()
+            target = arguments.output / f"{file.stem}.png"
+            plt.savefig(target, dpi=150)
+            plt.close()
+            print(f"{target} from {file.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""One benchmark on several numbers of ranks: the script starts itself again under torchrun, and collects what it says.
+
+if (task := task_of_worker()) is not None:
+    finish(measure(**task))                          # on every rank
+else:
+    rows = launch(__file__, ranks=4, steps=200)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_TASK, _RESULT = "VIDEOSCALE_BENCHMARK_TASK", "VIDEOSCALE_BENCHMARK_RESULT"
+
+
+def task_of_worker() -> dict[str, Any] | None:
+    """The arguments that `launch` was given, in the processes that it started; None in others."""
+    task: dict[str, Any] | None = json.loads(os.environ.get(_TASK, "null"))
+    return task
+
+
+def finish(result: Any) -> None:
+    """Hands rank 0's result (JSON) to the process that launched this one."""
+    if os.environ["RANK"] == "0":
+        Path(os.environ[_RESULT]).write_text(json.dumps(result))
+
+
+def launch(script: str, ranks: int, **task: Any) -> Any:
+    """Runs a script on ``ranks`` ranks of this machine and returns what rank 0 finished with."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script],
+            env=os.environ | {_TASK: json.dumps(task), _RESULT: str(result)},
+            check=True,
+        )
+        return json.loads(result.read_text())

@@ -1,0 +1,77 @@
+"""How a benchmark takes its times: alternating rounds, medians, the slowest rank."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one variant, each the largest of the ranks' medians.
+
+    Attributes:
+        rounds: Per round, the median of its repeats.
+    """
+
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Over the rounds."""
+        return statistics.median(self.rounds)
+
+    def over(self, other: Times) -> float:
+        """Median of the ratios round by round, in which what changes slowly (clocks, heat) cancels."""
+        return statistics.median(mine / theirs for mine, theirs in zip(self.rounds, other.rounds, strict=True))
+
+
+def alternate(
+    variants: Mapping[str, Run], *, device: torch.device, warm_up: int, repeats: int, rounds: int
+) -> dict[str, Times]:
+    """Times variants that take turns, in every round from another one on; collective over all ranks."""
+    for run in variants.values():
+        for _ in range(warm_up):
+            run()
+    medians: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for number in range(rounds):
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            variants[name]()  # caches and allocator as this variant leaves them
+            medians[name].append(statistics.median(_repeat(variants[name], repeats, device)))
+    return {name: Times(tuple(_slowest(mine, device))) for name, mine in medians.items()}
+
+
+def _repeat(run: Run, repeats: int, device: torch.device) -> list[float]:
+    if device.type == "cpu":
+        return [_on_the_host(run) for _ in range(repeats)]
+    torch.cuda.synchronize()
+    dist.barrier()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for begin, end in events:
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in events]
+
+
+def _on_the_host(run: Run) -> float:
+    begin = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _slowest(values: list[float], device: torch.device) -> list[float]:
+    x = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    slowest: list[float] = x.tolist()
+    return slowest
