@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
@@ -58,29 +59,58 @@ class PlannedLoader:
         sampler: Says which.
         num_workers: Processes that read ahead; 0 reads in this one.
         pin_memory: Whether tensors are put into page-locked memory, from which GPUs copy faster.
+        turn: First micro-batch of the sampler that is read.
+        turns: Step from one that is read to the next.
     """
 
     batch_sampler = None
 
     def __init__(
-        self, reader: MicroBatchReader, sampler: PlannedSampler, num_workers: int = 0, pin_memory: bool = False
+        self,
+        reader: MicroBatchReader,
+        sampler: PlannedSampler,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        turn: int = 0,
+        turns: int = 1,
     ) -> None:
         self.sampler = sampler
+        self._reader = reader
+        self._turn = turn
+        self._turns = turns
         self._loader: DataLoader[Batch] = DataLoader(
             reader,
             batch_size=None,
-            sampler=sampler,
+            sampler=_EveryNth(sampler, turn, turns),
             num_workers=num_workers,
             pin_memory=pin_memory,
             collate_fn=_unchanged,
         )
 
+    def taking_turns(self, turn: int, turns: int) -> PlannedLoader:
+        """Returns a loader of the batches ``turn``, ``turn + turns``, ``turn + 2 * turns``, … of the same sampler.
+
+        Ranks that train on the same batches read them in turn.
+        """
+        reader, loader = self._reader, self._loader
+        return PlannedLoader(reader, self.sampler, loader.num_workers, loader.pin_memory, turn, turns)
+
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(range(self._turn, len(self.sampler), self._turns))
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator, so that workers start at the first batch: Lightning makes the iterator before it sets the epoch.
         yield from self._loader
+
+
+class _EveryNth(Sampler[MicroBatch]):
+    def __init__(self, sampler: PlannedSampler, turn: int, turns: int) -> None:
+        self._sampler = sampler
+        self._turn = turn
+        self._turns = turns
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return islice(self._sampler, self._turn, None, self._turns)
 
 
 def _unchanged(batch: Any) -> Any:

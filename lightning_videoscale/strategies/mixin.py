@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
@@ -34,15 +34,14 @@ from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from lightning_videoscale.strategies.checkpoint import PortableCheckpoints
 from lightning_videoscale.strategies.failure import FirstError, end_processes
-from lightning_videoscale.strategies.randomness import seed_generators
+from lightning_videoscale.strategies.group_batches import GroupBatches
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
-from lightning_videoscale.strategies.sharing import broadcast_batch
+from lightning_videoscale.strategies.sharing import BatchSharing
 
-_Batch = TypeVar("_Batch")
 ModelTransform = Callable[[nn.Module], None]
 
 
-class SequenceParallelMixin(PortableCheckpoints):
+class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
     """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
 
     def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:
@@ -52,6 +51,7 @@ class SequenceParallelMixin(PortableCheckpoints):
         self._transforms: list[ModelTransform] = []
         self._undo_changes: Undo | None = None
         self._first_error: FirstError | None = None
+        self._sharing: BatchSharing | None = None
         self._seed = self._micro_batch = self._stream = 0
         self._loss_weight = 1.0
 
@@ -125,6 +125,8 @@ class SequenceParallelMixin(PortableCheckpoints):
         self._mesh = SequenceMesh.create(
             self.root_device.type, ulysses_size=ulysses_size, ring_size=ring_size, timeout=timeout
         )
+        if self._mesh.sp.size > 1:
+            self._sharing = BatchSharing.create(self._mesh, self.root_device, timeout)
         self.lightning_module._device_mesh = self._mesh.device_mesh  # what `LightningModule.device_mesh` returns
         self._transport = create_transport(
             self._settings.transport, self._mesh, self.root_device, timeout or default_pg_timeout
@@ -209,55 +211,6 @@ class SequenceParallelMixin(PortableCheckpoints):
             # Peers that caused this error are about to print theirs; peers that do not know of it yet wait for nothing.
             end_processes(self.launcher.procs, grace=0.0 if first_here else 5.0)
 
-    # -- one batch, one noise ------------------------------------------------------------------------------------
-
-    def share_batch(self, batch: _Batch) -> _Batch:
-        """Returns the batch of the first rank of this sequence-parallel group, on every rank of the group."""
-        return broadcast_batch(batch, self.mesh.sp, self.root_device)
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        self._seed_step()
-        return self.share_batch(super().batch_to_device(batch, device, dataloader_idx))
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._seed_step()
-        self._loss_weight = _loss_weight(args)
-        return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._seed_step()
-        return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._seed_step()
-        return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._seed_step()
-        return super().predict_step(*args, **kwargs)
-
-    def _seed_step(self) -> None:
-        """Starts a new random stream, so that whatever only some ranks drew before (a callback on rank 0) is undone.
-
-        The place is the number of the training micro-batch, which a checkpoint restores, and how many streams were
-        started since (validation batches, for one).
-        """
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        micro_batch = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        self._stream = self._stream + 1 if micro_batch == self._micro_batch else 0
-        self._micro_batch = micro_batch
-        seed_generators(self._seed, str(trainer.state.stage), self.data_parallel_rank, micro_batch, self._stream)
-
-    @override
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return super().backward(closure_loss * self._loss_weight, *args, **kwargs)
-
 
 def _refuse_compiled(module: nn.Module) -> None:
     """What is compiled already would keep running as it was, without what is added to it here."""
@@ -278,10 +231,3 @@ def _has_submodule(module: nn.Module, path: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-def _loss_weight(args: tuple[Any, ...]) -> float:
-    """The weight that the data plan gives the micro-batch, 1 for a user's own data."""
-    batch = args[0] if args else None
-    meta = batch.get("meta") if isinstance(batch, Mapping) else None
-    return float(getattr(meta, "loss_weight", 1.0))

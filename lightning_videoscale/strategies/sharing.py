@@ -1,54 +1,214 @@
-"""One batch for all ranks of a sequence-parallel group."""
+"""One rank's batch for all ranks of a sequence-parallel group.
+
+`BatchSharing.post`  starts the journey of a batch from one rank to the others (collective over the group)
+`Parcel.open`        waits for its arrival and returns the batch
+
+What a batch is made of travels as one small message between the hosts; its tensors follow in the background, so that
+they are there when they are needed: between devices over a communicator and a stream of their own, or over gloo where
+they shall arrive in host memory. Nothing here starts a thread: all ranks of a group run the same program, so they post
+and open in the same order, and no two collectives can overtake each other.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+import contextlib
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from lightning_videoscale.parallel import Axis
+from lightning_videoscale.parallel import Axis, SequenceMesh
 
-_Batch = TypeVar("_Batch")
+
+class BatchSharing:
+    """Sends batches from any rank of a sequence-parallel group to its others.
+
+    Args:
+        axis: The ranks that share.
+        device: This rank's device.
+        messages: gloo group of these ranks, for descriptions of batches and for tensors in host memory.
+        transfers: Group of these ranks for tensors on the device.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, messages: ProcessGroup, transfers: ProcessGroup) -> None:
+        self.axis = axis
+        self._device = device
+        self._messages = messages
+        self._transfers = transfers
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @classmethod
+    def create(cls, mesh: SequenceMesh, device: torch.device, timeout: timedelta | None) -> BatchSharing:
+        """Makes groups that nothing else uses; collective over all ranks."""
+        rows = mesh.device_mesh.mesh.flatten(1).tolist()
+        messages, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout, backend="gloo")
+        transfers = messages
+        if device.type != "cpu":
+            transfers, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
+        assert messages is not None
+        assert transfers is not None
+        return cls(mesh.sp, device, messages, transfers)
+
+    def post(self, sender: int, produce: Callable[[], Any], *, to_device: bool) -> Parcel:
+        """Starts sharing one batch; collective over the axis.
+
+        Returns as soon as all ranks know what comes, while its tensors are on their way.
+
+        Args:
+            sender: Whose batch it is, as a position on the axis.
+            produce: Called on the sender only, and returns the batch: any picklable object, with tensors anywhere in
+                it. A ``StopIteration`` tells all ranks that there is none; any other error is theirs too.
+            to_device: Whether all tensors shall arrive on the device, else each arrives where it lies on the sender:
+                in host memory or on the device.
+        """
+        rank = self.axis.ranks[sender]
+        mine = self.axis.rank == sender
+        letter, tensors, error = _write(produce, to_device) if mine else (None, [], None)
+        envelope = [letter]
+        try:
+            dist.broadcast_object_list(envelope, rank, group=self._messages, device=torch.device("cpu"))
+        except RuntimeError as failure:
+            failure.add_note(f"Ranks {list(self.axis.ranks)} were sharing a batch that rank {rank} reads.")
+            raise
+        letter = envelope[0]
+        if not isinstance(letter, _Letter):
+            return Parcel(rank, error=error or letter)
+        return self._start_transfer(Parcel(rank, letter), tensors, rank)
+
+    def _start_transfer(self, parcel: Parcel, tensors: list[Tensor], rank: int) -> Parcel:
+        """Sends the tensors where this rank has them, else makes room and receives."""
+        assert parcel.letter is not None
+        if self._stream is not None and any(x.is_cuda for x in tensors):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which computes them
+        for i, spec in enumerate(parcel.letter.tensors):
+            if spec.on_device and self._stream is not None:
+                with torch.cuda.stream(self._stream):
+                    x = tensors[i].to(self._device, non_blocking=True) if tensors else spec.allocate(self._device)
+                    x.record_stream(self._stream)
+                    dist.broadcast(_bytes(x), rank, group=self._transfers)
+            else:
+                x = tensors[i] if tensors else spec.allocate(torch.device("cpu"))
+                work = dist.broadcast(_bytes(x), rank, group=self._messages, async_op=True)
+                assert work is not None
+                parcel.works.append(work)
+            parcel.tensors.append(x)
+        if self._stream is not None:
+            parcel.arrival = self._stream.record_event()
+        return parcel
+
+
+@dataclass
+class Parcel:
+    """A batch on its way.
+
+    Attributes:
+        sender: Global rank that sent it.
+        letter: What it is made of; None if there is no batch.
+        error: Why there is none: the sender's error, or a ``StopIteration``.
+        tensors: The batch's tensors, complete once it has arrived.
+        works: Transfers to wait for.
+        arrival: When what comes to the device is there.
+    """
+
+    sender: int
+    letter: _Letter | None = None
+    error: Exception | None = None
+    tensors: list[Tensor] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
+    arrival: torch.cuda.Event | None = None
+
+    @property
+    def is_end(self) -> bool:
+        """Whether the sender has no more batches."""
+        return isinstance(self.error, StopIteration)
+
+    def open(self) -> Any:
+        """Returns the batch, on this rank; the host waits for host memory only, the device for the device.
+
+        Raises:
+            Exception: The sender's error, if it could not produce the batch.
+        """
+        if self.letter is None:
+            assert self.error is not None
+            raise self.error
+        for work in self.works:
+            work.wait()
+        if self.arrival is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self.arrival)
+            for x in self.tensors:
+                if x.is_cuda:
+                    x.record_stream(stream)  # or its memory might be used again before this stream has read it
+        return _Unpickler(io.BytesIO(self.letter.structure), self.tensors).load()
 
 
 class _TensorSpec(NamedTuple):
-    """Stands for a tensor in the description of a batch."""
-
     shape: torch.Size
     dtype: torch.dtype
-    device_type: str
+    on_device: bool
+
+    def allocate(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-def broadcast_batch(batch: _Batch, axis: Axis, device: torch.device) -> _Batch:
-    """Returns the batch of the axis's first rank, on every rank of the axis; collective over the axis.
+class _Letter(NamedTuple):
+    """A batch without the contents of its tensors."""
 
-    Args:
-        batch: Any nesting of dicts, lists and tuples of tensors and picklable objects.
-        axis: The ranks that share.
-        device: This rank's device, through which tensors travel; a tensor that lay on the CPU returns there.
-    """
-    if axis.size == 1:
-        return batch
-    tensors: list[Tensor] = []
+    structure: bytes
+    tensors: list[_TensorSpec]
 
-    def describe(x: Tensor) -> _TensorSpec:
-        tensors.append(x)
-        return _TensorSpec(x.shape, x.dtype, x.device.type)
 
-    def allocate(spec: _TensorSpec) -> Tensor:
-        tensors.append(torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if spec.device_type == "cpu" else device))
-        return tensors[-1]
+class _Pickler(pickle.Pickler):
+    """Keeps tensors out of the pickle: they travel by themselves."""
 
-    first = axis.rank == 0
-    description: list[Any] = [apply_to_collection(batch, Tensor, describe) if first else None]
-    dist.broadcast_object_list(description, axis.ranks[0], group=axis.group, device=device)
-    shared: _Batch = batch if first else apply_to_collection(description[0], _TensorSpec, allocate)
-    for x in tensors:
-        travelling = x.to(device).contiguous()
-        dist.broadcast(travelling, axis.ranks[0], group=axis.group)
-        if not first and travelling is not x:
-            x.copy_(travelling)
-    return shared
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not Tensor or obj.layout is not torch.strided:
+            return None
+        self.tensors.append(obj.detach().contiguous())
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> Tensor:
+        return self._tensors[pid]
+
+
+def _write(produce: Callable[[], Any], to_device: bool) -> tuple[_Letter | Exception, list[Tensor], Exception | None]:
+    """Returns the message for all ranks, the tensors that follow it, and this rank's error where there is one."""
+    try:
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.dump(produce())
+    except Exception as error:
+        return _portable(error), [], error
+    specs = [_TensorSpec(x.shape, x.dtype, to_device or x.is_cuda) for x in pickler.tensors]
+    return _Letter(file.getvalue(), specs), pickler.tensors, None
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that other processes can receive: itself, or its text if it cannot be pickled both ways."""
+    with contextlib.suppress(Exception):
+        copy = pickle.loads(pickle.dumps(error))
+        if isinstance(copy, type(error)):
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The same memory as bytes, which every backend can send whatever the dtype."""
+    return x.view(-1).view(torch.uint8)

@@ -1,0 +1,111 @@
+"""One batch and one noise for all ranks of a sequence-parallel group, in every loop of the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_videoscale.strategies.group_loader import GroupLoader, changes_batches, keeps_host_batches
+from lightning_videoscale.strategies.randomness import seed_generators
+from lightning_videoscale.strategies.sharing import BatchSharing
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as _Parent
+else:
+    _Parent = object
+
+_Batch = TypeVar("_Batch")
+
+
+class GroupBatches(_Parent):
+    """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`."""
+
+    _sharing: BatchSharing | None
+    _seed: int
+    _micro_batch: int
+    _stream: int
+    _loss_weight: float
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of this rank's batch stream; equal on all ranks of a sequence-parallel group."""
+        raise NotImplementedError
+
+    def share_batch(self, batch: _Batch) -> _Batch:
+        """Returns the batch of the first rank of this sequence-parallel group, on every rank of the group."""
+        if self._sharing is None:
+            return batch
+        shared: _Batch = self._sharing.post(0, lambda: batch, to_device=False).open()
+        return shared
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        loader = super().process_dataloader(dataloader)
+        if self._sharing is None:
+            return loader
+        assert self.lightning_module is not None
+        to_device = not keeps_host_batches(self.lightning_module)
+        return GroupLoader(loader, self._sharing, self._seed_reading, to_device=to_device)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self._seed_step()
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        assert self.lightning_module is not None
+        return self.share_batch(batch) if changes_batches(self.lightning_module) else batch
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._seed_step()
+        self._loss_weight = _loss_weight(args)
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._seed_step()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._seed_step()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._seed_step()
+        return super().predict_step(*args, **kwargs)
+
+    def _seed_step(self) -> None:
+        """Starts a new random stream, so that whatever only some ranks drew before (a callback on rank 0) is undone.
+
+        The place is the number of the training micro-batch, which a checkpoint restores, and how many streams were
+        started since (validation batches, for one).
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        micro_batch = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        self._stream = self._stream + 1 if micro_batch == self._micro_batch else 0
+        self._micro_batch = micro_batch
+        seed_generators(self._seed, str(trainer.state.stage), self.data_parallel_rank, micro_batch, self._stream)
+
+    def _seed_reading(self, *place: int | str) -> None:
+        """Seeds what is drawn while batches are read: by samplers, by datasets, by hooks before the transfer."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        stage, rank = str(trainer.state.stage), self.data_parallel_rank
+        seed_generators(self._seed, "reading", stage, rank, trainer.current_epoch, *place)
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().backward(closure_loss * self._loss_weight, *args, **kwargs)
+
+
+def _loss_weight(args: tuple[Any, ...]) -> float:
+    """The weight that the data plan gives the micro-batch, 1 for a user's own data."""
+    batch = args[0] if args else None
+    meta = batch.get("meta") if isinstance(batch, Mapping) else None
+    return float(getattr(meta, "loss_weight", 1.0))
