@@ -53,11 +53,13 @@ def activation_memory(result: Result) -> None:
     lines = [row for row in result["rows"] if "fit" in row]
     for panel, checkpointing in zip(panels, (False, True), strict=True):
         for line in (line for line in lines if line["activation_checkpointing"] is checkpointing):
-            mine = [p for p in points if all(p[k] == line[k] for k in ("ranks", "activation_checkpointing"))]
+            setting = ("ranks", "activation_checkpointing", "transport")
+            mine = [point for point in points if all(point[name] == line[name] for name in setting)]
             longest = line["longest_tokens"] or max(p["tokens"] for p in mine)
             x = np.array([0, longest])
             y = (line["before_bytes"] + line["constant_bytes"] + line["bytes_per_token"] * x) / GIB
-            label = f"{line['ranks']} GPU{'s' if line['ranks'] > 1 else ''}: {longest / 1e3:.0f}k tokens"
+            transport = ", symmetric" if line["transport"] == "symmetric" else ""
+            label = f"{line['ranks']} GPU{'s' if line['ranks'] > 1 else ''}{transport}: {longest / 1e3:.0f}k tokens"
             (drawn,) = panel.plot(x / 1e3, y, linewidth=1, label=label)
             measured = [p for p in mine if p["tokens"] <= longest]
             panel.plot(

@@ -26,18 +26,27 @@ def task_of_worker() -> dict[str, Any] | None:
 
 
 def finish(result: Any) -> None:
-    """Hands rank 0's result (JSON) to the process that launched this one."""
+    """Hands rank 0's result (JSON) to the process that launched this one; the last one counts."""
     if os.environ["RANK"] == "0":
         Path(os.environ[_RESULT]).write_text(json.dumps(result))
 
 
 def launch(script: str, ranks: int, **task: Any) -> Any:
-    """Runs a script on ``ranks`` ranks of this machine and returns what rank 0 finished with."""
+    """Runs a script on ``ranks`` ranks of this machine and returns what rank 0 finished with.
+
+    Raises:
+        RuntimeError: If rank 0 did not finish with anything.
+    """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script],
             env=os.environ | {_TASK: json.dumps(task), _RESULT: str(result)},
-            check=True,
         )
+        if not result.exists():
+            raise RuntimeError(f"{script} with {task} on {ranks} ranks ended with {done.returncode}; see above.")
+        if done.returncode:
+            print(
+                f"{script} with {task} on {ranks} ranks ended with {done.returncode}, after it had a result; see above."
+            )
         return json.loads(result.read_text())

@@ -51,7 +51,7 @@ TOKENS_PER_FRAME = (SIDE // 2) ** 2
 # Frames that each rank holds. Without checkpointing the cap is reached at about five, with it at about sixty.
 FRAMES = {False: (2, 3, 4, 6, 8), True: (4, 8, 12, 16, 20)}
 COMMON_FRAMES = {False: 8, True: 16}  # of the whole sequence: measured on every number of ranks
-RANKS = (1, 2, 4)
+RUNS = ((1, "collective"), (2, "collective"), (4, "collective"), (4, "symmetric"))  # ranks, transport
 
 
 class Clips(Dataset[dict[str, Tensor]]):
@@ -102,7 +102,8 @@ class Watch(Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         gc.collect()
-        torch.cuda.reset_peak_memory_stats()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         self.before = torch.cuda.memory_allocated()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -148,12 +149,12 @@ def train(frames: list[int], checkpointing: bool, transport: str, tiny: bool) ->
     return [(before, peak, beside) for before, peak, beside in steps.tolist()]
 
 
-def measure(cap_gib: float, transport: str, tiny: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows and the fits of the ranks at hand, without and with checkpointing; collective over them."""
+def measure(cap_gib: float, transport: str, tiny: bool) -> None:
+    """Finishes with the rows and the fits of these ranks, without and with checkpointing; collective over them."""
     ranks = int(os.environ["WORLD_SIZE"])
     rows, fits = [], []
     for checkpointing in (False, True):
-        lengths = [frames * ranks for frames in FRAMES[checkpointing][: 2 if tiny else None]]
+        lengths = [frames * ranks for frames in ((1, 2) if tiny else FRAMES[checkpointing])]
         # Two steps to begin with: the first makes AdamW's states, and in the second DDP arranges its buckets anew.
         steps = train([lengths[0], lengths[0], *lengths], checkpointing, transport, tiny)[2:]
         mine = [
@@ -171,10 +172,11 @@ def measure(cap_gib: float, transport: str, tiny: bool) -> tuple[list[dict[str, 
         ]
         rows += mine
         fits.append(fit(mine, cap_gib))
-    # Last, as it may end in an error. Two in a hundred less, as an allocator cannot use every byte.
+    finish((rows, fits))  # what comes now may end in an error
     if fits[0]["longest_tokens"]:
+        # Two in a hundred less, as an allocator cannot use every byte.
         fits[0] |= try_tokens(int(0.98 * fits[0]["longest_tokens"]), cap_gib, transport)
-    return rows, fits
+    finish((rows, fits))
 
 
 def try_tokens(tokens: int, cap_gib: float, transport: str) -> dict[str, Any]:
@@ -211,30 +213,33 @@ def fit(rows: list[dict[str, Any]], cap_gib: float) -> dict[str, Any]:
 
 
 def compare(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> None:
-    """Adds to each fit what it is beside that of one rank."""
+    """Adds to each fit what it is beside that of one rank; a fall as 1/ranks is a ratio of 1."""
     for line in fits:
-        checkpointing, ranks = line["activation_checkpointing"], line["ranks"]
+        ranks, checkpointing = line["ranks"], line["activation_checkpointing"]
         alone = next(f for f in fits if f["ranks"] == 1 and f["activation_checkpointing"] is checkpointing)
-        if alone["longest_tokens"]:
-            line["longest_over_one_rank"] = round(line["longest_tokens"] / alone["longest_tokens"], 3)
-            # 1 is a fall as 1/ranks; what does not depend on the length is left out here...
-            line["bytes_per_token_times_ranks_over_one_rank"] = round(
-                line["bytes_per_token"] * ranks / alone["bytes_per_token"], 3
-            )
+        if not alone["longest_tokens"]:
+            continue
+        line["longest_over_one_rank"] = round(line["longest_tokens"] / alone["longest_tokens"], 3)
+        per_token = line["bytes_per_token"] * ranks / alone["bytes_per_token"]
+        line["bytes_per_token_times_ranks_over_one_rank"] = round(per_token, 3)
+        # At one length, as measured, without what does not depend on the length.
         tokens = COMMON_FRAMES[checkpointing] * TOKENS_PER_FRAME
-        same = [row for row in rows if row["activation_checkpointing"] is checkpointing and row["tokens"] == tokens]
-        here, one = (next((r for r in same if r["ranks"] == n), None) for n in (ranks, 1))
-        if here and one and one["activation_bytes"]:  # ...and is part of it here
-            line["activations_at_tokens"] = tokens
-            line["activation_bytes_times_ranks_over_one_rank"] = round(
-                here["activation_bytes"] * ranks / one["activation_bytes"], 3
-            )
+        here, one = (
+            next(row["activation_bytes"] for row in rows if row["tokens"] == tokens and _same(row, f))
+            - f["constant_bytes"]
+            for f in (line, alone)
+        )
+        line["compared_at_tokens"] = tokens
+        line["activation_bytes_times_ranks_over_one_rank"] = round(here * ranks / one, 3)
+
+
+def _same(row: dict[str, Any], line: dict[str, Any]) -> bool:
+    return all(row[name] == line[name] for name in ("ranks", "activation_checkpointing", "transport"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cap-gib", type=float, default=40.0)
-    parser.add_argument("--transport", default="collective", choices=["collective", "symmetric"])
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs, where nothing is measured")
     parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
@@ -242,8 +247,7 @@ def main() -> None:
     commit = arguments.commit or provenance.commit()
     rows: list[dict[str, Any]] = []
     fits: list[dict[str, Any]] = []
-    for ranks in RANKS:
-        transport = arguments.transport if ranks > 1 else "collective"
+    for ranks, transport in RUNS[: 3 if arguments.tiny else None]:
         mine = launch(__file__, ranks, cap_gib=arguments.cap_gib, transport=transport, tiny=arguments.tiny)
         rows += mine[0]
         fits += mine[1]
@@ -277,6 +281,6 @@ def show(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     if (task := task_of_worker()) is not None:
-        finish(measure(**task))
+        measure(**task)
     else:
         main()

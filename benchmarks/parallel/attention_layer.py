@@ -110,7 +110,7 @@ def ours(mesh: SequenceMesh, transport: Transport) -> Attention:
 def made_or_why(make: Callable[[], Attention]) -> tuple[Attention | None, str | None]:
     try:
         return make(), None
-    except (ImportError, RuntimeError, ValueError) as error:
+    except Exception as error:  # of libraries that may be missing, or of another version
         return None, f"{type(error).__name__}: {error}"
 
 
@@ -131,10 +131,10 @@ def measure(
         problem, results = variant.problem, None
         if variant.attention is not None:
             try:
-                if heads < variant.ulysses or (heads % variant.ulysses and not variant.ours):
-                    raise ValueError(f"{heads} heads over {variant.ulysses} ranks")
                 results = layer.step(variant.attention)
-            except (AssertionError, RuntimeError, ValueError) as error:
+            except Exception as error:  # whatever others' code raises is a finding; ours must run
+                if variant.ours:
+                    raise
                 problem = f"{type(error).__name__}: {error}"
         if results is None:
             row["problem"] = problem

@@ -5,6 +5,8 @@ Every run sees four clips a step and changes no weight, so that its steps are sa
 
 from __future__ import annotations
 
+import gc
+import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
@@ -57,12 +60,17 @@ class StandingStill(RectifiedFlow):
 
 
 class Result(NamedTuple):
+    """Losses, and of every step the gradients by name, on the host."""
+
     losses: list[float]
     gradients: list[dict[str, Tensor]]
 
 
-def fit(precision: Precision, mesh: Mesh, way: str, transport: str, case: str) -> Result:
-    """Losses and gradients of every step, on the host; in float64 without the model's float32 casts."""
+def fit(precision: Precision, mesh: Mesh, way: str, transport: str, case: str) -> bytes:
+    """The result of a training; in float64 without the model's float32 casts.
+
+    Bytes, as every tensor that is sent as such takes a file descriptor.
+    """
     dp, ring, ulysses = mesh
     settings = CASES[case]
     strategies: dict[str, Callable[..., Strategy]] = {
@@ -88,7 +96,22 @@ def fit(precision: Precision, mesh: Mesh, way: str, transport: str, case: str) -
         model = StandingStill(num_layers=3, ffn_dim=512, **settings["module"])
         clips = Clips(settings["shape"], torch.float32, length=CLIPS * STEPS)  # the same numbers in all precisions
         trainer.fit(model, DataLoader(clips, batch_size=CLIPS // dp))
-    return Result(record.losses, [{name: g.cpu() for name, g in step.items()} for step in record.gradients])
+    end_groups()
+    file = io.BytesIO()
+    torch.save((record.losses, [{name: g.cpu() for name, g in step.items()} for step in record.gradients]), file)
+    return file.getvalue()
+
+
+def end_groups() -> None:
+    """Ends all process groups but the pool's own: hundreds of communicators would fill memory and file descriptors."""
+    gc.collect()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def unpack(result: bytes) -> Result:
+    return Result(*torch.load(io.BytesIO(result)))
 
 
 def error(result: Result, exact: Result) -> float:
@@ -110,8 +133,7 @@ def one_gpu(gpu_ranks: Ranks) -> Callable[[Precision, str], Result]:
 
     @cache
     def reference(precision: Precision, case: str) -> Result:
-        result: Result = gpu_ranks(1).run(fit, precision, (1, 1, 1), "ddp", "collective", case)[0]
-        return result
+        return unpack(gpu_ranks(1).run(fit, precision, (1, 1, 1), "ddp", "collective", case)[0])
 
     return reference
 
@@ -119,7 +141,7 @@ def one_gpu(gpu_ranks: Ranks) -> Callable[[Precision, str], Result]:
 def run_on_all(gpu_ranks: Ranks, precision: Precision, mesh: Mesh, *case: str) -> Result:
     """The result of all ranks: they must have the same gradients, and losses whose mean is that of one device."""
     dp, ring, ulysses = mesh
-    results: list[Result] = gpu_ranks(dp * ring * ulysses).run(fit, precision, mesh, *case)
+    results = [unpack(result) for result in gpu_ranks(dp * ring * ulysses).run(fit, precision, mesh, *case)]
     for result in results[1:]:
         for step, first in zip(result.gradients, results[0].gradients, strict=True):
             assert all(torch.equal(step[name], g) for name, g in first.items())
