@@ -19,10 +19,11 @@ help: ## List the targets
 
 install: $(INSTALLED) ## Create the virtual environment with the pinned versions
 
+# First what builds the package, and DeepSpeed, which comes as source (in seconds: its kernels are not compiled).
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed and $(PYTHON) is " + sys.version.split()[0] + "; name another with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from typing_extensions import override
 
 from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.parallel.transport.symmetric import TransportName
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 
@@ -41,6 +44,7 @@ class SequenceParallelDeepSpeedStrategy(SequenceParallelMixin, DeepSpeedStrategy
         modules: As for `SequenceParallelDDPStrategy`.
         plan: As for `SequenceParallelDDPStrategy`.
         activation_checkpointing: As for `SequenceParallelDDPStrategy`.
+        transport: As for `SequenceParallelDDPStrategy`.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DeepSpeedStrategy``: offloading, bucket sizes, or a whole ``config``, which then
             says the stage.
@@ -59,6 +63,7 @@ class SequenceParallelDeepSpeedStrategy(SequenceParallelMixin, DeepSpeedStrategy
         modules: list[str] | None = None,
         plan: SplitPlan | None = None,
         activation_checkpointing: bool = False,
+        transport: TransportName = "collective",
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
@@ -74,7 +79,9 @@ class SequenceParallelDeepSpeedStrategy(SequenceParallelMixin, DeepSpeedStrategy
                 "the strategy's ulysses_size and ring_size say how sequences are split."
             )
         self._init_sequence_parallel(
-            SequenceParallelSettings(ulysses_size, ring_size, modules, plan, activation_checkpointing)
+            SequenceParallelSettings(
+                ulysses_size, ring_size, modules, plan, activation_checkpointing, transport=transport
+            )
         )
 
     @override
@@ -121,8 +128,22 @@ class SequenceParallelDeepSpeedStrategy(SequenceParallelMixin, DeepSpeedStrategy
         super()._initialize_deepspeed_inference(model)
         self._undo_changes = self._change_networks(model)
 
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        # DeepSpeed would count micro-batches across the end of an epoch, where Lightning starts to count anew.
+        return False
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        yield  # ZeRO reduces when it must, and the boundary that `backward` sets is all it needs to know
+
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        is_due = not self.lightning_module.trainer.fit_loop._should_accumulate()
+        self.deepspeed_engine.set_gradient_accumulation_boundary(is_due)
         # Lightning has divided the loss by the number of accumulated micro-batches, and DeepSpeed would do so again.
         return super().backward(closure_loss, *args, **({"scale_wrt_gas": False} | kwargs))
 

@@ -34,9 +34,9 @@ class Clips(Dataset[dict[str, Tensor]]):
 
     def __init__(self, shape: tuple[int, int, int]) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.latents, self.noise = torch.randn(2, 16, 4, *shape, generator=generator)
-        self.timestep = torch.rand(16, generator=generator)
-        self.text = torch.randn(16, 5, 16, generator=generator)
+        self.latents, self.noise = torch.randn(2, 12, 4, *shape, generator=generator)
+        self.timestep = torch.rand(12, generator=generator)
+        self.text = torch.randn(12, 5, 16, generator=generator)
 
     def __len__(self) -> int:
         return len(self.latents)
@@ -90,8 +90,6 @@ class Record(Callback):
         self.losses.append(float(loss))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        if trainer.fit_loop._should_accumulate():  # DeepSpeed's engine is asked for a step after every micro-batch
-            return
         gradients = {name: self.gradient(p) for name, p in module.named_parameters() if p.requires_grad}
         self.gradients.append(gradients)
 
@@ -141,7 +139,10 @@ Result = tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def fit(case: str, dtype: torch.dtype, stage: int | None = None, mesh: Mesh = (1, 1, 1), late: bool = False) -> Result:
-    """Two optimizer steps of two micro-batches of four samples each; without a stage, on one device."""
+    """One epoch of three micro-batches of four samples; a step after two of them, and another at the end.
+
+    Without a stage, on one device.
+    """
     shape, module, settings, clip = CASES[case]
     dp, ring, ulysses = mesh
     record = Record() if stage is None else RecordUnderDeepSpeed()
