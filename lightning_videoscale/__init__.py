@@ -11,6 +11,7 @@ from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.strategies import (
     SequenceParallelDDPStrategy,
     SequenceParallelDeepSpeedStrategy,
+    SequenceParallelFSDP2Strategy,
     register_strategies,
 )
 
@@ -18,6 +19,7 @@ __all__ = [
     "BucketBudget",
     "SequenceParallelDDPStrategy",
     "SequenceParallelDeepSpeedStrategy",
+    "SequenceParallelFSDP2Strategy",
     "VideoDataModule",
     "callbacks",
     "cost",

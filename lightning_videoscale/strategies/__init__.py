@@ -2,6 +2,7 @@
 
 `SequenceParallelDDPStrategy`        registered as "ulysses_ddp" and "usp_ddp"
 `SequenceParallelDeepSpeedStrategy`  registered as "ulysses_deepspeed_stage_1", "..._2" and "..._3"
+`SequenceParallelFSDP2Strategy`      registered as "ulysses_fsdp2" and "usp_fsdp2"
 `register_strategies`                makes the names known to Lightning; importing `lightning_videoscale` does it
 """
 
@@ -11,8 +12,14 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_videoscale.strategies.ddp import SequenceParallelDDPStrategy
 from lightning_videoscale.strategies.deepspeed import SequenceParallelDeepSpeedStrategy
+from lightning_videoscale.strategies.fsdp2 import SequenceParallelFSDP2Strategy
 
-__all__ = ["SequenceParallelDDPStrategy", "SequenceParallelDeepSpeedStrategy", "register_strategies"]
+__all__ = [
+    "SequenceParallelDDPStrategy",
+    "SequenceParallelDeepSpeedStrategy",
+    "SequenceParallelFSDP2Strategy",
+    "register_strategies",
+]
 
 
 def register_strategies() -> None:
@@ -26,6 +33,17 @@ def register_strategies() -> None:
         "usp_ddp",
         SequenceParallelDDPStrategy,
         description="DDP with Ulysses in rings of two over the devices of each node",
+        ring_size=2,
+    )
+    StrategyRegistry.register(
+        "ulysses_fsdp2",
+        SequenceParallelFSDP2Strategy,
+        description="FSDP2 with Ulysses sequence parallelism over the devices of each node",
+    )
+    StrategyRegistry.register(
+        "usp_fsdp2",
+        SequenceParallelFSDP2Strategy,
+        description="FSDP2 with Ulysses in rings of two over the devices of each node",
         ring_size=2,
     )
     for stage in (1, 2, 3):

@@ -1,0 +1,236 @@
+"""Sequence parallelism over sharded parameters: `SequenceParallelFSDP2Strategy`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from typing_extensions import override
+
+from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.parallel.transport.symmetric import TransportName
+from lightning_videoscale.strategies.mixin import SequenceParallelMixin
+from lightning_videoscale.strategies.precision import check_precision
+from lightning_videoscale.strategies.randomness import seed_generators
+from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.strategies.units import (
+    broadcast_from_first,
+    declared_networks,
+    materialize,
+    plan_units,
+    replicated_tensors,
+    shard_units,
+    sharded_modules,
+    untracked_parameters,
+)
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+@dataclass(frozen=True)
+class _FSDP2Settings(SequenceParallelSettings):
+    """Beside what all strategies share, what the ranks must agree on here."""
+
+    replicas: int
+    shard_frozen: list[str] | None
+
+
+class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy):
+    """Fully sharded parameters, gradients and optimizer states, whose ranks also share sequences.
+
+    As `SequenceParallelDDPStrategy`, but each rank keeps only a slice of every parameter. Each transformer block is
+    gathered when it runs and freed after it; gradients are averaged over all ranks and equal those of one device with
+    the group's batch. The LightningModule needs no ``configure_model``; one that it has is respected, also where it
+    builds on the meta device, but must leave ``fully_shard`` to the strategy. Registered as ``"ulysses_fsdp2"``.
+
+    Sharded block by block are the networks whose sequence is split and others that train and whose class declares its
+    blocks (as diffusers' and transformers' do); a network must then be used by calling it. What else is trained is
+    gathered for the whole step. What is frozen is kept whole on every rank.
+
+    Precisions are 32-true, bf16-mixed, bf16-true and 64-true. Under bf16-mixed the blocks' matrices travel in bfloat16
+    and the results are those of DDP (see `precision`); gradients are always averaged in float32 or more.
+
+    Args:
+        ulysses_size: Ranks that trade sequence slices for heads. Left out, ``ulysses_size * ring_size`` is the number
+            of devices of a node.
+        ring_size: Ranks that pass keys and values around, each a Ulysses group of its own (USP).
+        modules: Paths, within the LightningModule, of the networks whose sequence is split. Left out, the one network
+            that has a plan.
+        plan: What is split where in the one network that ``modules`` names. Left out, the plan registered for its
+            class.
+        activation_checkpointing: Keep only the inputs of every transformer block and compute the rest again in
+            backward.
+        replicas: Copies of the model, each sharded over ``world size / replicas`` neighbouring ranks (hybrid sharding).
+            With one copy per node, parameters travel inside the nodes and only gradients between them.
+        shard_frozen: Paths of frozen networks to shard too, such as a large text encoder.
+        transport: How Ulysses messages travel, see `SequenceParallelDDPStrategy`.
+        process_group_backend: As for Lightning's ``ModelParallelStrategy``.
+        timeout: How long a collective may wait for a rank that does not come.
+
+    Raises:
+        ValueError: At the start of ``fit``, if the devices do not form whole groups or replicas, no network has a
+            plan, a network has fewer attention heads than ``ulysses_size``, the precision is not supported, or the
+            model is sharded already.
+        RuntimeError: At the start of ``fit``, if the transport asked for is not available, with the reason.
+    """
+
+    def __init__(
+        self,
+        ulysses_size: int | None = None,
+        ring_size: int = 1,
+        modules: list[str] | None = None,
+        plan: SplitPlan | None = None,
+        activation_checkpointing: bool = False,
+        replicas: int = 1,
+        shard_frozen: list[str] | None = None,
+        transport: TransportName = "collective",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self._sharding = _FSDP2Settings(
+            ulysses_size,
+            ring_size,
+            modules,
+            plan,
+            activation_checkpointing,
+            replicas,
+            shard_frozen,
+            transport=transport,
+        )
+        self._init_sequence_parallel(self._sharding)
+        self._sharded: weakref.WeakSet[pl.LightningModule] = weakref.WeakSet()
+        self._undefined: list[str] = []
+
+    @override
+    def setup_environment(self) -> None:
+        check_precision(self.precision_plugin, type(self).__name__)
+        # Not the parent's: it would also build a mesh (data_parallel, tensor_parallel).
+        self._setup_distributed()
+        self._create_mesh(self.num_processes, self._timeout)
+        self._device_mesh = self.mesh.device_mesh
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        # Not the parent's: it refuses a LightningModule without configure_model, and one tensor on the meta device
+        # makes it reinitialize all tensors of the LightningModule.
+        assert self.lightning_module is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._refuse_sharded(self.lightning_module)
+        self._change_model()
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        if self.lightning_module not in self._sharded:
+            self._shard(self.lightning_module)
+            self._sharded.add(self.lightning_module)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _refuse_sharded(self, module: pl.LightningModule) -> None:
+        sharded = [] if module in self._sharded else sharded_modules(module)
+        if sharded:
+            raise ValueError(
+                f"fully_shard was applied before {type(self).__name__} could shard the model itself, to {sharded}: "
+                "leave it out of configure_model, and use a LightningModule with the Trainer that sharded it."
+            )
+
+    def _shard(self, module: pl.LightningModule) -> None:
+        """Shards a LightningModule unit by unit, so that a device never holds the whole of it; collective."""
+        wanted = self._sharding.shard_frozen or []
+        paths = [*wanted, *self._plans(module), *declared_networks(module)]
+        networks = [
+            path
+            for path in dict.fromkeys(paths)
+            if path in wanted or any(parameter.requires_grad for parameter in module.get_submodule(path).parameters())
+        ]
+        units = plan_units(module, networks, self.precision_plugin)
+        shard_units(module, units, self._create_sharding_mesh(), self.root_device)
+        seed_generators(self._seed, "initial weights")  # on all ranks the same, as replicas must start equal
+        self._undefined = materialize(module, self.root_device)
+        self.model_to_device()
+        broadcast_from_first(replicated_tensors(module), self.root_device)
+        # Lightning calls the steps of a LightningModule, not its forward, on which FSDP2's hooks are. A LightningModule
+        # that trains nothing of its own has no hooks: its networks, entered through their forward, are roots each.
+        if isinstance(module, FSDPModule):
+            for step in _STEPS:
+                register_fsdp_forward_method(module, step)
+        count = sum(bool(unit.parameters) for unit in units)
+        rank_zero_info(f"FSDP2: {count} units over {self.world_size} ranks, {self._sharding.replicas} replica(s).")
+
+    def _create_sharding_mesh(self) -> DeviceMesh:
+        """All ranks, dp × ring × ulysses flattened, as (shard,) or (replicate, shard); collective over them."""
+        replicas, device_type = self._sharding.replicas, self.root_device.type
+        if replicas < 1 or self.world_size % replicas:
+            raise ValueError(
+                f"replicas={replicas} does not divide the {self.world_size} devices: choose a divisor of it."
+            )
+        if replicas == 1:
+            assert dist.group.WORLD is not None
+            return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=("shard",))
+        ranks = torch.arange(self.world_size).view(replicas, -1)
+        groups = [
+            dist.new_subgroups_by_enumeration(rows.tolist(), timeout=self._timeout)[0] for rows in (ranks.T, ranks)
+        ]
+        return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._without_backward(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._without_backward(super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._without_backward(super().predict_step, *args, **kwargs)
+
+    def _without_backward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Frees the LightningModule's own gathered parameters, as backward does after a training step."""
+        self._refuse_undefined()
+        output = step(*args, **kwargs)
+        module: Any = self.lightning_module
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        return output
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        self._undefined = []
+
+    def _refuse_undefined(self) -> None:
+        if self._undefined:
+            raise ValueError(
+                f"{self._undefined} were built on the meta device and nothing defines their values. Give their modules "
+                "a reset_parameters(), build them on a real device, or start from a checkpoint with ckpt_path=."
+            )
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._refuse_undefined()
+        assert self.lightning_module is not None
+        unfrozen = untracked_parameters(self.lightning_module)
+        if unfrozen:
+            raise ValueError(
+                f"{unfrozen} were frozen, hence kept whole, when the model was sharded, and train now. Let them "
+                "require gradients before fit, and freeze them in on_fit_start if they are to train later."
+            )

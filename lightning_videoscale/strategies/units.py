@@ -1,0 +1,193 @@
+"""What is sharded together: the units of `fully_shard`, and their common start on all ranks.
+
+Every transformer block is a unit, gathered when the block runs and freed after it; what a network holds beside its
+blocks is another. What the LightningModule trains outside of these networks (a bare ``nn.Parameter``, an embedding)
+forms the last unit, gathered for the whole of ``training_step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_videoscale.strategies.blocks import find_blocks
+from lightning_videoscale.strategies.precision import (
+    full_policy,
+    rests_in_full,
+    rounded_by_autocast,
+    rounded_policy,
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together when their module runs.
+
+    Attributes:
+        path: Where the module is in the LightningModule; ``""`` is the LightningModule itself.
+        parameters: Some or all of the parameters under the module.
+        policy: In which dtype they travel.
+    """
+
+    path: str
+    parameters: tuple[nn.Parameter, ...]
+    policy: MixedPrecisionPolicy
+
+
+def plan_units(root: nn.Module, networks: Iterable[str], plugin: Precision) -> list[Unit]:
+    """Divides the parameters of a LightningModule into units, outer modules first.
+
+    Args:
+        root: The LightningModule, not yet sharded.
+        networks: Paths of networks to shard block by block; they must be used by calling them.
+        plugin: The Trainer's precision.
+
+    Raises:
+        ValueError: If trainable parameters of one unit differ in dtype.
+    """
+    units: list[Unit] = []
+    taken: set[nn.Parameter] = set()
+
+    def add(path: str, parameters: Iterable[nn.Parameter], policy: MixedPrecisionPolicy) -> None:
+        mine = tuple(dict.fromkeys(parameter for parameter in parameters if parameter not in taken))
+        dtypes = {parameter.dtype for parameter in mine if parameter.requires_grad}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"The trainable parameters of {path or 'the LightningModule'} are stored in several dtypes "
+                f"({sorted(map(str, dtypes))}) and cannot be sharded together: load the model in one dtype."
+            )
+        taken.update(mine)
+        units.append(Unit(path, mine, policy))
+
+    for path in networks:
+        network = root.get_submodule(path)
+        blocks = {name: set(block.parameters()) for name, block in _blocks(network).items()}
+        if rests_in_full(plugin):
+            blocks = {name: rounded_by_autocast(network, name) for name in blocks}
+        in_blocks = set().union(*blocks.values())
+        # The network before its blocks: it also holds those of their parameters that travel in full, and
+        # `fully_shard` does not look into what is sharded already.
+        add(path, (p for p in network.parameters() if p not in in_blocks), full_policy(plugin))
+        for name, parameters in blocks.items():
+            ordered = (p for p in network.get_submodule(name).parameters() if p in parameters)
+            add(f"{path}.{name}", ordered, rounded_policy() if rests_in_full(plugin) else full_policy(plugin))
+    elsewhere = [p for p in root.parameters() if p.requires_grad and p not in taken]
+    if elsewhere:
+        add("", elsewhere, full_policy(plugin))
+        units.insert(0, units.pop())
+    return units
+
+
+def _blocks(network: nn.Module) -> dict[str, nn.Module]:
+    try:
+        return find_blocks(network)
+    except ValueError:  # a network without blocks is one unit
+        return {}
+
+
+def declared_networks(root: nn.Module) -> list[str]:
+    """Returns the outermost modules whose class declares its blocks, as those of diffusers and transformers do."""
+    found: list[str] = []
+    for path, module in root.named_modules():
+        declares = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None)
+        if path and declares and not any(path.startswith(f"{outer}.") for outer in found):
+            found.append(path)
+    return found
+
+
+def sharded_modules(root: nn.Module) -> list[str]:
+    """Returns the paths of the modules to which ``fully_shard`` was applied."""
+    return [path or type(root).__name__ for path, module in root.named_modules() if isinstance(module, FSDPModule)]
+
+
+def shard_units(root: nn.Module, units: Iterable[Unit], mesh: DeviceMesh, device: torch.device) -> None:
+    """Shards every unit over the mesh, starting from rank 0's values; collective over all ranks.
+
+    Raises:
+        ValueError: If a trainable parameter is shared between units.
+    """
+    for unit in units:
+        module = root.get_submodule(unit.path)
+        broadcast_from_first(unit.parameters, device)
+        fully_shard(
+            module,
+            mesh=mesh,
+            # A step of the LightningModule may call its forward and go on: its own parameters stay for the whole step.
+            reshard_after_forward=bool(unit.path),
+            mp_policy=unit.policy,
+            ignored_params=set(module.parameters()) - set(unit.parameters),
+        )
+    shared = untracked_parameters(root)
+    if shared:
+        raise ValueError(f"{shared} are shared with modules that are sharded apart from theirs: untie them.")
+
+
+def untracked_parameters(root: nn.Module) -> list[str]:
+    """Returns the names of trainable parameters that are not sharded, whose gradients nobody would average."""
+    return [
+        name
+        for name, parameter in root.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    ]
+
+
+def replicated_tensors(root: nn.Module) -> Iterator[Tensor]:
+    """Yields the parameters and buffers that are not sharded."""
+    return (tensor for tensor in chain(root.parameters(), root.buffers()) if not isinstance(tensor, DTensor))
+
+
+def broadcast_from_first(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Moves tensors to the device, in place, with rank 0's values; leaves those on the meta device alone.
+
+    Ranks that built their model from random numbers of their own would otherwise each keep a shard of another model.
+    """
+    for tensor in tensors:
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device).contiguous()
+            dist.broadcast(tensor.data, 0)
+
+
+def materialize(root: nn.Module, device: torch.device) -> list[str]:
+    """Gives memory and initial values to what was built on the meta device; the rest keeps its values.
+
+    Args:
+        root: The LightningModule.
+        device: Where the tensors come to lie.
+
+    Returns:
+        Names of parameters and buffers whose modules have no ``reset_parameters``: a checkpoint must bring their
+        values.
+
+    Raises:
+        ValueError: If no checkpoint can, as they are buffers that checkpoints leave out.
+    """
+    undefined: list[str] = []
+    lost: list[str] = []
+    for path, module in root.named_modules():
+        own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        names = [name for name, tensor in own if tensor.is_meta]
+        if not names:
+            continue
+        module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x, recurse=False)
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+            continue
+        for name in names:
+            saved = name not in module._non_persistent_buffers_set
+            (undefined if saved else lost).append(f"{path}.{name}" if path else name)
+    if lost:
+        raise ValueError(
+            f"The buffers {lost} were built on the meta device, and neither their modules' reset_parameters() nor a "
+            "checkpoint brings their values: build these modules on a real device."
+        )
+    return undefined
