@@ -1,13 +1,14 @@
 """The command line `videoscale`. One command per file.
 
 `videoscale doctor`   checks versions, GPUs and links, and says what to do about what it finds
+`videoscale export`   writes the trained weights of a checkpoint for diffusers' ``from_pretrained``
 """
 
 from __future__ import annotations
 
 import argparse
 
-from lightning_videoscale.cli import doctor
+from lightning_videoscale.cli import doctor, export
 
 
 def main(args: list[str] | None = None) -> int:
@@ -15,6 +16,7 @@ def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="videoscale", description="Tools around lightning-videoscale.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_command(commands)
+    export.add_command(commands)
     options = parser.parse_args(args)
     status: int = options.run(options)
     return status

@@ -53,8 +53,10 @@ class PortableCheckpoints(_Parent):
         """The mesh of ranks."""
         raise NotImplementedError
 
-    def _change_model(self) -> None:
-        raise NotImplementedError
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # transforms can add parameters, and the precision can widen them
 
     @property
     @override
@@ -124,8 +126,6 @@ class PortableCheckpoints(_Parent):
             CheckpointError: If it is no checkpoint that can be loaded.
         """
         path = _local(self.broadcast(checkpoint_path))
-        if not self.restore_checkpoint_after_setup:
-            self._change_model()  # transforms can add parameters
         if path.is_file():
             return read_single_file(path, trusted=weights_only is False)
         folder = CheckpointFolder(path, trusted=weights_only is False)
@@ -143,8 +143,9 @@ class PortableCheckpoints(_Parent):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         saved = SavedTensors.of(checkpoint["state_dict"])
-        held = self.lightning_module.state_dict()
-        self.lightning_module.load_state_dict({name: saved.read(name, held.get(name)) for name in saved}, strict=strict)
+        shards = {name: held for name, held in self.lightning_module.state_dict().items() if isinstance(held, DTensor)}
+        values = {name: saved.read(name, shards.get(name)) for name in saved}
+        self.lightning_module.load_state_dict(values, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@
 `write_checkpoint`   writes a folder, all ranks together; a folder is complete or not there
 `CheckpointFolder`   reads one, each rank for itself: any tensor, whole or as this rank holds it
 `read_single_file`   reads what a strategy of Lightning's saved
+`read_weights`       reads the weights of either, without a Trainer
 
 Tensors are named by where they are in nested dicts: ``("state_dict", "blocks.0.weight")``. Nothing that is read from a
 checkpoint is executed: ``meta.pt`` is loaded with ``weights_only=True`` and ``.metadata``, which is a pickle, by an
@@ -170,6 +171,29 @@ class CheckpointFolder:
         planner.set_up_planner({key: target}, self._metadata, is_coordinator=True)
         self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         return target
+
+
+def read_weights(path: str | Path, module: str = "") -> dict[str, Tensor]:
+    """Reads the weights of a checkpoint without a Trainer, as for ``model.load_state_dict(read_weights(path, "net"))``.
+
+    Args:
+        path: A checkpoint of ours, or a single file of Lightning's.
+        module: Path, within the LightningModule, of the network whose weights are wanted; all if empty.
+
+    Returns:
+        Whole tensors on the CPU, by their names within the network.
+
+    Raises:
+        CheckpointError: If that is no checkpoint, or nothing in it belongs to the network.
+    """
+    path = Path(path)
+    values = read_single_file(path)["state_dict"] if path.is_file() else CheckpointFolder(path).tensors("state_dict")
+    prefix = f"{module}." if module else ""
+    weights = {name.removeprefix(prefix): values[name] for name in values if name.startswith(prefix)}
+    if not weights:
+        children = sorted({name.split(".")[0] for name in values})
+        raise CheckpointError(f"{path} has no weights of a module {module!r}; it has those of {children}.")
+    return weights
 
 
 def read_single_file(file: Path, trusted: bool = False) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport.symmetric import TransportName
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.strategies.zero_checkpoint import ZeroCheckpoints
 
 
-class SequenceParallelDeepSpeedStrategy(SequenceParallelMixin, DeepSpeedStrategy):
+class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, DeepSpeedStrategy):
     """DeepSpeed's ZeRO whose ranks also share sequences: groups of ranks work on one batch together.
 
     ZeRO partitions optimizer states (stage 1), gradients (2) and parameters (3) over all ranks, dp × sp, which is also

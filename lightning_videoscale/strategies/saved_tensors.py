@@ -59,6 +59,17 @@ class SavedTensors(MutableMapping[str, Any]):
             return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
         return value
 
+    def copy(self) -> SavedTensors:
+        """Returns another of the same entries."""
+        return SavedTensors(self._entries)
+
+    def __or__(self, other: Mapping[str, Any]) -> SavedTensors:
+        return self.copy().__ior__(other)
+
+    def __ior__(self, other: Mapping[str, Any]) -> SavedTensors:
+        self.update(other)
+        return self
+
     @override
     def __getitem__(self, name: str) -> Any:
         return self.read(name, None)
