@@ -7,6 +7,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_videoscale.parallel import SplitPlan
@@ -36,8 +38,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         transport: How Ulysses messages travel: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (pushed by the GPUs'
             copy engines, within a host).
         timeout: How long a collective may wait for a rank that does not come.
-        **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, except that
-            ``broadcast_buffers`` is off by default.
+        **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, except that buffers are
+            broadcast at the start only, and not in every forward pass, unless asked for.
 
     Raises:
         ValueError: At the start of ``fit``, if the devices do not form whole groups, no network has a plan, or a
@@ -56,13 +58,20 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
-        # Rotary tables are buffers: broadcasting them in every forward would make each wait for the slowest rank.
-        super().__init__(timeout=timeout, **({"broadcast_buffers": False} | kwargs))
+        super().__init__(timeout=timeout, **kwargs)
         self._init_sequence_parallel(
             SequenceParallelSettings(
                 ulysses_size, ring_size, modules, plan, activation_checkpointing, transport=transport
             )
         )
+
+    @override
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        wrapped = super()._setup_model(model)
+        if not {"broadcast_buffers", "forward_sync_buffers"} & self._ddp_kwargs.keys():
+            # Rotary tables are buffers: broadcasting them in every forward would make each wait for the slowest rank.
+            wrapped.broadcast_buffers = False
+        return wrapped
 
     @override
     def setup_environment(self) -> None:

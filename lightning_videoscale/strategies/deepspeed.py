@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport.symmetric import TransportName
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
+from lightning_videoscale.strategies.parity import ParityReport
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.zero_checkpoint import ZeroCheckpoints
 
@@ -139,6 +140,18 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
     @override
     def block_backward_sync(self) -> Iterator[None]:
         yield  # ZeRO reduces when it must, and the boundary that `backward` sets is all it needs to know
+
+    @override
+    def verify_parity(self, module: pl.LightningModule, batch: Any) -> ParityReport:
+        """Not available: DeepSpeed's engine gives gradients to its optimizer only.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "verify_parity needs gradients that DeepSpeed's engine does not give away between steps: run it once under "
+            "ulysses_ddp or ulysses_fsdp2, which split the sequence in the same way."
+        )
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

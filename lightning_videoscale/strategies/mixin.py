@@ -7,6 +7,7 @@ any of it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
@@ -35,6 +36,8 @@ from lightning_videoscale.strategies.blocks import checkpoint_activations
 from lightning_videoscale.strategies.checkpoint import PortableCheckpoints
 from lightning_videoscale.strategies.failure import FirstError, end_processes
 from lightning_videoscale.strategies.group_batches import GroupBatches
+from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
+from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.sharing import BatchSharing
 
@@ -147,6 +150,42 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
             assert self.lightning_module is not None
             self._undo_changes = self._change_networks(self.lightning_module)
 
+    def verify_parity(self, module: pl.LightningModule, batch: Any) -> ParityReport:
+        """Compares loss and gradients of a batch with its sequence split (sp = n) and whole (sp = 1).
+
+        To be called once the model is set up and no gradients are under way, such as in ``on_fit_start``; collective
+        over all ranks. Each rank must be able to hold the whole sequence once: take a small batch.
+
+        Args:
+            module: The LightningModule in training.
+            batch: What its ``training_step`` receives, on any device; the first rank's of each group is used.
+
+        Raises:
+            RuntimeError: If the model is not set up, or has gradients.
+        """
+        if self._undo_changes is None or any(parameter.grad is not None for parameter in module.parameters()):
+            raise RuntimeError(
+                "verify_parity compares gradients: call it after the strategy's setup and before the first backward or "
+                "right after an optimizer step, such as in on_fit_start."
+            )
+        shared = self.share_batch(module._apply_batch_transfer_handler(batch, device=self.root_device))
+
+        def step() -> Tensor:
+            seed_generators(self._seed, "verify_parity", self.data_parallel_rank)
+            with self.precision_plugin.train_step_context():
+                output = module.training_step(*(shared, 0)[: _count_arguments(module.training_step)])
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            assert isinstance(loss, Tensor)
+            return loss
+
+        split = loss_and_gradients(module, step)
+        self._undo_changes()
+        try:
+            whole = loss_and_gradients(module, step)
+        finally:
+            self._undo_changes = self._change_networks(module)
+        return compare(split, whole)
+
     def _agree_on_seed(self) -> int:
         """Rank 0's seed: the one given to ``seed_everything``, or whatever torch drew at its start."""
         seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64, device=self.root_device)
@@ -210,6 +249,10 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         if isinstance(self.launcher, _SubprocessScriptLauncher):
             # Peers that caused this error are about to print theirs; peers that do not know of it yet wait for nothing.
             end_processes(self.launcher.procs, grace=0.0 if first_here else 5.0)
+
+
+def _count_arguments(step: Callable[..., Any]) -> int:
+    return len(inspect.signature(step).parameters)
 
 
 def _refuse_compiled(module: nn.Module) -> None:

@@ -1,0 +1,202 @@
+"""ZeRO's flat pieces: where the float32 copy and the states of a parameter are, how to assemble and how to set them.
+
+All functions that take a parameter are collective over all ranks, which call them for the same parameters in the same
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_videoscale.strategies.checkpoint_folder import CheckpointError
+from lightning_videoscale.strategies.saved_tensors import SavedTensors
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What ZeRO keeps of some parameters on this rank as one flat tensor.
+
+    Attributes:
+        parameters: The parameters.
+        flat: This rank's piece of their float32 copies, which is what the base optimizer updates.
+        group: Index of their parameter group.
+        base: The base optimizer.
+    """
+
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    group: int
+    base: Optimizer
+
+    @property
+    def per_element(self) -> list[str]:
+        """Names of the states that have a value for every element of the parameters."""
+        kept = self.base.state.get(self.flat, {})
+        return [key for key, value in kept.items() if _is_like(value, self.flat)]
+
+    @property
+    def common(self) -> dict[str, Tensor]:
+        """The other states, such as the number of steps, which the parameters have in common."""
+        kept = self.base.state.get(self.flat, {})
+        return {
+            key: torch.as_tensor(value, dtype=torch.float32).cpu()
+            for key, value in kept.items()
+            if not _is_like(value, self.flat) and value is not None
+        }
+
+
+def pieces_of(optimizer: Any) -> list[Piece]:
+    """Reads ZeRO's bookkeeping: stage 3, stages 1 and 2, and stage 1 with bfloat16 and float32 accumulation.
+
+    Raises:
+        CheckpointError: If the states are offloaded to NVMe, or the optimizer is not ZeRO's.
+    """
+    if getattr(optimizer, "swap_optimizer", False):
+        raise CheckpointError("Checkpoints of optimizer states that are offloaded to NVMe are not supported.")
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        parameters, flats = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
+        groups = [optimizer.sub_group_to_group_id[index] for index in range(len(flats))]
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+        parameters, flats = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
+        groups = list(range(len(flats)))
+    elif hasattr(optimizer, "fp32_groups_flat_partition"):
+        parameters, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
+        groups = list(range(len(flats)))
+    else:
+        raise CheckpointError(f"DeepSpeed's {type(optimizer).__name__} is not ZeRO's: use stage 1, 2 or 3.")
+    return [
+        Piece(list(own), flat, group, base_of(optimizer))
+        for own, flat, group in zip(parameters, flats, groups, strict=True)
+    ]
+
+
+def base_of(optimizer: Any) -> Optimizer:
+    """Returns the optimizer that ``configure_optimizers`` returned, inside of ZeRO's."""
+    base: Optimizer = optimizer.optimizer
+    return base
+
+
+def assemble(parameter: nn.Parameter, device: torch.device, key: str | None = None) -> Tensor:
+    """Returns the float32 copy of a trained parameter, or one of its states, whole."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    held = parameter.data
+    parameter.data = held.to(device)  # where the ranks can talk: after fit, Lightning has moved it to the CPU
+    whole: Tensor = (
+        safe_get_full_fp32_param(parameter) if key is None else safe_get_full_optimizer_state(parameter, key)
+    )
+    parameter.data = held
+    return whole
+
+
+def gather(parameter: nn.Parameter) -> Tensor:
+    """Returns a parameter that is not trained, whole."""
+    if not _is_partitioned(parameter):
+        return parameter.detach()
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def set_parameter(parameter: nn.Parameter, value: Tensor, trained: bool) -> None:
+    """Gives a parameter a value, and its float32 copy if it is trained.
+
+    Args:
+        parameter: The parameter.
+        value: Its whole value, on every rank.
+        trained: Whether ZeRO keeps a float32 copy of it.
+    """
+    import deepspeed
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    if _is_partitioned(parameter):
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if dist.get_rank() == 0:
+                parameter.data.copy_(value)
+        if trained:
+            safe_set_local_fp32_param(parameter, _cut(parameter, value))
+    else:
+        parameter.data.copy_(value)
+        if trained:
+            safe_set_full_fp32_param(parameter, value)
+
+
+def load_states(piece: Piece, saved: Mapping[nn.Parameter, SavedTensors]) -> None:
+    """Gives the base optimizer the states that it would only make in its first step, and fills them in.
+
+    Args:
+        piece: Where the states belong.
+        saved: Whole states, per parameter, by their names.
+    """
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+    per_element: dict[str, None] = {}
+    common: dict[str, list[float]] = {}
+    for parameter, values in saved.items():
+        for key in values:
+            if key != "step" and values.shape(key) == full_shape(parameter):
+                per_element[key] = None
+            elif values[key] is not None:
+                common.setdefault(key, []).append(float(values[key]))
+    state: dict[str, Any] = {key: torch.zeros_like(piece.flat.detach()) for key in per_element}
+    state |= {key: _common_value(key, values, piece) for key, values in common.items()}
+    piece.base.state[piece.flat] = state
+    link_states(piece)
+    for parameter, values in saved.items():
+        for key in per_element.keys() & values.keys():
+            if _is_partitioned(parameter):
+                safe_set_local_optimizer_state(parameter, _cut(parameter, values[key]), key)
+            else:
+                safe_set_full_optimizer_state(parameter, values[key], key)
+
+
+def link_states(piece: Piece) -> None:
+    """Lets the parameters of stages 1 and 2 know their part of the base optimizer's states, as a step would."""
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    if not _is_partitioned(piece.parameters[0]):
+        lazy_init_hp_params_optimizer_state(piece.parameters, piece.flat, piece.base.state)
+
+
+def _common_value(key: str, values: list[float], piece: Piece) -> Tensor | int:
+    if len(set(values)) > 1:
+        rank_zero_warn(
+            f"Parameters of one group have different values of {key!r} in the checkpoint ({min(values)} to "
+            f"{max(values)}), and ZeRO keeps one for all: the largest is taken."
+        )
+    if type(piece.base).__module__.startswith("deepspeed."):
+        return int(max(values))  # DeepSpeed's own optimizers count in Python
+    settings = piece.base.param_groups[piece.group]
+    on_device = settings.get("fused") or settings.get("capturable")
+    return torch.tensor(max(values), device=piece.flat.device if on_device else "cpu")
+
+
+def _cut(parameter: Any, value: Tensor) -> Tensor:
+    """This rank's piece of a whole tensor, for a partitioned parameter; the last ranks' are padded."""
+    size, group = parameter.ds_tensor.numel(), parameter.ds_process_group
+    flat = value.flatten()
+    padded = nn.functional.pad(flat, (0, size * dist.get_world_size(group) - flat.numel()))
+    return padded.narrow(0, size * dist.get_rank(group), size)
+
+
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(value: Any) -> torch.Size:
+    """Shape of a tensor, also of a parameter that is partitioned at the moment."""
+    shape: torch.Size = value.ds_shape if hasattr(value, "ds_shape") else value.shape
+    return shape
+
+
+def _is_like(value: Any, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.shape
