@@ -1,0 +1,73 @@
+"""`videoscale export`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import WanTransformer3DModel
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_videoscale.cli import main
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from lightning_videoscale.strategies.checkpoint_folder import CheckpointError, read_weights
+from tests.distributed.pool import ProcessPool
+from tests.models import tiny_wan
+
+Ranks = Callable[[int], ProcessPool]
+
+
+# -- export --------------------------------------------------------------------------------------------------------
+
+
+class Video(pl.LightningModule):
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        self.transformer = tiny_wan(**config)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.transformer(batch, torch.full((len(batch),), 500.0), torch.ones(len(batch), 5, 16)).sample.mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def train_video(folder: Path) -> Tensor:
+    module = Video()
+    strategy = SequenceParallelDDPStrategy(activation_checkpointing=True)
+    runner = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    runner.fit(module, DataLoader(torch.ones(2, 4, 2, 4, 4), batch_size=1))
+    runner.save_checkpoint(folder / "video.ckpt")
+    return look(module.transformer)
+
+
+@torch.no_grad()
+def look(model: nn.Module) -> Tensor:
+    generator = torch.Generator().manual_seed(4)
+    clip, text = torch.randn(1, 4, 2, 4, 4, generator=generator), torch.randn(1, 5, 16, generator=generator)
+    return model.eval()(clip, torch.tensor([300.0]), text).sample
+
+
+def test_export_for_from_pretrained(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = ranks(1).run(train_video, tmp_path)[0]
+    assert main(["export", str(tmp_path / "video.ckpt"), str(tmp_path / "wan")]) == 0
+    assert "transformer ->" in capsys.readouterr().out
+    model = WanTransformer3DModel.from_pretrained(tmp_path / "wan")
+    assert torch.equal(look(model), expected)
+    assert not torch.equal(look(tiny_wan()), expected)
+    assert main(["export", str(tmp_path / "video.ckpt"), str(tmp_path / "vae"), "--module", "vae"]) == 1
+    assert "holds these diffusers models: ['transformer']" in capsys.readouterr().err.replace("\n", " ")
+    fresh = tiny_wan()
+    fresh.load_state_dict(read_weights(tmp_path / "video.ckpt", "transformer"))
+    assert torch.equal(look(fresh), expected)
+    with pytest.raises(CheckpointError, match=r"no weights of a module 'vae'; it has those of \['transformer'\]"):
+        read_weights(tmp_path / "video.ckpt", "vae")

@@ -1,0 +1,140 @@
+"""What is no good checkpoint is refused with a message, runs no code, and never takes a good one's place."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_videoscale.strategies import checkpoint_folder
+from lightning_videoscale.strategies.checkpoint_folder import CheckpointError, CheckpointFolder, read_weights
+from tests.distributed.pool import ProcessPool
+from tests.strategies.checkpointing import Module, fit, message
+
+Ranks = Callable[[int], ProcessPool]
+
+
+# -- messages ------------------------------------------------------------------------------------------------------
+
+
+class Renamed(Module):
+    def __init__(self, strict: bool = True) -> None:
+        super().__init__()
+        self.net.third = nn.Linear(2, 2)
+        self.net.frozen = nn.Linear(3, 4)
+        self.strict_loading = strict
+
+
+class Trains(Module):
+    """As Module, but with the biases in the other groups."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [[self.net.second.bias, self.net.first.weight], [self.net.first.bias, self.net.scale]]
+        return [torch.optim.AdamW([{"params": group} for group in groups])], []
+
+
+def load_what_does_not_fit(folder: Path) -> list[str]:
+    path = folder / "one.ckpt"
+    fit(1, Module()).save_checkpoint(path)
+    (folder / "empty.ckpt").mkdir()
+    (folder / "text.ckpt").write_text("text")
+    torch.save({"weights": 1}, folder / "other.ckpt")
+    tries = [(Renamed(), path), (Trains(), path), (Module("lbfgs"), path)]
+    tries += [(Module(), folder / f"{name}.ckpt") for name in ("empty", "nothing", "other")]
+    tries += [(Module(), "s3://bucket/one.ckpt")]
+    return [message(lambda module=module, start=start: fit(2, module, start=start)) for module, start in tries]
+
+
+def test_messages_say_what_does_not_fit(ranks: Ranks, tmp_path: Path) -> None:
+    names, group, groups, empty, nothing, other, remote = ranks(1).run(load_what_does_not_fit, tmp_path)[0]
+    assert "net.third.weight" in names
+    assert "size mismatch for net.frozen.weight" in names
+    assert "['net.first.bias'] had a state there and are not in it now" in group
+    assert "['net.second.bias'] are new" in group
+    assert "optimizer has 2 parameter groups, and this one has 1" in groups
+    assert "is not a checkpoint of lightning-videoscale: it holds [], and ['meta.pt', '.metadata'] is missing" in empty
+    assert "nothing is there" in nothing
+    assert "it has no 'state_dict'" in other
+    assert "s3://bucket/one.ckpt is not" in remote
+
+
+class Unsafe:
+    """Something that only a pickle can hold."""
+
+
+def save_unsafe(folder: Path) -> list[str]:
+    fit(1, Module(what=Unsafe())).save_checkpoint(folder / "one.ckpt")
+    refused = message(lambda: fit(2, Module(), start=folder / "one.ckpt"))
+    with torch.serialization.safe_globals([Unsafe]):
+        return [refused, message(lambda: fit(2, Module(), start=folder / "one.ckpt"))]
+
+
+def test_objects_are_not_unpickled_unless_told_so(ranks: Ranks, tmp_path: Path) -> None:
+    refused, accepted = ranks(1).run(save_unsafe, tmp_path)[0]
+    assert "test_checkpoint_safety.Unsafe" in refused
+    assert "add_safe_globals" in refused
+    assert accepted == "no error"
+
+
+class Attack:
+    def __reduce__(self) -> Any:
+        return os.system, ("exit 3",)
+
+
+def test_metadata_cannot_run_code(tmp_path: Path) -> None:
+    checkpoint_folder.write_checkpoint(tmp_path / "one.ckpt", {"state_dict": {"x": torch.zeros(2)}}, {})
+    (tmp_path / "one.ckpt" / ".metadata").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(CheckpointError, match=r"names posix\.system, which has no place there"):
+        CheckpointFolder(tmp_path / "one.ckpt")
+
+
+# -- killed while saving -------------------------------------------------------------------------------------------
+
+
+def save_and_die(folder: Path, where: str) -> None:
+    module = Module()
+    runner = fit(1, module)
+    runner.save_checkpoint(folder / "last.ckpt")
+    with torch.no_grad():
+        module.net.scale.fill_(-1)
+
+    def die(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if where == "before_the_rename":
+        checkpoint_folder._replace = die
+    else:  # the old one has moved away, the new one has not come
+        rename, renamed = Path.rename, []
+
+        def once(self: Path, target: Any) -> Any:
+            return die() if renamed else renamed.append(rename(self, target))
+
+        Path.rename = once
+    runner.save_checkpoint(folder / "last.ckpt")
+
+
+@pytest.mark.parametrize("where", ["before_the_rename", "between_the_renames"])
+def test_a_save_that_is_killed_leaves_the_checkpoint_before(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    doomed = ProcessPool(1)
+    with pytest.raises(AssertionError, match="rank 0 of 1 failed"):
+        doomed.run(save_and_die, tmp_path, where)
+    assert float(read_weights(tmp_path / "last.ckpt")["net.scale"]) > 0
+    assert ranks(1).run(go_on, tmp_path) == [2]
+    left = [path.name for path in tmp_path.iterdir()]
+    assert "last.ckpt" in left
+    assert not [name for name in left if "partial" in name or "previous" in name]
+
+
+def go_on(folder: Path) -> int:
+    keep = ModelCheckpoint(folder, save_last=True, save_top_k=0)
+    runner = fit(2, Module(), start="last", callbacks=[keep], enable_checkpointing=True)
+    runner.save_checkpoint(folder / "last.ckpt")
+    return runner.current_epoch
