@@ -21,6 +21,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
 from lightning_videoscale.parallel import Axis, SequenceMesh, SplitPlan
+from lightning_videoscale.parallel.transport.meeting import MeetingStore
 from lightning_videoscale.parallel.transport.slots import Layout
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 from lightning_videoscale.parallel.transport.watch import Awaited, missing_ranks
@@ -238,6 +239,27 @@ def test_pieces_are_pushed_in_any_order() -> None:
         return exchange.finish().tolist()
 
     assert on_threads(3, work)[1] == [1.0, 1.0, 11.0, 11.0, 21.0, 21.0]
+
+
+def test_ranks_meet_however_often_each_has_met_others() -> None:
+    """Torch counts the meetings of a process over all its groups, and takes the count for a key."""
+    shared = dist.HashStore()
+
+    def work(rank: int, met_before: int) -> list[bytes]:
+        mine = MeetingStore(shared, timedelta(seconds=PATIENCE))
+        store = dist.PrefixStore("torch", mine)  # calls it from C++, as torch's symmetric memory does
+        brought = []
+        for number in range(met_before, met_before + 3):
+            keys = [f"CUDASymmetricMemory/{number}/{peer}" for peer in range(2)]
+            store.set(keys[rank], bytes([0, 255, rank, number]))
+            store.wait([keys[1 - rank]])
+            brought.append(store.get(keys[1 - rank]))
+        return brought
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(work, 0, 57), pool.submit(work, 1, 60)]
+        results = [future.result() for future in futures]
+    assert results == [[bytes([0, 255, 1, n]) for n in (60, 61, 62)], [bytes([0, 255, 0, n]) for n in (57, 58, 59)]]
 
 
 # -- what it says --------------------------------------------------------------------------------------------------

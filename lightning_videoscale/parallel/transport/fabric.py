@@ -4,7 +4,8 @@
 `CudaFabric`         PyTorch symmetric memory, peer copies by the copy engine, stream memory operations of the driver
 
 `torch.distributed._symmetric_memory` is private and may change; this file is the only one that touches it (tried with
-torch 2.11 and 2.13). Of it, allocation and the exchange of handles are used, and no multicast operation.
+torch 2.11 and 2.13). Of it, allocation and the exchange of handles are used, and no multicast operation. The handles are
+exchanged in process groups of this file's own, which have a `MeetingStore` and no backend.
 
 A flag is a 32-bit number in a rank's memory. A peer sets it by a stream memory operation, which the driver orders after
 the copies before it, and the owner's stream waits for it without occupying a multiprocessor: no kernel spins, so none
@@ -24,10 +25,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but missing from the type hints
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from lightning_videoscale.parallel.mesh import Axis
+from lightning_videoscale.parallel.transport.meeting import MeetingStore
 from lightning_videoscale.parallel.transport.watch import Awaited, PeerWatch
 
 _GRANULE = 2 << 20  # the driver hands out such memory in pieces of 2 MiB
@@ -87,12 +90,14 @@ class CudaMemory:
         nbytes: Bytes of data on each rank.
         flags: Number of flags on each rank.
         axis: The ranks.
+        group: Name of a process group of these ranks that has a `MeetingStore`.
         device: This rank's GPU.
         driver: Stream memory operations.
     """
 
-    def __init__(self, nbytes: int, flags: int, axis: Axis, device: torch.device, driver: StreamFlags) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
+    def __init__(
+        self, nbytes: int, flags: int, axis: Axis, group: str, device: torch.device, driver: StreamFlags
+    ) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         offset = -(-4 * flags // 256) * 256  # flags first, then data on 256 bytes
@@ -102,7 +107,7 @@ class CudaMemory:
         self._storage[:offset].zero_()
         torch.cuda.synchronize(device)  # zero before any peer can reach it
         # Holds the peers' memory: the tensors below do not.
-        self._handle = symmetric_memory.rendezvous(self._storage, axis.group.group_name)
+        self._handle = _SymmetricMemory.rendezvous(self._storage, group)
         whole = [self._handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in range(axis.size)]
         self.buffers = [buffer[offset:] for buffer in whole]
         self.flags = whole[axis.rank][: 4 * flags].view(torch.int32)
@@ -136,6 +141,7 @@ class CudaFabric:
         self._side = torch.cuda.Stream(device, priority=-1)
         self._watch = PeerWatch(device, timeout)
         self._agreements = 0
+        self._groups: dict[str, tuple[MeetingStore, dist.ProcessGroup]] = {}
 
     @property
     def failure(self) -> str | None:
@@ -149,8 +155,7 @@ class CudaFabric:
             TimeoutError: With the ranks that did not come.
         """
         self._agreements += 1
-        group = "-".join(map(str, axis.ranks))
-        store = PrefixStore(f"{self._token}/{group}/{self._agreements}", _get_process_group_store(axis.group))
+        store = PrefixStore(f"{self._name(axis)}/{self._agreements}", _get_process_group_store(axis.group))
         store.set(str(axis.rank), json.dumps(list(numbers)))
         keys = [str(rank) for rank in range(axis.size)]
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -166,7 +171,15 @@ class CudaFabric:
 
     def allocate(self, nbytes: int, flags: int, axis: Axis) -> Memory:
         """See `Fabric`."""
-        return CudaMemory(nbytes, flags, axis, self._device, self._driver)
+        name = self._name(axis)
+        if name not in self._groups:
+            store = MeetingStore(PrefixStore(name, _get_process_group_store(axis.group)), self._timeout)
+            self._groups[name] = store, dist.ProcessGroup(store, axis.rank, axis.size)
+            _register_process_group(name, self._groups[name][1])  # type: ignore[arg-type]  # takes any string
+        return CudaMemory(nbytes, flags, axis, name, self._device, self._driver)
+
+    def _name(self, axis: Axis) -> str:
+        return f"{self._token}/{'-'.join(map(str, axis.ranks))}"
 
     def aside(self, work: Callable[[], None]) -> Finished:
         """See `Fabric`."""
