@@ -107,6 +107,23 @@ def test_groups_that_are_part_of_the_job(gpu_ranks: Ranks, ring_size: int) -> No
         assert worst <= 1e-13
 
 
+def growing_apart() -> list[bool]:
+    """Ranks 0 and 1 take larger memory three times, ranks 2 and 3 once; then all four exchange."""
+    pairs = SequenceMesh.create("cuda", ulysses_size=2)
+    x = torch.arange(1 << 12, device=device(), dtype=torch.float32)
+    apart = symmetric(pairs, timeout=10.0)
+    for tokens in (64, 256, 512) if dist.get_rank() < 2 else (64,):
+        apart.wait(start(apart, pairs.ulysses, ([tokens] * 2, [2] * 2), x))
+    mesh = SequenceMesh.create("cuda", ulysses_size=4)
+    together, shares = symmetric(mesh, timeout=10.0), ([64] * 4, [2] * 4)
+    results = [how.wait(start(how, mesh.ulysses, shares, x)) for how in (CollectiveTransport(), together)]
+    return [torch.equal(*results), apart.memory_bytes > 0]
+
+
+def test_groups_that_took_memory_differently_often_meet(gpu_ranks: Ranks) -> None:
+    assert gpu_ranks(4).run(growing_apart) == [[True, True]] * 4
+
+
 class Delayed(SymmetricTransport):
     """Holds this rank's stream, and now and then its host, up at random."""
 

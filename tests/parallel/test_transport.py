@@ -235,7 +235,7 @@ def test_pieces_are_pushed_in_any_order() -> None:
         exchange = transport.open([2, 2, 2], [2, 2, 2], torch.float32)
         for peer in (rank, 2, 1, 0):
             if peer != rank or not exchange._pieces:
-                exchange.push(torch.full((1, 2), float(10 * rank + peer)), peer)
+                exchange.push({peer: torch.full((1, 2), float(10 * rank + peer))})
         return exchange.finish().tolist()
 
     assert on_threads(3, work)[1] == [1.0, 1.0, 11.0, 11.0, 21.0, 21.0]
@@ -277,12 +277,12 @@ def test_what_does_not_fit_is_refused() -> None:
     def push(transport: SymmetricTransport, rank: int) -> None:
         exchange = transport.open([2, 2], [2, 2], torch.float32)
         with pytest.raises(ValueError, match=r"position 1 .* 2 elements of torch.float32; it has 3 of torch.float32"):
-            exchange.push(torch.zeros(3), 1)
+            exchange.push({0: torch.zeros(2), 1: torch.zeros(3)})
         with pytest.raises(ValueError, match=r"must be contiguous .* strides \(2,\)"):
-            exchange.push(torch.zeros(4)[::2], 1)
-        exchange.push(torch.zeros(2), 0)
+            exchange.push({1: torch.zeros(4)[::2]})
+        exchange.push({0: torch.zeros(2)})
         with pytest.raises(ValueError, match="position 0 of the ulysses axis was pushed already"):
-            exchange.push(torch.zeros(2), 0)
+            exchange.push({0: torch.zeros(2)})
         with pytest.raises(RuntimeError, match=r"No piece was pushed to the positions \[1\]"):
             exchange.finish()
         for _ in range(3):

@@ -19,7 +19,7 @@ share of the sender (tokens) and a share of the receiver (heads): a shape that i
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -104,9 +104,9 @@ class SymmetricTransport(CollectiveTransport):
             return super().all_to_all(message, send, receive, axis)
         exchange = self.open(send, receive, message.dtype)
         pieces = message.detach().split(list(send))
-        for step in range(1, axis.size + 1):  # every rank starts with another peer, so that no link is shared
-            peer = (axis.rank + step) % axis.size
-            exchange.push(pieces[peer], peer)
+        # Every rank starts with another peer, so that no link is shared.
+        peers = [(axis.rank + step) % axis.size for step in range(1, axis.size + 1)]
+        exchange.push({peer: pieces[peer] for peer in peers})
         token = message.new_empty(0)
         self._pending[id(token)] = token, exchange  # holding the token keeps its id its own
         return token
@@ -119,7 +119,7 @@ class SymmetricTransport(CollectiveTransport):
         return exchange.finish()
 
     def open(self, send: Sequence[int], receive: Sequence[int], dtype: torch.dtype) -> Exchange:
-        """Begins an exchange whose pieces are pushed one by one, as they become ready.
+        """Begins an exchange whose pieces are pushed as they become ready.
 
         All ranks of the Ulysses axis open their exchanges in the same order.
 
@@ -172,42 +172,53 @@ class Exchange:
         self._awaited: list[Awaited] = []
         self._pushed: Finished | None = None
 
-    def push(self, piece: Tensor, peer: int) -> None:
-        """Starts to copy ``piece`` to the rank at ``peer`` on the axis, after what the current stream holds so far.
+    def push(self, pieces: Mapping[int, Tensor]) -> None:
+        """Starts to copy pieces to ranks, in the order given, after what the current stream holds so far.
 
-        The piece must not be written to until `finish`.
+        The pieces must not be written to until `finish`.
 
         Args:
-            piece: Contiguous, of the exchange's dtype and the size given for that peer, any shape.
-            peer: Position on the axis; every one is pushed to once, in any order.
+            pieces: By position on the axis, each of which is pushed to once. Contiguous, of the exchange's dtype and
+                the size given for that position, any shape.
 
         Raises:
-            ValueError: If the piece does not fit.
+            ValueError: If a piece does not fit; none of them is pushed then.
         """
         arena, slot, me = self._arena, self._slot, self._arena.axis.rank
-        nbytes = self._layout.sizes[me][peer]
+        for peer, piece in pieces.items():
+            self._check(piece, peer)
+        flat = {peer: piece.detach().view(-1) for peer, piece in pieces.items()}
+        self._pieces.update(flat)
+        flat.pop(me, None)
+        if not flat:
+            return
+        released = {
+            peer: Awaited(arena.released(slot, peer), arena.last_sent[slot][peer], arena.axis.ranks[peer])
+            for peer in flat
+        }
+
+        def copy() -> None:
+            for peer, piece in flat.items():
+                arena.memory.wait(released[peer].flag, released[peer].value)
+                target = arena.piece(slot, self._layout, sender=me, reader=peer)
+                target.copy_(piece.view(torch.uint8))  # bytes to bytes, contiguous: the copy engine's work, no kernel
+                arena.memory.signal(peer, arena.arrived(slot, me), self._number)
+
+        self._awaited.extend(released.values())
+        self._pushed = self._fabric.aside(copy)  # all together: a switch of streams takes the host long
+        for peer in flat:
+            arena.last_sent[slot][peer] = self._number
+
+    def _check(self, piece: Tensor, peer: int) -> None:
+        axis, nbytes = self._arena.axis, self._layout.sizes[self._arena.axis.rank][peer]
         if not piece.is_contiguous() or piece.dtype is not self._dtype or piece.nbytes != nbytes:
             raise ValueError(
-                f"The piece for position {peer} of the {arena.axis.name} axis must be contiguous and have "
+                f"The piece for position {peer} of the {axis.name} axis must be contiguous and have "
                 f"{nbytes // self._dtype.itemsize} elements of {self._dtype}; it has {piece.numel()} of {piece.dtype}, "
                 f"strides {piece.stride()}."
             )
         if peer in self._pieces:
-            raise ValueError(f"A piece for position {peer} of the {arena.axis.name} axis was pushed already.")
-        self._pieces[peer] = piece = piece.detach().view(-1)
-        if peer == me:
-            return
-        target = arena.piece(slot, self._layout, sender=me, reader=peer)
-        released = Awaited(arena.released(slot, peer), arena.last_sent[slot][peer], arena.axis.ranks[peer])
-
-        def copy() -> None:
-            arena.memory.wait(released.flag, released.value)
-            target.copy_(piece.view(torch.uint8))  # bytes to bytes, both contiguous: the copy engine's work, no kernel
-            arena.memory.signal(peer, arena.arrived(slot, me), self._number)
-
-        self._awaited.append(released)
-        self._pushed = self._fabric.aside(copy)
-        arena.last_sent[slot][peer] = self._number
+            raise ValueError(f"A piece for position {peer} of the {axis.name} axis was pushed already.")
 
     def finish(self) -> Tensor:
         """Returns the received pieces in the order of their senders, 1-D, for work issued later on the current stream.
