@@ -94,7 +94,7 @@ def attention_layer(result: Result) -> None:
         labels = [f"{model}\n{tokens // 1024}k" if tokens >= 1024 else f"{model}\n{tokens}" for model, tokens in shapes]
         panel.set_xticks(range(len(shapes)), labels, fontsize=7)
         panel.set_title(f"ring {mesh[0]} x ulysses {mesh[1]}")
-        panel.legend(fontsize=7)
+        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
     panels[0][0].set_ylabel("time over ours, collective")
 
 
@@ -121,7 +121,7 @@ def main() -> None:
             )
             plt.tight_layout()
             target = arguments.output / f"{file.stem}.png"
-            plt.savefig(target, dpi=150)
+            plt.savefig(target, dpi=150, bbox_inches="tight")
             plt.close()
             print(f"{target} from {file.name}")
 

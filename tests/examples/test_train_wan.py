@@ -36,7 +36,7 @@ def test_the_demo_trains_in_two_processes(tmp_path, run_example, prepare):
     assert {"last / first", "wall time", "tokens/s", "CV_step", "Compute CV"} < table.keys()
     paths = {name: tmp_path / path for name, path in re.findall(r"^(\w+): (demo_runs/.*?)\s*$", printed, re.MULTILINE)}
     assert paths["checkpoint"].suffix == ".ckpt"
-    assert paths["checkpoint"].is_file()
+    assert (paths["checkpoint"] / "meta.pt").is_file()
     with Image.open(paths["picture"]) as picture:
         assert min(picture.size) > 500
     events = EventAccumulator(str(paths["TensorBoard"])).Reload()
