@@ -117,3 +117,5 @@ def _work(rank: int, size: int, meeting: Path, backend: str, pipe: Connection) -
             pipe.send((True, function(*args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        # `seed_everything` leaves its seed there, and a Trainer of a later test would start from it.
+        os.environ.pop("PL_GLOBAL_SEED", None)
