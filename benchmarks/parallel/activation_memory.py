@@ -142,6 +142,7 @@ def train(frames: list[int], checkpointing: bool, transport: str, tiny: bool) ->
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        use_distributed_sampler=False,  # it shuffles, and the steps are told apart by their order
     )
     trainer.fit(RectifiedFlow(config), DataLoader(Clips(frames, config["text_dim"]), batch_size=1))
     steps = torch.tensor(watch.steps, device=trainer.strategy.root_device)
