@@ -11,6 +11,9 @@ from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis
 
+# torch 2.13 renamed it and warns at the old name.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class CollectiveTransport:
     """See `Transport` for the contract."""
@@ -33,7 +36,7 @@ class CollectiveTransport:
         # The collective moves equal shards only; a variable-size gather would be one broadcast per rank.
         padded = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])]) if x.shape[0] < longest else x
         gathered = padded.new_empty(longest * axis.size, *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, padded.contiguous(), axis.group)
+        _all_gather_single(gathered, padded.contiguous(), axis.group)
         if min(lengths) == longest:
             return gathered
         shards = gathered.split(longest)
