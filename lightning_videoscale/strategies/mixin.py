@@ -134,8 +134,10 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         self._transport = create_transport(
             self._settings.transport, self._mesh, self.root_device, timeout or default_pg_timeout
         )
+        by_collective = isinstance(self._transport, SymmetricTransport) and ring_size > 1
         rank_zero_info(
-            f"Sequence parallelism: {self._mesh} over {self.world_size} ranks, transport {self._transport.name!r}."
+            f"Sequence parallelism: {self._mesh} over {self.world_size} ranks, transport {self._transport.name!r}"
+            + (" (the ring's blocks travel by 'collective')." if by_collective else ".")
         )
 
     @override

@@ -113,9 +113,9 @@ def _work(rank: int, size: int, meeting: Path, backend: str, pipe: Connection) -
             function, args, kwargs = pipe.recv()
         except EOFError:
             return
+        # `seed_everything`, in an earlier test here or in the parent, leaves a seed there for a Trainer to start from.
+        os.environ.pop("PL_GLOBAL_SEED", None)
         try:
             pipe.send((True, function(*args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-        # `seed_everything` leaves its seed there, and a Trainer of a later test would start from it.
-        os.environ.pop("PL_GLOBAL_SEED", None)
