@@ -1,4 +1,4 @@
-"""What the row operations have in common: which kernel runs, and which modulation belongs to which row.
+"""What the row operations have in common: which kernel runs, which modulation belongs to which row, what comes out.
 
 A row operation works on N rows of D channels (N = B·S tokens) and is one of, or both in turn:
 
@@ -6,13 +6,15 @@ A row operation works on N rows of D channels (N = B·S tokens) and is one of, o
     y = norm(h) · weight + bias, then · (1 + scale) + shift (norm_modulate)
 
 `RowOp` names the variant, `RowMap` says which row of gate, scale and shift belongs to which token. Every backend
-computes exactly this; the PyTorch reference is the oracle.
+(`RowBackend`) computes exactly this; the PyTorch reference is the oracle.
+
+"Wide" is float32, or float64 where the activations are that (the reference alone).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -31,7 +33,10 @@ class RowOp:
         gate: What the gate passes through; None for h = residual + branch.
         branch_norm: RMS-normalise the branch before it is gated (Mochi).
         rounding: "fp32_once" computes in float32 and rounds each output once (h before its statistics are taken);
-            "eager" rounds to the activations' dtype after every operation, as PyTorch in bf16 does.
+            "eager" rounds to the activations' dtype after every operation, as PyTorch in bf16 does. It concerns the
+            forward; gradients are always computed wide and rounded once.
+        sums: Whether backward sums the gradients of gate, scale, shift, weight and bias. False where all of them are
+            frozen (LoRA); a backend may compute them nevertheless.
     """
 
     norm: Norm | None
@@ -39,6 +44,7 @@ class RowOp:
     gate: Activation | None = None
     branch_norm: bool = False
     rounding: Rounding = "fp32_once"
+    sums: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,3 +76,94 @@ class Operand:
 
     values: Tensor
     table: Tensor | None = None
+
+
+class RowOutputs(NamedTuple):
+    """What a forward returns; None for what the variant lacks.
+
+    Attributes:
+        h: (N, D) in the residual's dtype, where the variant adds a residual.
+        y: (N, D) in h's dtype, where the variant normalises.
+        mean: (N,), wide, for "layer".
+        rstd: (N,), wide, where the variant normalises.
+    """
+
+    h: Tensor | None
+    y: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
+
+
+class RowGradients(NamedTuple):
+    """What a backward returns; None for what the variant lacks, and for whatever only a missing dy or dh would give.
+
+    Attributes:
+        dx: (N, D) of x, which is that of the residual too, in its dtype.
+        dbranch: (N, D) in the branch's dtype.
+        dgate: (G, D) wide, as dscale and dshift: of an operand's values, hence of values + table.
+        dscale: (G, D) wide.
+        dshift: (G, D) wide.
+        dweight: (D,) wide.
+        dbias: (D,) wide.
+        dgate_table: (D,) wide, the sum of dgate over the groups, as the two below. None leaves it to the caller;
+            worthwhile for maps per token, where dgate has N rows.
+        dscale_table: (D,) wide.
+        dshift_table: (D,) wide.
+    """
+
+    dx: Tensor | None
+    dbranch: Tensor | None
+    dgate: Tensor | None
+    dscale: Tensor | None
+    dshift: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+    dgate_table: Tensor | None = None
+    dscale_table: Tensor | None = None
+    dshift_table: Tensor | None = None
+
+
+class RowBackend(Protocol):
+    """A module with these three functions (``kernels/reference/rows.py`` and its likes) is a backend.
+
+    Rows of x, branch, dh and dy come at any stride that is a multiple of 16 bytes, if the row itself is one, with the
+    last dimension contiguous.
+    """
+
+    def objection(
+        self, op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap
+    ) -> str | None:
+        """Returns why this variant cannot run, forward or backward, on tensors like these, or None if it can."""
+
+    def forward(
+        self,
+        op: RowOp,
+        x: Tensor,
+        branch: Tensor | None,
+        gate: Operand | None,
+        scale: Operand | None,
+        shift: Operand | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        rows: RowMap,
+        eps: float,
+    ) -> RowOutputs:
+        """Computes h and y of x (N, D), the residual where ``op.residual``, and keeps the statistics of h."""
+
+    def backward(
+        self,
+        op: RowOp,
+        dh: Tensor | None,
+        dy: Tensor | None,
+        h: Tensor,
+        branch: Tensor | None,
+        gate: Operand | None,
+        scale: Operand | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        rstd: Tensor | None,
+        rows: RowMap,
+        eps: float,
+    ) -> RowGradients:
+        """Computes the gradients; dh is what reaches h from elsewhere, h the normed input (x where no residual)."""
