@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lightning_videoscale.strategies.checkpoint_folder import CheckpointError, CheckpointFolder, read_weights
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointError, CheckpointFolder, read_weights
 
 
 def export(checkpoint: Path, output: Path, module: str | None = None) -> str:

@@ -19,10 +19,10 @@ from typing_extensions import override
 
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport.symmetric import TransportName
+from lightning_videoscale.strategies.checkpoints.zero import ZeroCheckpoints
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.parity import ParityReport
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
-from lightning_videoscale.strategies.zero_checkpoint import ZeroCheckpoints
 
 
 class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, DeepSpeedStrategy):

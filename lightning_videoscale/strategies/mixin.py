@@ -32,14 +32,14 @@ from lightning_videoscale.parallel import (
 )
 from lightning_videoscale.parallel.plan import Undo
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport, create_transport
+from lightning_videoscale.strategies.batches.group_batches import GroupBatches
+from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.blocks import checkpoint_activations
-from lightning_videoscale.strategies.checkpoint import PortableCheckpoints
+from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.failure import FirstError, end_processes
-from lightning_videoscale.strategies.group_batches import GroupBatches
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
-from lightning_videoscale.strategies.sharing import BatchSharing
 
 ModelTransform = Callable[[nn.Module], None]
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_videoscale.cli import main
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
-from lightning_videoscale.strategies.checkpoint_folder import CheckpointError, read_weights
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointError, read_weights
 from tests.distributed.pool import ProcessPool
 from tests.models import tiny_wan
 

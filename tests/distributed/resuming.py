@@ -20,7 +20,7 @@ from lightning_videoscale.strategies import (
     SequenceParallelDeepSpeedStrategy,
     SequenceParallelFSDP2Strategy,
 )
-from lightning_videoscale.strategies.checkpoint_folder import CheckpointFolder
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder
 from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.distributed.zero import deepspeed_on_cpu
 from tests.models import lifted_float_casts

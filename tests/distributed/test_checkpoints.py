@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_videoscale.strategies.checkpoint_folder import CheckpointFolder
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder
 from tests.distributed.pool import ProcessPool
 from tests.distributed.resuming import Run, groups, read, train
 from tests.distributed.zero import needs_deepspeed

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_videoscale.strategies.checkpoint_folder import CheckpointError
-from lightning_videoscale.strategies.saved_tensors import SavedTensors
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
+from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """How the strategies save and load: one format for all of them, in which everything has its parameter's name.
 
-A checkpoint is a folder (see `checkpoint_folder`). What it holds depends neither on the strategy nor on the number of
+A checkpoint is a folder (see `folder`). What it holds depends neither on the strategy nor on the number of
 ranks, so that any strategy continues what any other has saved. `PortableCheckpoints` serves parameters that are whole
-or ``DTensor``; `zero_checkpoint` does the same for ZeRO's.
+or ``DTensor``; `zero` does the same for ZeRO's.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_videoscale.parallel import SequenceMesh
-from lightning_videoscale.strategies.checkpoint_folder import (
+from lightning_videoscale.strategies.checkpoints.folder import (
     CheckpointError,
     CheckpointFolder,
     read_single_file,
     remove,
     write_checkpoint,
 )
-from lightning_videoscale.strategies.optimizer_names import ParameterNames, from_names, to_names
+from lightning_videoscale.strategies.checkpoints.optimizer_names import ParameterNames, from_names, to_names
+from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 from lightning_videoscale.strategies.randomness import generator_states, set_generator_states
-from lightning_videoscale.strategies.saved_tensors import SavedTensors
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Parent

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_videoscale.strategies.checkpoint import PortableCheckpoints
-from lightning_videoscale.strategies.checkpoint_folder import CheckpointError
-from lightning_videoscale.strategies.optimizer_names import Names, ParameterNames, check_groups, named
-from lightning_videoscale.strategies.saved_tensors import SavedTensors
-from lightning_videoscale.strategies.zero_pieces import (
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
+from lightning_videoscale.strategies.checkpoints.optimizer_names import Names, ParameterNames, check_groups, named
+from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
+from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
+from lightning_videoscale.strategies.checkpoints.zero_pieces import (
     assemble,
     base_of,
     full_shape,

@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_videoscale.strategies.checkpoint_folder import CheckpointFolder, read_weights
-from lightning_videoscale.strategies.zero_checkpoint import Shares
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder, read_weights
+from lightning_videoscale.strategies.checkpoints.zero import Shares
 from tests.distributed.pool import ProcessPool
-from tests.strategies.checkpointing import OPTIMIZERS, Module, Stateful, fit, message, trainer
+from tests.strategies.checkpoints.checkpointing import OPTIMIZERS, Module, Stateful, fit, message, trainer
 
 Ranks = Callable[[int], ProcessPool]
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_videoscale.strategies.checkpoint_folder import CheckpointError
-from lightning_videoscale.strategies.saved_tensors import SavedTensors
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
+from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 
 Names = tuple[str, ...]
 """All names of one parameter: a shared one has several, of which the first is saved."""

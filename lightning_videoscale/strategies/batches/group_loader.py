@@ -28,7 +28,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_videoscale.strategies.sharing import BatchSharing, Parcel
+from lightning_videoscale.strategies.batches.sharing import BatchSharing, Parcel
 
 SeedPlace = Callable[..., None]
 """Seeds the global generators for a place in the run, named by numbers and strings."""

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from typing_extensions import override
 
-from lightning_videoscale.strategies.saved_tensors import SavedTensors, StoredTensor
+from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors, StoredTensor
 
 _REST = "meta.pt"
 _TENSORS = ".metadata"

@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_videoscale.strategies import checkpoint_folder
-from lightning_videoscale.strategies.checkpoint_folder import CheckpointError, CheckpointFolder, read_weights
+from lightning_videoscale.strategies.checkpoints import folder as checkpoint_folder
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointError, CheckpointFolder, read_weights
 from tests.distributed.pool import ProcessPool
-from tests.strategies.checkpointing import Module, fit, message
+from tests.strategies.checkpoints.checkpointing import Module, fit, message
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -79,7 +79,7 @@ def save_unsafe(folder: Path) -> list[str]:
 
 def test_objects_are_not_unpickled_unless_told_so(ranks: Ranks, tmp_path: Path) -> None:
     refused, accepted = ranks(1).run(save_unsafe, tmp_path)[0]
-    assert "test_checkpoint_safety.Unsafe" in refused
+    assert "test_safety.Unsafe" in refused
     assert "add_safe_globals" in refused
     assert accepted == "no error"
 

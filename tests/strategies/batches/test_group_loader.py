@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_videoscale.parallel import SequenceMesh
-from lightning_videoscale.strategies.group_loader import GroupLoader
+from lightning_videoscale.strategies.batches.group_loader import GroupLoader
+from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.randomness import seed_generators
-from lightning_videoscale.strategies.sharing import BatchSharing
 from tests.distributed.pool import ProcessPool
 
 Ranks = Callable[[int], ProcessPool]

@@ -1,0 +1,6 @@
+"""One batch and one noise for all ranks of a sequence-parallel group.
+
+- `group_batches`: `GroupBatches`, what a strategy does with batches in every loop of the Trainer.
+- `group_loader`: `GroupLoader`, which lets one rank of the group read each batch.
+- `sharing`: `BatchSharing`, which hands what one rank read to the others, on the device and ahead of time.
+"""

@@ -1,0 +1,74 @@
+"""All loops of a Trainer under `ulysses_fsdp2`, one after the other and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.distributed.pool import ProcessPool
+from tests.distributed.wan_training import Clips, RectifiedFlow, assembled
+from tests.models import lifted_float_casts, tiny_wan
+from tests.strategies.fsdp2.training import Everything, clips, ddp, fsdp2, trainer
+
+Ranks = Callable[[int], ProcessPool]
+
+
+def run_all_loops(strategy: Callable[..., Strategy], settings: dict[str, Any]) -> list[float]:
+    """Sanity check, training, validation inside and outside of fit, test, prediction, and training on."""
+    module, loader = RectifiedFlow(), clips(torch.float64)
+    values: list[float] = []
+    with lifted_float_casts():
+        runner = trainer(strategy(**settings), plugins=[DoublePrecision()], limit_val_batches=2, val_check_interval=1)
+        runner.fit(module, loader, clips(torch.float64))
+        values.append(float(runner.callback_metrics["val_loss"]))
+        values.append(runner.validate(module, loader, verbose=False)[0]["val_loss"])
+        values.append(runner.test(module, loader, verbose=False)[0]["test_loss"])
+        predicted = runner.predict(module, loader)
+        values += [float(value) for value in predicted]
+        runner.fit_loop.epoch_loop.max_steps = 4
+        runner.fit(module, loader)
+        values.append(float(runner.callback_metrics["loss"]))
+    return values
+
+
+def test_all_loops_one_after_the_other(ranks: Ranks) -> None:
+    expected = ranks(1).run(run_all_loops, ddp, {})[0]
+    assert len(expected) > 10
+    for values in ranks(4).run(run_all_loops, fsdp2, {"activation_checkpointing": True}):
+        assert values == pytest.approx(expected, rel=1e-10)
+
+
+def train_and_resume(folder: str, meta: bool) -> list[dict[str, Tensor]]:
+    def run(steps: int, ckpt_path: str | None = None, meta: bool = False) -> tuple[pl.Trainer, dict[str, Tensor]]:
+        with torch.device("meta") if meta else nullcontext():
+            module = Everything()
+        if meta:  # its buffers are not part of a checkpoint
+            module.transformer.rope = tiny_wan().rope
+        runner = trainer(fsdp2(), max_steps=steps, precision="bf16-mixed")
+        one_clip = DataLoader(Clips((2, 4, 4), torch.float32, length=1))  # whatever the order, every step sees the same
+        runner.fit(module, one_clip, ckpt_path=ckpt_path)
+        return runner, {name: assembled(p) for name, p in module.named_parameters()}
+
+    _, straight = run(4)
+    stopped, _ = run(2)
+    path = str(Path(folder) / "stopped.ckpt")
+    stopped.save_checkpoint(path)
+    _, resumed = run(4, path, meta)
+    return [straight, resumed]
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(ranks: Ranks, tmp_path: Path, meta: bool) -> None:
+    for straight, resumed in ranks(2).run(train_and_resume, str(tmp_path), meta):
+        for name, parameter in straight.items():
+            assert torch.equal(resumed[name], parameter), name

@@ -1,0 +1,107 @@
+"""Precisions under `ulysses_fsdp2`: which travel, which compute, which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_videoscale.strategies import SequenceParallelFSDP2Strategy
+from tests.distributed.pool import ProcessPool
+from tests.distributed.wan_training import Record, RectifiedFlow
+from tests.models import gradient_error
+from tests.strategies.fsdp2.training import clips, ddp, fsdp2, message, trainer
+
+Ranks = Callable[[int], ProcessPool]
+
+
+def fit_in(strategy: Callable[..., Strategy], precision: str) -> tuple[list[float], list[dict[str, Tensor]]]:
+    record = Record()
+    torch.manual_seed(3)
+    # One step: AdamW turns the rounding of near-zero gradients into whole steps of the weights.
+    runner = trainer(strategy(ulysses_size=1), precision=precision, callbacks=[record], max_steps=1)
+    runner.fit(RectifiedFlow(), clips())
+    return record.losses, record.gradients
+
+
+def test_mixed_precision_is_that_of_ddp(ranks: Ranks) -> None:
+    expected = ranks(2).run(fit_in, ddp, "bf16-mixed")
+    for (losses, [gradients]), (expected_losses, [expected_gradients]) in zip(
+        ranks(2).run(fit_in, fsdp2, "bf16-mixed"), expected, strict=True
+    ):
+        assert losses == expected_losses, "rounded before it travels or after: the same bits enter every product"
+        assert gradient_error(gradients, expected_gradients) <= 1e-2
+        different = {name for name, x in expected_gradients.items() if not torch.equal(gradients[name], x)}
+        # The blocks' gradients with respect to the text are added up in another order, in bfloat16 either way.
+        assert all(name.startswith("transformer.condition_embedder.text_embedder.") for name in different)
+
+
+def test_bf16_true_and_32_true(ranks: Ranks) -> None:
+    for precision, tolerance in (("bf16-true", 1e-2), ("32-true", 1e-6)):
+        losses, gradients = ranks(2).run(fit_in, fsdp2, precision)[0]
+        expected_losses, expected_gradients = ranks(2).run(fit_in, ddp, precision)[0]
+        assert losses == expected_losses
+        assert (
+            gradient_error(
+                {name: x.float() for name, x in gradients[0].items()},
+                {name: x.float() for name, x in expected_gradients[0].items()},
+            )
+            <= tolerance
+        )
+
+
+class DtypesInForward(RectifiedFlow):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, torch.dtype] = {}
+        for block in self.transformer.blocks:
+            block.register_forward_hook(self.note)
+
+    def note(self, block: nn.Module, *_: Any) -> None:
+        assert not any(isinstance(p, DTensor) for p in block.parameters())
+        self.seen |= {name: p.dtype for name, p in block.named_parameters()}
+
+
+def gathered_dtypes() -> tuple[dict[str, torch.dtype], set[torch.dtype]]:
+    module = DtypesInForward()
+    trainer(fsdp2(), precision="bf16-mixed", max_steps=1).fit(module, clips())
+    return module.seen, {p.dtype for p in module.parameters()}
+
+
+def test_matrices_travel_in_bfloat16_and_what_is_added_in_float32_in_float32(ranks: Ranks) -> None:
+    seen, stored = ranks(2).run(gathered_dtypes)[0]
+    assert stored == {torch.float32}
+    full = {name for name, dtype in seen.items() if dtype is torch.float32}
+    assert full == {
+        "scale_shift_table",
+        "norm2.weight",
+        "norm2.bias",
+        *(f"attn{i}.norm_{x}.weight" for i in (1, 2) for x in "qk"),
+    }
+    assert {seen[name] for name in seen.keys() - full} == {torch.bfloat16}
+
+
+def test_the_names_are_registered() -> None:
+    for name, ring_size in (("ulysses_fsdp2", 1), ("usp_fsdp2", 2)):
+        selected = pl.Trainer(strategy=name, accelerator="cpu").strategy
+        assert isinstance(selected, SequenceParallelFSDP2Strategy)
+        assert selected._settings.ring_size == ring_size
+
+
+def refused_precisions() -> list[str]:
+    return [
+        message(fsdp2(), RectifiedFlow(), plugins=[pl.plugins.HalfPrecision("16-true")]),
+        message(fsdp2(), RectifiedFlow(), plugins=[pl.plugins.MixedPrecision("16-mixed", "cpu")]),
+    ]
+
+
+def test_other_precisions_are_refused(ranks: Ranks) -> None:
+    true, mixed = ranks(2).run(refused_precisions)[0]
+    assert "does not support precision='16-true': choose one of 32-true, bf16-mixed, bf16-true, 64-true" in true
+    assert "precision='16-mixed'" in mixed
+    assert "bf16-mixed needs no loss scaling" in mixed
