@@ -17,6 +17,8 @@ from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
+from lightning_videoscale.strategies.compilation import mix_order_reduction_is_wrong
+
 _REQUIRED = ("lightning-videoscale", "torch", "lightning", "torchmetrics", "webdataset", "triton")
 _OPTIONAL = ("diffusers", "av", "deepspeed", "tensorboard")
 
@@ -98,9 +100,8 @@ def _known_bad_packages() -> Iterator[Finding]:
             "installed beside lightning; a Trainer imported from it does not know these strategies",
             "import lightning.pytorch as pl",
         )
-    torch_version = Version(torch.__version__.split("+")[0])
-    mix_order_reduction = os.environ.get("TORCHINDUCTOR_MIX_ORDER_REDUCTION") != "0"
-    if torch.cuda.is_available() and mix_order_reduction and Version("2.10") <= torch_version < Version("2.12"):
+    switched_off = os.environ.get("TORCHINDUCTOR_MIX_ORDER_REDUCTION") == "0"
+    if torch.cuda.is_available() and mix_order_reduction_is_wrong() and not switched_off:
         yield Finding(
             "torch.compile",
             "bad",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -66,13 +66,20 @@ def checkpoint_activations(network: nn.Module) -> Undo:
             f"{type(network).__name__} has its own gradient checkpointing on: leave out activation_checkpointing=True, "
             "or do not call enable_gradient_checkpointing()."
         )
-    blocks = list(find_blocks(network).values())
+    return replace_forwards(list(find_blocks(network).values()), _checkpointed)
+
+
+def replace_forwards(blocks: Sequence[nn.Module], change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
+    """Gives every block the changed forward, inside its hooks; returns a function that takes it back."""
+    originals = [vars(block).get("forward") for block in blocks]
     for block in blocks:
-        block.forward = _checkpointed(block.forward)
+        block.forward = change(block.forward)
 
     def undo() -> None:
-        for block in blocks:
+        for block, original in zip(blocks, originals, strict=True):
             del block.forward  # the class's own comes to light again
+            if original is not None:
+                block.forward = original
 
     return undo
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport.symmetric import TransportName
+from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 
@@ -35,6 +36,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
             class.
         activation_checkpointing: Keep only the inputs of every transformer block and compute the rest again in
             backward.
+        compile: Compile every transformer block: True, or keyword arguments of ``torch.compile``.
         transport: How Ulysses messages travel: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (pushed by the GPUs'
             copy engines, within a host).
         timeout: How long a collective may wait for a rank that does not come.
@@ -54,6 +56,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         modules: list[str] | None = None,
         plan: SplitPlan | None = None,
         activation_checkpointing: bool = False,
+        compile: CompileOptions = False,
         transport: TransportName = "collective",
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
@@ -61,7 +64,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         super().__init__(timeout=timeout, **kwargs)
         self._init_sequence_parallel(
             SequenceParallelSettings(
-                ulysses_size, ring_size, modules, plan, activation_checkpointing, transport=transport
+                ulysses_size, ring_size, modules, plan, activation_checkpointing, compile=compile, transport=transport
             )
         )
 

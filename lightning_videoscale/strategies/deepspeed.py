@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport.symmetric import TransportName
 from lightning_videoscale.strategies.checkpoints.zero import ZeroCheckpoints
+from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.parity import ParityReport
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
@@ -46,6 +47,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         modules: As for `SequenceParallelDDPStrategy`.
         plan: As for `SequenceParallelDDPStrategy`.
         activation_checkpointing: As for `SequenceParallelDDPStrategy`.
+        compile: As for `SequenceParallelDDPStrategy`.
         transport: As for `SequenceParallelDDPStrategy`.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DeepSpeedStrategy``: offloading, bucket sizes, or a whole ``config``, which then
@@ -65,6 +67,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         modules: list[str] | None = None,
         plan: SplitPlan | None = None,
         activation_checkpointing: bool = False,
+        compile: CompileOptions = False,
         transport: TransportName = "collective",
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
@@ -82,7 +85,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
             )
         self._init_sequence_parallel(
             SequenceParallelSettings(
-                ulysses_size, ring_size, modules, plan, activation_checkpointing, transport=transport
+                ulysses_size, ring_size, modules, plan, activation_checkpointing, compile=compile, transport=transport
             )
         )
 

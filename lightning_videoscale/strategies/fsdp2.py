@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport.symmetric import TransportName
+from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.precision import check_precision
 from lightning_videoscale.strategies.randomness import seed_generators
@@ -73,6 +74,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             class.
         activation_checkpointing: Keep only the inputs of every transformer block and compute the rest again in
             backward.
+        compile: Compile every transformer block: True, or keyword arguments of ``torch.compile``.
         replicas: Copies of the model, each sharded over ``world size / replicas`` neighbouring ranks (hybrid sharding).
             With one copy per node, parameters travel inside the nodes and only gradients between them.
         shard_frozen: Paths of frozen networks to shard too, such as a large text encoder.
@@ -94,6 +96,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         modules: list[str] | None = None,
         plan: SplitPlan | None = None,
         activation_checkpointing: bool = False,
+        compile: CompileOptions = False,
         replicas: int = 1,
         shard_frozen: list[str] | None = None,
         transport: TransportName = "collective",
@@ -109,6 +112,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             activation_checkpointing,
             replicas,
             shard_frozen,
+            compile=compile,
             transport=transport,
         )
         self._init_sequence_parallel(self._sharding)

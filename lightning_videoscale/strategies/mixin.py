@@ -1,8 +1,8 @@
 """What every sequence-parallel strategy adds to its parent: the mesh, the split model, one batch and one noise.
 
 The order in which a model is changed, in `setup`, after `configure_model` and before wrapping: the transforms that
-callbacks and users registered, the split, activation checkpointing. The user's LightningModule contains no line about
-any of it.
+callbacks and users registered, the split, compilation, activation checkpointing. The user's LightningModule contains no
+line about any of it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
+from lightning_videoscale.strategies.compilation import compile_blocks
 from lightning_videoscale.strategies.failure import FirstError, end_processes
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.randomness import seed_generators
@@ -195,7 +196,7 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         return int(seed.item())
 
     def _change_networks(self, module: nn.Module) -> Undo:
-        """Transforms, then the split, then activation checkpointing: the one order, before any wrapping."""
+        """Transforms, the split, compilation, activation checkpointing: the one order, before any wrapping."""
         _refuse_compiled(module)
         while self._transforms:
             self._transforms.pop(0)(module)
@@ -203,6 +204,8 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         for path, plan in self._plans(module).items():
             network = module.get_submodule(path)
             undos.append(parallelize(network, self.mesh, plan, transport=self._transport))
+            if self._settings.compile:  # a checkpointed block runs its compiled forward a second time
+                undos.append(compile_blocks(network, self._settings.compile))
             if self._settings.activation_checkpointing:
                 undos.append(checkpoint_activations(network))
 
@@ -266,7 +269,8 @@ def _refuse_compiled(module: nn.Module) -> None:
     ]
     if compiled:
         raise ValueError(
-            f"These modules were compiled before the strategy could change them: {compiled}. Leave out torch.compile."
+            f"These modules were compiled before the strategy could change them: {compiled}. Leave out "
+            "torch.compile and set the strategy's compile=True."
         )
 
 

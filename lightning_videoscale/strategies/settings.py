@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport.symmetric import TransportName
+from lightning_videoscale.strategies.compilation import CompileOptions
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class SequenceParallelSettings:
     modules: list[str] | None
     plan: SplitPlan | None
     activation_checkpointing: bool
+    compile: CompileOptions = field(default=False, kw_only=True)
     transport: TransportName = field(default="collective", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -59,5 +62,9 @@ class SequenceParallelSettings:
 
 
 def _comparable(value: Any) -> Any:
-    """What stands for a value when ranks compare theirs: a plan holds functions, of which only the splits compare."""
-    return repr((value.inputs, value.outputs, value.gathers)) if isinstance(value, SplitPlan) else value
+    """What stands for a value when ranks compare theirs; of a plan, which holds functions, the splits."""
+    if isinstance(value, SplitPlan):
+        return repr((value.inputs, value.outputs, value.gathers))
+    if isinstance(value, Mapping):  # of torch.compile's arguments, the backend may be any callable
+        return {name: type(option).__name__ if callable(option) else repr(option) for name, option in value.items()}
+    return value

@@ -1,0 +1,41 @@
+"""Compilation of a network's transformer blocks, one by one: `compile_blocks`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+
+from lightning_videoscale.strategies.blocks import Undo, find_blocks, replace_forwards
+
+CompileOptions = bool | Mapping[str, Any]
+"""False, True, or keyword arguments of ``torch.compile``."""
+
+
+def compile_blocks(network: nn.Module, options: CompileOptions) -> Undo:
+    """Compiles the forward of every transformer block, in place and inside its hooks.
+
+    Blocks of one class share their compiled code. Exchanges between ranks stay outside of it: what comes before and
+    after them in a block is compiled. Hooks, such as those that split a sequence or gather sharded parameters, run
+    around the compiled forward, and activation checkpointing applied later runs it again as a whole.
+
+    Args:
+        network: What holds the blocks, see `find_blocks`.
+        options: True, or keyword arguments of ``torch.compile``.
+
+    Returns:
+        A function that takes it back.
+    """
+    blocks = list(find_blocks(network).values())
+    arguments = dict(options) if isinstance(options, Mapping) else {}
+    if torch.cuda.is_available() and mix_order_reduction_is_wrong() and not {"mode", "options"} & arguments.keys():
+        arguments["options"] = {"triton.mix_order_reduction": False}
+    return replace_forwards(blocks, lambda forward: torch.compile(forward, **arguments))
+
+
+def mix_order_reduction_is_wrong() -> bool:
+    """Whether this torch returns wrong or failing gradients of scale and shift in compiled AdaLN (pytorch #193061)."""
+    return Version("2.10") <= Version(torch.__version__.split("+")[0]) < Version("2.12")
