@@ -6,6 +6,9 @@ import argparse
 import json
 import os
 import platform
+import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,6 +20,7 @@ from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
+from lightning_videoscale.parallel.transport.fabric import what_lacks
 from lightning_videoscale.strategies.compilation import mix_order_reduction_is_wrong
 
 _REQUIRED = ("lightning-videoscale", "torch", "lightning", "torchmetrics", "webdataset", "triton")
@@ -124,6 +128,18 @@ def _gpus() -> Iterator[Finding]:
             f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}",
         )
     yield Finding("cuda", "ok", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {_nccl()}")
+    yield from _links(count) if count > 1 else ()
+    for index in range(count):
+        lacks = what_lacks(torch.device("cuda", index))
+        yield Finding(
+            "symmetric memory",
+            "missing" if lacks else "ok",
+            f"gpu {index}: {lacks or 'torch and the driver have what it needs'}",
+            "use transport='collective'" if lacks else "",
+        )
+
+
+def _links(count: int) -> Iterator[Finding]:
     strangers = [
         (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
@@ -135,8 +151,31 @@ def _gpus() -> Iterator[Finding]:
             "keep a sequence-parallel group on GPUs that reach each other; in a container or virtual machine, pass "
             "the links through",
         )
-    elif count > 1:
+    else:
         yield Finding("peer access", "ok", f"all {count} GPUs reach each other")
+    links = sorted(set(_link_types()))
+    if links:
+        nvlink = all(link.startswith("NV") for link in links)
+        yield Finding(
+            "links",
+            "ok" if nvlink else "slow",
+            f"between GPUs: {', '.join(links)} (nvidia-smi topo -m)",
+            ""
+            if nvlink
+            else "keep a sequence-parallel group on GPUs joined by NVLink, or its exchanges cost PCIe time",
+        )
+
+
+def _link_types() -> Iterator[str]:
+    """Yields what joins each pair of GPUs, as nvidia-smi calls it, such as NV18 or SYS."""
+    if shutil.which("nvidia-smi") is None:
+        return
+    matrix = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30).stdout
+    rows = [line.split() for line in re.sub(r"\x1b\[\d*m", "", matrix).splitlines()]
+    names = [cell for cell in rows[0] if re.fullmatch(r"GPU\d+", cell)] if rows else []
+    for number, name in enumerate(names):
+        row = next(row for row in rows[1:] if row and row[0] == name)
+        yield from row[number + 2 : len(names) + 1]  # what stands right of the diagonal
 
 
 def _nccl() -> str:

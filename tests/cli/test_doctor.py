@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,11 +77,31 @@ def test_gpus_that_do_not_reach_each_other_are_slow(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
+    monkeypatch.setattr(doctor, "what_lacks", lambda device: "an old driver" if device.index else "")
     assert findings("gpu 1") == [("ok", "Some GPU, 80 GiB, sm_90", "")]
     ((status, detail, remedy),) = findings("peer access")
     assert status == "slow"
     assert "[(1, 0)]" in detail
     assert "sequence-parallel group" in remedy
+    assert [(status, remedy) for status, _, remedy in findings("symmetric memory")] == [
+        ("ok", ""),
+        ("missing", "use transport='collective'"),
+    ]
+
+
+@pytest.mark.parametrize(("link", "status"), [("NV18", "ok"), ("SYS", "slow")])
+def test_links_slower_than_nvlink_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, link: str, status: str
+) -> None:
+    head = r"\t\033[4mGPU0\tGPU1\tCPU Affinity\033[0m\n"
+    matrix = head + rf"GPU0\t X \t{link}\t0-31\nGPU1\t{link}\t X \t0-31\n"
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\nprintf '{matrix}'\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    found = [(finding.status, finding.detail) for finding in doctor._links(2) if finding.subject == "links"]
+    assert found == [(status, f"between GPUs: {link} (nvidia-smi topo -m)")]
 
 
 def test_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:

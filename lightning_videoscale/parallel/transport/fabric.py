@@ -243,10 +243,11 @@ def _facts(device: torch.device) -> tuple[str, str, str]:
         return "", "", f"its device is {device}, not a GPU"
     with open("/proc/sys/kernel/random/boot_id") as file:  # unlike a host name, one per running kernel
         host = file.read().strip()
-    return host, str(torch.cuda.get_device_properties(device).uuid), _lacks(device)
+    return host, str(torch.cuda.get_device_properties(device).uuid), what_lacks(device)
 
 
-def _lacks(device: torch.device) -> str:
+def what_lacks(device: torch.device) -> str:
+    """Returns what keeps a GPU, torch or the driver from symmetric memory, by trying; empty if nothing does."""
     try:
         from torch.distributed._symmetric_memory import get_backend
 
