@@ -1,0 +1,158 @@
+"""What the backends of `qk_norm_rope` have in common: the variant, one of its two sides, and the rotation.
+
+For every token and head of q, and likewise of k (H heads of Dh channels, D = H·Dh):
+
+    n = norm(x) · weight + bias     over all D channels of the token, or over each head's Dh
+    y = n rotated pair by pair      on the first 2P channels of each head, for some tokens
+
+Every backend computes exactly this; the PyTorch reference is the oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Layout = Literal["interleaved", "half"]
+
+
+@dataclass(frozen=True)
+class HeadOp:
+    """One variant, a constant at compile time.
+
+    Attributes:
+        norm: "rms", "layer", or "none".
+        per_head: Statistics, weight and bias belong to each head's Dh channels rather than to all D.
+        layout: Which channels of a head make pair i of P: "interleaved" (2i, 2i + 1) or "half" (i, i + P).
+        round_x_hat: Round x · rstd to the activations' dtype before the weight multiplies it.
+    """
+
+    norm: Literal["none", "rms", "layer"]
+    per_head: bool
+    layout: Layout
+    round_x_hat: bool
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """The dimensions of (B, S, H, Dh) that the norm's statistics run over."""
+        return (-1,) if self.per_head else (-2, -1)
+
+    def statistics_shape(self, x: Tensor) -> tuple[int, ...]:
+        """(B, S, H) per head, (B, S) otherwise."""
+        return tuple(x.shape[: 3 if self.per_head else 2])
+
+
+@dataclass(frozen=True)
+class Side:
+    """q or k, and what belongs to it.
+
+    Attributes:
+        x: (B, S, H, Dh), the last two dimensions contiguous.
+        weight: (Dh,) per head, otherwise (D,); x's dtype or the wide one (float32; float64 beside float64); or None.
+        bias: As the weight, or None.
+        mean: (B, S[, H]) wide, LayerNorm's; None where there is none or before it is known.
+        rstd: (B, S[, H]) wide; in forward, None unless it comes from outside.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin of every pair, for the tokens [start, start + T).
+
+    Attributes:
+        cos: (B or 1, T, H or 1, P), wide, last dimension contiguous.
+        sin: Likewise.
+        start: The first rotated token.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    start: int
+
+
+class SideOutputs(NamedTuple):
+    """What forward returns of a side.
+
+    Attributes:
+        y: (B, S, H, Dh) in x's dtype, new and contiguous.
+        mean: (B, S[, H]) wide; None where the variant has none.
+        rstd: (B, S[, H]) wide; None where the variant has none or it came from outside.
+    """
+
+    y: Tensor
+    mean: Tensor | None
+    rstd: Tensor | None
+
+
+class SideGradients(NamedTuple):
+    """What backward returns of a side.
+
+    Attributes:
+        dx: (B, S, H, Dh) in x's dtype, new and contiguous.
+        dweight: The weight's shape and dtype; None without a weight.
+        dbias: Likewise.
+    """
+
+    dx: Tensor
+    dweight: Tensor | None
+    dbias: Tensor | None
+
+
+class HeadBackend(Protocol):
+    """A module with these functions is a backend; q's part of every pair comes first."""
+
+    def objection(self, op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -> str | None:
+        """Returns why this variant cannot run, forward or backward, on tensors like these, or None if it can."""
+
+    def forward(
+        self, op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
+    ) -> tuple[SideOutputs, SideOutputs]:
+        """Normalises, then rotates. A side whose rstd is given (RMS only) is normalised by that.
+
+        Args:
+            op: The variant.
+            sides: q and k.
+            rotation: None rotates nothing.
+            eps: Added to the variance.
+        """
+
+    def backward(
+        self,
+        op: HeadOp,
+        gradients: tuple[Tensor, Tensor],
+        sides: tuple[Side, Side],
+        rotation: Rotation | None,
+        row_means: tuple[Tensor, Tensor] | None,
+    ) -> tuple[SideGradients, SideGradients]:
+        """Computes the gradients of x, weight and bias.
+
+        Args:
+            op: The variant.
+            gradients: (B, S, H, Dh) of each y.
+            sides: With the statistics of forward.
+            rotation: As in forward.
+            row_means: (B, S) each, `gradient_sums` over a whole row divided by its width, where x has only part of the
+                row's heads; None where it has them all.
+        """
+
+    def square_sums(self, xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Sums the squares of the heads at hand: (B, S, H, Dh) to (B, S), wide."""
+
+    def gradient_sums(
+        self, op: HeadOp, gradients: tuple[Tensor, Tensor], sides: tuple[Side, Side], rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor]:
+        """Sums dx̂ · x̂ over the heads at hand, (B, S) wide: what `backward` needs of other heads (RMS over all D)."""
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that x is computed in: float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)

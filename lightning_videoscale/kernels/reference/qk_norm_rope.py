@@ -1,0 +1,142 @@
+"""`qk_norm_rope` in plain PyTorch: the oracle of every other backend, in float64 too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.kernels.heads import HeadOp, Rotation, Side, SideGradients, SideOutputs, wide_dtype
+
+
+def objection(op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -> None:
+    """The reference runs everything."""
+
+
+def forward(
+    op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
+) -> tuple[SideOutputs, SideOutputs]:
+    """See `HeadBackend.forward`."""
+    q, k = sides
+    return _forward(op, q, rotation, eps), _forward(op, k, rotation, eps)
+
+
+def backward(
+    op: HeadOp,
+    gradients: tuple[Tensor, Tensor],
+    sides: tuple[Side, Side],
+    rotation: Rotation | None,
+    row_means: tuple[Tensor, Tensor] | None,
+) -> tuple[SideGradients, SideGradients]:
+    """See `HeadBackend.backward`."""
+    (dq, dk), (q, k), (q_means, k_means) = gradients, sides, row_means or (None, None)
+    return _backward(op, dq, q, rotation, q_means), _backward(op, dk, k, rotation, k_means)
+
+
+def square_sums(xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """See `HeadBackend.square_sums`."""
+    q, k = (x.to(wide_dtype(x)).square().sum((-2, -1)) for x in xs)
+    return q, k
+
+
+def gradient_sums(
+    op: HeadOp, gradients: tuple[Tensor, Tensor], sides: tuple[Side, Side], rotation: Rotation | None
+) -> tuple[Tensor, Tensor]:
+    """See `HeadBackend.gradient_sums`."""
+    (dq, dk), (q, k) = gradients, sides
+    return _gradient_sums(op, dq, q, rotation), _gradient_sums(op, dk, k, rotation)
+
+
+def _forward(op: HeadOp, side: Side, rotation: Rotation | None, eps: float) -> SideOutputs:
+    x = side.x.to(wide_dtype(side.x))
+    mean, rstd = _statistics(op, side, x, eps)
+    n = _x_hat(op, x, mean, rstd)
+    if op.round_x_hat:
+        n = _round(n, side.x)
+    if side.weight is not None:
+        n = n * _per_channel(op, side.weight, x)
+    if side.bias is not None:
+        n = n + _per_channel(op, side.bias, x)
+    n = _round(n, side.x)
+    y = n if rotation is None else _rotate(op, n, rotation, rotation.sin)
+    return SideOutputs(_as_input(y, side.x), mean, None if side.rstd is not None else rstd)
+
+
+def _backward(op: HeadOp, dy: Tensor, side: Side, rotation: Rotation | None, row_means: Tensor | None) -> SideGradients:
+    x = side.x.to(wide_dtype(side.x))
+    dn = _unrotated(op, dy, x, rotation)
+    if side.rstd is None:
+        return SideGradients(_as_input(dn, side.x), None, None)
+    x_hat = _x_hat(op, x, side.mean, side.rstd)
+    dweight = None if side.weight is None else _over_tokens(op, dn * x_hat, side.weight)
+    dbias = None if side.bias is None else _over_tokens(op, dn, side.bias)
+
+    dx_hat = dn if side.weight is None else dn * _per_channel(op, side.weight, x)
+    along = _expand(op, row_means) if row_means is not None else (dx_hat * x_hat).mean(op.channels, keepdim=True)
+    dx = dx_hat - x_hat * along
+    if op.norm == "layer":
+        dx = dx - dx_hat.mean(op.channels, keepdim=True)
+    return SideGradients(_as_input(dx * _expand(op, side.rstd), side.x), dweight, dbias)
+
+
+def _gradient_sums(op: HeadOp, dy: Tensor, side: Side, rotation: Rotation | None) -> Tensor:
+    x = side.x.to(wide_dtype(side.x))
+    dx_hat = _unrotated(op, dy, x, rotation)
+    if side.weight is not None:
+        dx_hat = dx_hat * _per_channel(op, side.weight, x)
+    return (dx_hat * _x_hat(op, x, None, side.rstd)).sum((-2, -1))
+
+
+def _statistics(op: HeadOp, side: Side, x: Tensor, eps: float) -> tuple[Tensor | None, Tensor | None]:
+    if op.norm == "none" or side.rstd is not None:
+        return None, side.rstd
+    rows = x if op.per_head else x.flatten(-2)
+    if op.norm == "rms":
+        return None, torch.rsqrt(rows.square().mean(-1) + eps)
+    _, mean, rstd = torch.native_layer_norm(rows, rows.shape[-1:], None, None, eps)
+    return mean.squeeze(-1), rstd.squeeze(-1)
+
+
+def _x_hat(op: HeadOp, x: Tensor, mean: Tensor | None, rstd: Tensor | None) -> Tensor:
+    if mean is not None:
+        x = x - _expand(op, mean)
+    return x if rstd is None else x * _expand(op, rstd)
+
+
+def _rotate(op: HeadOp, x: Tensor, rotation: Rotation, sin: Tensor) -> Tensor:
+    pairs, rotated_tokens = rotation.cos.shape[-1], rotation.cos.shape[1]
+    y = x.clone()
+    part = y.narrow(1, rotation.start, rotated_tokens).narrow(-1, 0, 2 * pairs)
+    sizes, between = ((pairs, 2), -1) if op.layout == "interleaved" else ((2, pairs), -2)
+    a, b = part.unflatten(-1, sizes).unbind(between)
+    cos = rotation.cos
+    part.copy_(torch.stack([a * cos - b * sin, a * sin + b * cos], dim=between).flatten(-2))
+    return y
+
+
+def _unrotated(op: HeadOp, dy: Tensor, x: Tensor, rotation: Rotation | None) -> Tensor:
+    dy = dy.to(x.dtype)
+    return dy if rotation is None else _rotate(op, dy, rotation, -rotation.sin)
+
+
+def _expand(op: HeadOp, statistics: Tensor) -> Tensor:
+    """(B, S[, H]) as (B, S, H or 1, 1)."""
+    return statistics.unsqueeze(-1) if op.per_head else statistics[..., None, None]
+
+
+def _per_channel(op: HeadOp, parameter: Tensor, x: Tensor) -> Tensor:
+    """(Dh,) or (D,) as what multiplies (B, S, H, Dh)."""
+    return parameter.to(x.dtype) if op.per_head else parameter.to(x.dtype).view(x.shape[-2:])
+
+
+def _over_tokens(op: HeadOp, gradient: Tensor, parameter: Tensor) -> Tensor:
+    summed = gradient.sum((0, 1, 2) if op.per_head else (0, 1)).flatten()
+    return summed.to(parameter.dtype)
+
+
+def _round(value: Tensor, like: Tensor) -> Tensor:
+    return value.to(like.dtype).to(value.dtype)
+
+
+def _as_input(dx: Tensor, x: Tensor) -> Tensor:
+    """A new contiguous tensor: an op's output must not be one of its inputs."""
+    return dx.to(x.dtype, memory_format=torch.contiguous_format, copy=True)
