@@ -1,8 +1,15 @@
-"""Fused operations, one per file: for each a PyTorch reference (float64-capable) behind one `torch.library` op.
+"""Fused operations, one per file, each a `torch.library` op with a PyTorch reference and faster backends.
 
-- `norm_modulate`: LayerNorm, then * (1 + scale) + shift, the adaptive norm of diffusion transformers.
+- `norm_modulate`: LayerNorm or RMSNorm, then * (1 + scale) + shift, the adaptive norm of diffusion transformers.
+- `gate_residual`: residual + gate * branch.
+- `gate_residual_norm_modulate`: both in turn, the seam between two branches of a block.
+
+These three share their vocabulary (`rows`), the choice of a backend (`backend`) and the way of the modulation to it
+(`modulation`, `dispatch`); `reference/`, `triton/` and `cuda/` are the backends.
 """
 
+from lightning_videoscale.kernels.gate_residual import gate_residual
+from lightning_videoscale.kernels.gate_residual_norm_modulate import gate_residual_norm_modulate
 from lightning_videoscale.kernels.norm_modulate import norm_modulate
 
-__all__ = ["norm_modulate"]
+__all__ = ["gate_residual", "gate_residual_norm_modulate", "norm_modulate"]

@@ -98,11 +98,14 @@ class RowGradients(NamedTuple):
     """What a backward returns; None for what the variant lacks, and for whatever only a missing dy or dh would give.
 
     Attributes:
-        dx: (N, D) of x, which is that of the residual too, in its dtype.
-        dbranch: (N, D) in the branch's dtype.
-        dgate: (G, D) wide, as dscale and dshift: of an operand's values, hence of values + table.
+        dx: (N, D) of x, which is that of the residual too, in its dtype. None for a variant without a norm, whose
+            residual receives dh itself.
+        dbranch: (N, D) in the branch's dtype. None for a variant without gate and branch norm, where it is dx; such a
+            variant is called without its branch.
+        dgate: (G, D) wide, as dscale and dshift: of an operand's values, hence of values + table. For maps per token,
+            where nothing is summed, they may have the values' dtype already.
         dscale: (G, D) wide.
-        dshift: (G, D) wide.
+        dshift: (G, D) wide, wherever there is a scale.
         dweight: (D,) wide.
         dbias: (D,) wide.
         dgate_table: (D,) wide, the sum of dgate over the groups, as the two below. None leaves it to the caller;

@@ -98,10 +98,13 @@ def test_error_of_the_gradients_against_a_float64_oracle(per_token: bool, affine
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(per_token: bool, affine: bool, dtype: torch.dtype) -> None:
     x, scale, shift, weight, bias = inputs((2, 3, 8), per_token=per_token, affine=affine, dtype=dtype)
-    torch.library.opcheck(OPS.norm_modulate.default, (x, scale, shift, weight, bias, 1e-6))
-    _, mean, rstd = OPS.norm_modulate(x, scale, shift, weight, bias, 1e-6)
+    forward = (x, scale, shift, weight, bias, 1e-6, None, None, None, "layer", "fp32_once", "auto")
+    torch.library.opcheck(OPS.norm_modulate.default, forward)
+    _, mean, rstd = OPS.norm_modulate(*forward)
     saved = [None if a is None else a.detach() for a in (x, scale, weight, bias, mean, rstd)]
-    torch.library.opcheck(OPS.norm_modulate_backward.default, (torch.randn_like(x).detach(), *saved))
+    needs = [True, True, affine, affine, False, False]
+    backward = (torch.randn_like(x).detach(), *saved, None, None, None, "layer", "auto", needs)
+    torch.library.opcheck(OPS.norm_modulate_backward.default, backward)
 
 
 def test_keeps_eight_bytes_per_token_beside_its_inputs() -> None:

@@ -83,8 +83,8 @@ def backward(
         x_hat = (centred if mean is None else centred - _by_entry(mean.unsqueeze(-1), rows)) * rstd
         normed = x_hat if weight is None else x_hat * weight.to(wide)
         normed = normed if bias is None else normed + bias.to(wide)
-        dshift = _sum_groups(dy, rows)
-        dscale = None if scale is None else _sum_groups(dy * normed, rows)
+        if scale is not None:
+            dshift, dscale = _sum_groups(dy, rows), _sum_groups(dy * normed, rows)
         dnormed = dy if scale is None else dy * (1 + _composed(scale, rows, wide, wide))
         dweight = None if weight is None else (dnormed * x_hat).sum(dim=(0, 1))
         dbias = None if bias is None else dnormed.sum(dim=(0, 1))
@@ -96,7 +96,8 @@ def backward(
     if branch is not None and dx is not None:
         dbranch, dgate = _branch_gradients(op, dx, branch, gate, rows, eps, wide)
         dbranch = _flat(dbranch, branch.dtype)
-    return RowGradients(_flat(dx, h.dtype), dbranch, dgate, dscale, dshift, dweight, dbias)
+    dx = None if op.norm is None else _flat(dx, h.dtype)
+    return RowGradients(dx, dbranch, dgate, dscale, dshift, dweight, dbias)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

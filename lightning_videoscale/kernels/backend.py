@@ -1,0 +1,78 @@
+"""Which backend computes a row operation: CUDA or Triton on a GPU, plain PyTorch on CPU, or the one asked for by name.
+
+What is asked for by name runs or raises; "auto" takes the first that can and says once which one it is and why not
+another.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from typing import Literal, cast
+
+from torch import Tensor
+
+from lightning_videoscale.kernels.rows import Operand, RowBackend, RowMap, RowOp
+
+BackendName = Literal["auto", "cuda", "triton", "reference"]
+_log = logging.getLogger(__name__)
+
+
+def choose_backend(
+    asked: str,
+    operation: str,
+    op: RowOp,
+    x: Tensor,
+    branch: Tensor | None,
+    operands: tuple[Operand, ...],
+    rows: RowMap,
+) -> RowBackend:
+    """Returns the module that runs ``operation`` on tensors like these, forward and backward alike.
+
+    Args:
+        asked: "auto": CUDA where it supports the variant, else Triton, else the reference, and on CPU the reference;
+            or the name of one of them.
+        operation: The operation's name, for messages.
+        op: The variant.
+        x: (N, D), what the operation reads first.
+        branch: (N, D), or None.
+        operands: Gate, scale and shift, as far as the variant has them.
+        rows: Their map.
+
+    Raises:
+        ValueError: If there is no backend of that name.
+        NotImplementedError: If the one asked for by name cannot run this; the message says why.
+    """
+    if asked not in ("auto", "cuda", "triton", "reference"):
+        raise ValueError(f'backend must be "auto", "cuda", "triton" or "reference"; got {asked!r}.')
+    candidates = [asked]
+    if asked == "auto":
+        candidates = ["cuda", "triton", "reference"] if x.is_cuda else ["reference"]
+    objections = []
+    for name in candidates:
+        backend = _load(name)
+        objection = backend if isinstance(backend, str) else backend.objection(op, x, branch, operands, rows)
+        if isinstance(backend, str) or objection is not None:
+            objections.append(f"{name}: {objection}")
+            continue
+        _log_once(operation, name, "; ".join(objections))
+        return backend
+    raise NotImplementedError(
+        f"{operation} cannot run on the backend asked for ({objections[0]}). "
+        'backend="auto" takes one that can, or name another.'
+    )
+
+
+@functools.cache
+def _load(name: str) -> RowBackend | str:
+    """Imports a backend when it is first needed; returns why it cannot be imported where that is so."""
+    try:
+        return cast(RowBackend, importlib.import_module(f"lightning_videoscale.kernels.{name}.rows"))
+    except ImportError as error:
+        return f"it cannot be imported ({error})"
+
+
+@functools.cache
+def _log_once(operation: str, name: str, passed_over: str) -> None:
+    _log.info("%s runs on the %s backend%s", operation, name, f" (not on {passed_over})" if passed_over else "")

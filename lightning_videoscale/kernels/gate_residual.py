@@ -1,0 +1,172 @@
+"""Gated residual in one op: h = residual + act(gate) · branch.
+
+Inside: `gate_residual` (what one calls), the op ``lightning_videoscale::gate_residual`` and its backward, an op of its
+own. Shapes: B samples, S tokens, D channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.kernels.backend import BackendName
+from lightning_videoscale.kernels.dispatch import (
+    NAMESPACE,
+    Operands,
+    fake_gradient,
+    if_needed,
+    none_where_unneeded,
+    refuse_second_derivative,
+    run_backward,
+    run_forward,
+)
+from lightning_videoscale.kernels.modulation import check_branch, check_devices, check_modulation
+from lightning_videoscale.kernels.rows import Activation, Rounding, RowOp
+
+_FORWARD = f"{NAMESPACE}::gate_residual"
+_BACKWARD = f"{NAMESPACE}::gate_residual_backward"
+
+
+def gate_residual(
+    residual: Tensor,
+    branch: Tensor,
+    gate: Tensor,
+    *,
+    gate_table: Tensor | None = None,
+    index: Tensor | None = None,
+    gate_activation: Activation = "identity",
+    branch_norm: bool = False,
+    eps: float = 1e-6,
+    rounding: Rounding = "fp32_once",
+    backend: BackendName = "auto",
+) -> Tensor:
+    """Adds a gated branch to the residual stream: ``residual + act(gate + gate_table) * branch``.
+
+    With "fp32_once" and a float32 gate it equals Wan's ``(residual.float() + branch * gate).type_as(residual)``. Keeps
+    nothing for backward beside its inputs, of which the residual is not needed. Differentiable once. Autocast leaves it
+    as it is: h has the residual's dtype.
+
+    Args:
+        residual: (B, S, D), any floating dtype.
+        branch: Of the same shape; another dtype, such as a Linear's under autocast, is allowed.
+        gate: (B, R, D) with R dividing S, or with an index (G, D), as scale in `norm_modulate`.
+        gate_table: (D,), added to every entry of ``gate`` inside; any dtype.
+        index: (B, R) integers in [0, G): which entry belongs to each S / R consecutive tokens.
+        gate_activation: "identity" or "tanh".
+        branch_norm: RMS-normalise the branch before it is gated, as Mochi does.
+        eps: Added to the branch's mean square; used with ``branch_norm`` only.
+        rounding: "fp32_once" or "eager", as in `norm_modulate`; Mochi is "eager".
+        backend: "auto", or "cuda", "triton" or "reference", which then runs or raises.
+
+    Returns:
+        h, (B, S, D) in the residual's dtype, contiguous.
+
+    Raises:
+        ValueError: If shapes, dtypes or devices do not fit.
+        NotImplementedError: If the backend asked for by name cannot run this.
+    """
+    check_branch(residual, branch)
+    check_modulation(residual, {"gate": gate}, {"gate": gate_table}, index)
+    check_devices(residual, branch, gate, gate_table, index)
+    h: Tensor = torch.ops.lightning_videoscale.gate_residual(
+        residual, branch, gate, gate_table, index, eps, gate_activation, branch_norm, rounding, backend
+    )
+    return h
+
+
+def _forward(
+    residual: Tensor,
+    branch: Tensor,
+    gate: Tensor,
+    gate_table: Tensor | None,
+    index: Tensor | None,
+    eps: float,
+    activation: Activation,
+    branch_norm: bool,
+    rounding: Rounding,
+    backend: str,
+) -> Tensor:
+    op = RowOp(norm=None, residual=True, gate=activation, branch_norm=branch_norm, rounding=rounding)
+    operands = Operands(gate=gate, gate_table=gate_table, index=index)
+    h = run_forward("gate_residual", backend, op, residual, branch, operands, None, None, eps).h
+    assert h is not None
+    return h
+
+
+def _forward_fake(residual: Tensor, *arguments: Any) -> Tensor:
+    return residual.new_empty(residual.shape)
+
+
+def _backward(
+    dh: Tensor,
+    branch: Tensor,
+    gate: Tensor,
+    gate_table: Tensor | None,
+    index: Tensor | None,
+    eps: float,
+    activation: Activation,
+    branch_norm: bool,
+    backend: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    op = RowOp(norm=None, residual=True, gate=activation, branch_norm=branch_norm, sums=any(needs))
+    operands = Operands(gate=gate, gate_table=gate_table, index=index)
+    gradients = run_backward(
+        "gate_residual", backend, op, dh, None, branch, branch, operands, None, None, None, None, eps
+    )
+    assert gradients.dbranch is not None
+    dgate = if_needed(gradients.dgate, needs[0], branch)
+    return gradients.dbranch, dgate, if_needed(gradients.dgate_table, needs[1], branch)
+
+
+def _backward_fake(
+    dh: Tensor,
+    branch: Tensor,
+    gate: Tensor,
+    gate_table: Tensor | None,
+    index: Tensor | None,
+    eps: float,
+    activation: Activation,
+    branch_norm: bool,
+    backend: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    dgate = fake_gradient(gate, needs[0], branch)
+    return branch.new_empty(branch.shape), dgate, fake_gradient(gate_table, needs[1], branch)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, branch, gate, gate_table, index, *settings, _, backend = inputs
+    ctx.save_for_backward(branch, gate, gate_table, index)
+    ctx.settings = *settings, backend
+
+
+def _differentiate(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+    needs_residual, needs_branch, *needs = ctx.needs_input_grad[:4]
+    dbranch = dgate = dgate_table = None
+    if needs_branch or any(needs):
+        dbranch, *gradients = torch.ops.lightning_videoscale.gate_residual_backward(
+            dh, *ctx.saved_tensors, *ctx.settings, needs
+        )
+        dgate, dgate_table = none_where_unneeded(gradients, needs)
+    return dh if needs_residual else None, dbranch if needs_branch else None, dgate, dgate_table, *(None,) * 6
+
+
+torch.library.define(
+    _FORWARD,
+    "(Tensor residual, Tensor branch, Tensor gate, Tensor? gate_table, Tensor? index, float eps, str activation,"
+    " bool branch_norm, str rounding, str backend) -> Tensor",
+)
+torch.library.define(
+    _BACKWARD,
+    "(Tensor dh, Tensor branch, Tensor gate, Tensor? gate_table, Tensor? index, float eps, str activation,"
+    " bool branch_norm, str backend, bool[] needs) -> (Tensor dbranch, Tensor dgate, Tensor dgate_table)",
+)
+torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
+torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
+torch.library.register_fake(_FORWARD, _forward_fake)
+torch.library.register_fake(_BACKWARD, _backward_fake)
+torch.library.register_autograd(_FORWARD, _differentiate, setup_context=_save_for_backward)
+torch.library.register_autograd(_BACKWARD, refuse_second_derivative("gate_residual"))

@@ -1,0 +1,123 @@
+"""From what one calls an operation with, (B, S, D) and its modulation, to the rows, operands and map of the backends.
+
+Modulation comes as (B, R, D) with R dividing S, an entry for each S / R consecutive tokens (R = 1 per sample, frames
+per frame, S per token), or as (G, D) with an index (B, R) that names the entry of each S / R tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.kernels.rows import Operand, RowMap
+
+
+def check_modulation(
+    x: Tensor, values: dict[str, Tensor | None], tables: dict[str, Tensor | None], index: Tensor | None
+) -> None:
+    """Checks gate, scale and shift (by name, those that are given), their tables and the index against x (B, S, D).
+
+    Raises:
+        ValueError: If shapes, dtypes or devices do not fit.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    names, (b, s, d) = " and ".join(given), x.shape
+    if not given and (index is not None or any(table is not None for table in tables.values())):
+        raise ValueError(f"index and tables belong to {' and '.join(values)}, none of which is given.")
+    for name, table in tables.items():
+        if table is not None and (table.shape != (d,) or name not in given):
+            raise ValueError(f"{name}_table must have shape {(d,)} and needs {name} beside it; got {_shape(table)}.")
+    if len({table.dtype for table in tables.values() if table is not None}) > 1:
+        raise ValueError(f"All tables must have one dtype; got {[t.dtype for t in tables.values() if t is not None]}.")
+    if not given:
+        return
+    shapes = {tuple(value.shape) for value in given.values()}
+    first = next(iter(given.values()))
+    got = f"got {' and '.join(str(_shape(value)) for value in given.values())}."
+    if index is not None:
+        if len(shapes) > 1 or first.ndim != 2 or first.shape[1] != d:
+            raise ValueError(f"With an index, {names} must have shape (G, {d}), G entries of D channels; {got}")
+        _check_index(x, index)
+    elif len(shapes) > 1 or first.ndim != 3 or first.shape[0] != b or first.shape[2] != d or not _divides(first, s):
+        raise ValueError(
+            f"{names} must have one shape {(b, 1, d)} (per sample) or {(b, s, d)} (per token) or (B, R, D) with R "
+            f"dividing S (per frame) to fit x of shape {(b, s, d)}; {got} Other maps go through index."
+        )
+    if len({value.dtype for value in given.values()}) > 1:
+        raise ValueError(f"{names} must have one dtype; got {' and '.join(str(v.dtype) for v in given.values())}.")
+
+
+def check_branch(residual: Tensor, branch: Tensor) -> None:
+    """Checks that both are (B, S, D).
+
+    Raises:
+        ValueError: If they are not.
+    """
+    if residual.ndim != 3 or branch.shape != residual.shape:
+        raise ValueError(
+            f"residual and branch must have one shape (B, S, D); got {_shape(residual)} and {_shape(branch)}."
+        )
+
+
+def check_devices(x: Tensor, *others: Tensor | None) -> None:
+    """Checks that all tensors lie on x's device, since a kernel would not notice.
+
+    Raises:
+        ValueError: If one does not.
+    """
+    for other in others:
+        if other is not None and other.device != x.device:
+            raise ValueError(f"All arguments must lie on one device; got {x.device} and {other.device}.")
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Returns (..., D) as (N, D); copied where rows do not begin on 16 bytes or are not contiguous themselves."""
+    rows = x.reshape(-1, x.shape[-1])
+    bytes_apart = rows.stride(0) * rows.element_size()
+    begins_well = rows.data_ptr() % 16 == 0 and (bytes_apart % 16 == 0 or rows.is_contiguous())
+    if begins_well and (rows.stride(1) == 1 or rows.shape[1] == 1):
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def row_map(x: Tensor, values: Tensor | None, index: Tensor | None) -> RowMap:
+    """Returns the map for x (B, S, D), which has elements, and one of its operands (None: all rows are one group).
+
+    Raises:
+        IndexError: If an entry of the index is out of range; on CPU only, elsewhere the host would have to wait.
+    """
+    b, s, _ = x.shape
+    if values is None:
+        return RowMap(groups=1, rows_per_group=b * s)
+    if index is None:
+        return RowMap(groups=b * values.shape[1], rows_per_group=s // values.shape[1])
+    if not index.is_cuda and not 0 <= int(index.min()) <= int(index.max()) < values.shape[0]:
+        raise IndexError(f"index must lie in [0, {values.shape[0]}); got [{int(index.min())}, {int(index.max())}].")
+    return RowMap(values.shape[0], s // index.shape[1], index.reshape(-1).to(torch.int32))
+
+
+def operand(values: Tensor | None, table: Tensor | None) -> Operand | None:
+    """Returns (B, R, D) or (G, D) and its table as an operand; without a copy where rows have a single stride."""
+    if values is None:
+        return None
+    flat = values.reshape(-1, values.shape[-1])
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    return Operand(flat, None if table is None else table.contiguous())
+
+
+def _check_index(x: Tensor, index: Tensor) -> None:
+    fits = index.ndim == 2 and index.shape[0] == x.shape[0] and _divides(index, x.shape[1])
+    if not fits or index.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"index must be int32 or int64 of shape (B, R) with R dividing S, (B, S) for one entry per token, to fit x "
+            f"of shape {_shape(x)}; got {index.dtype} of shape {_shape(index)}."
+        )
+
+
+def _divides(x: Tensor, s: int) -> bool:
+    """Whether R = x.shape[1] entries share S tokens evenly."""
+    return x.shape[1] == s or (x.shape[1] > 0 and s % x.shape[1] == 0)
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
