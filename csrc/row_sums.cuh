@@ -1,0 +1,25 @@
+// Sums over rows that become the gradients of gate, scale, shift, weight and bias: which there are, and where a block
+// leaves its part of them. No atomics: parts are added in a fixed order by rows_finalize.cuh.
+//
+// With y = n · (1 + scale) + shift and n = x̂ · weight + bias, everything of one group follows from Σ dy · x̂ and Σ dy.
+// Where every row has its own scale, weight and bias need sums of their own.
+#pragma once
+#include "row_walk.cuh"
+
+namespace videoscale {
+
+constexpr bool AFFINE = HAS_WEIGHT || HAS_BIAS;
+constexpr bool SUMMED = SUMS && (!PER_ROW || TABLES || AFFINE);
+constexpr bool SUM_NORM = SUMMED && NORMED, SUM_GATE = SUMMED && HAS_GATE, SUM_AFFINE = SUM_NORM && PER_ROW && AFFINE;
+
+// Places of the sums in a part; D floats each.
+constexpr int DY_X_HAT = 0, DY = 1, DN_X_HAT = 2, DN = 3;
+constexpr int DH_BRANCH = (SUM_NORM ? 2 : 0) + (SUM_AFFINE ? 2 : 0);
+constexpr int SUM_COUNT = DH_BRANCH + (SUM_GATE ? 1 : 0);
+
+// A block's part of a group. Blocks and groups both ascend along the walk, so that block + group is unique.
+__device__ __forceinline__ float* part(float* parts, int block, int group) {
+    return parts + (long long)(block + group) * (SUM_COUNT * D);
+}
+
+}  // namespace videoscale

@@ -1,0 +1,334 @@
+"""The row operations on CUDA: sources, see ``csrc/rows_*.cuh``; interface, see `RowBackend`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.kernels.cuda import toolkit
+from lightning_videoscale.kernels.cuda.launch import Kernel, load
+from lightning_videoscale.kernels.cuda.tuning import Tuning, tuning_for
+from lightning_videoscale.kernels.cuda.variant import TYPES, Direction, Variant, variant_of
+from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
+
+# Layouts of the kernels' arguments. A source is an address and a stride in bytes; an operand values, table and a stride
+# in elements; an order two addresses, three sizes and padding.
+_SOURCE, _OPERAND, _ORDER = "Pq", "PPq", "PPiii4x"
+_FORWARD_LAYOUT = f"{_SOURCE * 2}{_OPERAND * 3}PPPPPP{_ORDER}f"
+_BACKWARD_LAYOUT = f"{_SOURCE * 4}{_OPERAND * 2}PPPPPPPPPP{_ORDER}f"
+_FINALIZE_LAYOUT = f"P{_OPERAND * 2}PPPPPPP{_ORDER}i"
+_FINALIZE_COLUMNS, _FINALIZE_LANES = 32, 16
+_FINALIZE_TUNING = Tuning(threads=32, stages=2, rows=1, blocks=1, bulk=False)  # One for all: it plays no part there.
+_MAX_GRID_Y = 65535
+
+
+class Plan:
+    """One direction of a variant, compiled, and how it is launched. Make it once per variant.
+
+    Args:
+        variant: The variant.
+        direction: Forward or backward.
+        device: Index of the CUDA device.
+        tuning: By default what `tuning_for` says.
+    """
+
+    def __init__(self, variant: Variant, direction: Direction, device: int, tuning: Tuning | None = None) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        tuning = tuning or _tuning(variant, direction, device)
+        if tuning is None:
+            raise NotImplementedError(_too_wide(variant, direction))
+        constants = variant.constants() | tuning.constants()
+        layout = _FORWARD_LAYOUT if direction == "forward" else _BACKWARD_LAYOUT
+        self.kernel: Kernel = load(
+            f"rows_{direction}.cuh",
+            f"rows_{direction}",
+            layout,
+            constants,
+            device,
+            shared_bytes=tuning.shared_bytes(variant, direction),
+        )
+        self.block = (tuning.threads, 1, 1)
+        self.sums = variant.sums if direction == "backward" else 0
+        self.finalize: Kernel | None = None
+        if self.sums:
+            constants = variant.constants() | _FINALIZE_TUNING.constants()
+            self.finalize = load("rows_finalize.cuh", "rows_finalize", _FINALIZE_LAYOUT, constants, device)
+        self._most_blocks = tuning.blocks * properties.multi_processor_count
+
+    def blocks(self, rows: int) -> int:
+        """Blocks of the launch."""
+        return min(rows, self._most_blocks)
+
+
+def objection(op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap) -> str | None:
+    """Returns why CUDA cannot run this, or None if it can."""
+    if not x.is_cuda:
+        return f"the tensors are on {x.device}"
+    if x.dtype not in TYPES or (branch is not None and branch.dtype != x.dtype):
+        dtypes = [t.dtype for t in (x, branch) if t is not None]
+        return f"activations must have one dtype out of {[*TYPES]}; got {dtypes}"
+    if x.shape[1] % 8:
+        return f"D must be a multiple of 8; got {x.shape[1]}"
+    tensors = [t for operand in operands for t in (operand.values, operand.table) if t is not None]
+    if any(t.dtype not in TYPES for t in tensors):
+        return f"gate, scale and shift must be of {[*TYPES]}; got {[t.dtype for t in tensors]}"
+    if x.shape[0] >= 2**31:
+        return f"at most 2³¹ - 1 rows; got {x.shape[0]}"
+    per_row = rows.index is None and rows.rows_per_group == 1
+    widest = max((operand.values.dtype.itemsize for operand in operands), default=0) if per_row else 0
+    return _device_objection(op, x.shape[1], x.dtype, widest, x.get_device())
+
+
+@functools.cache
+def _device_objection(op: RowOp, channels: int, dtype: torch.dtype, operand_bytes: int, device: int) -> str | None:
+    """Returns why a device cannot run the widest variant of an operation, forward or backward."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"compute capability 8.0 or newer is needed; {torch.cuda.get_device_name(device)} is older"
+    operand = {0: None, 2: torch.bfloat16, 4: torch.float32}[operand_bytes]
+    scale = operand if op.norm else None
+    gate = operand if op.gate else None
+    variant = Variant(
+        op, channels, dtype, gate, None, scale, None, scale, None, None, None, operand is not None, False, op.residual
+    )
+    for direction in ("forward", "backward"):
+        if _tuning(variant, direction, device) is None:
+            return _too_wide(variant, direction)
+    try:
+        toolkit.driver()
+        toolkit.nvrtc()
+        toolkit.include_folder()
+    except toolkit.CudaUnavailableError as error:
+        return str(error)
+    return None
+
+
+def _tuning(variant: Variant, direction: Direction, device: int) -> Tuning | None:
+    properties = torch.cuda.get_device_properties(device)
+    # Beside the ring a block keeps its barriers and the scratch of its sums.
+    limit: int = properties.shared_memory_per_block_optin - 4096  # type: ignore[attr-defined]
+    return tuning_for(variant, direction, (properties.major, properties.minor), limit)
+
+
+def _too_wide(variant: Variant, direction: Direction) -> str:
+    return (
+        f"two rows of every input ({2 * variant.bytes_per_row(direction)} bytes in {direction}) must fit in a block's "
+        "shared memory"
+    )
+
+
+_plan = functools.cache(Plan)
+
+
+def forward(
+    op: RowOp,
+    x: Tensor,
+    branch: Tensor | None,
+    gate: Operand | None,
+    scale: Operand | None,
+    shift: Operand | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: RowMap,
+    eps: float,
+) -> RowOutputs:
+    """Computes h, y and the statistics; see `RowBackend`."""
+    variant = variant_of(op, x, gate, scale, shift, weight, bias, rows)
+    plan = _plan(variant, "forward", x.get_device())
+    return run_forward(plan, op, x, branch, gate, scale, shift, weight, bias, rows, eps)
+
+
+def run_forward(
+    plan: Plan,
+    op: RowOp,
+    x: Tensor,
+    branch: Tensor | None,
+    gate: Operand | None,
+    scale: Operand | None,
+    shift: Operand | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: RowMap,
+    eps: float,
+) -> RowOutputs:
+    """Runs `forward` as a plan says."""
+    n, d = x.shape
+    gate, scale, shift = _aligned(gate), _aligned(scale), _aligned(shift)
+    weight, bias = _at_16_bytes(weight), _at_16_bytes(bias)
+    h = x.new_empty((n, d)) if op.residual else None
+    y = x.new_empty((n, d)) if op.norm else None
+    mean = x.new_empty(n, dtype=torch.float32) if op.norm == "layer" else None
+    rstd = x.new_empty(n, dtype=torch.float32) if op.norm else None
+    order = _order(rows)
+    plan.kernel(
+        (plan.blocks(n), 1, 1),
+        plan.block,
+        *_source(x),
+        *_source(branch),
+        *_view(gate),
+        *_view(scale),
+        *_view(shift),
+        _address(weight),
+        _address(bias),
+        _address(h),
+        _address(y),
+        _address(mean),
+        _address(rstd),
+        *_order_arguments(order, n, rows),
+        eps,
+    )
+    return RowOutputs(h, y, mean, rstd)
+
+
+def backward(
+    op: RowOp,
+    dh: Tensor | None,
+    dy: Tensor | None,
+    h: Tensor,
+    branch: Tensor | None,
+    gate: Operand | None,
+    scale: Operand | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    rows: RowMap,
+    eps: float,
+) -> RowGradients:
+    """Computes the gradients; see `RowBackend`."""
+    variant = variant_of(op, h, gate, scale, None, weight, bias, rows, has_dh=dh is not None)
+    plan = _plan(variant, "backward", h.get_device())
+    return run_backward(plan, op, dh, dy, h, branch, gate, scale, weight, bias, mean, rstd, rows, eps)
+
+
+def run_backward(
+    plan: Plan,
+    op: RowOp,
+    dh: Tensor | None,
+    dy: Tensor | None,
+    h: Tensor,
+    branch: Tensor | None,
+    gate: Operand | None,
+    scale: Operand | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    rows: RowMap,
+    eps: float,
+) -> RowGradients:
+    """Runs `backward` as a plan says."""
+    n, d = h.shape
+    per_row = rows.index is None and rows.rows_per_group == 1
+    gate, scale = _aligned(gate), _aligned(scale)
+    weight, bias = _at_16_bytes(weight), _at_16_bytes(bias)
+    dx = h.new_empty((n, d)) if op.norm else None
+    dbranch = h.new_empty((n, d)) if branch is not None else None
+    # Per row, the operands' own gradients; else those are what the finalize makes of the parts.
+    of_rows = tuple(_gradients_of_rows(o, per_row and op.sums, n, d) for o in (gate, scale, scale))
+    blocks = plan.blocks(n)
+    parts = h.new_empty((blocks + rows.groups, plan.sums, d), dtype=torch.float32) if plan.sums else None
+    order = _order(rows)
+    order_arguments = _order_arguments(order, n, rows)
+    plan.kernel(
+        (blocks, 1, 1),
+        plan.block,
+        *_source(dy),
+        *_source(h),
+        *_source(dh),
+        *_source(branch),
+        *_view(gate),
+        *_view(scale),
+        _address(weight),
+        _address(bias),
+        _address(mean),
+        _address(rstd),
+        _address(dx),
+        _address(dbranch),
+        *map(_address, of_rows),
+        _address(parts),
+        *order_arguments,
+        eps,
+    )
+    if plan.finalize is None:
+        dgate, dscale, dshift = of_rows
+        return RowGradients(dx, dbranch, dgate, dscale, dshift, None, None)
+    groups = 1 if per_row else rows.groups
+    dgate, dscale, dshift = (
+        h.new_empty((groups, d), dtype=torch.float32) if operand else None for operand in (gate, scale, scale)
+    )
+    dweight, dbias = (None if p is None else h.new_empty(d, dtype=torch.float32) for p in (weight, bias))
+    affine = weight is not None or bias is not None
+    plan.finalize(
+        (-(-d // _FINALIZE_COLUMNS), 1 if affine else min(groups, _MAX_GRID_Y), 1),
+        (_FINALIZE_COLUMNS, _FINALIZE_LANES, 1),
+        _address(parts),
+        *_view(gate),
+        *_view(scale),
+        _address(weight),
+        _address(bias),
+        _address(dgate),
+        _address(dscale),
+        _address(dshift),
+        _address(dweight),
+        _address(dbias),
+        *order_arguments,
+        blocks,
+    )
+    sums = RowGradients(dx, dbranch, dgate, dscale, dshift, dweight, dbias)
+    return _as_table_gradients(sums, of_rows) if per_row else sums
+
+
+def _as_table_gradients(sums: RowGradients, of_rows: tuple[Tensor | None, ...]) -> RowGradients:
+    """Gradients of a map per row: the operands' own are ``of_rows``, and the sums over all rows are the tables'."""
+    dgate, dscale, dshift = of_rows
+    tables = [None if total is None else total.squeeze(0) for total in (sums.dgate, sums.dscale, sums.dshift)]
+    return RowGradients(sums.dx, sums.dbranch, dgate, dscale, dshift, sums.dweight, sums.dbias, *tables)
+
+
+def _gradients_of_rows(operand: Operand | None, wanted: bool, n: int, d: int) -> Tensor | None:
+    return operand.values.new_empty((n, d)) if operand is not None and wanted else None
+
+
+def _aligned(operand: Operand | None) -> Operand | None:
+    """An operand whose rows and table begin on 16 bytes, as the kernels read them."""
+    if operand is None:
+        return None
+    values, table = operand.values, operand.table
+    apart = values.stride(0) * values.element_size()
+    if values.data_ptr() % 16 or apart % 16 or values.stride(1) != 1:
+        values = values.clone(memory_format=torch.contiguous_format)
+    return Operand(values, _at_16_bytes(table))
+
+
+def _at_16_bytes(vector: Tensor | None) -> Tensor | None:
+    return vector.clone() if vector is not None and vector.data_ptr() % 16 else vector
+
+
+def _order(rows: RowMap) -> tuple[Tensor, Tensor] | None:
+    """Entries in the order of their group, and where each group begins; None where they are in that order already."""
+    if rows.index is None:
+        return None
+    groups, order = rows.index.sort(stable=True)
+    bounds = torch.arange(rows.groups + 1, device=groups.device, dtype=groups.dtype)
+    return order.to(torch.int32), torch.searchsorted(groups, bounds, out_int32=True)
+
+
+def _order_arguments(order: tuple[Tensor, Tensor] | None, n: int, rows: RowMap) -> tuple[int, ...]:
+    addresses = (0, 0) if order is None else (order[0].data_ptr(), order[1].data_ptr())
+    return (*addresses, n, rows.rows_per_group, rows.groups)
+
+
+def _source(x: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.element_size())
+
+
+def _view(operand: Operand | None) -> tuple[int, int, int]:
+    if operand is None:
+        return 0, 0, 0
+    return operand.values.data_ptr(), _address(operand.table), operand.values.stride(0)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

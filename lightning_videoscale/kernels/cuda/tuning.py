@@ -1,0 +1,80 @@
+"""How a row kernel is launched: threads, stages of its ring, rows per stage, blocks per multiprocessor.
+
+Enough bytes must be on their way to hide the memory's latency (about 40 KB per multiprocessor of an H200), a block must
+not run out of registers (a thread holds modulation and sums of its columns), and a barrier should serve enough work.
+`MEASURED` holds what ``benchmarks/kernels/sweep_rows.py`` found best; elsewhere `tuning_for` applies the rules above.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from lightning_videoscale.kernels.cuda.variant import Direction, Variant
+
+
+class Tuning(NamedTuple):
+    """One way to launch.
+
+    Attributes:
+        threads: Per block, a multiple of 32.
+        stages: Of the ring in shared memory.
+        rows: Per stage, reduced together.
+        blocks: Resident per multiprocessor.
+        bulk: Bulk copies (compute capability 9.0 and newer) rather than copies per thread.
+    """
+
+    threads: int
+    stages: int
+    rows: int
+    blocks: int
+    bulk: bool
+
+    def constants(self) -> dict[str, str | int]:
+        """Returns the macros of ``csrc/row_config.cuh``."""
+        return {
+            "BLOCK_THREADS": self.threads,
+            "PIPELINE_STAGES": self.stages,
+            "STAGE_ROWS": self.rows,
+            "RESIDENT_BLOCKS": self.blocks,
+            "BULK_COPIES": int(self.bulk),
+        }
+
+    def shared_bytes(self, variant: Variant, direction: Direction) -> int:
+        """Size of the ring."""
+        return self.stages * self.rows * variant.bytes_per_row(direction)
+
+
+# (direction, with a residual, D, bytes per activation): best on an H200 for operands per sample.
+MEASURED: dict[tuple[Direction, bool, int, int], Tuning] = {}
+
+
+def tuning_for(variant: Variant, direction: Direction, capability: tuple[int, int], shared_limit: int) -> Tuning | None:
+    """How to launch a variant.
+
+    Args:
+        variant: The variant.
+        direction: Forward or backward.
+        capability: Of the device, such as (9, 0).
+        shared_limit: Bytes of shared memory that one block may have.
+
+    Returns:
+        None where not even two stages of one row fit in shared memory.
+    """
+    bulk = capability >= (9, 0)
+    key = (direction, variant.op.residual, variant.channels, variant.activation.itemsize)
+    if bulk and not variant.per_row and key in MEASURED:
+        measured = MEASURED[key]
+        if measured.shared_bytes(variant, direction) <= shared_limit:
+            return measured
+    own = math.ceil(variant.vectors / 384)
+    threads = 32 * math.ceil(variant.vectors / own / 32)
+    heavy = direction == "backward" or variant.op.residual or variant.per_row
+    blocks = max(1, (448 if heavy else 768) // threads)
+    row_bytes = variant.bytes_per_row(direction)
+    # What the resident blocks share, less 2 KiB that each has of its own; not so much that the L1 cache vanishes.
+    budget = min(160 * 1024, shared_limit) // blocks - 2048
+    stages = min(8, budget // row_bytes)
+    if stages < 2:
+        blocks, stages = 1, min(2, (shared_limit - 2048) // row_bytes)
+    return Tuning(threads, stages, 1, blocks, bulk) if stages == 2 or stages > 2 else None
