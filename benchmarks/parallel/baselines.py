@@ -69,7 +69,8 @@ def _kernel_of_yunchang(attn_type: object, stage: str, **_: Any) -> Callable[...
 
 
 def _part(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float, **_: Any) -> tuple[Tensor, Tensor]:
-    return attend(query, key, value, softmax_scale)
+    out, lse = attend(*(x.transpose(1, 2) for x in (query, key, value)), softmax_scale)
+    return out.transpose(1, 2), lse
 
 
 def _part_backward(
@@ -87,6 +88,7 @@ def _part_backward(
     *_: Any,
     **__: Any,
 ) -> None:
-    gradients = attend_backward(grad, query, key, value, out, lse, scale)
+    tensors = (x.transpose(1, 2) for x in (grad, query, key, value, out))
+    gradients = attend_backward(*tensors, lse, scale)
     for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
-        buffer.set_(gradient)  # no copy: a kernel of its own would write into the buffer
+        buffer.set_(gradient.transpose(1, 2))  # no copy: a kernel of its own would write into the buffer

@@ -4,11 +4,13 @@
 `parallelize`                   splits a model's sequence over the mesh
 `SplitPlan`, `Split`            what is split where; `register_plan` makes a plan known
 `sequence_parallel_attention`   attention over a split sequence
+`gather_sequence`               for loss terms of what a split model computes inside
 `SequenceContext`               what the layers of a split model share
 """
 
 from lightning_videoscale.parallel.attention import sequence_parallel_attention
 from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.loss import check_loss, gather_sequence
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.parallelize import parallelize
 from lightning_videoscale.parallel.plan import (
@@ -33,9 +35,11 @@ __all__ = [
     "SplitPlan",
     "Transport",
     "check_heads",
+    "check_loss",
     "find_plan",
     "find_planned_modules",
     "gather",
+    "gather_sequence",
     "known_models",
     "parallelize",
     "read_diffusers_plan",

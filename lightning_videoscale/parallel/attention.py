@@ -10,7 +10,7 @@ from lightning_videoscale.parallel.local_attention import open_mask
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.ring import Ring, ring_attention
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
-from lightning_videoscale.parallel.ulysses import ExchangeTable, gather_heads, repeat_heads, scatter_heads
+from lightning_videoscale.parallel.ulysses import gather_heads, plan_heads, repeat_heads, scatter_heads
 
 
 def sequence_parallel_attention(
@@ -52,21 +52,22 @@ def sequence_parallel_attention(
     lengths = lengths if lengths is not None else (query.shape[1],) * mesh.sp.size
     _check_shapes(query, key, value, mesh, lengths, key_mask)
     transport = transport if transport is not None else CollectiveTransport()
-    group = query.shape[2] // key.shape[2]
     scale = scale if scale is not None else query.shape[3] ** -0.5
-    lengths_of_rings = tuple(
-        lengths[start : start + mesh.ulysses.size] for start in range(0, mesh.sp.size, mesh.ulysses.size)
-    )
-    table = ExchangeTable.create(mesh.ulysses, lengths_of_rings[mesh.ring.rank], query.shape[2])
-    repeats, kv_table = table.repeats(group), table.of_key_value(group)
+    ulysses, ring = mesh.ulysses, mesh.ring
+    lengths_of_rings = [lengths[start : start + ulysses.size] for start in range(0, mesh.sp.size, ulysses.size)]
+    plan = plan_heads(ulysses.rank, lengths_of_rings[ring.rank], query.shape[2], key.shape[2])
     mask = _whole_mask(key_mask, lengths, mesh, transport) if key_mask is not None else None
-    q, k, v = scatter_heads(_as_autocast(query, key, value), (table, kv_table, kv_table), transport)
-    if mesh.ring.size == 1:
-        out = _attention(q, repeat_heads(k, repeats), repeat_heads(v, repeats), scale, mask)
+    q, k, v = _as_autocast(query, key, value)
+    if ulysses.size > 1:
+        q, k, v = scatter_heads(q, k, v, plan.qkv, ulysses, transport)
     else:
-        ring = Ring(mesh.ring, tuple(map(sum, lengths_of_rings)), repeats, scale, transport)
-        out = ring_attention(q, k, v, ring, mask)
-    return gather_heads(out, table, transport)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if ring.size > 1:
+        tokens = tuple(map(sum, lengths_of_rings))
+        out = ring_attention(q, k, v, Ring(ring, tokens, plan.repeats, scale, transport), mask)
+    else:
+        out = _attention(q, repeat_heads(k, plan.repeats), repeat_heads(v, plan.repeats), scale, mask)
+    return gather_heads(out, plan.out, ulysses, transport) if ulysses.size > 1 else out.transpose(1, 2)
 
 
 def _check_shapes(
@@ -105,12 +106,11 @@ def _whole_mask(key_mask: Tensor, lengths: tuple[int, ...], mesh: SequenceMesh, 
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, key, value, scale=scale)
     mask, empty = open_mask(mask)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], scale=scale)
-    return out.masked_fill(empty.view(-1, 1, 1, 1), 0.0).transpose(1, 2)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None], scale=scale)
+    return out.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

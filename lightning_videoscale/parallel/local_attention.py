@@ -8,7 +8,8 @@ so this file adapts its private ones (tried with torch 2.11 and 2.13).
 `attend_backward`   gradients of one part of the keys, given the output and log-sum-exp over all keys
 `open_mask`         a key mask that every kernel can take: no sample without a key
 
-Shapes: B batch, S queries, K keys, H heads, D head dim; tensors are (B, S, H, D), log-sum-exps (B, H, S).
+Shapes: B batch, S queries, K keys, H heads, D head dim; tensors are (B, H, S, D), in memory with heads or tokens first,
+log-sum-exps (B, H, S).
 
 | device | dtype | kernel |
 |---|---|---|
@@ -40,23 +41,21 @@ def attend(
     """Attention over these keys, and the log-sum-exp of its logits.
 
     Args:
-        query: (B, S, H, D).
-        key: (B, K, H, D), of any length K >= 1.
+        query: (B, H, S, D).
+        key: (B, H, K, D), of any length K >= 1.
         value: As ``key``.
         scale: Factor on the logits.
         mask: (B, K) bool, True where a key may be attended; all may if left out.
 
     Returns:
-        (B, S, H, D) in query's dtype, and (B, H, S) in float32 (float64 for float64). A sample without a key to attend
+        (B, H, S, D) in query's dtype, and (B, H, S) in float32 (float64 for float64). A sample without a key to attend
         has zeros and minus infinity.
 
     Raises:
         RuntimeError: If this torch lacks the kernel, or none is known for the device.
     """
     mask, empty = open_mask(mask) if mask is not None else (None, None)
-    q, k, v = _heads_first(query, key, value)
-    out, lse = _kernel(query, key, mask).forward(q, k, v, scale, _bias(mask, query.dtype))
-    out = out.transpose(1, 2)
+    out, lse = _kernel(query, key, mask).forward(query, key, value, scale, _bias(mask, query.dtype))
     if empty is not None:
         out = out.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
         lse = lse.masked_fill(empty.view(-1, 1, 1), -torch.inf)
@@ -76,11 +75,11 @@ def attend_backward(
     """What these keys contribute to the gradient of attention over them and others.
 
     Args:
-        grad_out: (B, S, H, D), gradient of ``out``.
+        grad_out: (B, H, S, D), gradient of ``out``.
         query: As in `attend`.
         key: As in `attend`.
         value: As in `attend`.
-        out: (B, S, H, D), attention over *all* keys.
+        out: (B, H, S, D), attention over *all* keys.
         lse: (B, H, S), log-sum-exp over *all* keys.
         scale: As in `attend`.
         mask: As in `attend`.
@@ -89,13 +88,12 @@ def attend_backward(
         Gradients of ``query`` (this part of it), ``key`` and ``value``, in their dtypes.
     """
     mask, empty = open_mask(mask) if mask is not None else (None, None)
-    grad, q, k, v, o = _heads_first(grad_out, query, key, value, out)
-    gradients = _kernel(query, key, mask).backward(grad, q, k, v, o, lse, scale, _bias(mask, query.dtype))
-    dq, dk, dv = _heads_first(*gradients)
+    backward, bias = _kernel(query, key, mask).backward, _bias(mask, query.dtype)
+    gradients = backward(grad_out, query, key, value, out, lse, scale, bias)
     if empty is None:
-        return dq, dk, dv
+        return gradients
     # Not a product with zero: where all samples' keys are hidden from a row, its probabilities here are infinite.
-    dq, dk, dv = (x.masked_fill(empty.view(-1, 1, 1, 1), 0.0) for x in (dq, dk, dv))
+    dq, dk, dv = (x.masked_fill(empty.view(-1, 1, 1, 1), 0.0) for x in gradients)
     return dq, dk, dv
 
 
@@ -138,13 +136,8 @@ def _kernel(query: Tensor, key: Tensor, mask: Tensor | None) -> _Kernel:
     if mask is not None or dtype is torch.float32:
         return _EFFICIENT
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    q, k = _heads_first(query, key)
-    params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, False)
+    params = torch.backends.cuda.SDPAParams(query, key, key, None, 0.0, False, False)
     return _CUDNN if hopper and torch.backends.cuda.can_use_cudnn_attention(params) else _FLASH
-
-
-def _heads_first(*tensors: Tensor) -> Iterator[Tensor]:
-    return (x.transpose(1, 2) for x in tensors)
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

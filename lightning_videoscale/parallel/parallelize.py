@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.loss import attach_context
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.plan import Split, SplitPlan, Undo, find_plan, known_models
+from lightning_videoscale.parallel.randomness import RegionRandomness
 from lightning_videoscale.parallel.sharding import gather, split
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
 
@@ -21,7 +23,8 @@ def parallelize(
     """Splits the model's sequence over ``mesh.sp``; inputs, outputs, parameters and ``state_dict`` stay as they were.
 
     Every rank of a group must call the model with the same inputs and gets the same, whole output. Gradients must
-    then be averaged over all ranks, dp × sp (see `sharding`).
+    then be averaged over all ranks, dp × sp (see `sharding`). Between the first split of an input and the last gather
+    the ranks draw different random numbers, for dropout (see `randomness`).
 
     Args:
         model: The network, not yet compiled or wrapped by a data-parallel engine.
@@ -44,16 +47,23 @@ def parallelize(
     if mesh.sp.size == 1:
         return lambda: None
     context = SequenceContext(mesh, transport if transport is not None else CollectiveTransport())
+    randomness = RegionRandomness(mesh.sp.rank)
     undos = [plan.attention(model, context)]
+    attach_context(model, context)
+    undos.append(lambda: attach_context(model, None))
     undos.append(model.register_forward_pre_hook(lambda *_: context.begin_forward()).remove)
     for path, arguments in plan.inputs.items():
         module = _submodule(model, path)
-        hook = _split_inputs(module, arguments, context)
+        hook = _split_inputs(module, arguments, context, randomness)
         undos.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
     for path, positions in plan.outputs.items():
         undos.append(_submodule(model, path).register_forward_hook(_split_outputs(path, positions, context)).remove)
     for path, dim in plan.gathers.items():
         undos.append(_submodule(model, path).register_forward_hook(_gather_output(path, dim, context)).remove)
+    if plan.gathers:  # the region ends with the last gather, or with whatever ends the forward pass before it
+        last = _submodule(model, list(plan.gathers)[-1])
+        undos.append(last.register_forward_hook(lambda *_: randomness.leave()).remove)
+    undos.append(model.register_forward_hook(lambda *_: randomness.leave(), always_call=True).remove)
 
     def undo() -> None:
         for step in reversed(undos):
@@ -69,12 +79,12 @@ def _submodule(model: nn.Module, path: str) -> nn.Module:
         raise ValueError(f"The split plan names module {path!r}, which {type(model).__name__} does not have.") from None
 
 
-def _apply(x: Tensor, rule: Split, context: SequenceContext) -> Tensor:
-    return split(x, rule.dim, context) if rule.ndim is None or x.ndim == rule.ndim else x
+def _applies(rule: Split, x: Tensor) -> bool:
+    return rule.ndim is None or x.ndim == rule.ndim
 
 
 def _split_inputs(
-    module: nn.Module, arguments: Mapping[str, Split], context: SequenceContext
+    module: nn.Module, arguments: Mapping[str, Split], context: SequenceContext, randomness: RegionRandomness
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     names = list(inspect.signature(type(module).forward).parameters)[1:]  # without self
     unknown = [name for name in arguments if name not in names]
@@ -87,10 +97,15 @@ def _split_inputs(
         positional = list(args)
         for name, rule in arguments.items():
             position = names.index(name)
-            if position < len(positional) and isinstance(positional[position], Tensor):
-                positional[position] = _apply(positional[position], rule, context)
-            elif isinstance(kwargs.get(name), Tensor):
-                kwargs = {**kwargs, name: _apply(kwargs[name], rule, context)}
+            value = positional[position] if position < len(positional) else kwargs.get(name)
+            if not isinstance(value, Tensor) or not _applies(rule, value):
+                continue
+            randomness.enter(value.device)
+            value = split(value, rule.dim, context)
+            if position < len(positional):
+                positional[position] = value
+            else:
+                kwargs = {**kwargs, name: value}
         return tuple(positional), kwargs
 
     return hook
@@ -104,7 +119,8 @@ def _split_outputs(
         for position, rule in positions.items():
             if position >= len(outputs):
                 raise ValueError(f"The split plan names output {position} of {path!r}, which returns {len(outputs)}.")
-            outputs[position] = _apply(outputs[position], rule, context)
+            if _applies(rule, outputs[position]):
+                outputs[position] = split(outputs[position], rule.dim, context)
         return outputs[0] if isinstance(output, Tensor) else tuple(outputs)
 
     return hook

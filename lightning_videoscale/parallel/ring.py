@@ -1,6 +1,7 @@
 """Ring attention: keys and values travel from rank to rank, queries stay (Liu et al., Ring Attention, 2023).
 
 Shapes: B batch, S tokens of this rank, K tokens of the block at hand, H heads, D head dim.
+Tensors are (B, H, S, D) with tokens before heads in memory; a block travels as it lies there, (2, B, K, h, D).
 
 Every rank holds one block of keys and values. In as many steps as there are ranks each block visits each rank, while
 the rank works on the block before it; the parts of the softmax are merged by their log-sum-exps. In backward the blocks
@@ -53,14 +54,14 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, mask: 
     Only ``query``, ``key``, ``value``, the output and its log-sum-exp are kept for backward.
 
     Args:
-        query: (B, S, H, D) with ``S = ring.lengths[rank]``.
-        key: (B, S, h, D) with ``h = len(ring.repeats)``.
+        query: (B, H, S, D) with ``S = ring.lengths[rank]``.
+        key: (B, h, S, D) with ``h = len(ring.repeats)``.
         value: As ``key``.
-        ring: The ring.
+        ring: The ring, of two ranks or more.
         mask: (B, tokens of all ranks) bool, equal on all ranks, True where a key may be attended.
 
     Returns:
-        (B, S, H, D); zeros for a sample of which no key may be attended.
+        (B, H, S, D); zeros for a sample of which no key may be attended.
     """
     out: Tensor = _RingAttention.apply(query, key, value, mask, ring)  # type: ignore[no-untyped-call]
     return out
@@ -70,10 +71,10 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
         so_far: tuple[Tensor, Tensor] | None = None
-        for owner, block in _blocks(key, value, ring):
-            k, v = (repeat_heads(x, ring.repeats) for x in block)
+        for owner, k, v in _blocks(key, value, ring):
+            k, v = repeat_heads(k, ring.repeats), repeat_heads(v, ring.repeats)
             part = attend(query, k, v, ring.scale, _mask_of(owner, mask, ring))
-            so_far = part if so_far is None else _merge(*so_far, *part)
+            so_far = part if so_far is None else _merge(so_far, part, mask is not None)
         assert so_far is not None
         out, lse = so_far[0].to(query.dtype), so_far[1]
         ctx.ring = ring
@@ -85,45 +86,49 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, mask, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
-        dq = torch.zeros_like(query, dtype=lse.dtype)
-        gradient: Tensor | None = None
-        for owner, block in _blocks(key, value, ring):
-            k, v = (repeat_heads(x, ring.repeats) for x in block)
+        dq: Tensor | None = None
+        gradient: Any = None  # of the block at hand, on its way here
+        for owner, k, v in _blocks(key, value, ring):
+            k, v = repeat_heads(k, ring.repeats), repeat_heads(v, ring.repeats)
             mask_of_block = _mask_of(owner, mask, ring)
             part, dk, dv = attend_backward(grad_out, query, k, v, out, lse, ring.scale, mask_of_block)
-            dq += part
-            dk, dv = (sum_heads(x, ring.repeats, dq.dtype) for x in (dk, dv))
+            dq = part.to(lse.dtype) if dq is None else dq.add_(part)
+            dk, dv = (sum_heads(x, ring.repeats, lse.dtype).transpose(1, 2) for x in (dk, dv))
             if gradient is None:
-                total = dq.new_empty(block.shape)
-                total[0], total[1] = dk, dv
+                total = lse.new_empty(2, *dk.shape)
+                total[0].copy_(dk)
+                total[1].copy_(dv)
             else:
-                total = ring.transport.wait(gradient).view(block.shape)
-                total[0] += dk
-                total[1] += dv
+                total = ring.transport.wait(gradient).view(2, *dk.shape)
+                total[0].add_(dk)
+                total[1].add_(dv)
             # What arrives belongs to the block that arrives next; after the last step that is this rank's own.
-            gradient = _pass_on(total.flatten(), _elements(key, owner - 1, ring), ring)
-        assert gradient is not None
-        dk, dv = ring.transport.wait(gradient).view(2, *key.shape)
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None
+            gradient = _pass_on(total.view(-1), _elements(key, owner - 1, ring), ring)
+        assert dq is not None
+        batch, heads, tokens, dim = key.shape
+        total = ring.transport.wait(gradient).view(2, batch, tokens, heads, dim).to(key.dtype)
+        dk, dv = total.transpose(2, 3)
+        return dq.to(query.dtype), dk, dv, None, None
 
 
-def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """Yields every rank's block (2, B, K, h, D) with its owner, this rank's own first.
+def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields every rank's keys and values (B, h, K, D) with their owner, this rank's own first.
 
     While the caller works on a block, the next is under way.
     """
-    message = torch.stack([key, value]).flatten()
-    batch, _, *rest = key.shape
+    message = torch.stack([key.transpose(1, 2), value.transpose(1, 2)]).view(-1)
+    batch, heads, _, dim = key.shape
     for step in range(ring.axis.size):
         owner = (ring.axis.rank - step) % ring.axis.size
         last = step == ring.axis.size - 1
         arriving = None if last else _pass_on(message, _elements(key, owner - 1, ring), ring)
-        yield owner, message.view(2, batch, ring.lengths[owner], *rest)
-        if arriving is not None:
+        k, v = message.view(2, batch, ring.lengths[owner], heads, dim).transpose(2, 3)
+        yield owner, k, v
+        if not last:
             message = ring.transport.wait(arriving)
 
 
-def _pass_on(message: Tensor, receive: int, ring: Ring) -> Tensor:
+def _pass_on(message: Tensor, receive: int, ring: Ring) -> Any:
     """Starts sending ``message`` to the next rank and receiving ``receive`` elements from the previous one.
 
     An all-to-all in which all other pieces are empty: gloo and NCCL then exchange with the two neighbours only.
@@ -137,7 +142,8 @@ def _pass_on(message: Tensor, receive: int, ring: Ring) -> Tensor:
 
 def _elements(key: Tensor, owner: int, ring: Ring) -> int:
     """Elements of the keys and values of one rank."""
-    return 2 * (key.numel() // key.shape[1]) * ring.lengths[owner % ring.axis.size]
+    batch, heads, _, dim = key.shape
+    return 2 * batch * heads * dim * ring.lengths[owner % ring.axis.size]
 
 
 def _mask_of(owner: int, mask: Tensor | None, ring: Ring) -> Tensor | None:
@@ -147,13 +153,14 @@ def _mask_of(owner: int, mask: Tensor | None, ring: Ring) -> Tensor | None:
     return mask[:, start : start + ring.lengths[owner]]
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns attention over two sets of keys, from their outputs (B, S, H, D) and log-sum-exps (B, H, S).
+def _merge(so_far: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor], masked: bool) -> tuple[Tensor, Tensor]:
+    """Returns attention over two sets of keys, from their outputs (B, H, S, D) and log-sum-exps (B, H, S).
 
     The output is fp32 (fp64 for fp64), as the log-sum-exps are.
     """
-    merged = torch.logaddexp(lse, part_lse)
-    # Where neither had a key both weights are exp(-inf) = 0, and not the NaN of inf - inf.
-    shift = merged.masked_fill(merged == -torch.inf, 0.0)
-    weight, part_weight = ((x - shift).exp().mT[..., None] for x in (lse, part_lse))
-    return (out * weight).addcmul_(part, part_weight), merged
+    (out, lse), (part_out, part_lse) = so_far, part
+    weights = torch.stack([lse, part_lse]).softmax(0)
+    if masked:
+        weights.nan_to_num_(0.0)  # where neither had a key
+    weight, part_weight = weights[..., None]
+    return (out * weight).addcmul_(part_out, part_weight), torch.logaddexp(lse, part_lse)

@@ -2,20 +2,26 @@
 
 Shapes: B batch, s tokens of this rank, S tokens of all ranks, H heads, h heads of this rank, D head dim.
 
-`scatter_heads`  (B, s, H, D) -> (B, S, h, D)   before attention
-`gather_heads`   (B, S, h, D) -> (B, s, H, D)   after it
+`scatter_heads`  (B, s, H, D) of query, key and value -> (B, h, S, D) of each, in one message   before attention
+`gather_heads`   (B, h, S, D) -> (B, s, H, D)                                                   after it
 
 For query heads each is the other's inverse and therefore its gradient. Lengths and heads need not divide by the number
 of ranks. Key/value heads may be fewer than query heads and than ranks: each goes to every rank that has one of its
 query heads, and the gradients that come back from there are added up (in fp32, of parts rounded to the gradient's
 dtype: at most one rounding per part more than on one rank).
+
+The piece of a message that rank s sends to rank r before attention, and r to s after it, is (tokens of s, B, heads of r
+of all tensors, D). Tokens come first, so that the pieces that a rank receives before attention are, one behind the
+other, the whole sequence: the tensors that go into attention are views of the message, and the other way round after
+it. Only the side that holds all heads copies.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 import torch
@@ -26,42 +32,94 @@ from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.sharding import split_sizes
 from lightning_videoscale.parallel.transport import Transport
 
-_Shares = tuple[range, ...]
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """Which tokens the ranks hold before an exchange of some tensors, and which heads after.
+
+    Attributes:
+        tokens: Tokens of this rank.
+        heads: ``heads[t][r]`` are those heads of tensor t that rank r has after the exchange; those of neighbours
+            overlap where a key/value head serves both.
+        counts: ``counts[r][t]`` is the number of them.
+        mine: ``counts[r]`` of this rank.
+        by_heads: Numbers of each rank that this one sends before attention and receives after it, over B · D.
+        by_tokens: Numbers of each rank that this one receives before attention and sends after it, over B · D.
+        even: Whether all tensors have the same number of heads, and give the same number of them to every rank.
+    """
+
+    tokens: int
+    heads: tuple[tuple[range, ...], ...]
+    counts: tuple[tuple[int, ...], ...]
+    mine: tuple[int, ...]
+    by_heads: tuple[int, ...]
+    by_tokens: tuple[int, ...]
+    even: bool
+
+    @classmethod
+    def create(cls, rank: int, lengths: tuple[int, ...], heads: tuple[tuple[range, ...], ...]) -> HeadPlan:
+        """Returns the plan of one rank, given the tokens of all ranks and their heads of each tensor."""
+        counts = tuple(tuple(map(len, shares)) for shares in zip(*heads, strict=True))
+        disjoint = all(sum(map(len, shares)) == shares[-1].stop for shares in heads)
+        return cls(
+            lengths[rank],
+            heads,
+            counts,
+            counts[rank],
+            tuple(lengths[rank] * sum(of_rank) for of_rank in counts),
+            tuple(length * sum(counts[rank]) for length in lengths),
+            disjoint and len({count for of_rank in counts for count in of_rank}) == 1,
+        )
 
 
 @dataclass(frozen=True)
-class ExchangeTable:
-    """Which tokens the ranks hold before, and which heads after.
+class UlyssesPlan:
+    """What a rank of a Ulysses group does in a layer.
 
     Attributes:
-        axis: The ranks that exchange.
-        tokens: Tokens of each rank, one behind the other.
-        heads: Heads of each rank; those of neighbours overlap where a key/value head serves both.
+        qkv: The exchange of query, key and value.
+        out: The exchange of the output.
+        repeats: How many of this rank's query heads each of this rank's key/value heads serves, in their order.
     """
 
-    axis: Axis
-    tokens: _Shares
-    heads: _Shares
+    qkv: HeadPlan
+    out: HeadPlan
+    repeats: tuple[int, ...]
 
     @classmethod
-    def create(cls, axis: Axis, lengths: tuple[int, ...], heads: int) -> ExchangeTable:
-        """Shares ``heads`` query heads out over the ranks of ``axis``, which hold ``lengths`` tokens.
+    def create(cls, rank: int, lengths: tuple[int, ...], heads: int, kv_heads: int) -> UlyssesPlan:
+        """Shares the heads out; see `plan_heads`."""
+        check_heads(heads, len(lengths))
+        group = heads // kv_heads
+        sizes = split_sizes(heads, len(lengths))
+        query = tuple(range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True))
+        kv = tuple(range(share.start // group, (share.stop - 1) // group + 1) for share in query)
+        serving = [head // group for head in query[rank]]
+        return cls(
+            HeadPlan.create(rank, lengths, (query, kv, kv)),
+            HeadPlan.create(rank, lengths, (query,)),
+            tuple(serving.count(head) for head in kv[rank]),
+        )
 
-        Raises:
-            ValueError: If there are fewer heads than ranks.
-        """
-        check_heads(heads, axis.size)
-        return cls(axis, _one_behind_the_other(lengths), _one_behind_the_other(split_sizes(heads, axis.size)))
 
-    def of_key_value(self, group: int) -> ExchangeTable:
-        """The table of the key/value heads, of which each serves ``group`` consecutive query heads."""
-        served = (range(heads.start // group, (heads.stop - 1) // group + 1) for heads in self.heads)
-        return ExchangeTable(self.axis, self.tokens, tuple(served))
+_known_plan = lru_cache(maxsize=256)(UlyssesPlan.create)
 
-    def repeats(self, group: int) -> tuple[int, ...]:
-        """How many of this rank's query heads each of this rank's key/value heads serves, in their order."""
-        serving = [head // group for head in self.heads[self.axis.rank]]
-        return tuple(serving.count(head) for head in sorted(set(serving)))
+
+def plan_heads(rank: int, lengths: tuple[int, ...], heads: int, kv_heads: int) -> UlyssesPlan:
+    """Shares the heads out over the ranks of a Ulysses group.
+
+    Args:
+        rank: Position of the rank whose plan is returned.
+        lengths: Tokens of each rank.
+        heads: Query heads.
+        kv_heads: Key/value heads; ``heads`` is a multiple of them.
+
+    Raises:
+        ValueError: If there are fewer query heads than ranks.
+    """
+    # `torch.compile` evaluates it once, and warns of caches.
+    create = UlyssesPlan.create if torch.compiler.is_compiling() else _known_plan
+    return create(rank, lengths, heads, kv_heads)
 
 
 def check_heads(heads: int, ulysses_size: int) -> None:
@@ -74,140 +132,137 @@ def check_heads(heads: int, ulysses_size: int) -> None:
 
 
 def scatter_heads(
-    tensors: tuple[Tensor, ...], tables: tuple[ExchangeTable, ...], transport: Transport
-) -> tuple[Tensor, ...]:
-    """Gathers the sequence and scatters the heads of each tensor, all messages in flight together.
+    query: Tensor, key: Tensor, value: Tensor, plan: HeadPlan, axis: Axis, transport: Transport
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gathers the sequence and scatters the heads.
 
     Args:
-        tensors: Each (B, s, H, D), with s and H as its table has them.
-        tables: The tokens and heads of all ranks, for each tensor.
+        query: (B, s, H, D).
+        key: (B, s, H', D).
+        value: As ``key``.
+        plan: The heads of all ranks.
+        axis: The ranks that exchange.
         transport: How bytes travel.
 
     Returns:
-        Each tensor as (B, S, h, D).
+        (B, h, S, D) of each, with tokens before heads in memory.
     """
-    if tables[0].axis.size == 1:
-        return tensors
-    out: tuple[Tensor, ...] = _ScatterHeads.apply(tables, transport, *tensors)  # type: ignore[no-untyped-call]
-    return out
+    tensors: tuple[Tensor, Tensor, Tensor] = _ScatterHeads.apply(plan, axis, transport, query, key, value)  # type: ignore[no-untyped-call]
+    return tensors
 
 
-def gather_heads(out: Tensor, table: ExchangeTable, transport: Transport) -> Tensor:
+def gather_heads(out: Tensor, plan: HeadPlan, axis: Axis, transport: Transport) -> Tensor:
     """Scatters the sequence and gathers the heads: the inverse of `scatter_heads` for query heads.
 
     Args:
-        out: (B, S, h, D).
-        table: The tokens and query heads of all ranks.
+        out: (B, h, S, D); nothing is copied here if tokens come before heads in memory.
+        plan: The heads of all ranks.
+        axis: The ranks that exchange.
         transport: How bytes travel.
 
     Returns:
-        (B, s, H, D).
+        (B, s, H, D), contiguous.
     """
-    if table.axis.size == 1:
-        return out
-    gathered: Tensor = _GatherHeads.apply(table, transport, out)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _GatherHeads.apply(plan, axis, transport, out)  # type: ignore[no-untyped-call]
     return gathered
 
 
 def repeat_heads(x: Tensor, repeats: tuple[int, ...]) -> Tensor:
-    """Repeats head i of (B, S, h, D) ``repeats[i]`` times, so that every query head finds its key/value head."""
+    """Repeats head i of (B, h, S, D) ``repeats[i]`` times, so that every query head finds its key/value head."""
     if set(repeats) == {1}:
         return x
-    heads = zip(x.split(1, 2), repeats, strict=True)
-    return torch.cat([head.expand(-1, -1, times, -1) for head, times in heads], 2)
+    heads = zip(x.split(1, 1), repeats, strict=True)
+    return torch.cat([head.expand(-1, times, -1, -1) for head, times in heads], 1)
 
 
 def sum_heads(grad: Tensor, repeats: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The gradient of `repeat_heads`, added up in ``dtype``."""
     if set(repeats) == {1}:
         return grad
-    return torch.stack([copies.sum(2, dtype=dtype) for copies in grad.split(repeats, 2)], 2)
+    return torch.stack([copies.sum(1, dtype=dtype) for copies in grad.split(repeats, 1)], 1)
 
 
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tables: tuple[ExchangeTable, ...], transport: Transport, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.tables, ctx.transport = tables, transport
-        pending = [
-            _Exchange(x, 2, table.heads, 1, table.tokens, table.axis, transport)
-            for x, table in zip(tensors, tables, strict=True)
-        ]
-        return tuple(exchange.result() for exchange in pending)
+    def forward(ctx: Any, plan: HeadPlan, axis: Axis, transport: Transport, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.how = plan, axis, transport
+        return _scatter(tensors, plan, axis, transport)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        pending = [
-            _Exchange(grad, 1, table.tokens, 2, table.heads, table.axis, ctx.transport)
-            for grad, table in zip(grads, ctx.tables, strict=True)
-        ]
-        return None, None, *(exchange.result() for exchange in pending)
+        return None, None, None, *_gather(grads, *ctx.how)
 
 
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table: ExchangeTable, transport: Transport, out: Tensor) -> Tensor:
-        ctx.table, ctx.transport = table, transport
-        return _Exchange(out, 1, table.tokens, 2, table.heads, table.axis, transport).result()
+    def forward(ctx: Any, plan: HeadPlan, axis: Axis, transport: Transport, out: Tensor) -> Tensor:
+        ctx.how = plan, axis, transport
+        return _gather((out,), plan, axis, transport)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        table = ctx.table
-        return None, None, _Exchange(grad, 2, table.heads, 1, table.tokens, table.axis, ctx.transport).result()
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor]:
+        return None, None, None, _scatter((grad,), *ctx.how)[0]
 
 
-class _Exchange:
-    """Scatters one dim of a tensor and gathers another; under way from its construction on."""
-
-    def __init__(
-        self,
-        x: Tensor,
-        scatter_dim: int,
-        scattered: _Shares,
-        gather_dim: int,
-        gathered: _Shares,
-        axis: Axis,
-        transport: Transport,
-    ) -> None:
-        self._dim, self._shares, self._transport = gather_dim, gathered, transport
-        # The piece for rank p is x's share p of scatter_dim; the piece from rank p has that rank's share of gather_dim.
-        self._shapes = []
-        for share in gathered:
-            shape = list(x.shape)
-            shape[scatter_dim], shape[gather_dim] = len(scattered[axis.rank]), len(share)
-            self._shapes.append(shape)
-        self._receive = [prod(shape) for shape in self._shapes]
-        message, send = _pack(x, scatter_dim, scattered)
-        self._pending = transport.all_to_all(message, send, self._receive, axis)
-
-    def result(self) -> Tensor:
-        """Waits, and puts every received piece in its place; where places overlap, the pieces are added up."""
-        message, dim, shapes = self._transport.wait(self._pending), self._dim, self._shapes
-        whole = shapes[0].copy()
-        whole[dim] = self._shares[-1].stop
-        if sum(map(len, self._shares)) == whole[dim]:
-            if prod(whole[:dim]) == 1:  # they already lie one behind the other (B = 1): nothing to copy
-                return message.view(whole)
-            pieces = zip(message.split(self._receive), shapes, strict=True)
-            return torch.cat([piece.view(shape) for piece, shape in pieces], dim)
-        total = message.new_zeros(whole, dtype=torch.promote_types(message.dtype, torch.float32))
-        for piece, shape, share in zip(message.split(self._receive), shapes, self._shares, strict=True):
-            total.narrow(dim, share.start, len(share)).add_(piece.view(shape))
-        return total.to(message.dtype)
+def _scatter(tensors: Sequence[Tensor], plan: HeadPlan, axis: Axis, transport: Transport) -> tuple[Tensor, ...]:
+    batch, _, _, dim = tensors[0].shape
+    send, receive = _times(plan.by_heads, batch * dim), _times(plan.by_tokens, batch * dim)
+    received = transport.exchange(_pack(tensors, plan), send, receive, axis)
+    heads_first = received.view(-1, batch, sum(plan.mine), dim).permute(1, 2, 0, 3)
+    return tuple(heads_first.split(plan.mine, 1))
 
 
-def _pack(x: Tensor, dim: int, shares: _Shares) -> tuple[Tensor, list[int]]:
-    """Writes x's shares along ``dim`` one behind the other, reading x once."""
-    pieces = [x.narrow(dim, share.start, len(share)) for share in shares]
-    send = [piece.numel() for piece in pieces]
-    message = x.new_empty(sum(send))
-    for target, piece in zip(message.split(send), pieces, strict=True):
-        target.view(piece.shape).copy_(piece)
-    return message, send
+def _gather(tensors: Sequence[Tensor], plan: HeadPlan, axis: Axis, transport: Transport) -> tuple[Tensor, ...]:
+    batch, _, _, dim = tensors[0].shape
+    tokens_first = [x.permute(2, 0, 1, 3) for x in tensors]
+    message = torch.cat(tokens_first, 2) if len(tensors) > 1 else tokens_first[0].contiguous()
+    send, receive = _times(plan.by_tokens, batch * dim), _times(plan.by_heads, batch * dim)
+    received = transport.exchange(message.flatten(), send, receive, axis)
+    return _unpack(received, batch, dim, plan)
 
 
-def _one_behind_the_other(sizes: tuple[int, ...]) -> _Shares:
-    return tuple(range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True))
+def _pack(tensors: Sequence[Tensor], plan: HeadPlan) -> Tensor:
+    """Writes for each rank, one behind the other, its heads of all tensors (B, s, H, D), reading each once."""
+    batch, tokens, _, dim = tensors[0].shape
+    if plan.even:
+        shape = batch, tokens, len(plan.counts), plan.mine[0], dim
+        return torch.stack([x.view(shape).permute(2, 1, 0, 3, 4) for x in tensors], 3).flatten()
+    sizes = _times(plan.by_heads, batch * dim)
+    message = tensors[0].new_empty(sum(sizes))
+    for rank, piece in enumerate(message.split(sizes)):
+        targets = piece.view(tokens, batch, -1, dim).split(plan.counts[rank], 2)
+        for x, shares, target in zip(tensors, plan.heads, targets, strict=True):
+            target.copy_(x.narrow(2, shares[rank].start, len(shares[rank])).transpose(0, 1))
+    return message
+
+
+def _unpack(message: Tensor, batch: int, dim: int, plan: HeadPlan) -> tuple[Tensor, ...]:
+    """The inverse of `_pack`; where heads of ranks overlap, they are added up."""
+    if plan.even:
+        ranks, heads = len(plan.counts), plan.mine[0]
+        pieces = message.view(ranks, plan.tokens, batch, -1, heads, dim).permute(3, 2, 1, 0, 4, 5)
+        return pieces.reshape(-1, batch, plan.tokens, ranks * heads, dim).unbind()
+    split = [
+        piece.view(plan.tokens, batch, -1, dim).transpose(0, 1).split(counts, 2)
+        for piece, counts in zip(message.split(_times(plan.by_heads, batch * dim)), plan.counts, strict=True)
+    ]
+    return tuple(_join(parts, shares) for parts, shares in zip(zip(*split, strict=True), plan.heads, strict=True))
+
+
+def _join(parts: Sequence[Tensor], shares: Sequence[range]) -> Tensor:
+    """Puts the ranks' heads (B, s, h, D) in their places."""
+    heads = shares[-1].stop
+    if sum(map(len, shares)) == heads:
+        return torch.cat(list(parts), 2)
+    batch, tokens, _, dim = parts[0].shape
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = parts[0].new_zeros(batch, tokens, heads, dim, dtype=wide)
+    for part, share in zip(parts, shares, strict=True):
+        total.narrow(2, share.start, len(share)).add_(part)
+    return total.to(parts[0].dtype)
+
+
+def _times(numbers: tuple[int, ...], factor: int) -> list[int]:
+    return [number * factor for number in numbers]

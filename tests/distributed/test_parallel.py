@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_videoscale.parallel import (
@@ -79,6 +81,60 @@ def test_attention_over_a_split_sequence_is_dense_attention(
 ) -> None:
     for errors in ranks(4).run(attention_errors, seed, batch, length, heads, dim):
         assert max(errors) <= 1e-12
+
+
+def operations(heads: int, batch: int) -> dict[str, int]:
+    """What a layer of one Ulysses group calls in forward and backward, views and allocations aside."""
+    mesh = SequenceMesh.create("cpu", ulysses_size=4)
+    q, k, v = (torch.randn(batch, 3, heads, 8, requires_grad=True) for _ in range(3))
+    called: Counter[str] = Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = op(*args, **(kwargs or {}))
+            if not op.is_view and op.overloadpacket not in (torch.ops.aten.new_empty, torch.ops.aten.detach):
+                called[op.overloadpacket.__name__] += 1
+            return result
+
+    with Counting():
+        out = sequence_parallel_attention(q, k, v, mesh)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return dict(called)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_layer_sends_four_messages_and_copies_only_where_all_heads_are(ranks: Ranks, batch: int) -> None:
+    for called in ranks(4).run(operations, 8, batch):
+        called.pop("ones_like")
+        attention = [called.pop(name) for name in list(called) if name.startswith("_scaled_dot_product")]
+        assert attention == [1, 1]
+        # Packed: query, key, value; the output's gradient. Joined: their gradients. Put in place: output, gradients.
+        assert called.pop("alltoall_base_") == 4
+        assert called == {"stack": 2, "cat": 1, "clone": 2, "_unsafe_view": 2}
+
+
+def compiled_errors(ring: int, ulysses: int, lengths: tuple[int, ...], heads: int, kv_heads: int) -> list[float]:
+    """Differences between a layer that is one graph and the eager one, of output and gradients."""
+    mesh = SequenceMesh.create("cpu", ring_size=ring, ulysses_size=ulysses)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sequence_parallel_attention(q, k, v, mesh, lengths=lengths)
+
+    tensors = [
+        torch.randn(2, lengths[mesh.sp.rank], n, 8).double().requires_grad_() for n in (heads, kv_heads, kv_heads)
+    ]
+    torch._dynamo.reset()
+    results = []
+    for function in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
+        out = function(*tensors)
+        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    return [float((got - expected).abs().max()) for expected, got in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
+def test_a_layer_compiles_to_one_graph(ranks: Ranks, ring: int, ulysses: int) -> None:
+    for problem in (((3, 3), 4, 4), ((4, 3), 5, 1)):
+        assert max(map(max, ranks(2).run(compiled_errors, ring, ulysses, *problem))) <= 1e-12
 
 
 def attention_messages() -> list[str]:

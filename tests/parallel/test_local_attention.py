@@ -19,12 +19,12 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2, t
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention and log-sum-exp as the formula says, of (B, S, H, D) tensors."""
-    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    """Attention and log-sum-exp as the formula says, of (B, H, S, D) tensors."""
+    logits = torch.einsum("bhqd,bhkd->bhqk", q, k) * scale
     if mask is not None:
         logits = logits.masked_fill(~mask[:, None, None], -torch.inf)
     lse = logits.logsumexp(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v), lse
+    return torch.einsum("bhqk,bhkd->bhqd", logits.softmax(-1), v), lse
 
 
 def errors(
@@ -35,7 +35,7 @@ def errors(
     generator = torch.Generator().manual_seed(seed)
 
     def random(length: int) -> Tensor:
-        return torch.randn(batch, length, heads, dim, generator=generator).to(dtype)
+        return torch.randn(batch, length, heads, dim, generator=generator).to(dtype).transpose(1, 2)
 
     q, k, v, cotangent = random(queries), random(keys), random(keys), random(queries)
     mask = torch.rand(batch, keys, generator=generator) < 0.6 if masked else None
@@ -54,11 +54,11 @@ def errors(
     for part in (slice(0, keys // 2), slice(keys // 2, keys)):
         if part.stop > part.start:
             part_mask = mask[:, part] if mask is not None else None
-            grads = attend_backward(cotangent, q, k[:, part], v[:, part], out, lse, scale, part_mask)
+            grads = attend_backward(cotangent, q, k[:, :, part], v[:, :, part], out, lse, scale, part_mask)
             assert all(grad.dtype is dtype for grad in grads)
             dq += grads[0]
             parts.append(grads[1:])
-    dk, dv = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    dk, dv = (torch.cat(part, 2) for part in zip(*parts, strict=True))
     # Gradients may vanish (of a single key: dq = dk = 0): then the error is relative to what came in.
     floor = cotangent.double().norm().item()
     exact = [expected.detach(), expected_lse.detach(), *expected_gradients]
@@ -92,7 +92,7 @@ def test_matrix_products_are_dense_attention(seed: int, shape: tuple[int, int, i
 @pytest.mark.parametrize("kernel", ["_FLASH_CPU", "_PRODUCTS"])
 def test_a_sample_without_keys_has_zeros_and_no_influence(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     monkeypatch.setattr(local_attention, "_FLASH_CPU", getattr(local_attention, kernel))
-    q, k, v = (torch.randn(2, length, 3, 8, dtype=torch.float64) for length in (5, 7, 7))
+    q, k, v = (torch.randn(2, 3, length, 8, dtype=torch.float64) for length in (5, 7, 7))
     mask = torch.tensor([[True] * 7, [False] * 7])
     out, lse = attend(q, k, v, 1.0, mask)
     assert not out[1].any() and (lse[1] == -torch.inf).all()
@@ -106,13 +106,13 @@ def test_an_unknown_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     monkeypatch.setattr(torch.ops, "aten", Nothing())
-    q = torch.ones(1, 2, 1, 8)
+    q = torch.ones(1, 1, 2, 8)
     with pytest.raises(RuntimeError, match=r"has no operator aten::_scaled_dot_product_flash_attention_for_cpu.*2\.11"):
         attend(q, q, q, 1.0)
 
 
 def test_an_unknown_device_is_named() -> None:
-    q = torch.ones(1, 2, 1, 8, device="meta")
+    q = torch.ones(1, 1, 2, 8, device="meta")
     with pytest.raises(RuntimeError, match="known for meta"):
         attend(q, q, q, 1.0)
 

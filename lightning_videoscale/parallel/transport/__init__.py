@@ -1,13 +1,13 @@
 """How bytes travel between the ranks of an axis.
 
 `Transport`            what a transport offers; schedules and sharding are written against it
-`CollectiveTransport`  functional collectives on gloo and NCCL: runs everywhere, and is the oracle for the others
+`CollectiveTransport`  collectives on gloo and NCCL: runs everywhere, and is the oracle for the others
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,8 +24,8 @@ class Transport(Protocol):
     def name(self) -> str:
         """The name by which a strategy selects the transport."""
 
-    def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
-        """Starts an all-to-all and returns its result, which must pass through `wait` before it is read.
+    def exchange(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
+        """All-to-all whose result work issued later on the current stream may read and write.
 
         Args:
             message: 1-D, contiguous; the pieces for the ranks of the axis, in their order.
@@ -37,11 +37,11 @@ class Transport(Protocol):
             1-D tensor of ``sum(receive)`` elements, the pieces in the order of their senders.
         """
 
-    def wait(self, pending: Tensor) -> Tensor:
-        """Returns the finished result of `all_to_all`, which is the caller's to read and write.
+    def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
+        """Starts an `exchange` that other work may hide, and returns what `wait` takes, once."""
 
-        Work issued later on the current stream may do so; the host does not wait.
-        """
+    def wait(self, pending: Any) -> Tensor:
+        """Returns the result of `all_to_all`; the host does not wait."""
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
         """Concatenates the ranks' tensors along dim 0.

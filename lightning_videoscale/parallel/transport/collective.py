@@ -1,8 +1,12 @@
-"""Transport over PyTorch's functional collectives: gloo on CPU, NCCL on GPUs, traceable by `torch.compile`."""
+"""Transport over PyTorch's collectives: gloo on CPU, NCCL on GPUs, traceable by `torch.compile`.
+
+Traced, they are functional collectives; run eagerly those take the host about twice as long as plain ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,18 +19,37 @@ from lightning_videoscale.parallel.mesh import Axis
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class _Pending(NamedTuple):
+    work: dist.Work
+    received: Tensor
+
+
 class CollectiveTransport:
     """See `Transport` for the contract."""
 
     name = "collective"
 
-    def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
-        """Starts ``all_to_all_single``."""
-        pending: Tensor = functional.all_to_all_single(message, list(receive), list(send), axis.group)
-        return pending
+    def exchange(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
+        """``all_to_all_single``; NCCL runs it on the current stream, which spares the host two events."""
+        if torch.compiler.is_compiling():
+            return self.wait(self.all_to_all(message, send, receive, axis))
+        received = message.new_empty(sum(receive))
+        dist.all_to_all_single(received, message, *_sizes(send, receive), axis.group)
+        return received
 
-    def wait(self, pending: Tensor) -> Tensor:
+    def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
+        """Starts ``all_to_all_single`` (NCCL: on a stream of its own)."""
+        if torch.compiler.is_compiling():
+            return functional.all_to_all_single(message, list(receive), list(send), axis.group)
+        received = message.new_empty(sum(receive))
+        work = dist.all_to_all_single(received, message, *_sizes(send, receive), axis.group, async_op=True)
+        return _Pending(work, received)
+
+    def wait(self, pending: Any) -> Tensor:
         """Waits for the collective (on GPUs: makes the current stream wait, not the host)."""
+        if isinstance(pending, _Pending):
+            pending.work.wait()
+            return pending.received
         finished: Tensor = functional.wait_tensor(pending)
         return finished
 
@@ -41,3 +64,10 @@ class CollectiveTransport:
             return gathered
         shards = gathered.split(longest)
         return torch.cat([shard[:length] for shard, length in zip(shards, lengths, strict=True)])
+
+
+def _sizes(send: Sequence[int], receive: Sequence[int]) -> tuple[list[int] | None, list[int] | None]:
+    """What ``all_to_all_single`` takes for received and sent pieces; none if all are equal, which is checked sooner."""
+    if min(send) == max(send) == min(receive) == max(receive):
+        return None, None
+    return list(receive), list(send)

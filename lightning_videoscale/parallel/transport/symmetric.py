@@ -21,7 +21,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,6 @@ class SymmetricTransport(CollectiveTransport):
         self._slots = slots
         self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
         self._arena: Arena | None = None
-        self._pending: dict[int, tuple[Tensor, Exchange]] = {}
 
     @classmethod
     def create(cls, mesh: SequenceMesh, device: torch.device, timeout: timedelta) -> SymmetricTransport:
@@ -98,8 +97,14 @@ class SymmetricTransport(CollectiveTransport):
         """Which peers did not come within the timeout, once one did not; the device is unusable from then on."""
         return self._fabric.failure
 
-    def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
-        """Starts the pushes; on the Ulysses axis it returns a token without elements, which `wait` takes."""
+    def exchange(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
+        """Pushes the pieces and copies those of the peers out of their slot."""
+        if axis.ranks != self._axis.ranks:
+            return super().exchange(message, send, receive, axis)
+        return self.wait(self.all_to_all(message, send, receive, axis))
+
+    def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
+        """Starts the pushes."""
         if axis.ranks != self._axis.ranks:
             return super().all_to_all(message, send, receive, axis)
         exchange = self.open(send, receive, message.dtype)
@@ -107,16 +112,11 @@ class SymmetricTransport(CollectiveTransport):
         # Every rank starts with another peer, so that no link is shared.
         peers = [(axis.rank + step) % axis.size for step in range(1, axis.size + 1)]
         exchange.push({peer: pieces[peer] for peer in peers})
-        token = message.new_empty(0)
-        self._pending[id(token)] = token, exchange  # holding the token keeps its id its own
-        return token
+        return exchange
 
-    def wait(self, pending: Tensor) -> Tensor:
+    def wait(self, pending: Any) -> Tensor:
         """Makes the current stream wait for the pieces and copy them out of their slot."""
-        if id(pending) not in self._pending:
-            return super().wait(pending)
-        _, exchange = self._pending.pop(id(pending))
-        return exchange.finish()
+        return pending.finish() if isinstance(pending, Exchange) else super().wait(pending)
 
     def open(self, send: Sequence[int], receive: Sequence[int], dtype: torch.dtype) -> Exchange:
         """Begins an exchange whose pieces are pushed as they become ready.
