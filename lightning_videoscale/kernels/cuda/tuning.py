@@ -45,8 +45,8 @@ class Tuning(NamedTuple):
         return self.stages * self.rows * variant.bytes_per_row(direction)
 
 
-# (direction, with a residual, D, bytes per activation): best on an H200 for operands per sample.
-MEASURED: dict[tuple[Direction, bool, int, int], Tuning] = {}
+# (direction, with a norm, with a residual, D, bytes per activation): best on an H200 for operands per sample.
+MEASURED: dict[tuple[Direction, bool, bool, int, int], Tuning] = {}
 
 
 def tuning_for(variant: Variant, direction: Direction, capability: tuple[int, int], shared_limit: int) -> Tuning | None:
@@ -62,19 +62,20 @@ def tuning_for(variant: Variant, direction: Direction, capability: tuple[int, in
         None where not even two stages of one row fit in shared memory.
     """
     bulk = capability >= (9, 0)
-    key = (direction, variant.op.residual, variant.channels, variant.activation.itemsize)
+    op = variant.op
+    key = (direction, op.norm is not None, op.residual, variant.channels, variant.activation.itemsize)
     if bulk and not variant.per_row and key in MEASURED:
         measured = MEASURED[key]
         if measured.shared_bytes(variant, direction) <= shared_limit:
             return measured
     own = math.ceil(variant.vectors / 384)
     threads = 32 * math.ceil(variant.vectors / own / 32)
-    heavy = direction == "backward" or variant.op.residual or variant.per_row
+    heavy = direction == "backward" or op.residual or variant.per_row
     blocks = max(1, (448 if heavy else 768) // threads)
     row_bytes = variant.bytes_per_row(direction)
     # What the resident blocks share, less 2 KiB that each has of its own; not so much that the L1 cache vanishes.
     budget = min(160 * 1024, shared_limit) // blocks - 2048
     stages = min(8, budget // row_bytes)
     if stages < 2:
-        blocks, stages = 1, min(2, (shared_limit - 2048) // row_bytes)
-    return Tuning(threads, stages, 1, blocks, bulk) if stages == 2 or stages > 2 else None
+        blocks, stages = 1, min(2, shared_limit // row_bytes)
+    return Tuning(threads, stages, 1, blocks, bulk) if stages >= 2 else None
