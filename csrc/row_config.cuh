@@ -15,6 +15,7 @@ using ShiftTable = SHIFT_TABLE_TYPE;
 using Weight = WEIGHT_TYPE;
 using Bias = BIAS_TYPE;
 constexpr int D = CHANNELS;
+constexpr float PER_CHANNEL = 1.f / D;
 constexpr bool LAYER_NORM = NORM == 1, RMS_NORM = NORM == 2, NORMED = NORM != 0;
 constexpr bool HAS_RESIDUAL = RESIDUAL, HAS_GATE = GATE != 0, TANH_GATE = GATE == 2, NORM_BRANCH = BRANCH_NORM;
 constexpr bool HAS_SCALE = SCALE, HAS_SHIFT = SHIFT, HAS_WEIGHT = WEIGHT, HAS_BIAS = BIAS;

@@ -217,8 +217,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int r = 0; r < ROWS; ++r) {
             along_branch[r] = 0.f;
             if (r >= count) continue;
-            const float mean_along = NORMED ? along[r] / D : 0.f, mean_plain = LAYER_NORM ? plain[r] / D : 0.f;
-            const float inverse_branch = NORM_BRANCH ? rsqrtf(squares[r] / D + a.eps) : 1.f;
+            const float mean_along = NORMED ? along[r] * PER_CHANNEL : 0.f, mean_plain = LAYER_NORM ? plain[r] * PER_CHANNEL : 0.f;
+            const float inverse_branch = NORM_BRANCH ? rsqrtf(squares[r] * PER_CHANNEL + a.eps) : 1.f;
 #pragma unroll
             for (int k = 0; k < OWN; ++k) {
                 if (!owns(k)) continue;
@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 if (r >= count) continue;
-                const float inverse = rsqrtf(squares[r] / D + a.eps), mean_along = along_branch[r] / D;
+                const float inverse = rsqrtf(squares[r] * PER_CHANNEL + a.eps), mean_along = along_branch[r] * PER_CHANNEL;
 #pragma unroll
                 for (int k = 0; k < OWN; ++k) {
                     if (!owns(k)) continue;

@@ -91,7 +91,7 @@ __device__ __forceinline__ void inverse_rms_of_branch(const Pipeline& pipeline, 
     }
     sum(inverse);
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) inverse[r] = rsqrtf(inverse[r] / D + eps);
+    for (int r = 0; r < ROWS; ++r) inverse[r] = rsqrtf(inverse[r] * PER_CHANNEL + eps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         float mean[ROWS], rstd[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            mean[r] = LAYER_NORM ? total[r] / D : 0.f;
+            mean[r] = LAYER_NORM ? total[r] * PER_CHANNEL : 0.f;
             if constexpr (LAYER_NORM) total[r] = 0.f;
         }
         if constexpr (LAYER_NORM) {
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             if (r >= count) continue;
-            rstd[r] = rsqrtf(total[r] / D + a.eps);
+            rstd[r] = rsqrtf(total[r] * PER_CHANNEL + a.eps);
             if (threadIdx.x == 0) {
                 if constexpr (LAYER_NORM) a.mean[row[r]] = mean[r];
                 a.rstd[row[r]] = rstd[r];

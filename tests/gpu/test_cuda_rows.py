@@ -1,0 +1,125 @@
+"""The CUDA row kernels on a device: equal to float64 over random variants, layouts and sizes, and to themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_videoscale.kernels.cuda import rows as cuda_rows
+from lightning_videoscale.kernels.cuda.rows import Plan
+from lightning_videoscale.kernels.cuda.tuning import Tuning
+from lightning_videoscale.kernels.cuda.variant import variant_of
+from lightning_videoscale.kernels.rows import Operand, RowMap, RowOp, RowOutputs
+from tests.kernels.random_rows import EPS, RowCase, check_gradients, check_outputs, draw_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CHANNELS = (64, 1152, 1536, 1920, 2240, 2432, 3072, 5120, 5376)
+
+
+def poison() -> None:
+    """Leaves NaN in the memory that the allocator hands out next, small and large."""
+    blocks = [torch.full((size,), float("nan"), device="cuda") for size in (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 24)]
+    del blocks
+
+
+def same(mine: Tensor | None, again: Tensor | None) -> bool:
+    """Bitwise."""
+    return mine is again or (mine is not None and again is not None and torch.equal(mine, again))
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_any_variant_equals_float64_and_repeats(seed: int) -> None:
+    case = draw_case(seed, "cuda", DTYPES, CHANNELS)
+    operands = tuple(o for o in (case.gate, case.scale, case.shift) if o is not None)
+    reason = cuda_rows.objection(case.op, case.x, case.branch, operands, case.rows)
+    if reason is not None:
+        assert "shared memory" in reason
+        return
+    poison()
+    outputs = cuda_rows.forward(case.op, *case.forward_arguments)  # type: ignore[arg-type]
+    check_outputs(case, outputs)
+
+    h = case.x if outputs.h is None else outputs.h
+    arguments = case.backward_arguments(h, outputs.mean, outputs.rstd)
+    poison()
+    gradients = cuda_rows.backward(case.op, *arguments)  # type: ignore[arg-type]
+    check_gradients(case, h, gradients)
+
+    assert all(map(same, outputs, cuda_rows.forward(case.op, *case.forward_arguments)))  # type: ignore[arg-type]
+    assert all(map(same, gradients, cuda_rows.backward(case.op, *arguments)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("stages", [2, 5])
+def test_any_launch_equals_float64(stages: int, rows: int, bulk: bool) -> None:
+    if bulk and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("bulk copies need compute capability 9.0")
+    n, d = 3 * 1009, 1536
+    x, branch, dh, dy = (torch.randn(n, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    gate, scale, shift = (Operand(torch.randn(3, d, device="cuda")) for _ in range(3))
+    op, frames = RowOp("layer", residual=True, gate="identity"), RowMap(3, 1009)
+    case = RowCase(op, x, branch, gate, scale, shift, None, None, frames, dh, dy)
+    for threads in (192, 64, 224):  # 224: the last threads own no column
+        tuning = Tuning(threads, stages, rows, 1 if stages * rows > 8 else 2, bulk)
+        variant = variant_of(op, x, gate, scale, shift, None, None, frames)
+        poison()
+        outputs = cuda_rows.run_forward(Plan(variant, "forward", 0, tuning), op, *case.forward_arguments)  # type: ignore[arg-type]
+        check_outputs(case, outputs)
+        assert outputs.h is not None
+        variant = variant_of(op, x, gate, scale, None, None, None, frames, has_dh=True)
+        arguments = case.backward_arguments(outputs.h, outputs.mean, outputs.rstd)
+        poison()
+        plan = Plan(variant, "backward", 0, tuning)
+        check_gradients(case, outputs.h, cuda_rows.run_backward(plan, op, *arguments))  # type: ignore[arg-type]
+
+
+def test_more_elements_than_a_32_bit_integer_counts() -> None:
+    n, d = 420_001, 5120  # 2.15e9 elements
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB")
+    x = torch.randn(n, d, device="cuda", dtype=torch.bfloat16)
+    scale, shift = (Operand(torch.randn(1, d, device="cuda")) for _ in range(2))
+    op, rows = RowOp("layer"), RowMap(1, n)
+    _, y, mean, rstd = cuda_rows.forward(op, x, None, None, scale, shift, None, None, rows, EPS)
+    assert y is not None
+    for part in (slice(0, 100), slice(n - 100, n)):
+        some = RowCase(op, x[part], None, None, scale, shift, None, None, RowMap(1, 100), None, None)
+        assert mean is not None and rstd is not None
+        check_outputs(some, RowOutputs(None, y[part], mean[part], rstd[part]))
+    gradients = cuda_rows.backward(op, None, y, x, None, None, scale, None, None, mean, rstd, rows, EPS)
+    assert gradients.dshift is not None
+    expected = sum(chunk.double().sum(0) for chunk in y.split(20_000))
+    torch.testing.assert_close(gradients.dshift[0].double(), expected, rtol=1e-5, atol=1e-2)
+    assert gradients.dx is not None and not gradients.dx[-100:].isnan().any()
+
+
+def test_what_cannot_run_says_why() -> None:
+    x = torch.zeros(4, 64, device="cuda")
+    rows, op = RowMap(1, 4), RowOp("layer")
+    assert cuda_rows.objection(op, x, None, (), rows) is None
+    assert "multiple of 8" in str(cuda_rows.objection(op, x[:, :60], None, (), rows))
+    assert "one dtype" in str(cuda_rows.objection(op, x.double(), None, (), rows))
+    assert "one dtype" in str(cuda_rows.objection(RowOp("layer", residual=True), x, x.bfloat16(), (), rows))
+    assert "cpu" in str(cuda_rows.objection(op, x.cpu(), None, (), rows))
+
+
+def test_a_launch_costs_the_host_little() -> None:
+    x = torch.randn(64, 1536, device="cuda", dtype=torch.bfloat16)
+    scale, shift = (Operand(torch.randn(1, 1536, device="cuda")) for _ in range(2))
+    arguments = (RowOp("layer"), x, None, None, scale, shift, None, None, RowMap(1, 64), EPS)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(20):
+        cuda_rows.forward(*arguments)
+    begin.record()
+    for _ in range(1000):
+        cuda_rows.forward(*arguments)
+    end.record()
+    torch.cuda.synchronize()
+    assert begin.elapsed_time(end) / 1000 < 0.1  # milliseconds per call, the kernel's own few µs included
