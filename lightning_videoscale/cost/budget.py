@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True)
 class BucketBudget:
@@ -38,6 +41,11 @@ class BucketBudget:
         """
         limits = (self.m_mem / sequence_length, self.m_comp / self.cost(1, sequence_length))
         return max(1, math.floor(min(limits)))
+
+    def batch_sizes(self, sequence_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns `batch_size` of every length, shape (lengths,)."""
+        # Python's numbers: numpy's powers differ in the last bit between processors, and all ranks must agree.
+        return np.array([self.batch_size(length) for length in sequence_lengths.tolist()], np.int64)
 
     def exceeds_memory(self, sequence_length: int) -> bool:
         """Whether one sample of this many tokens is already more than the memory budget."""

@@ -1,0 +1,72 @@
+"""The work of a diffusion transformer, counted from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_TRAINING = 3
+"""Forward, and backward for inputs and for weights."""
+
+
+@dataclass(frozen=True)
+class TransformerFlops:
+    """FLOPs of a training step: ``per_token * ΣS + per_pair * ΣS²``.
+
+    Args:
+        layers: Transformer blocks.
+        width: Width d of a token.
+        ffn_width: Width of the feed-forward layer's middle.
+        cross_attention: Whether every block also attends to text (its keys and values, a few hundred, are not counted).
+        checkpointing: Whether backward computes the forward pass again.
+    """
+
+    layers: int
+    width: int
+    ffn_width: int
+    cross_attention: bool = True
+    checkpointing: bool = True
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], checkpointing: bool = True) -> TransformerFlops:
+        """Reads the configuration of a diffusers transformer.
+
+        Raises:
+            ValueError: If it lacks the number of layers, heads or the head's width.
+        """
+        missing = [name for name in ("num_layers", "num_attention_heads", "attention_head_dim") if name not in config]
+        if missing:
+            raise ValueError(f"The transformer's configuration lacks {missing}; give TransformerFlops its sizes.")
+        width = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+        layers = int(config["num_layers"]) + int(config.get("num_single_layers") or 0)
+        ffn_width = int(config.get("ffn_dim") or width * float(config.get("mlp_ratio") or 4))
+        joint = "num_single_layers" in config or "max_text_seq_length" in config
+        return cls(layers, width, ffn_width, cross_attention=not joint, checkpointing=checkpointing)
+
+    @property
+    def per_token(self) -> float:
+        """FLOPs of the linear layers per token."""
+        projections = 12 if self.cross_attention else 8
+        forward = self.layers * (projections * self.width**2 + 4 * self.width * self.ffn_width)
+        return float(forward * self._passes)
+
+    @property
+    def per_pair(self) -> float:
+        """FLOPs of self-attention per pair of tokens."""
+        return float(4 * self.layers * self.width * self._passes)
+
+    @property
+    def _passes(self) -> int:
+        return _TRAINING + self.checkpointing
+
+
+TRANSFORMERS = {
+    "wan2.1-1.3b": TransformerFlops(30, 1536, 8960),
+    "wan2.1-14b": TransformerFlops(40, 5120, 13824),
+    "wan2.2-ti2v-5b": TransformerFlops(30, 3072, 14336),
+    "hunyuanvideo": TransformerFlops(60, 3072, 12288, cross_attention=False),
+    "cogvideox-5b": TransformerFlops(42, 3072, 12288, cross_attention=False),
+    "ltx-video": TransformerFlops(28, 2048, 8192),
+}
+"""Sizes of the published models, with activation checkpointing."""

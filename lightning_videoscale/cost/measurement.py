@@ -1,0 +1,21 @@
+"""One measured shape: what a training step of B samples of S tokens took."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Measurement(NamedTuple):
+    """What one point of the shape benchmark says.
+
+    Attributes:
+        samples: Batch size B.
+        sequence_length: Tokens S of one sample.
+        seconds: Compute time of the micro-batch, forward and backward, without waits.
+        peak_bytes: Highest memory in use meanwhile; None where it was not measured.
+    """
+
+    samples: int
+    sequence_length: int
+    seconds: float
+    peak_bytes: float | None = None

@@ -1,0 +1,200 @@
+"""How long a micro-batch takes: the paper's power law, and a sum of a linear and a quadratic term."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lightning_videoscale.cost.budget import BucketBudget
+from lightning_videoscale.cost.flops import TransformerFlops
+from lightning_videoscale.cost.least_squares import Vector, nonnegative_least_squares
+from lightning_videoscale.cost.measurement import Measurement
+
+EXPONENTS = np.round(np.arange(1.6, 2.4 + 1e-9, 0.01), 2)
+"""Where AdaptiveLoad searches p."""
+
+_FOLDS = 5
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """Seconds = a + b * B * S**p, AdaptiveLoad's model of the step time.
+
+    Attributes:
+        a: Seconds that a step takes however small.
+        b: Seconds per token to the power p.
+        p: The exponent.
+        r_squared: Share of the variance that the fit explains.
+    """
+
+    a: float
+    b: float
+    p: float
+    r_squared: float
+
+    @classmethod
+    def fit(cls, samples: Vector, lengths: Vector, seconds: Vector) -> PowerLaw:
+        """Searches p over `EXPONENTS` for the highest R²; a and b by least squares, as in the paper."""
+        total = float(np.sum((seconds - seconds.mean()) ** 2))
+        fits = []
+        for p in EXPONENTS:
+            work = samples * lengths**p
+            b = float(np.sum((work - work.mean()) * (seconds - seconds.mean())) / np.sum((work - work.mean()) ** 2))
+            a = float(seconds.mean() - b * work.mean())
+            residual = float(np.sum((a + b * work - seconds) ** 2))
+            fits.append(cls(a, b, float(p), 1.0 - residual / total))
+        return max(fits, key=lambda fit: fit.r_squared)
+
+    def predict(self, samples: ArrayLike, lengths: ArrayLike) -> Vector:
+        """Seconds of B samples of S tokens."""
+        return self.a + self.b * np.asarray(samples, np.float64) * np.asarray(lengths, np.float64) ** self.p
+
+
+@dataclass(frozen=True)
+class AdditiveCost:
+    """Seconds = a + linear * ΣS + quadratic * ΣS², sums over the samples of the micro-batch.
+
+    Linear layers take time by the token, attention by the pair of tokens. Fitted on relative errors: on absolute ones
+    the longest shapes alone would decide, and short shapes be wrong by half.
+
+    Attributes:
+        a: Seconds that a step takes however small.
+        linear: Seconds per token.
+        quadratic: Seconds per pair of tokens.
+    """
+
+    a: float
+    linear: float
+    quadratic: float
+
+    @classmethod
+    def fit(cls, samples: Vector, lengths: Vector, seconds: Vector) -> AdditiveCost:
+        """Non-negative least squares of (prediction - seconds) / seconds."""
+        terms = np.stack([np.ones_like(seconds), samples * lengths, samples * lengths**2], axis=1)
+        return cls(*map(float, nonnegative_least_squares(terms / seconds[:, None], np.ones_like(seconds))))
+
+    def predict(self, samples: ArrayLike, lengths: ArrayLike) -> Vector:
+        """Seconds of B samples of S tokens."""
+        b, s = np.asarray(samples, np.float64), np.asarray(lengths, np.float64)
+        return self.a + b * s * (self.linear + self.quadratic * s)
+
+
+@dataclass(frozen=True)
+class StepTimeModel:
+    """Predicts how long a micro-batch takes; made from measurements, or from a model's size where there are none.
+
+    The planner uses the form with the smaller error on shapes that its fit has not seen. The power law is kept in any
+    case, because equation 2 of the paper needs its p.
+
+    Attributes:
+        power_law: The paper's form.
+        additive: Linear and quadratic work apart.
+        power_law_error: Median relative error of the power law on shapes held out of the fit.
+        additive_error: The same of the additive form.
+    """
+
+    power_law: PowerLaw
+    additive: AdditiveCost
+    power_law_error: float
+    additive_error: float
+
+    @classmethod
+    def fit(cls, samples: Sequence[Measurement]) -> StepTimeModel:
+        """Fits both forms.
+
+        Args:
+            samples: Measured shapes, at least 6, of at least 3 sequence lengths.
+
+        Raises:
+            ValueError: If there are too few, a time is not positive, or times do not grow with the work.
+        """
+        b, s, seconds = (np.array(column, np.float64) for column in zip(*(m[:3] for m in samples), strict=True))
+        if len(samples) < 6 or len(np.unique(s)) < 3:
+            raise ValueError(
+                f"A step-time model needs at least 6 measurements of 3 sequence lengths; got {len(samples)} of "
+                f"{len(np.unique(s))}. Measure more shapes."
+            )
+        if not (np.isfinite(seconds) & (seconds > 0) & (b >= 1) & (s >= 1)).all():
+            raise ValueError("Every measurement needs a positive time, batch size and sequence length.")
+        power_law = PowerLaw.fit(b, s, seconds)
+        if power_law.b <= 0:
+            raise ValueError(
+                f"The measured times do not grow with the work ({power_law}); measure again, synchronised."
+            )
+        errors = [np.median(np.abs(_held_out(form, b, s, seconds))) for form in (PowerLaw, AdditiveCost)]
+        return cls(power_law, AdditiveCost.fit(b, s, seconds), *map(float, errors))
+
+    @classmethod
+    def analytic(cls, flops: TransformerFlops, flops_per_second: float = 4e14, longest: int = 80_000) -> StepTimeModel:
+        """The model of a transformer that nobody has measured: FLOPs over a speed.
+
+        Ratios between shapes are what the planner needs, and they do not depend on the speed.
+
+        Args:
+            flops: The transformer's work.
+            flops_per_second: Speed that it reaches.
+            longest: Longest sequence that the power law is fitted to, in tokens.
+        """
+        additive = AdditiveCost(0.0, flops.per_token / flops_per_second, flops.per_pair / flops_per_second)
+        lengths = np.geomspace(longest / 100, longest, 64)
+        power_law = PowerLaw.fit(np.ones(64), lengths, additive.predict(1, lengths))
+        misses = power_law.predict(1, lengths) / additive.predict(1, lengths) - 1
+        return cls(power_law, additive, float(np.median(np.abs(misses))), 0.0)
+
+    @property
+    def form(self) -> PowerLaw | AdditiveCost:
+        """The form that predicts held-out shapes better."""
+        return self.additive if self.additive_error <= self.power_law_error else self.power_law
+
+    def predict(self, batch: ArrayLike, sequence_length: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of micro-batches of B samples of S tokens, never below a microsecond."""
+        predicted = self.form.predict(batch, sequence_length)
+        # A power law may cross zero for tiny shapes; a plan needs costs above zero.
+        return np.maximum(predicted, 1e-6)
+
+    def budget(self, target_sync: float, m_mem: float) -> BucketBudget:
+        """The budget whose micro-batches take at most a given time: M_comp = (target_sync - a) / b.
+
+        Args:
+            target_sync: Seconds that a micro-batch may take.
+            m_mem: Memory budget in tokens.
+
+        Raises:
+            ValueError: If the target is not above what an empty step takes.
+        """
+        law = self.power_law
+        if target_sync <= law.a:
+            raise ValueError(f"target_sync={target_sync} s is not above the {law.a:.4g} s that any step takes.")
+        return BucketBudget(m_mem, (target_sync - law.a) / law.b, law.p)
+
+    @property
+    def version(self) -> str:
+        """Twelve hex digits that name these coefficients."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain numbers, for JSON and checkpoints."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> StepTimeModel:
+        """Reads what `to_dict` returned."""
+        forms = {"power_law": PowerLaw(**fields["power_law"]), "additive": AdditiveCost(**fields["additive"])}
+        return cls(**{**fields, **forms})
+
+
+def _held_out(form: type[PowerLaw] | type[AdditiveCost], b: Vector, s: Vector, seconds: Vector) -> Vector:
+    """Relative error of every measurement, predicted from the other sequence lengths."""
+    errors = np.empty_like(seconds)
+    lengths = np.unique(s)
+    for fold in range(min(_FOLDS, len(lengths))):
+        out = np.isin(s, lengths[fold::_FOLDS])
+        fitted = form.fit(b[~out], s[~out], seconds[~out])
+        errors[out] = fitted.predict(b[out], s[out]) / seconds[out] - 1
+    return errors

@@ -1,0 +1,101 @@
+"""Fitting step times: what is found again, which form wins, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_videoscale.cost import TRANSFORMERS, Measurement, StepTimeModel, TransformerFlops
+from lightning_videoscale.cost.least_squares import nonnegative_least_squares
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+
+
+def measured(a: float, linear: float, quadratic: float, p: float = 2.0, noise: float = 0.0) -> list[Measurement]:
+    draw = np.random.default_rng(0)
+    shapes = [(b, s) for s in LENGTHS for b in (1, 2, 4) if b * s <= 70_000]
+    times = [(a + b * (linear * s + quadratic * s**p)) * (1 + noise * draw.standard_normal()) for b, s in shapes]
+    return [Measurement(b, s, t) for (b, s), t in zip(shapes, times, strict=True)]
+
+
+def test_a_sum_of_linear_and_quadratic_work_is_found_again_and_wins() -> None:
+    model = StepTimeModel.fit(measured(0.05, 2e-5, 7e-10))
+    assert model.additive.a == pytest.approx(0.05, rel=1e-6)
+    assert model.additive.linear == pytest.approx(2e-5, rel=1e-6)
+    assert model.additive.quadratic == pytest.approx(7e-10, rel=1e-6)
+    assert model.form is model.additive and model.additive_error < 1e-9 < 0.01 < model.power_law_error
+    assert model.predict(3, 5000) == pytest.approx(0.05 + 3 * (2e-5 * 5000 + 7e-10 * 5000**2))
+    # R² hides it: the power law explains nearly all of the variance and is far off for short sequences.
+    assert model.power_law.r_squared > 0.99
+    assert abs(model.power_law.predict(1, 256) / model.additive.predict(1, 256) - 1) > 0.2
+
+
+@pytest.mark.parametrize("p", [1.6, 1.83, 2.2])
+def test_a_power_law_is_found_again(p: float) -> None:
+    model = StepTimeModel.fit(measured(0.03, 0.0, 1e-9, p))
+    assert model.power_law.p == pytest.approx(p)
+    assert (model.power_law.a, model.power_law.b) == pytest.approx((0.03, 1e-9), rel=1e-6)
+    assert model.power_law.r_squared == pytest.approx(1.0)
+    assert model.form is (model.additive if p == 2.0 else model.power_law)
+
+
+def test_noise_is_told_as_held_out_error() -> None:
+    model = StepTimeModel.fit(measured(0.05, 2e-5, 7e-10, noise=0.03))
+    assert 0.005 < model.additive_error < 0.05
+    assert model.predict(1, 32768) == pytest.approx(0.05 + 2e-5 * 32768 + 7e-10 * 32768**2, rel=0.06)
+
+
+def test_the_compute_budget_is_the_papers() -> None:
+    model = StepTimeModel.fit(measured(0.03, 0.0, 1e-9, 1.8))
+    budget = model.budget(target_sync=2.0, m_mem=100_000)
+    assert budget.p == 1.8 and budget.m_mem == 100_000
+    assert budget.m_comp == pytest.approx((2.0 - 0.03) / 1e-9, rel=1e-6)
+    assert model.predict(budget.batch_size(4096), 4096) <= 2.0
+    with pytest.raises(ValueError, match=r"target_sync=0\.01 s is not above the 0\.03 s"):
+        model.budget(0.01, 100_000)
+
+
+def test_flops_of_wan() -> None:
+    wan = TRANSFORMERS["wan2.1-14b"]
+    config = {"num_layers": 40, "num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824}
+    assert TransformerFlops.from_config(config) == wan
+    # Attention takes as long as the linear layers at 29 200 tokens.
+    assert wan.per_token / wan.per_pair == pytest.approx(29_184, rel=1e-3)
+    assert wan.per_token == 4 * 40 * (12 * 5120**2 + 4 * 5120 * 13824)
+    model = StepTimeModel.analytic(wan)
+    assert model.form is model.additive
+    assert model.predict(1, 29_184) == pytest.approx(2 * 29_184 * wan.per_token / 4e14, rel=1e-3)
+    assert 1.6 <= model.power_law.p <= 1.8
+    with pytest.raises(ValueError, match=r"lacks \['num_attention_heads'"):
+        TransformerFlops.from_config({"num_layers": 3})
+
+
+def test_models_survive_json_and_have_a_version() -> None:
+    model = StepTimeModel.fit(measured(0.05, 2e-5, 7e-10, noise=0.02))
+    again = StepTimeModel.from_dict(json.loads(json.dumps(model.to_dict())))
+    assert again == model and again.version == model.version
+    assert StepTimeModel.fit(measured(0.06, 2e-5, 7e-10)).version != model.version
+
+
+def test_too_little_or_senseless_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 6 measurements of 3 sequence lengths; got 3 of 2"):
+        StepTimeModel.fit([Measurement(1, 100, 1.0), Measurement(1, 200, 2.0), Measurement(2, 200, 2.0)])
+    with pytest.raises(ValueError, match="positive time"):
+        StepTimeModel.fit([*measured(0.05, 2e-5, 7e-10), Measurement(1, 100, float("nan"))])
+    with pytest.raises(ValueError, match="do not grow"):
+        StepTimeModel.fit([m._replace(seconds=1 / m.seconds) for m in measured(0.05, 2e-5, 7e-10)])
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000))
+def test_nonnegative_least_squares_meets_its_optimality_conditions(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    terms, target = draw.normal(size=(20, 3)), draw.normal(size=20)
+    x = nonnegative_least_squares(terms, target)
+    gradient = terms.T @ (terms @ x - target)
+    assert (x >= 0).all() and (gradient >= -1e-9).all()
+    assert gradient[x > 0] == pytest.approx(0, abs=1e-9)
