@@ -86,7 +86,9 @@ def check_outputs(case: RowCase, got: RowOutputs) -> None:
     judge = case if eager else case.wide()
     expected = reference.forward(judge.op, *judge.forward_arguments)  # type: ignore[arg-type]
     for name, mine, theirs in zip(got._fields, got, expected, strict=True):
-        _check(case, name, mine, theirs, factor=2 if eager else 1)
+        # Statistics are float32, but of an h that was rounded; of float64 it was not.
+        dtype = case.x.dtype if name in ("mean", "rstd") and case.op.residual else None
+        _check(case, name, mine, theirs, factor=2 if eager else 1, dtype=dtype)
 
 
 def check_gradients(case: RowCase, h: Tensor, got: RowGradients) -> None:
@@ -108,14 +110,21 @@ def check_gradients(case: RowCase, h: Tensor, got: RowGradients) -> None:
         _check(case, name, mine, theirs)
 
 
-def _check(case: RowCase, name: str, mine: Tensor | None, theirs: Tensor | None, factor: float = 1) -> None:
+def _check(
+    case: RowCase,
+    name: str,
+    mine: Tensor | None,
+    theirs: Tensor | None,
+    factor: float = 1,
+    dtype: torch.dtype | None = None,
+) -> None:
     assert (mine is None) == (theirs is None), f"{name} of {case.op}"
     if mine is None or theirs is None:
         return
     assert mine.shape == theirs.shape
     error = ((mine.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30)).item()
     where = f"{case.op} {case.rows.groups}x{case.rows.rows_per_group} {tuple(case.x.shape)} {case.x.dtype}"
-    assert error <= factor * BOUNDS[mine.dtype], f"{name}: relative error {error:.1e}, {where}"
+    assert error <= factor * BOUNDS[dtype or mine.dtype], f"{name}: relative error {error:.1e}, {where}"
 
 
 def _draw_operation(rng: random.Random) -> RowOp:
