@@ -1,0 +1,76 @@
+"""Loss terms of what a model computes inside its split region, where a rank has only a slice of the sequence.
+
+`gather_sequence`  makes a slice whole, so that a loss of it has the value and the gradients of one rank
+`check_loss`       refuses a loss that was taken from a slice
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.sharding import _Gather, gather
+
+_CONTEXT = "_sequence_context"
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+def attach_context(model: nn.Module, context: SequenceContext | None) -> None:
+    """Lets `gather_sequence` find how a model is split; None when it is whole again."""
+    if context is None:
+        delattr(model, _CONTEXT)
+    else:
+        setattr(model, _CONTEXT, context)
+
+
+def gather_sequence(x: Tensor, dim: int, model: nn.Module) -> Tensor:
+    """Returns the whole of what a model computed for this rank's tokens, on every rank of the group.
+
+    For loss terms of hidden states, such as a distance to a teacher's features or a balance of experts. The same code
+    runs with and without sequence parallelism: where the model is whole, ``x`` is returned. Reduce over the channels
+    first: one value per token travels much faster than its hidden state, ::
+
+        per_token = (hidden - target).square().mean(-1)                      # (B, s), s of this rank's S tokens
+        loss = loss + gather_sequence(per_token, 1, self.transformer).mean()  # over (B, S)
+
+    Collective over the group. Gradients follow the one rule (see `sharding`): they are averaged over all ranks.
+
+    Args:
+        x: Slice with this rank's tokens along ``dim``, of the model's last forward pass.
+        dim: The sequence dim.
+        model: The network that was split.
+    """
+    context: SequenceContext | None = getattr(model, _CONTEXT, None)
+    return x if context is None else gather(x, dim, context)
+
+
+def check_loss(loss: Tensor) -> None:
+    """Refuses a loss that depends on a slice of a split sequence other than through a gather.
+
+    Such a term is a different number on each rank, and the average of its gradients is that of the mean over all
+    tokens only where it is a mean and all slices are equally long. The loss's graph is followed down to the gathers,
+    which is a few nodes. A term that depends on nothing before the split that trains, and on no exchange between the
+    ranks, is not noticed.
+
+    Args:
+        loss: A scalar that backward is to start from.
+
+    Raises:
+        ValueError: If it does.
+    """
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = getattr(node, "_forward_cls", None)
+        if function is _Gather:
+            continue
+        if function is not None and function.__module__.startswith(_PACKAGE):
+            raise ValueError(
+                "The loss has a term taken inside the region where the sequence is split, of this rank's tokens only: "
+                "its value and gradients would be wrong. Make what it is taken from whole first: "
+                "lightning_videoscale.parallel.gather_sequence(values, dim, network), with values such as (B, tokens)."
+            )
+        nodes.extend(parent for parent, _ in node.next_functions)

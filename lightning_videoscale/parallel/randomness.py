@@ -1,0 +1,63 @@
+"""Random numbers inside the split region of a model, such as those of dropout.
+
+All ranks of a group enter the region with equal generators. Left alone, every rank would drop the same elements of its
+slice, a pattern that repeats along the sequence; and slices of different length would leave the generators different.
+So each rank draws from a stream of its own inside the region and finds its generators unchanged after it, as Megatron
+does with dropout over split sequences (Korthikanti et al., Reducing Activation Recomputation, 2022, section 4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+class RegionRandomness:
+    """The generators of torch, CPU and one device, in and outside of one model's split region.
+
+    A region's stream follows from the CPU generator's state outside, the number of regions entered from that state, and
+    the rank. It hence repeats where a run resumes, and differs between two passes of one step. Layers that draw one
+    decision for the whole sequence, such as stochastic depth, must do so from another generator: in the region, ranks
+    draw differently.
+
+    Args:
+        rank: This rank's position in the group that shares the sequence.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._outside: tuple[Tensor, torch.device, Tensor | None] | None = None
+        self._origin = b""
+        self._passes = 0
+
+    def enter(self, device: torch.device) -> None:
+        """Begins this rank's own stream; without effect inside the region.
+
+        Args:
+            device: Of the model.
+        """
+        if self._outside is not None:
+            return
+        state = torch.get_rng_state()
+        self._outside = state, device, torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        origin = hashlib.blake2b(state.numpy().tobytes()).digest()
+        self._passes = self._passes + 1 if origin == self._origin else 0
+        self._origin = origin
+        place = origin + self._passes.to_bytes(8, "little") + self._rank.to_bytes(8, "little")
+        seed = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+
+    def leave(self) -> None:
+        """Puts the generators back as they were before; without effect outside the region."""
+        if self._outside is None:
+            return
+        state, device, device_state = self._outside
+        self._outside = None
+        torch.set_rng_state(state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state, device)
