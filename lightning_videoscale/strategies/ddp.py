@@ -40,8 +40,9 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         transport: How Ulysses messages travel: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (pushed by the GPUs'
             copy engines, within a host).
         timeout: How long a collective may wait for a rank that does not come.
-        **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, except that buffers are
-            broadcast at the start only, and not in every forward pass, unless asked for.
+        **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, with two other defaults:
+            buffers are broadcast at the start only, and not in every forward pass; and gradients are views of DDP's
+            buckets (``gradient_as_bucket_view=True``) rather than kept twice.
 
     Raises:
         ValueError: At the start of ``fit``, if the devices do not form whole groups, no network has a plan, or a
@@ -61,7 +62,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
-        super().__init__(timeout=timeout, **kwargs)
+        super().__init__(timeout=timeout, **({"gradient_as_bucket_view": True} | kwargs))
         self._init_sequence_parallel(
             SequenceParallelSettings(
                 ulysses_size, ring_size, modules, plan, activation_checkpointing, compile=compile, transport=transport

@@ -1,58 +1,249 @@
-"""When a rank fails: every rank says what failed first, and the launching process leaves no other behind.
+"""When a rank fails: the others say what failed first, and who is missing, and end.
 
-A rank that fails takes its connections down, and its peers then report a closed connection, often as the last thing on
-the screen. The first error is what the user needs.
+A rank that raises, is killed or hangs leaves its peers in a collective. Gloo then raises "connection closed" or "timed
+out", often as the last thing on the screen; NCCL ends the process, or waits. None of them says what the user needs:
+what failed first, and where. `JobWatch` does, and sees to it that no rank waits for ever.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but missing from the type hints
 
-_KEY = "first_error"
+from lightning_videoscale.strategies.rank_state import (
+    Process,
+    RankState,
+    begun_collectives,
+    late_members,
+    members_of,
+    timeouts_of_groups,
+)
+
+_PERIOD = 0.25  # s between looks at the processes of this machine
+_BEAT = 1.0  # s between looks at the store
+_SPARE = 3.0  # s before a collective's timeout at which the missing rank is named: NCCL gives no time afterwards
+_GRACE = 3.0  # s beyond that in which a rank may end by itself
+_TEARDOWN = 15.0  # s that a rank which has raised may take to end
+
+_log = logging.getLogger(__name__)
 
 
-class FirstError:
-    """Remembers, for all ranks of a job, which error came first; collective to create.
+class JobWatch:
+    """A thread on each rank that learns of failures elsewhere; collective to create.
+
+    Every rank tells the others, through a store on rank 0, where it is. When another rank fails, the thread logs what
+    happened, leaves the main thread some seconds to raise and to finish, and then ends the process. It notices
+
+    - a rank that raised, by the store;
+    - a rank that was killed, on its machine by the process and elsewhere by the store;
+    - a rank that does not come to a collective, shortly before that collective's timeout, by how many collectives each
+      rank has begun.
 
     Args:
         host: Address of rank 0, as all ranks reach it.
+        place: Says where this rank is in the run; called by the thread.
+        before_exit: Called before the thread ends the process.
     """
 
-    def __init__(self, host: str) -> None:
-        rank = dist.get_rank()
+    def __init__(self, host: str, place: Callable[[], str], before_exit: Callable[[], None]) -> None:
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._place, self._before_exit = place, before_exit
+        self._cause: str | None = None
+        self._deadline = float("inf")
+        self._progress: dict[str, tuple[int, float]] = {}
+        self._complete: dict[str, int] = {}
+        self._farewell = threading.Lock()
+        self._stop = threading.Event()
         timeout = timedelta(seconds=30)
         # A store of its own: torch offers no public access to the one that the process group was started with.
-        store = TCPStore(host, 0, is_master=True, timeout=timeout) if rank == 0 else None
+        store = TCPStore(host, 0, is_master=True, timeout=timeout) if self._rank == 0 else None
         port = [store.port if store is not None else 0]
         dist.broadcast_object_list(port)
         self._store = store if store is not None else TCPStore(host, port[0], is_master=False, timeout=timeout)
-        self._rank = rank
+        self._publish()
+        self._processes: list[Process] = [Process.current()] * self._size
+        dist.all_gather_object(self._processes, Process.current())
+        self._thread = threading.Thread(target=self._run, name="job-watch", daemon=True)
+        self._thread.start()
 
-    def report(self, exception: BaseException) -> bool:
-        """Notes this rank's error, or learns that another came first and adds it to the exception.
+    # -- the main thread -----------------------------------------------------------------------------------------
+
+    def report(self, exception: BaseException) -> None:
+        """Notes this rank's error for all ranks, or learns what came before it and adds that to the exception.
 
         Args:
-            exception: What this rank failed with; shows the first error at its end when printed.
-
-        Returns:
-            Whether this rank's error is the first.
+            exception: What this rank failed with; shows the cause at its end when printed.
         """
-        mine = f"rank {self._rank}: {type(exception).__name__}: {exception}"
+        self._deadline = time.monotonic() + _TEARDOWN
+        if self._cause is None:
+            try:
+                self._cause = self._await_cause(exception)
+                if self._cause is None:
+                    self._note_first(exception)
+            except dist.DistError:
+                self._cause = self._without_store()
+            if self._cause is not None:
+                _log.error(f"[rank {self._rank}] {self._cause}")
+        if self._cause is not None:
+            exception.add_note(self._cause)
+
+    def close(self) -> None:
+        """Ends the watch of a rank that has finished, whether well or not; rank 0 waits until all ranks know it."""
+        if self._stop.is_set():
+            return
         try:
-            first = self._store.compare_set(_KEY, "", mine).decode()
+            self._store.set(f"left/{self._rank}", "")
+            self._say_farewell()
+            deadline = time.monotonic() + 5 * _BEAT
+            while self._rank == 0 and self._store.add("farewells", 0) < self._size and time.monotonic() < deadline:
+                time.sleep(0.01)
         except dist.DistError:
-            exception.add_note("Rank 0 was gone before this error: look for what it printed first.")
-            return False
-        if first == mine:
-            return True
-        exception.add_note(f"The first error of the job was on {first}")
-        return False
+            pass  # rank 0 is gone, and who is left need not be told
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _await_cause(self, exception: BaseException) -> str | None:
+        """What failed before this error, which a broken connection shows earlier than anything else does."""
+        cause = self._failed_elsewhere()
+        deadline = time.monotonic() + 3 * _BEAT
+        while cause is None and _is_broken_connection(exception) and time.monotonic() < deadline:
+            time.sleep(_PERIOD / 2)
+            cause = self._failed_elsewhere()
+        return cause
+
+    def _note_first(self, exception: BaseException) -> None:
+        if _is_timeout(exception) and (late := self._describe_late(begun_collectives())):
+            exception.add_note(late)
+        notes = getattr(exception, "__notes__", [])
+        mine = "\n".join([f"rank {self._rank}: {type(exception).__name__}: {exception}", *notes])
+        first = self._store.compare_set("first_error", "", mine).decode()
+        if first != mine:
+            self._cause = f"The first error of the job was on {first}"
+
+    # -- what can be seen of the others --------------------------------------------------------------------------
+
+    def _failed_elsewhere(self) -> str | None:
+        if self._store.check(["first_error"]):
+            return f"The first error of the job was on {self._store.get('first_error').decode()}"
+        here = self._processes[self._rank]
+        for rank, process in enumerate(self._processes):
+            if process.has_ended(here) and not self._store.check([f"left/{rank}"]):
+                state = RankState.load(self._store.get(f"state/{rank}").decode())
+                gone = f"rank {rank}: its process {process.pid} ended without a word, as when it is killed ({state})."
+                first: str = self._store.compare_set("first_error", "", gone).decode()
+                return f"The first error of the job was on {first}"
+        return None
+
+    def _without_store(self) -> str:
+        process = self._processes[0]
+        ended = process.has_ended(self._processes[self._rank])
+        how = f"its process {process.pid} ended without a word, as when it is killed" if ended else "it does not answer"
+        return f"The first error of the job was on rank 0: {how}."
+
+    def _describe_late(self, counts: Mapping[str, int]) -> str:
+        """Who has not come to the collectives that this rank has begun; empty if nobody is missing."""
+        texts = self._store.multi_get([f"state/{rank}" for rank in range(self._size)])
+        states = {rank: RankState.load(text.decode()) for rank, text in enumerate(texts)}
+        mine = states[self._rank]
+        states[self._rank] = RankState(mine.place, mine.line, dict(counts), mine.time)
+        late = late_members(self._rank, states)
+        missing = sorted({rank for ranks in late.values() for rank in ranks})
+        if not missing:
+            return ""
+        ranks = ", ".join(f"rank {rank} ({states[rank]})" for rank in missing)
+        return f"Missing in a collective of ranks {members_of(next(iter(late)))}: {ranks}."
+
+    def _overdue(self) -> str | None:
+        """Names who is missing in a collective that will soon have waited as long as its group allows."""
+        counts, timeouts, now = begun_collectives(), timeouts_of_groups(), time.monotonic()
+        waiting = {}
+        for name, count in counts.items():
+            if self._progress.get(name, (0, 0.0))[0] != count:
+                self._progress[name] = count, now
+            timeout = timeouts[name].total_seconds()
+            waited = now - self._progress.get(name, (0, now))[1]
+            if waited > timeout - min(_SPARE, 0.2 * timeout) and self._complete.get(name, 0) != count:
+                waiting[name] = count
+        if not waiting:
+            return None
+        late = self._describe_late(waiting)
+        if not late:
+            self._complete |= waiting  # all have come, and need not be asked again
+            return None
+        cause = f"A collective's timeout of {min(timeouts[name] for name in waiting)} passes. {late}"
+        self._store.compare_set("first_error", "", f"rank {self._rank}: {cause}")
+        return cause
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        beat = time.monotonic()
+        while not self._stop.wait(_PERIOD):
+            if time.monotonic() > self._deadline:
+                self._exit()
+            if self._cause is not None:
+                continue
+            here = self._processes[self._rank]
+            due = time.monotonic() > beat
+            try:
+                if due or any(process.has_ended(here) for process in self._processes):
+                    beat = time.monotonic() + _BEAT
+                    self._look()
+            except dist.DistError:
+                self._fail(self._without_store())
+
+    def _look(self) -> None:
+        self._publish()
+        if cause := self._failed_elsewhere() or self._overdue():
+            self._fail(cause)
+            self._say_farewell()
+        elif self._store.check(["left/0"]):
+            self._say_farewell()
+            self._stop.set()  # the store goes with rank 0
+
+    def _fail(self, cause: str) -> None:
+        if self._deadline < float("inf"):  # the main thread has raised, and has told it
+            return
+        self._cause = cause
+        self._deadline = time.monotonic() + _SPARE + _GRACE
+        _log.error(f"[rank {self._rank}] {cause}")
+
+    def _exit(self) -> None:
+        _log.error(f"[rank {self._rank}] ends now, as its main thread does not return.")
+        self._before_exit()
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _publish(self) -> None:
+        self._store.set(f"state/{self._rank}", RankState.current(self._place()).dump())
+
+    def _say_farewell(self) -> None:
+        """Once for each rank: that it has left, or knows that rank 0 has."""
+        if self._farewell.acquire(blocking=False):
+            self._store.add("farewells", 1)
+
+
+def _is_timeout(exception: BaseException) -> bool:
+    return isinstance(exception, (RuntimeError, TimeoutError)) and bool(
+        re.search(r"timed? ?out", str(exception), re.IGNORECASE)
+    )
+
+
+def _is_broken_connection(exception: BaseException) -> bool:
+    return isinstance(exception, (RuntimeError, OSError)) and bool(
+        re.search(r"connection (closed|reset)|broken pipe|remote process|aborted", str(exception), re.IGNORECASE)
+    )
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:

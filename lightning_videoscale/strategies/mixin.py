@@ -26,6 +26,7 @@ from lightning_videoscale.parallel import (
     CollectiveTransport,
     SequenceMesh,
     SplitPlan,
+    check_loss,
     find_planned_modules,
     known_models,
     parallelize,
@@ -37,7 +38,7 @@ from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.compilation import compile_blocks
-from lightning_videoscale.strategies.failure import FirstError, end_processes
+from lightning_videoscale.strategies.failure import JobWatch, end_processes
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
@@ -54,7 +55,7 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         self._transport: CollectiveTransport | None = None
         self._transforms: list[ModelTransform] = []
         self._undo_changes: Undo | None = None
-        self._first_error: FirstError | None = None
+        self._watch: JobWatch | None = None
         self._sharing: BatchSharing | None = None
         self._seed = self._micro_batch = self._stream = 0
         self._loss_weight = 1.0
@@ -123,7 +124,8 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         """To be called at the end of a strategy's ``setup_environment``; collective over all ranks."""
         assert self.lightning_module is not None
         assert self.cluster_environment is not None
-        self._first_error = FirstError(self.cluster_environment.main_address)
+        if self.world_size > 1:
+            self._watch = JobWatch(self.cluster_environment.main_address, self._place, lambda: self._end_processes(0.0))
         self._settings.check_agreement()
         ulysses_size, ring_size = self._settings.sizes(devices_per_node)
         self._mesh = SequenceMesh.create(
@@ -140,6 +142,13 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
             f"Sequence parallelism: {self._mesh} over {self.world_size} ranks, transport {self._transport.name!r}"
             + (" (the ring's blocks travel by 'collective')." if by_collective else ".")
         )
+
+    def _place(self) -> str:
+        """Where this rank is in the run, for messages to other ranks."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        stage = trainer.state.stage
+        return f"{stage.value if stage else 'set-up'}, micro-batch {self._micro_batch}, step {trainer.global_step}"
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -237,11 +246,22 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         return dict.fromkeys(found, None)
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self.mesh.sp.size > 1:
+            check_loss(closure_loss)
+        super().pre_backward(closure_loss)
+
+    @override
     def teardown(self) -> None:
-        super().teardown()
-        if self._undo_changes is not None:
-            self._undo_changes()
-            self._undo_changes = None
+        try:
+            super().teardown()
+            if self._undo_changes is not None:
+                self._undo_changes()
+                self._undo_changes = None
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+                self._watch = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -250,10 +270,13 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
             return
         if isinstance(self._transport, SymmetricTransport) and self._transport.failure is not None:
             exception.add_note(self._transport.failure)  # the exception itself only says that the device failed
-        first_here = self._first_error is None or self._first_error.report(exception)
+        if self._watch is not None:
+            self._watch.report(exception)
+        self._end_processes(grace=5.0)  # peers say that they end because of this error, or of the same
+
+    def _end_processes(self, grace: float) -> None:
         if isinstance(self.launcher, _SubprocessScriptLauncher):
-            # Peers that caused this error are about to print theirs; peers that do not know of it yet wait for nothing.
-            end_processes(self.launcher.procs, grace=0.0 if first_here else 5.0)
+            end_processes(self.launcher.procs, grace)
 
 
 def _count_arguments(step: Callable[..., Any]) -> int:

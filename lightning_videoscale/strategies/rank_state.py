@@ -1,0 +1,159 @@
+"""What a rank tells the others about itself, so that one that fails can be named.
+
+`Process`        an operating system's process; whether it still runs can be asked from the same machine
+`RankState`      where a rank is, and how many collectives it has begun in each of its groups
+`late_members`   compares the states of ranks: who has not come to a collective that others have begun
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+_NOT_THE_USERS = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+    "<",
+)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, not to be mistaken for a later one with the same number.
+
+    Attributes:
+        machine: Names the running operating system and the namespace in which the number counts.
+        pid: Its number.
+        started: When it started, in the operating system's units; empty where this cannot be known.
+    """
+
+    machine: str
+    pid: int
+    started: str
+
+    @classmethod
+    def current(cls) -> Process:
+        """This process."""
+        pid = os.getpid()
+        status = _status(pid)
+        if status is None:  # not Linux
+            return cls("", pid, "")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return cls(f"{boot} {os.readlink('/proc/self/ns/pid')}", pid, status[1])
+
+    def has_ended(self, here: Process) -> bool:
+        """Whether it has ended, as far as can be seen from the process ``here``; False on another machine."""
+        if not self.started or self.machine != here.machine:
+            return False
+        status = _status(self.pid)
+        return status is None or status[0] in "ZX" or status[1] != self.started
+
+
+def _status(pid: int) -> tuple[str, str] | None:
+    """Linux's state and start time of a process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], fields[19]
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Where a rank is.
+
+    Attributes:
+        place: The loop and the batch.
+        line: The line that its main thread executes, the innermost one that is not of an installed package.
+        collectives: How many collectives it has begun in each of its groups, by the group's name.
+        time: When this was so, in seconds since the epoch.
+    """
+
+    place: str
+    line: str
+    collectives: dict[str, int]
+    time: float
+
+    @classmethod
+    def current(cls, place: str) -> RankState:
+        """The state of this rank now."""
+        return cls(place, _line_of_main_thread(), begun_collectives(), time.time())
+
+    def dump(self) -> str:
+        """As text, for `load`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> RankState:
+        """From what `dump` returned."""
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        age = time.time() - self.time
+        return f"{self.place}, at {self.line}, heard of {max(age, 0.0):.0f} s ago"
+
+
+def begun_collectives() -> dict[str, int]:
+    """How many collectives this rank has begun in each of its process groups, by the group's name."""
+    return {group.group_name: _count(group) for group in list(_world.pg_names)}
+
+
+def _count(group: dist.ProcessGroup) -> int:
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # missing from the type hints
+
+
+def timeouts_of_groups() -> dict[str, timedelta]:
+    """How long the collectives of each of this rank's process groups may wait, by the group's name."""
+    found: dict[str, timedelta] = {}
+    for group in list(_world.pg_names):
+        found[group.group_name] = min(
+            (group._get_backend(device).options._timeout for device in group._device_types), default=timedelta.max
+        )
+    return found
+
+
+def members_of(group_name: str) -> list[int]:
+    """Global ranks of a process group of this rank."""
+    group = next(group for group in list(_world.pg_names) if group.group_name == group_name)
+    return list(dist.get_process_group_ranks(group))
+
+
+def late_members(rank: int, states: Mapping[int, RankState]) -> dict[str, list[int]]:
+    """Which ranks have begun fewer collectives than ``rank`` in a group that they share, by the group's name.
+
+    Args:
+        rank: The rank that waits; this one.
+        states: Of all ranks that told theirs.
+    """
+    late = {}
+    for name, count in states[rank].collectives.items():
+        ranks = [
+            peer for peer in members_of(name) if peer in states and states[peer].collectives.get(name, count) < count
+        ]
+        if ranks:
+            late[name] = ranks
+    return late
+
+
+def _line_of_main_thread() -> str:
+    ident = threading.main_thread().ident
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    if frame is None:
+        return "an unknown line"
+    inner: FrameType | None = frame
+    while inner is not None and inner.f_code.co_filename.startswith(_NOT_THE_USERS):
+        inner = inner.f_back
+    shown = inner or frame
+    return f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} in {shown.f_code.co_name}"

@@ -1,0 +1,126 @@
+"""A rank raises, is killed or hangs in a Trainer's run: the others say so and end; the last checkpoint continues."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import ProcessPool
+from tests.distributed.zero import needs_deepspeed
+from tests.strategies.failing_training import FAILING_STEP, STEPS, Module, train
+
+Ranks = Callable[[int], ProcessPool]
+LAUNCHERS = {
+    "lightning": [],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"],
+}
+MARGIN = 15.0  # s in which the ranks have ended after an error, or after a collective's timeout
+
+
+class Job:
+    """`python -m tests.strategies.failing_training` with a fault, in processes of its own."""
+
+    def __init__(self, folder: Path, launcher: str, *args: str) -> None:
+        self.folder = folder
+        self.log = folder / "log.txt"
+        command = [sys.executable, *LAUNCHERS[launcher], "-m", "tests.strategies.failing_training"]
+        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, str(folder / "checkpoints"), *args],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=kept | {"OMP_NUM_THREADS": "1"},
+                cwd=Path(__file__).parents[2],
+                start_new_session=True,
+            )
+
+    def wait(self, seconds: float) -> tuple[str, float]:
+        """What all ranks printed, and how long after the fault the last process had ended."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None or self.left():
+            assert time.monotonic() < deadline, f"still running: {self.left()}\n{self.log.read_text()}"
+            time.sleep(0.1)
+        ended, output = time.time(), self.log.read_text()
+        assert "fails at " in output, output
+        return output, ended - float(output.split("fails at ")[1].split()[0])
+
+    def left(self) -> list[str]:
+        """Processes with this job's folder among their arguments (zombies that nobody has waited for have none)."""
+        listing = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
+        return [row for row in listing.splitlines() if str(self.folder / "checkpoints") in row]
+
+    def end(self) -> None:
+        for row in self.left():
+            os.kill(int(row.split()[0]), 9)
+
+
+def check_messages(output: str, fault: str, rank: int, timeout: float) -> None:
+    """The message names what happened and the rank, whichever ranks are left to print it."""
+    if fault == "raise":
+        assert f"The first error of the job was on rank {rank}: ValueError: the actual cause" in output
+    if fault == "kill":
+        assert f"rank {rank}: its process" in output
+        assert "ended without a word, as when it is killed" in output
+    if fault == "hang":
+        assert f"Missing in a collective of ranks [0, 1]: rank {rank} (train, micro-batch 4, step 3, at " in output
+        assert "failing_training.py" in output
+        assert f"timeout of 0:00:{timeout:.0f} passes" in output or "imed out" in output
+
+
+def fail(folder: Path, strategy: str, launcher: str, fault: str, rank: int, timeout: float) -> None:
+    args = ["--strategy", strategy, "--fault", fault, "--rank", str(rank), "--timeout", str(timeout)]
+    job = Job(folder, launcher, *args)
+    try:
+        output, seconds = job.wait(240)
+    finally:
+        job.end()
+    check_messages(output, fault, rank, timeout)
+    assert job.process.returncode != 0
+    assert seconds < MARGIN + (timeout if fault == "hang" else 0)
+
+
+def continue_from(folder: Path, strategy: str) -> list[float]:
+    (last,) = (folder / "checkpoints").glob(f"step={FAILING_STEP}.ckpt")
+    return train(strategy, None, Module(), start=last)
+
+
+def check_continuation(ranks: Ranks, folder: Path, strategy: str) -> None:
+    whole = ranks(2).run(train, strategy, None, Module())
+    continued = ranks(2).run(continue_from, folder, strategy)
+    assert [len(losses) for losses in continued] == [STEPS - FAILING_STEP] * 2
+    assert continued == [pytest.approx(losses[FAILING_STEP:], rel=1e-5) for losses in whole]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "launcher", "fault", "rank"),
+    [
+        ("ddp", "lightning", "kill", 0),
+        ("fsdp2", "torchrun", "hang", 1),
+        pytest.param("deepspeed", "lightning", "raise", 1, marks=needs_deepspeed),
+    ],
+)
+def test_a_failing_rank_ends_the_job(
+    ranks: Ranks, tmp_path: Path, strategy: str, launcher: str, fault: str, rank: int
+) -> None:
+    # Ranks that torchrun starts import together, and need no long timeout to find each other.
+    fail(tmp_path, strategy, launcher, fault, rank, timeout=20 if launcher == "torchrun" else 55)
+    check_continuation(ranks, tmp_path, strategy)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("deepspeed", marks=needs_deepspeed)])
+def test_every_failure_ends_the_job(
+    ranks: Ranks, tmp_path: Path, strategy: str, launcher: str, fault: str, rank: int
+) -> None:
+    fail(tmp_path, strategy, launcher, fault, rank, timeout=20 if launcher == "torchrun" else 55)
+    check_continuation(ranks, tmp_path, strategy)
