@@ -29,6 +29,7 @@ import torch
 from benchmarks.kernels.row_cases import CHANNELS, LENGTHS, OPERATIONS, Case, Clock, Data, largest_error, poison
 from lightning_videoscale.kernels.cuda import compile as nvrtc
 from lightning_videoscale.kernels.cuda import rows as cuda_rows
+from lightning_videoscale.kernels.cuda.toolkit import CudaUnavailableError
 from lightning_videoscale.kernels.cuda.tuning import Tuning, tuning_for
 
 SCREENED_AT = 16384
@@ -149,9 +150,13 @@ def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, 
             print(f"  {case}: screening stopped after {len(screened)} of {len(tunings)} launches", flush=True)
             break
         watchdog.report(f"running {case} {tuning}")
-        plan = cuda_rows.Plan(case.variant, case.direction, 0, tuning)
         poison(64 << 20)
-        got, again = checked.run(cuda_rows, plan), checked.run(cuda_rows, plan)
+        try:
+            plan = cuda_rows.Plan(case.variant, case.direction, 0, tuning)
+            got, again = checked.run(cuda_rows, plan), checked.run(cuda_rows, plan)
+        except CudaUnavailableError as refused:
+            print(f"  REFUSED {case} {tuning}: {refused}", flush=True)
+            continue
         error = largest_error(got, expected)
         repeats = all(a is b or torch.equal(a, b) for a, b in zip(got, again, strict=True))  # type: ignore[arg-type]
         if error > 5e-3 or not repeats:
