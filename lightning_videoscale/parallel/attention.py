@@ -39,7 +39,7 @@ def sequence_parallel_attention(
         key_mask: (B, s) bool, on all ranks or on none: True for those of this rank's tokens that may be attended.
             Tokens that may not, such as padding, have no influence on others. Where a sample has no token that may be
             attended, the result is zeros.
-        transport: How bytes travel; functional collectives if left out.
+        transport: How bytes travel; collectives if left out.
         scale: Factor on the logits, ``D ** -0.5`` if left out.
 
     Returns:

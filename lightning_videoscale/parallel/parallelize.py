@@ -30,7 +30,7 @@ def parallelize(
         model: The network, not yet compiled or wrapped by a data-parallel engine.
         mesh: The mesh; with one rank per group the model is left alone.
         plan: What is split where; the plan registered for the model's class if left out.
-        transport: How bytes travel; functional collectives if left out.
+        transport: How bytes travel; collectives if left out.
 
     Returns:
         A function that takes everything back.
