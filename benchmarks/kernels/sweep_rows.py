@@ -36,13 +36,13 @@ SCREENED_AT = 16384
 SHARED_PER_SM, SHARED_PER_BLOCK = 227 * 1024, 227 * 1024 - 4096
 
 
-def candidates(case: Case, bulk: tuple[bool, ...]) -> list[Tuning]:
+def candidates(case: Case) -> list[Tuning]:
     """The launches worth trying: enough bytes on their way, not more threads or shared memory than there are."""
     vectors, row_bytes = case.variant.vectors, case.variant.bytes_per_row(case.direction)
     heavy = case.direction == "backward" and case.op.residual and case.op.norm is not None
     found = []
     for own, rows, blocks, stages, how in itertools.product(
-        (1, 2, 3, 4, 5, 6), (1, 2, 4), (1, 2, 3, 4, 6, 8), (2, 3, 4, 6), bulk
+        (1, 2, 3, 4, 5, 6), (1, 2, 4), (1, 2, 3, 4, 6, 8), (2, 3, 4, 6), (True, False)
     ):
         threads = vectors // own
         if vectors % own or threads % 32 or threads > 768:
@@ -113,15 +113,26 @@ def smoke(bulk: bool) -> None:
     print(f"smoke bulk={bulk}: largest relative error {error:.1e}", flush=True)
 
 
-def sweep(cases: list[Case], bulk: tuple[bool, ...], arch: str, deadline: float, output: Path) -> list[dict[str, Any]]:
+def start_smoke(bulk: bool) -> subprocess.Popen[bytes]:
+    """Starts `smoke` in a process that ends in any case."""
+    how = "bulk" if bulk else "threads"
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.kernels.sweep_rows", "--smoke", how, "--output", os.devnull]
+    )
+
+
+def sweep(cases: list[Case], arch: str, deadline: float, output: Path) -> list[dict[str, Any]]:
     """Compiles, checks, screens and times; one row per (case, N, launch) that was timed, written as they come."""
     begun, budget = time.monotonic(), deadline - time.monotonic()
+    tried = {bulk: start_smoke(bulk) for bulk in (True, False)}
     # Round robin over the cases: if time runs short, each has had its share.
-    by_case = [[(case, tuning) for tuning in candidates(case, bulk)] for case in cases]
+    by_case = [[(case, tuning) for tuning in candidates(case)] for case in cases]
     work = [item for turn in itertools.zip_longest(*by_case) for item in turn if item is not None]
     print(f"{len(work)} candidates of {len(cases)} kernels", flush=True)
     compiled = compile_all(work, arch, begun + 0.45 * budget)
     print(f"compiled {len(compiled)} in {time.monotonic() - begun:.0f} s", flush=True)
+    runs = [bulk for bulk, process in tried.items() if process.wait() == 0]
+    compiled = [(case, tuning) for case, tuning in compiled if tuning.bulk in runs]
 
     watchdog, clock, rows = Watchdog(30), Clock(), list[dict[str, Any]]()
     for number, case in enumerate(cases):
@@ -231,22 +242,15 @@ def main() -> None:
         smoke(arguments.smoke == "bulk")
         return
     deadline = time.monotonic() + arguments.seconds - 15
-    runs = {how: smoke_passes(how) for how in ("bulk", "threads")}
     cases = [
         Case(operation, direction, d)
         for operation in arguments.operations
         for direction in ("forward", "backward")
         for d in arguments.channels
     ]
-    bulk = tuple(how == "bulk" for how, passes in runs.items() if passes)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    report(sweep(cases, bulk, arguments.arch, deadline, arguments.output), cases)
+    report(sweep(cases, arguments.arch, deadline, arguments.output), cases)
     os._exit(0)  # The watchdog and unfinished compilations need not be waited for.
-
-
-def smoke_passes(how: str) -> bool:
-    command = [sys.executable, "-m", "benchmarks.kernels.sweep_rows", "--smoke", how, "--output", "/dev/null"]
-    return subprocess.run(command, check=False).returncode == 0
 
 
 if __name__ == "__main__":
