@@ -34,7 +34,7 @@ def device() -> torch.device:
 
 
 def symmetric(mesh: SequenceMesh, timeout: float = 60.0) -> SymmetricTransport:
-    return SymmetricTransport.create(mesh, device(), timedelta(seconds=timeout))
+    return SymmetricTransport.create(mesh, device(), timedelta(seconds=timeout), slots=4)
 
 
 def relative(got: Tensor, expected: Tensor) -> float:

@@ -120,7 +120,8 @@ def on_threads(size: int, work: Callable[[SymmetricTransport, int], Any], guard:
     """Calls ``work(transport, rank)`` on a thread for each rank and returns the results by rank."""
     world = World(size, guard)
     transports = [
-        SymmetricTransport(ThreadFabric(world, rank, random.Random(rank)), axis_of(rank, size)) for rank in range(size)
+        SymmetricTransport(ThreadFabric(world, rank, random.Random(rank)), axis_of(rank, size), slots=4)
+        for rank in range(size)
     ]
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, transport, rank) for rank, transport in enumerate(transports)]
@@ -340,7 +341,7 @@ def test_an_unknown_transport_is_refused() -> None:
 
 def other_axis() -> list[float]:
     mesh = SequenceMesh.create("cpu", ulysses_size=1, ring_size=2)
-    transport = SymmetricTransport(ThreadFabric(World(1), 0), mesh.ulysses)
+    transport = SymmetricTransport(ThreadFabric(World(1), 0), mesh.ulysses, slots=4)
     message = torch.arange(2.0) + 10 * dist.get_rank()
     result: list[float] = transport.wait(transport.all_to_all(message, [1, 1], [1, 1], mesh.ring)).tolist()
     return result

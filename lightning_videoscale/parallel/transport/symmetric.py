@@ -68,7 +68,7 @@ class SymmetricTransport(CollectiveTransport):
 
     name = "symmetric"
 
-    def __init__(self, fabric: Fabric, axis: Axis, slots: int = 4) -> None:
+    def __init__(self, fabric: Fabric, axis: Axis, slots: int) -> None:
         self._fabric = fabric
         self._axis = axis
         self._slots = slots
@@ -76,8 +76,11 @@ class SymmetricTransport(CollectiveTransport):
         self._arena: Arena | None = None
 
     @classmethod
-    def create(cls, mesh: SequenceMesh, device: torch.device, timeout: timedelta) -> SymmetricTransport:
-        """Returns a transport for the Ulysses groups of a mesh; see `create_transport`."""
+    def create(cls, mesh: SequenceMesh, device: torch.device, timeout: timedelta, slots: int = 2) -> SymmetricTransport:
+        """Returns a transport for the Ulysses groups of a mesh; see `create_transport`.
+
+        Two slots let a rank send while a peer still reads; an attention layer never has more than one exchange pending.
+        """
         if reasons := why_unavailable(mesh.ulysses, device):
             raise RuntimeError(
                 "transport='symmetric' needs the GPUs of a Ulysses group on one host, with access to each other's "
@@ -85,7 +88,7 @@ class SymmetricTransport(CollectiveTransport):
             )
         token = [f"symmetric-{uuid.uuid4()}"]
         dist.broadcast_object_list(token, 0)
-        return cls(CudaFabric(device, token[0], timeout), mesh.ulysses)
+        return cls(CudaFabric(device, token[0], timeout), mesh.ulysses, slots)
 
     @property
     def memory_bytes(self) -> int:
