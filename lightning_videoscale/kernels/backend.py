@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from typing import Literal, cast
+from collections.abc import Callable
+from typing import Any, Literal, cast
 
 from torch import Tensor
 
@@ -44,17 +45,35 @@ def choose_backend(
         ValueError: If there is no backend of that name.
         NotImplementedError: If the one asked for by name cannot run this; the message says why.
     """
+    chosen = first_able(asked, operation, "rows", x.is_cuda, lambda b: b.objection(op, x, branch, operands, rows))
+    return cast(RowBackend, chosen)
+
+
+def first_able(asked: str, operation: str, module: str, on_gpu: bool, objection: Callable[[Any], str | None]) -> Any:
+    """Returns the backend's module that runs an operation; `choose_backend` says what is taken when.
+
+    Args:
+        asked: "auto" or a backend's name.
+        operation: The operation's name, for messages.
+        module: What the operation's module is called in every backend's folder.
+        on_gpu: Whether its tensors are on a GPU.
+        objection: Asks a module why it cannot run this.
+
+    Raises:
+        ValueError: If there is no backend of that name.
+        NotImplementedError: If the one asked for by name cannot run this; the message says why.
+    """
     if asked not in ("auto", "cuda", "triton", "reference"):
         raise ValueError(f'backend must be "auto", "cuda", "triton" or "reference"; got {asked!r}.')
     candidates = [asked]
     if asked == "auto":
-        candidates = ["cuda", "triton", "reference"] if x.is_cuda else ["reference"]
+        candidates = ["cuda", "triton", "reference"] if on_gpu else ["reference"]
     objections = []
     for name in candidates:
-        backend = _load(name)
-        objection = backend if isinstance(backend, str) else backend.objection(op, x, branch, operands, rows)
-        if isinstance(backend, str) or objection is not None:
-            objections.append(f"{name}: {objection}")
+        backend = _load(name, module)
+        reason = backend if isinstance(backend, str) else objection(backend)
+        if reason is not None:
+            objections.append(f"{name}: {reason}")
             continue
         _log_once(operation, name, "; ".join(objections))
         return backend
@@ -65,10 +84,10 @@ def choose_backend(
 
 
 @functools.cache
-def _load(name: str) -> RowBackend | str:
+def _load(name: str, module: str) -> Any:
     """Imports a backend when it is first needed; returns why it cannot be imported where that is so."""
     try:
-        return cast(RowBackend, importlib.import_module(f"lightning_videoscale.kernels.{name}.rows"))
+        return importlib.import_module(f"lightning_videoscale.kernels.{name}.{module}")
     except ImportError as error:
         return f"it cannot be imported ({error})"
 

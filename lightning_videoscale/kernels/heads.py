@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_videoscale.kernels import modulation
+
 Layout = Literal["interleaved", "half"]
 
 
@@ -156,3 +158,8 @@ class HeadBackend(Protocol):
 def wide_dtype(x: Tensor) -> torch.dtype:
     """The dtype that x is computed in: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(B, S, H, Dh) as (B·S, H·Dh): a view where its rows are contiguous and begin on 16 bytes, otherwise a copy."""
+    return modulation.as_rows(x.flatten(2))

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
+from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.heads import Layout, wide_dtype
 from lightning_videoscale.kernels.rows import Rounding
 
@@ -46,6 +47,7 @@ def qk_norm_rope(
     rope_layout: Layout = "interleaved",
     rope_start: int = 0,
     rounding: Rounding = "fp32_once",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Normalises q and k, then rotates them.
 
@@ -72,6 +74,7 @@ def qk_norm_rope(
         rope_start: The first rotated token: the number of text tokens where those come first.
         rounding: "fp32_once" rounds the norm's result once; "eager" also rounds x · rstd, when the weight is no wider
             than x, as diffusers' own ``RMSNorm`` does. Float32 and LayerNorm know no difference.
+        backend: "auto", or "cuda", "triton" or "reference", which then run or raise; see `choose_backend`.
 
     Returns:
         New contiguous tensors of q's and k's shape and dtype.
@@ -79,6 +82,7 @@ def qk_norm_rope(
     Raises:
         ValueError: If shapes or dtypes do not fit, a table requires a gradient, or a norm's parameter is given without
             its norm.
+        NotImplementedError: If the backend asked for by name cannot run this.
     """
     check_sides(q, k)
     check_parameters(q, k, norm, per_head, q_weight, k_weight, q_bias, k_bias)
@@ -86,7 +90,7 @@ def qk_norm_rope(
     round_x_hat = rounding == "eager" and norm == "rms" and q_weight is not None and q_weight.dtype is q.dtype
     outputs = ops.forward(
         q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, None, None, eps,
-        norm, per_head, rope_layout, rope_start, round_x_hat,
+        norm, per_head, rope_layout, rope_start, round_x_hat, backend,
     )  # fmt: skip
     return outputs[0], outputs[1]
 

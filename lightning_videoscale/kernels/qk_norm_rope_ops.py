@@ -10,17 +10,17 @@ What a variant lacks is an empty tensor, so that every op returns the same numbe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.heads import HeadOp, Layout, Rotation, Side, wide_dtype
-from lightning_videoscale.kernels.reference import qk_norm_rope as reference
+from lightning_videoscale.kernels.backend import first_able
+from lightning_videoscale.kernels.heads import HeadBackend, HeadOp, Layout, Rotation, Side, wide_dtype
 
 _NAMES = ("qk_norm_rope", "qk_norm_rope_backward", "qk_square_sums", "qk_gradient_sums")
 _FORWARD, _BACKWARD, _SQUARE_SUMS, _GRADIENT_SUMS = (f"lightning_videoscale::{name}" for name in _NAMES)
-_VARIANT = "str norm, bool per_head, str layout, int start, bool round_x_hat"
+_VARIANT = "str norm, bool per_head, str layout, int start, bool round_x_hat, str backend"
 _AFFINE = "Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias"
 _STATISTICS = "Tensor q_mean, Tensor k_mean, Tensor q_rstd, Tensor k_rstd"
 
@@ -42,10 +42,11 @@ def _forward(
     layout: Layout,
     start: int,
     round_x_hat: bool,
+    backend: str,
 ) -> tuple[Tensor, ...]:
     op, rotation = HeadOp(norm, per_head, layout, round_x_hat), _rotation(cos, sin, start)
     sides = Side(q, q_weight, q_bias, rstd=q_rstd), Side(k, k_weight, k_bias, rstd=k_rstd)
-    return _paired(reference.forward(op, sides, rotation, eps), wide_dtype(q))
+    return _paired(_choose(backend, op, sides, rotation).forward(op, sides, rotation, eps), wide_dtype(q))
 
 
 def _forward_fake(
@@ -83,11 +84,12 @@ def _backward(
     layout: Layout,
     start: int,
     round_x_hat: bool,
+    backend: str,
 ) -> tuple[Tensor, ...]:
     op, rotation = HeadOp(norm, per_head, layout, round_x_hat), _rotation(cos, sin, start)
     sides = _side(op, q, q_weight, q_bias, q_mean, q_rstd), _side(op, k, k_weight, k_bias, k_mean, k_rstd)
     row_means = None if q_row_means is None or k_row_means is None else (q_row_means, k_row_means)
-    return _paired(reference.backward(op, (dq, dk), sides, rotation, row_means), q.dtype)
+    return _paired(_choose(backend, op, sides, rotation).backward(op, (dq, dk), sides, rotation, row_means), q.dtype)
 
 
 def _backward_fake(
@@ -98,8 +100,9 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), *affine
 
 
-def _square_sums(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return reference.square_sums((q, k))
+def _square_sums(q: Tensor, k: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    op, sides = HeadOp("rms", False, "half", False), (Side(q, None, None), Side(k, None, None))
+    return _choose(backend, op, sides, None).square_sums((q, k))
 
 
 def _gradient_sums(
@@ -115,18 +118,26 @@ def _gradient_sums(
     k_rstd: Tensor,
     layout: Layout,
     start: int,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     op, rotation = HeadOp("rms", False, layout, False), _rotation(cos, sin, start)
     sides = Side(q, q_weight, None, rstd=q_rstd), Side(k, k_weight, None, rstd=k_rstd)
-    return reference.gradient_sums(op, (dq, dk), sides, rotation)
+    return _choose(backend, op, sides, rotation).gradient_sums(op, (dq, dk), sides, rotation)
 
 
 def _gradient_sums_fake(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _square_sums_fake(q, k)
+    return _square_sums_fake(q, k, "")
 
 
-def _square_sums_fake(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _square_sums_fake(q: Tensor, k: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape[:2], dtype=wide_dtype(q)), k.new_empty(k.shape[:2], dtype=wide_dtype(k))
+
+
+def _choose(backend: str, op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -> HeadBackend:
+    chosen = first_able(
+        backend, "qk_norm_rope", "qk_norm_rope", sides[0].x.is_cuda, lambda b: b.objection(op, sides, rotation)
+    )
+    return cast(HeadBackend, chosen)
 
 
 def _rotation(cos: Tensor | None, sin: Tensor | None, start: int) -> Rotation | None:
@@ -181,11 +192,11 @@ torch.library.define(
     f" Tensor? q_row_means, Tensor? k_row_means, {_VARIANT})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-torch.library.define(_SQUARE_SUMS, "(Tensor q, Tensor k) -> (Tensor, Tensor)")
+torch.library.define(_SQUARE_SUMS, "(Tensor q, Tensor k, str backend) -> (Tensor, Tensor)")
 torch.library.define(
     _GRADIENT_SUMS,
     "(Tensor dq, Tensor dk, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin,"
-    " Tensor q_rstd, Tensor k_rstd, str layout, int start) -> (Tensor, Tensor)",
+    " Tensor q_rstd, Tensor k_rstd, str layout, int start, str backend) -> (Tensor, Tensor)",
 )
 torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
 torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
+from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.heads import Layout
 from lightning_videoscale.kernels.qk_norm_rope import check_parameters, check_sides, rope_tables
 from lightning_videoscale.kernels.rows import Rounding
@@ -34,6 +35,7 @@ def qk_norm_rope_sharded(
     rope_layout: Layout = "interleaved",
     rope_start: int = 0,
     rounding: Rounding = "fp32_once",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
     """RMS over all heads of q and k, of which this rank has some, then RoPE.
 
@@ -52,18 +54,20 @@ def qk_norm_rope_sharded(
         rope_layout: As in `qk_norm_rope`.
         rope_start: As in `qk_norm_rope`.
         rounding: As in `qk_norm_rope`.
+        backend: As in `qk_norm_rope`.
 
     Returns:
         New contiguous tensors of q's and k's shape and dtype.
 
     Raises:
         ValueError: As `qk_norm_rope`.
+        NotImplementedError: As `qk_norm_rope`.
     """
     check_sides(q, k)
     check_parameters(q, k, "rms", False, q_weight, k_weight, None, None)
     cos, sin = (None, None) if rope is None else rope_tables(q, k, *rope, rope_start)
     round_x_hat = rounding == "eager" and q_weight is not None and q_weight.dtype is q.dtype
-    variant = ("rms", False, rope_layout, rope_start, round_x_hat)
+    variant = ("rms", False, rope_layout, rope_start, round_x_hat, backend)
     outputs: tuple[Tensor, Tensor] = _Sharded.apply(  # type: ignore[no-untyped-call]
         q, k, q_weight, k_weight, cos, sin, widths, sum_over_ranks, eps, variant
     )
@@ -87,7 +91,7 @@ class _Sharded(torch.autograd.Function):
         eps: float,
         variant: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor]:
-        means = _exchanged(ops.square_sums(q, k), widths, sum_over_ranks)
+        means = _exchanged(ops.square_sums(q, k, variant[-1]), widths, sum_over_ranks)
         rstds = [torch.rsqrt(mean + eps) for mean in means]
         outputs = ops.forward(q, k, q_weight, k_weight, None, None, cos, sin, *rstds, eps, *variant)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, *rstds)
@@ -98,8 +102,8 @@ class _Sharded(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd = ctx.saved_tensors
-        _, _, layout, start, _ = ctx.variant
-        sums = ops.gradient_sums(dq, dk, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, layout, start)
+        _, _, layout, start, _, backend = ctx.variant
+        sums = ops.gradient_sums(dq, dk, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, layout, start, backend)
         means = _exchanged(sums, ctx.widths, ctx.sum_over_ranks)
         none = q_rstd.new_empty(0)
         gradients = ops.backward(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,24 +15,12 @@ from torch import Tensor
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope, rope_per_pair
 from lightning_videoscale.kernels.qk_norm_rope_sharded import qk_norm_rope_sharded
+from tests.kernels.qk_checks import gradients, random_like, relative
 from tests.kernels.qk_families import FAMILIES as DIFFUSERS
 from tests.kernels.qk_families import HEAD_DIM, HEADS, Family, fused, watch
 from tests.kernels.qk_oracle import FAMILIES, Arguments, Case, cases, oracle
 
 ALL_CASES = pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
-
-
-def gradients(
-    function: Callable[..., tuple[Tensor, Tensor]], arguments: Arguments, seed: int = 1
-) -> tuple[Tensor, ...]:
-    outputs = function(*arguments.tensors, **arguments.options)
-    rng = torch.Generator().manual_seed(seed)
-    dy = [torch.randn(y.shape, generator=rng, dtype=torch.float64).to(y.dtype) for y in outputs]
-    return torch.autograd.grad(outputs, arguments.leaves, dy)
-
-
-def relative(value: Tensor, exact: Tensor) -> float:
-    return float((value.detach().double() - exact.detach()).norm() / exact.norm().clamp(min=1e-30))
 
 
 @settings(max_examples=60, deadline=None)
@@ -115,7 +105,7 @@ def test_opcheck(case: Case) -> None:
     arguments = case.arguments(torch.bfloat16)
     q, k, *affine = arguments.tensors
     cos, sin = arguments.options["rope"] or (None, None)
-    variant = (case.norm, case.per_head, case.layout, case.start, False)
+    variant = (case.norm, case.per_head, case.layout, case.start, False, "auto")
     inputs = (q, k, *affine, cos, sin, None, None, 1e-6, *variant)
     torch.library.opcheck(ops.forward, inputs)
     plain = [None if t is None else t.detach() for t in (q, k, *affine, cos, sin)]
@@ -126,9 +116,9 @@ def test_opcheck(case: Case) -> None:
 def test_opcheck_of_the_sums() -> None:
     q, k, q_weight, k_weight, *_ = (None if t is None else t.detach() for t in Case(kv_heads=2).arguments().tensors)
     assert q is not None and k is not None
-    torch.library.opcheck(ops.square_sums, (q, k))
+    torch.library.opcheck(ops.square_sums, (q, k, "auto"))
     rstds = (torch.rand(q.shape[:2]).double(), torch.rand(k.shape[:2]).double())
-    torch.library.opcheck(ops.gradient_sums, (q, k, q, k, q_weight, k_weight, None, None, *rstds, "half", 0))
+    torch.library.opcheck(ops.gradient_sums, (q, k, q, k, q_weight, k_weight, None, None, *rstds, "half", 0, "auto"))
 
 
 @pytest.mark.parametrize(("norm", "per_head", "expected"), [
@@ -230,49 +220,41 @@ def test_compiles_without_a_graph_break() -> None:
 
 @pytest.mark.parametrize("case", [Case(kv_heads=2), Case(pairs=0), Case(layout="half", table_heads=True)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_sharded_heads_give_what_all_heads_give(case: Case, dtype: torch.dtype) -> None:
-    """Two ranks in turn: the sums of both, recorded first, are what each gets from the exchange."""
+def test_heads_spread_over_ranks_give_what_all_heads_give(case: Case, dtype: torch.dtype) -> None:
+    """Two threads are the ranks."""
     arguments = case.arguments(dtype)
-    whole = gradients(qk_norm_rope, arguments)
-    outputs = [y.detach() for y in qk_norm_rope(*arguments.tensors, **arguments.options)]
-    messages: dict[tuple[str, int], Tensor] = {}
+    outputs = qk_norm_rope(*arguments.tensors, **arguments.options)
+    dy = random_like(outputs)
+    expected = [*outputs, *torch.autograd.grad(outputs, arguments.leaves, dy)]
+    widths = case.heads * case.head_dim, case.kv_heads * case.head_dim
+    message: dict[int, Tensor] = {}
+    barrier = threading.Barrier(2, timeout=60)
 
-    def part(x: Tensor | None, rank: int, dim: int) -> Tensor | None:
-        return None if x is None else x.chunk(2, dim)[rank].detach().clone().requires_grad_()
+    def run(rank: int) -> list[Tensor]:
+        def mine(x: Tensor) -> Tensor:
+            return x.detach().chunk(2, 2 if x.ndim == 4 else 0)[rank].clone().requires_grad_(x.requires_grad)
 
-    def run(rank: int, exchange: Callable[[str, Tensor], Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        dims = (2, 2, 0, 0)
-        leaves = [part(x, rank, dim) for x, dim in zip(arguments.tensors[:4], dims, strict=True)]
-        calls = iter(("forward", "backward"))
+        def sum_over_ranks(sums: Tensor) -> Tensor:
+            message[rank] = sums
+            barrier.wait()
+            total = message[0] + message[1]
+            barrier.wait()
+            return total
+
+        leaves = [mine(x) for x in arguments.leaves]
         rope = arguments.options["rope"]
-        if rope is not None and case.table_heads:
-            rope = tuple(part(table, rank, 2).detach() for table in rope)  # type: ignore[union-attr]
+        if case.table_heads:
+            rope = tuple(mine(table) for table in rope)
         y = qk_norm_rope_sharded(
-            *leaves, widths=(case.heads * case.head_dim, case.kv_heads * case.head_dim), rope=rope,
-            rope_layout=case.layout, sum_over_ranks=lambda sums: exchange(next(calls), sums),
-        )  # type: ignore[arg-type]  # fmt: skip
-        rng = torch.Generator().manual_seed(1)
-        dy = [torch.randn(o.shape, generator=rng, dtype=torch.float64).to(dtype).chunk(2, 2)[rank] for o in outputs]
-        return y, torch.autograd.grad(y, leaves, dy)  # type: ignore[arg-type]
+            *leaves, widths=widths, sum_over_ranks=sum_over_ranks, rope=rope, rope_layout=case.layout
+        )
+        return [*y, *torch.autograd.grad(y, leaves, [mine(g) for g in dy])]
 
-    for direction in ("forward", "backward"):
-        for rank in range(2):
-
-            def record(name: str, sums: Tensor, rank: int = rank, direction: str = direction) -> Tensor:
-                if name == direction:
-                    messages[name, rank] = sums
-                return summed(name) if (name, 0) in messages and (name, 1) in messages else sums.clone()
-
-            def summed(name: str) -> Tensor:
-                return messages[name, 0] + messages[name, 1]
-
-            run(rank, record)
-    halves = [run(rank, lambda name, sums: messages[name, 0] + messages[name, 1]) for rank in range(2)]
-    tolerance = 1e-10 if dtype is torch.float64 else 2**-8
-    for i, y in enumerate(outputs):
-        assert relative(torch.cat([half[0][i] for half in halves], 2), y.double()) < tolerance
-    for i, (gradient, dim) in enumerate(zip(whole, (2, 2, 0, 0), strict=True)):
-        assert relative(torch.cat([half[1][i] for half in halves], dim), gradient.double()) < tolerance
+    with ThreadPoolExecutor(2) as ranks:
+        parts = list(ranks.map(run, range(2)))
+    for whole, first, second in zip(expected, *parts, strict=True):
+        joined = torch.cat([first, second], 2 if whole.ndim == 4 else 0)
+        assert relative(joined, whole.double()) < (1e-10 if dtype is torch.float64 else 2**-8)
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
@@ -296,7 +278,7 @@ def test_rstd_from_outside_has_no_gradient_without_an_exchange() -> None:
     rstd = torch.ones(2, 5, dtype=torch.float64)
     none = (None,) * 6
     with pytest.raises(NotImplementedError, match="qk_norm_rope_sharded"):
-        ops.forward(q, k, *none, rstd, rstd, 1e-6, "rms", False, "half", 0, False)
+        ops.forward(q, k, *none, rstd, rstd, 1e-6, "rms", False, "half", 0, False, "auto")
 
 
 def wrong(**change: object) -> tuple[list[Tensor | None], dict[str, object]]:

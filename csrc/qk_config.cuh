@@ -1,0 +1,199 @@
+// Constants of one variant of qk_norm_rope and of its tuning, all macros from kernels/cuda/qk_norm_rope.py; and the
+// ring through which tokens come.
+//
+// A thread owns the 16-byte vectors threadIdx.x, threadIdx.x + THREADS, … of a row of HEADS heads. The lanes of a head
+// are neighbours in one warp, and the same channels of a head belong to a thread in all its vectors.
+#pragma once
+#include "async_copy.cuh"
+#include "block_sum.cuh"
+#include "vectors.cuh"
+
+namespace videoscale {
+
+using Activation = ACTIVATION;
+using Parameter = PARAMETER;
+constexpr bool LAYER_NORM = NORM == 1, RMS_NORM = NORM == 2, NORMED = NORM != 0;
+constexpr bool BY_HEAD = PER_HEAD, ROUND = ROUND_X_HAT, HAS_WEIGHT = WEIGHT, HAS_BIAS = BIAS;
+constexpr bool OUTSIDE = GIVEN;  // rstd in forward, the rows' means in backward
+constexpr bool SPLIT = HALF, ROTATED = PAIRS > 0, TABLES_BY_HEAD = TABLE_HEADS;
+constexpr bool SUMS_ALONE = SUMS_ONLY;  // forward: of squares; backward: of dx̂ · x̂
+constexpr int THREADS = BLOCK_THREADS, STAGES = PIPELINE_STAGES, BLOCKS_PER_SM = RESIDENT_BLOCKS;
+
+constexpr int WIDTH = 16 / sizeof(Activation);
+constexpr int LANES = HEAD_DIM / WIDTH;              // vectors of a head
+constexpr int TURNED = 2 * PAIRS / WIDTH;            // of these, how many are rotated
+constexpr int DISTANCE = PAIRS / WIDTH;              // half: vectors between the two channels of a pair
+static_assert(HEAD_DIM % WIDTH == 0 && LANES <= 32 && (LANES & (LANES - 1)) == 0, "a head's lanes must fit in a warp");
+static_assert(PAIRS % 4 == 0 && 2 * PAIRS % WIDTH == 0, "a vector is rotated as a whole");
+static_assert(!SPLIT || !ROTATED || (PAIRS % WIDTH == 0 && (DISTANCE & (DISTANCE - 1)) == 0), "partners are found by xor");
+static_assert(STAGES >= 2, "the ring needs a stage that is on its way");
+
+using Vector = Pack<Activation, WIDTH>;
+
+// Rows of one input; the stride is in bytes.
+struct Source {
+    const char* rows;
+    long long stride;
+};
+
+// q or k.
+struct Side {
+    Source x, dy;
+    Activation* out;  // y or dx, contiguous
+    const Parameter *weight, *bias;
+    float *mean, *rstd;
+    float* of_rows;  // sums that leave, or means that come from outside
+    float* parts;    // backward: sums over this block's rows
+    int rows, tokens;
+};
+
+// cos and sin, contiguous: (samples or 1, length, heads or 1, PAIRS).
+struct Rope {
+    const float *cos, *sin;
+    long long sample_stride;  // in floats
+    int start, length;
+};
+
+template <int HEADS>
+struct Geometry {
+    static constexpr int D = HEADS * HEAD_DIM, VECTORS = D / WIDTH;
+    static constexpr int OWN = (VECTORS + THREADS - 1) / THREADS;
+    static constexpr int STATISTICS = BY_HEAD ? OWN : 1;  // that a thread needs of a row
+    static constexpr int TABLE = ROTATED ? (TABLES_BY_HEAD ? HEADS : 1) * PAIRS : 0;
+
+    __device__ static __forceinline__ bool owns(int k) {
+        return VECTORS % THREADS == 0 || k + 1 < OWN || k * THREADS + threadIdx.x < VECTORS;
+    }
+    __device__ static __forceinline__ int vector(int k) { return k * THREADS + threadIdx.x; }
+    __device__ static __forceinline__ int head(int k) { return vector(k) / LANES; }
+};
+
+__device__ __forceinline__ int lane_of_head() { return threadIdx.x % LANES; }
+
+// Where of a statistic this thread's k-th vector is; owned vectors only.
+template <int HEADS>
+__device__ __forceinline__ long long statistic(int row, int k) {
+    return BY_HEAD ? (long long)row * HEADS + Geometry<HEADS>::head(k) : row;
+}
+
+__device__ __forceinline__ void block_barrier() {
+    if constexpr (THREADS == 32)
+        __syncwarp();
+    else
+        __syncthreads();
+}
+
+// Sum over the lanes of a head, in each of them.
+__device__ __forceinline__ float head_sum(float v) {
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
+    return v;
+}
+
+// The rows block, block + blocks, … of INPUTS inputs, each with its token's cos and sin, through STAGES stages.
+template <int HEADS, int INPUTS>
+struct Ring {
+    using G = Geometry<HEADS>;
+    static constexpr int ROW = G::D * sizeof(Activation), TABLE = G::TABLE * sizeof(float);
+    static constexpr int STAGE = INPUTS * ROW + 2 * TABLE;
+
+    const Source (&sources)[INPUTS];
+    const Side& side;
+    const Rope& rope;
+    char* const stages;
+    Barrier* const full;
+    const int step;
+    int requested, fill = 0, drain = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ Ring(const Source (&sources)[INPUTS], const Side& side, const Rope& rope, char* stages,
+                                    Barrier* full, int block, int blocks)
+        : sources(sources), side(side), rope(rope), stages(stages), full(full), step(blocks), requested(block) {
+        if (threadIdx.x == 0) {
+            for (int s = 0; s < STAGES; ++s) initialise(&full[s]);
+            publish_barriers();
+        }
+        __syncthreads();
+        for (int s = 0; s < STAGES - 1; ++s) request();
+    }
+
+    // The token of a row among the rotated ones, or -1.
+    __device__ __forceinline__ int rotated_token(int row) const {
+        if constexpr (!ROTATED) return -1;
+        const int token = row % side.tokens - rope.start;
+        return token >= 0 && token < rope.length ? token : -1;
+    }
+
+    // Starts the copies of the next row into the stage that was read before the current one. Every thread must have
+    // passed a barrier since it read that.
+    __device__ __forceinline__ void request() {
+        if (threadIdx.x == 0 && requested < side.rows) {
+            const int token = rotated_token(requested);
+            char* const to = stages + fill * STAGE;
+            expect_bytes(&full[fill], INPUTS * ROW + (token >= 0 ? 2 * TABLE : 0));
+#pragma unroll
+            for (int i = 0; i < INPUTS; ++i)
+                copy_bulk(to + i * ROW, sources[i].rows + requested * sources[i].stride, ROW, &full[fill]);
+            if constexpr (ROTATED) {
+                if (token >= 0) {
+                    const long long at = requested / side.tokens * rope.sample_stride + (long long)token * G::TABLE;
+                    copy_bulk(to + INPUTS * ROW, rope.cos + at, TABLE, &full[fill]);
+                    copy_bulk(to + INPUTS * ROW + TABLE, rope.sin + at, TABLE, &full[fill]);
+                }
+            }
+        }
+        requested += step;
+        fill = fill + 1 == STAGES ? 0 : fill + 1;
+    }
+
+    __device__ __forceinline__ void await_row() const { await(&full[drain], parity); }
+    __device__ __forceinline__ void next() {
+        drain = drain + 1 == STAGES ? 0 : drain + 1;
+        parity ^= drain == 0;
+    }
+
+    // A vector of the current row.
+    __device__ __forceinline__ const char* vector(int input, int index) const {
+        return stages + drain * STAGE + input * ROW + index * 16;
+    }
+
+    // cos and sin of N pairs, those of this thread's k-th vector.
+    template <int N>
+    __device__ __forceinline__ void tables(int k, float (&cos)[N], float (&sin)[N]) const {
+        const int lane = SPLIT ? lane_of_head() % (DISTANCE > 0 ? DISTANCE : 1) : lane_of_head();
+        const int at = (TABLES_BY_HEAD ? G::head(k) * PAIRS : 0) + lane * N;
+        const char* const table = stages + drain * STAGE + INPUTS * ROW + at * sizeof(float);
+        load<float>(table, cos);
+        load<float>(table + TABLE, sin);
+    }
+};
+
+// Turns two channels: products and sum are rounded one by one, as eager code does.
+__device__ __forceinline__ void turn(float a, float b, float cos, float sin, float& to_a, float& to_b) {
+    to_a = __fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin));
+    to_b = __fadd_rn(__fmul_rn(a, sin), __fmul_rn(b, cos));
+}
+
+// Rotates this thread's k-th vector; half: partner is the vector of the other channels of its pairs.
+// SIGN -1 rotates back.
+template <int SIGN, typename AnyRing>
+__device__ __forceinline__ void rotate(const AnyRing& ring, int k, float (&v)[WIDTH], const float (&partner)[WIDTH]) {
+    if constexpr (SPLIT) {
+        float cos[WIDTH], sin[WIDTH];
+        ring.tables(k, cos, sin);
+        const bool first = lane_of_head() < DISTANCE;
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) {
+            float a, b;
+            turn(first ? v[j] : partner[j], first ? partner[j] : v[j], cos[j], SIGN * sin[j], a, b);
+            v[j] = first ? a : b;
+        }
+    } else {
+        float cos[WIDTH / 2], sin[WIDTH / 2];
+        ring.tables(k, cos, sin);
+#pragma unroll
+        for (int j = 0; j < WIDTH / 2; ++j) turn(v[2 * j], v[2 * j + 1], cos[j], SIGN * sin[j], v[2 * j], v[2 * j + 1]);
+    }
+}
+
+}  // namespace videoscale

@@ -1,0 +1,232 @@
+"""`qk_norm_rope` on CUDA: sources, see ``csrc/qk_*.cuh``; interface, see `HeadBackend`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.kernels.cuda import toolkit
+from lightning_videoscale.kernels.cuda.launch import Kernel, load
+from lightning_videoscale.kernels.cuda.qk_plan import TYPES, Plan, Variant, device_tuning, too_wide
+from lightning_videoscale.kernels.cuda.qk_tuning import Direction
+from lightning_videoscale.kernels.heads import HeadOp, Rotation, Side, SideGradients, SideOutputs, as_rows
+
+_FINALIZE_LAYOUT = "PPii" * 2  # of a side two addresses, two sizes
+_FINALIZE_BLOCK = (32, 32, 1)
+_plan = functools.cache(Plan)
+
+
+def objection(op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -> str | None:
+    """See `HeadBackend.objection`."""
+    q, k = (side.x for side in sides)
+    if not q.is_cuda:
+        return f"the tensors are on {q.device}"
+    if q.dtype not in TYPES:
+        return f"tensors must be of {[*TYPES]}; got {q.dtype}"
+    width = 16 // q.element_size()
+    lanes = q.shape[3] // width
+    if q.shape[3] % width or lanes > 32 or lanes & (lanes - 1):
+        return f"Dh must be {width} times a power of two, at most {32 * width}; got {q.shape[3]}"
+    if max(q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]) >= 2**31:
+        return f"at most 2³¹ - 1 rows; got {q.shape[0] * q.shape[1]} and {k.shape[0] * k.shape[1]}"
+    if rotation is not None:
+        if rotation.cos.data_ptr() % 16 or rotation.sin.data_ptr() % 16:
+            return "cos and sin must begin on 16 bytes"
+        pairs = rotation.cos.shape[3]
+        distance = pairs // width
+        if pairs % 4 or 2 * pairs % width:
+            return f"rotated pairs must be a multiple of {max(4, width // 2)}; got {pairs}"
+        if op.layout == "half" and (pairs % width or distance & (distance - 1)):
+            return f"rotated pairs of layout half must be {width} times a power of two; got {pairs}"
+    return _device_objection(_variant(op, "backward", sides, rotation), q.get_device())
+
+
+@functools.cache
+def _device_objection(variant: Variant, device: int) -> str | None:
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return f"compute capability 9.0 or newer is needed; {torch.cuda.get_device_name(device)} is older"
+    if device_tuning(variant, device) is None:
+        return too_wide(variant)
+    try:
+        toolkit.driver()
+        toolkit.nvrtc()
+        toolkit.include_folder()
+    except toolkit.CudaUnavailableError as error:
+        return str(error)
+    return None
+
+
+def _variant(
+    op: HeadOp, direction: Direction, sides: tuple[Side, Side], rotation: Rotation | None, *,
+    outside: bool = False, sums_only: bool = False,
+) -> Variant:  # fmt: skip
+    q, k = sides
+    return Variant(
+        op, direction, q.x.dtype, None if q.weight is None else q.weight.dtype, q.bias is not None,
+        (q.x.shape[2], k.x.shape[2]), q.x.shape[3], 0 if rotation is None else rotation.cos.shape[3],
+        rotation is not None and rotation.cos.shape[2] > 1, outside, sums_only,
+    )  # fmt: skip
+
+
+def forward(
+    op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
+) -> tuple[SideOutputs, SideOutputs]:
+    """See `HeadBackend.forward`."""
+    plan = _plan(_variant(op, "forward", sides, rotation, outside=sides[0].rstd is not None), sides[0].x.get_device())
+    return run_forward(plan, op, sides, rotation, eps)
+
+
+def run_forward(
+    plan: Plan, op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
+) -> tuple[SideOutputs, SideOutputs]:
+    """Runs `forward` as a plan says."""
+    outputs, structs, kept = [], [], []  # kept: what must live until the launch
+    for side in map(_aligned, sides):
+        x, rows = side.x, as_rows(side.x)
+        shape = op.statistics_shape(x)
+        mean = x.new_empty(shape, dtype=torch.float32) if op.norm == "layer" else None
+        rstd = x.new_empty(shape, dtype=torch.float32) if op.norm != "none" and side.rstd is None else None
+        y = x.new_empty(x.shape)
+        structs.append(_side(rows, None, y, side, mean, rstd if side.rstd is None else side.rstd, None, None))
+        outputs.append(SideOutputs(y, mean, rstd))
+        kept += [rows, side]
+    plan(structs, rotation, plan.blocks(_rows(sides)), eps)
+    return outputs[0], outputs[1]
+
+
+def backward(
+    op: HeadOp,
+    gradients: tuple[Tensor, Tensor],
+    sides: tuple[Side, Side],
+    rotation: Rotation | None,
+    row_means: tuple[Tensor, Tensor] | None,
+) -> tuple[SideGradients, SideGradients]:
+    """See `HeadBackend.backward`."""
+    variant = _variant(op, "backward", sides, rotation, outside=row_means is not None)
+    return run_backward(_plan(variant, sides[0].x.get_device()), op, gradients, sides, rotation, row_means)
+
+
+def run_backward(
+    plan: Plan,
+    op: HeadOp,
+    gradients: tuple[Tensor, Tensor],
+    sides: tuple[Side, Side],
+    rotation: Rotation | None,
+    row_means: tuple[Tensor, Tensor] | None,
+) -> tuple[SideGradients, SideGradients]:
+    """Runs `backward` as a plan says."""
+    blocks = plan.blocks(_rows(sides))
+    dxs, structs, kept, parts = [], [], [], []  # kept: what must live until the launch
+    for i, (dy, side) in enumerate(zip(gradients, map(_aligned, sides), strict=True)):
+        x, dy = as_rows(side.x), as_rows(dy)
+        means = None if row_means is None else row_means[i].contiguous()
+        dx = side.x.new_empty(side.x.shape)
+        part = _new_parts(side, plan.parts(blocks[i]))
+        structs.append(_side(x, dy, dx, side, side.mean, side.rstd, means, part))
+        dxs.append(dx)
+        parts.append(part)
+        kept += [x, dy, means, side]
+    plan(structs, rotation, blocks, 0.0)
+    q, k = (SideGradients(dx, *parameters) for dx, parameters in zip(dxs, _finalize(sides, parts), strict=True))
+    return q, k
+
+
+def square_sums(xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """See `HeadBackend.square_sums`."""
+    op, sides = HeadOp("rms", False, "half", False), (Side(xs[0], None, None), Side(xs[1], None, None))
+    plan = _plan(_variant(op, "forward", sides, None, sums_only=True), xs[0].get_device())
+    rows = [as_rows(x) for x in xs]
+    sums = [x.new_empty(x.shape[:2], dtype=torch.float32) for x in xs]
+    structs = [
+        _side(x, None, None, side, None, None, out, None) for x, side, out in zip(rows, sides, sums, strict=True)
+    ]
+    plan(structs, None, plan.blocks(_rows(sides)), 0.0)
+    return sums[0], sums[1]
+
+
+def gradient_sums(
+    op: HeadOp, gradients: tuple[Tensor, Tensor], sides: tuple[Side, Side], rotation: Rotation | None
+) -> tuple[Tensor, Tensor]:
+    """See `HeadBackend.gradient_sums`."""
+    plan = _plan(_variant(op, "backward", sides, rotation, sums_only=True), sides[0].x.get_device())
+    sides = (_aligned(sides[0]), _aligned(sides[1]))
+    rows = [(as_rows(side.x), as_rows(dy)) for side, dy in zip(sides, gradients, strict=True)]
+    sums = [side.x.new_empty(side.x.shape[:2], dtype=torch.float32) for side in sides]
+    structs = [
+        _side(x, dy, None, side, None, side.rstd, out, None)
+        for (x, dy), side, out in zip(rows, sides, sums, strict=True)
+    ]
+    plan(structs, rotation, plan.blocks(_rows(sides)), 0.0)
+    return sums[0], sums[1]
+
+
+def _new_parts(side: Side, count: int) -> Tensor | None:
+    """(count, parameters, columns) of float32 for the sums of weight and bias."""
+    if side.weight is None:
+        return None
+    parameters = 1 if side.bias is None else 2
+    return side.x.new_empty((count, parameters, side.weight.shape[0]), dtype=torch.float32)
+
+
+def _finalize(sides: tuple[Side, Side], parts: list[Tensor | None]) -> list[tuple[Tensor | None, Tensor | None]]:
+    q_parts, k_parts = parts
+    q_weight = sides[0].weight
+    if q_weight is None or q_parts is None or k_parts is None:
+        return [(None, None), (None, None)]
+    sums = [q_weight.new_empty(part.shape[1:]) for part in (q_parts, k_parts)]
+    widths = [total.numel() for total in sums]
+    _finalize_kernel(q_weight.dtype, q_weight.get_device())(
+        (sum(-(-width // _FINALIZE_BLOCK[0]) for width in widths), 1, 1),
+        _FINALIZE_BLOCK,
+        *(q_parts.data_ptr(), sums[0].data_ptr(), q_parts.shape[0], widths[0]),
+        *(k_parts.data_ptr(), sums[1].data_ptr(), k_parts.shape[0], widths[1]),
+    )
+    # An op's outputs must not share memory: the bias' is a tensor of its own.
+    return [(total[0], None) if len(total) == 1 else (total[0].clone(), total[1].clone()) for total in sums]
+
+
+@functools.cache
+def _finalize_kernel(parameter: torch.dtype, device: int) -> Kernel:
+    return load("qk_finalize.cuh", "qk_finalize", _FINALIZE_LAYOUT, {"PARAMETER": TYPES[parameter]}, device)
+
+
+def _side(
+    x: Tensor,
+    dy: Tensor | None,
+    out: Tensor | None,
+    side: Side,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    of_rows: Tensor | None,
+    parts: Tensor | None,
+) -> tuple[int, ...]:
+    """The members of the struct Side."""
+    addresses = (_address(t) for t in (out, side.weight, side.bias, mean, rstd, of_rows, parts))
+    return (*_source(x), *_source(dy), *addresses, x.shape[0], side.x.shape[1])
+
+
+def _aligned(side: Side) -> Side:
+    """A side whose parameters begin on 16 bytes and whose statistics are contiguous, as the kernels read them."""
+    weight, bias = (None if p is None else _at_16_bytes(p) for p in (side.weight, side.bias))
+    mean, rstd = (None if t is None else t.contiguous() for t in (side.mean, side.rstd))
+    return replace(side, weight=weight, bias=bias, mean=mean, rstd=rstd)
+
+
+def _at_16_bytes(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 or not x.is_contiguous() else x
+
+
+def _rows(sides: tuple[Side, Side]) -> tuple[int, int]:
+    q, k = (side.x.shape[0] * side.x.shape[1] for side in sides)
+    return q, k
+
+
+def _source(x: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.element_size())
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

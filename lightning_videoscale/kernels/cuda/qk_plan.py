@@ -1,0 +1,150 @@
+"""One compiled variant of `qk_norm_rope`: the constants that make it, and how it is launched."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from lightning_videoscale.kernels.cuda.launch import Kernel, load
+from lightning_videoscale.kernels.cuda.qk_tuning import Direction, Tuning, tuning_for
+from lightning_videoscale.kernels.heads import HeadOp, Rotation
+
+TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+# Layouts of the kernels' arguments: of a side two sources (address, bytes between rows), seven addresses, two sizes; of
+# the tables two addresses, a stride, two sizes.
+_SIDE, _ROPE = "PqPqPPPPPPPii", "PPqii"
+_LAYOUTS = {"forward": f"{_SIDE * 2}{_ROPE}fi", "backward": f"{_SIDE * 2}{_ROPE}i"}
+
+
+class Variant(NamedTuple):
+    """Everything a kernel is specialised on.
+
+    Attributes:
+        op: The variant of the operation.
+        direction: Forward or backward.
+        activation: Dtype of x, y and their gradients.
+        parameter: Dtype of weight and bias, or None without.
+        bias: Whether there is a bias.
+        heads: Of q and of k.
+        head_dim: Dh.
+        pairs: Rotated pairs per head; 0 rotates nothing.
+        table_heads: Whether the tables differ by head.
+        outside: Whether rstd (forward) or the rows' means (backward) come from outside.
+        sums_only: Whether a row's sum is all that leaves.
+    """
+
+    op: HeadOp
+    direction: Direction
+    activation: torch.dtype
+    parameter: torch.dtype | None
+    bias: bool
+    heads: tuple[int, int]
+    head_dim: int
+    pairs: int
+    table_heads: bool
+    outside: bool = False
+    sums_only: bool = False
+
+    def constants(self) -> dict[str, str | int]:
+        """Returns the macros of ``csrc/qk_config.cuh``."""
+        return {
+            "ACTIVATION": TYPES[self.activation],
+            "PARAMETER": TYPES[self.parameter or self.activation],
+            "Q_HEADS": self.heads[0],
+            "K_HEADS": self.heads[1],
+            "HEAD_DIM": self.head_dim,
+            "NORM": {"none": 0, "layer": 1, "rms": 2}[self.op.norm],
+            "PER_HEAD": int(self.op.per_head),
+            "HALF": int(self.op.layout == "half"),
+            "PAIRS": self.pairs,
+            "TABLE_HEADS": int(self.table_heads),
+            "ROUND_X_HAT": int(self.op.round_x_hat),
+            "WEIGHT": int(self.parameter is not None),
+            "BIAS": int(self.bias),
+            "GIVEN": int(self.outside),
+            "SUMS_ONLY": int(self.sums_only),
+        }
+
+    @property
+    def vectors(self) -> int:
+        """16-byte vectors in the wider side's row."""
+        return max(self.heads) * self.head_dim * self.activation.itemsize // 16
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of one row of every input and its tables, on the wider side."""
+        inputs = 2 if self.direction == "backward" and self.op.norm != "none" else 1
+        tables = 2 * 4 * self.pairs * (max(self.heads) if self.table_heads else 1)
+        return inputs * 16 * self.vectors + tables
+
+
+class Plan:
+    """One variant, compiled, and how it is launched. Make it once per variant.
+
+    Args:
+        variant: The variant.
+        device: Index of the CUDA device.
+        tuning: By default what `tuning_for` says.
+    """
+
+    def __init__(self, variant: Variant, device: int, tuning: Tuning | None = None) -> None:
+        tuning = tuning or device_tuning(variant, device)
+        if tuning is None:
+            raise NotImplementedError(too_wide(variant))
+        self.tuning = tuning
+        self.variant = variant
+        name = f"qk_{variant.direction}"
+        self._kernel: Kernel = load(
+            f"{name}.cuh",
+            name,
+            _LAYOUTS[variant.direction],
+            variant.constants() | tuning.constants(),
+            device,
+            shared_bytes=tuning.stages * variant.stage_bytes,
+        )
+        self._most_blocks = tuning.blocks * torch.cuda.get_device_properties(device).multi_processor_count
+
+    def blocks(self, rows: tuple[int, int]) -> tuple[int, int]:
+        """Blocks for q and for k, in proportion to their channels."""
+        work = [n * heads for n, heads in zip(rows, self.variant.heads, strict=True)]
+        if not work[1]:
+            return min(rows[0], self._most_blocks), 0
+        if not work[0]:
+            return 0, min(rows[1], self._most_blocks)
+        q_blocks = min(max(1, round(self._most_blocks * work[0] / sum(work))), self._most_blocks - 1)
+        return min(rows[0], q_blocks), min(rows[1], self._most_blocks - q_blocks)
+
+    def parts(self, blocks: int) -> int:
+        """Parts that so many blocks of a backward leave."""
+        if not self.variant.op.per_head:
+            return blocks
+        return blocks * (self.tuning.threads * 16 // (self.variant.head_dim * self.variant.activation.itemsize))
+
+    def __call__(
+        self, sides: list[tuple[int, ...]], rotation: Rotation | None, blocks: tuple[int, int], eps: float
+    ) -> None:
+        """Launches; a side is the members of the struct Side."""
+        scalars = (eps, blocks[0]) if self.variant.direction == "forward" else (blocks[0],)
+        self._kernel((sum(blocks), 1, 1), (self.tuning.threads, 1, 1), *sides[0], *sides[1], *_rope(rotation), *scalars)
+
+
+def device_tuning(variant: Variant, device: int) -> Tuning | None:
+    """How a variant is launched on a device; None where it cannot be."""
+    # Beside the ring a block keeps its barriers and the scratch of its sums.
+    limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 1024  # type: ignore[attr-defined]
+    return tuning_for(variant.direction, variant.vectors, variant.stage_bytes, limit)
+
+
+def too_wide(variant: Variant) -> str:
+    """Says why a variant has no tuning."""
+    return f"two rows of every input and their tables ({2 * variant.stage_bytes} bytes) must fit in shared memory"
+
+
+def _rope(rotation: Rotation | None) -> tuple[int, ...]:
+    """The members of the struct Rope."""
+    if rotation is None:
+        return (0, 0, 0, 0, 0)
+    cos, sin = rotation.cos, rotation.sin
+    sample_stride = 0 if cos.shape[0] == 1 else cos.shape[1] * cos.shape[2] * cos.shape[3]
+    return (cos.data_ptr(), sin.data_ptr(), sample_stride, rotation.start, cos.shape[1])

@@ -1,0 +1,66 @@
+"""How the kernels of `qk_norm_rope` are launched: threads, stages of the ring, blocks per multiprocessor.
+
+A thread holds its channels of a row in registers, so that wide blocks leave few blocks and narrow ones few registers; a
+block of one warp needs no block-wide barrier at all. `MEASURED` holds what ``benchmarks/kernels/sweep_qk.py`` found
+best; elsewhere `tuning_for` goes by the rules that this suggests.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+Direction = Literal["forward", "backward"]
+
+
+class Tuning(NamedTuple):
+    """One way to launch.
+
+    Attributes:
+        threads: Per block, a multiple of 32.
+        stages: Of the ring in shared memory, at least 2.
+        blocks: Resident per multiprocessor.
+    """
+
+    threads: int
+    stages: int
+    blocks: int
+
+    def constants(self) -> dict[str, str | int]:
+        """Returns the macros of ``csrc/qk_config.cuh``."""
+        return {
+            "BLOCK_THREADS": self.threads,
+            "PIPELINE_STAGES": self.stages,
+            "RESIDENT_BLOCKS": self.blocks,
+        }
+
+
+# (direction, vectors in a row): best on an H200 for the norm over all heads.
+MEASURED: dict[tuple[Direction, int], Tuning] = {}
+
+
+def tuning_for(direction: Direction, vectors: int, stage_bytes: int, shared_limit: int) -> Tuning | None:
+    """How to launch a variant.
+
+    Args:
+        direction: Forward or backward.
+        vectors: 16-byte vectors in the wider side's row.
+        stage_bytes: Of one row of every input, and its tables.
+        shared_limit: Bytes of shared memory that one block may have.
+
+    Returns:
+        None where not even two stages fit in shared memory.
+    """
+    measured = MEASURED.get((direction, vectors))
+    if measured is not None and measured.stages * stage_bytes <= shared_limit:
+        return measured
+    most = 6 if direction == "forward" else 4
+    whole = [own for own in range(1, most + 1) if vectors % (32 * own) == 0]
+    threads = vectors // max(whole) if whole else 32 * math.ceil(vectors / most / 32)
+    threads = min(threads, 1024)
+    blocks = max(1, min(16, 512 // threads))
+    budget = min(192 * 1024, shared_limit) // blocks - 1024
+    stages = min(6, budget // stage_bytes)
+    if stages < 2:
+        blocks, stages = 1, min(3, shared_limit // stage_bytes)
+    return Tuning(threads, stages, blocks) if stages >= 2 else None

@@ -1,0 +1,179 @@
+"""`qk_norm_rope` in Triton: the launches of `qk_norm_rope_kernels`; interface, see `HeadBackend`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lightning_videoscale.kernels.heads import HeadOp, Rotation, Side, SideGradients, SideOutputs, as_rows
+from lightning_videoscale.kernels.triton.qk_norm_rope_kernels import backward_kernel, forward_kernel, square_sums_kernel
+
+_TILE = 2048  # channels that a program holds at once, where heads are independent
+
+
+def objection(op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -> str | None:
+    """See `HeadBackend.objection`."""
+    x = sides[0].x
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"Triton's kernels take float32, bfloat16 and float16, not {x.dtype}"
+    if not x.is_cuda and not triton.knobs.runtime.interpret:
+        return f"Triton's kernels run on CUDA tensors, not on {x.device}"
+    return None
+
+
+def forward(
+    op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
+) -> tuple[SideOutputs, SideOutputs]:
+    """See `HeadBackend.forward`."""
+    given = sides[0].rstd is not None
+    outputs, arguments = [], []
+    for side in sides:
+        x = side.x
+        statistics = op.statistics_shape(x)
+        mean = x.new_empty(statistics, dtype=torch.float32) if op.norm == "layer" else None
+        rstd = x.new_empty(statistics, dtype=torch.float32) if op.norm != "none" and not given else None
+        y = x.new_empty(x.shape)
+        rows = as_rows(x)
+        read_or_written = side.rstd if given else rstd
+        arguments.append((rows, y, side.weight, side.bias, mean, read_or_written, rows.stride(0), *_extent(x)))
+        outputs.append(SideOutputs(y, mean, rstd))
+    _launch(forward_kernel, op, sides, rotation, arguments, (eps,), GIVEN=given, ROUND=op.round_x_hat)
+    return outputs[0], outputs[1]
+
+
+def backward(
+    op: HeadOp,
+    gradients: tuple[Tensor, Tensor],
+    sides: tuple[Side, Side],
+    rotation: Rotation | None,
+    row_means: tuple[Tensor, Tensor] | None,
+) -> tuple[SideGradients, SideGradients]:
+    """See `HeadBackend.backward`."""
+    partials = [[_partials(op, side, p) for p in (side.weight, side.bias)] for side in sides]
+    outputs = [side.x.new_empty(side.x.shape) for side in sides]
+    arguments = [
+        _backward_arguments(dy, side, dx, means, *sums)
+        for dy, side, dx, means, sums in zip(
+            gradients, sides, outputs, row_means or (None, None), partials, strict=True
+        )
+    ]
+    _launch(backward_kernel, op, sides, rotation, arguments, (), GIVEN=row_means is not None, SUMS_ONLY=False)
+    q, k = (
+        SideGradients(dx, _total(dweight, side.weight), _total(dbias, side.bias))
+        for dx, (dweight, dbias), side in zip(outputs, partials, sides, strict=True)
+    )
+    return q, k
+
+
+def square_sums(xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """See `HeadBackend.square_sums`."""
+    sums = []
+    for x in xs:
+        rows = as_rows(x)
+        out = x.new_empty(x.shape[:2], dtype=torch.float32)
+        if rows.shape[0]:
+            block = triton.next_power_of_2(rows.shape[1])
+            with _on(x):
+                square_sums_kernel[(rows.shape[0],)](
+                    rows, out, rows.stride(0), rows.shape[1], block, num_warps=_warps(block)
+                )
+        sums.append(out)
+    return sums[0], sums[1]
+
+
+def gradient_sums(
+    op: HeadOp, gradients: tuple[Tensor, Tensor], sides: tuple[Side, Side], rotation: Rotation | None
+) -> tuple[Tensor, Tensor]:
+    """See `HeadBackend.gradient_sums`."""
+    sums = [side.x.new_empty(side.x.shape[:2], dtype=torch.float32) for side in sides]
+    arguments = [
+        _backward_arguments(dy, side, None, out, None, None)
+        for dy, side, out in zip(gradients, sides, sums, strict=True)
+    ]
+    _launch(backward_kernel, op, sides, rotation, arguments, (), GIVEN=False, SUMS_ONLY=True)
+    return sums[0], sums[1]
+
+
+def _backward_arguments(
+    dy: Tensor, side: Side, dx: Tensor | None, row_means: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
+) -> tuple[Any, ...]:
+    dy, x = as_rows(dy), as_rows(side.x)
+    means = None if row_means is None else row_means.contiguous()
+    return (
+        dy, x, dx, side.weight, side.mean, side.rstd, means, dweight, dbias, dy.stride(0), x.stride(0),
+        *_extent(side.x),
+    )  # fmt: skip
+
+
+def _launch(
+    kernel: Any,
+    op: HeadOp,
+    sides: tuple[Side, Side],
+    rotation: Rotation | None,
+    arguments: list[tuple[Any, ...]],
+    scalars: tuple[float, ...],
+    **variant: bool,
+) -> None:
+    q, k = (side.x for side in sides)
+    blocks = [_heads_at_once(op, x) for x in (q, k)]
+    channels = triton.next_power_of_2(q.shape[3])
+    programs = [_programs(op, x) for x in (q, k)]
+    if not sum(programs):
+        return
+    with _on(q):
+        kernel[(sum(programs),)](
+            *arguments, _table(rotation), *scalars, programs[0], q.shape[2], k.shape[2], q.shape[3],
+            0 if rotation is None else rotation.cos.shape[3], *blocks, channels, NORM=op.norm, PER_HEAD=op.per_head,
+            HALF=op.layout == "half", AFFINE=sides[0].weight is not None, BIAS=sides[0].bias is not None, **variant,
+            num_warps=_warps(max(blocks) * channels),
+            # Eager code rounds a · cos and b · sin before it adds them.
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _table(rotation: Rotation | None) -> tuple[Any, ...]:
+    if rotation is None:
+        return (None, None, 0, 0, 0, 0, 0)
+    cos, sin = rotation.cos, rotation.sin
+    strides = (0 if size == 1 and dim != 1 else cos.stride(dim) for dim, size in enumerate(cos.shape[:3]))
+    return (cos, sin, *strides, rotation.start, cos.shape[1])
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """Rows, and tokens per sample."""
+    return x.shape[0] * x.shape[1], x.shape[1]
+
+
+def _heads_at_once(op: HeadOp, x: Tensor) -> int:
+    every: int = triton.next_power_of_2(x.shape[2])
+    return (
+        min(every, max(1, _TILE // triton.next_power_of_2(x.shape[3]))) if op.per_head or op.norm == "none" else every
+    )
+
+
+def _programs(op: HeadOp, x: Tensor) -> int:
+    units: int = x.shape[0] * x.shape[1] * triton.cdiv(x.shape[2], _heads_at_once(op, x))
+    most = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+    return min(units, most)
+
+
+def _partials(op: HeadOp, side: Side, parameter: Tensor | None) -> Tensor | None:
+    if parameter is None:
+        return None
+    return parameter.new_empty((_programs(op, side.x), *parameter.shape), dtype=torch.float32)
+
+
+def _total(partials: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    return None if partials is None or parameter is None else partials.sum(0).to(parameter.dtype)
+
+
+def _warps(tile: int) -> int:
+    return min(16, max(4, tile // 1024))
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

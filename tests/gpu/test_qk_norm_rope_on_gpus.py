@@ -1,0 +1,145 @@
+"""qk_norm_rope's kernels on a GPU: accuracy, bits and layouts of both backends, at models' sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
+from lightning_videoscale.kernels.qk_norm_rope_sharded import qk_norm_rope_sharded
+from tests.kernels.qk_checks import check_accuracy, check_parts, check_repeats, gradients, relative
+from tests.kernels.qk_oracle import FAMILIES, Arguments, Case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BACKENDS = pytest.mark.parametrize("backend", ["triton", "cuda"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+ALL_CASES = pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
+
+
+def at_size(case: Case, head_dim: int, heads: int, tokens: int) -> Case:
+    """A family's case at another size, in proportion."""
+    return replace(
+        case, head_dim=head_dim, heads=heads, kv_heads=heads * case.kv_heads // case.heads,
+        pairs=32 if case.pairs not in (0, 4) else case.pairs * head_dim // case.head_dim, tokens=tokens,
+        start=tokens * case.start // case.tokens, rotated=tokens * case.rotated // case.tokens,
+    )  # fmt: skip
+
+
+@BACKENDS
+@DTYPES
+@ALL_CASES
+def test_accuracy(case: Case, dtype: torch.dtype, backend: str) -> None:
+    check_accuracy(at_size(case, 64, 4, 300), dtype, backend, "cuda")
+
+
+@BACKENDS
+@pytest.mark.parametrize(("heads", "head_dim"), [(12, 128), (24, 128), (40, 128), (30, 64), (18, 64), (6, 256)])
+@pytest.mark.parametrize("name", ["Wan", "HunyuanVideo", "Cosmos", "CogVideoX"])
+def test_accuracy_at_sizes_of_models(name: str, heads: int, head_dim: int, backend: str) -> None:
+    check_accuracy(at_size(FAMILIES[name], head_dim, heads, 1000), torch.bfloat16, backend, "cuda")
+
+
+@BACKENDS
+@ALL_CASES
+def test_repeats_bitwise(case: Case, backend: str) -> None:
+    check_repeats(at_size(case, 128, 12, 4096), torch.bfloat16, backend, "cuda", times=5)
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("case", [Case(), Case(kv_heads=2), Case(pairs=0), Case(layout="half", table_heads=True)])
+def test_parts_of_rows(case: Case, dtype: torch.dtype, backend: str) -> None:
+    check_parts(at_size(case, 64, 8, 300), dtype, backend, "cuda")
+
+
+@BACKENDS
+@ALL_CASES
+def test_rows_of_a_fused_projection(case: Case, backend: str) -> None:
+    """Chunks are read where they are, transposed tokens are copied: bits as if all were contiguous."""
+    made = at_size(case, 64, 8, 130)
+    arguments = made.arguments(torch.bfloat16, device="cuda")
+    widths = [made.heads * 64, made.kv_heads * 64, made.kv_heads * 64]
+    qkv = torch.randn(made.batch, made.tokens, sum(widths), device="cuda", dtype=torch.bfloat16)
+    swapped = qkv.transpose(0, 1).contiguous().transpose(0, 1)
+    results = []
+    for rows, contiguous in ((qkv, False), (swapped, False), (qkv, True)):
+        leaf = rows.detach().requires_grad_()
+        q, k, _ = (part.unflatten(-1, (-1, 64)) for part in leaf.split(widths, -1))
+        if contiguous:
+            q, k = q.contiguous(), k.contiguous()
+        y = qk_norm_rope(q, k, *arguments.tensors[2:], **arguments.options, backend=backend)
+        (gradient,) = torch.autograd.grad(y[0].float().sum() + y[1].float().square().sum(), leaf)
+        results.append((*y, gradient))
+    for result in results[:2]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[2], strict=True))
+
+
+@BACKENDS
+def test_parameters_anywhere_in_memory(backend: str) -> None:
+    """A shard's view may begin on any element."""
+    arguments = at_size(Case(), 64, 8, 130).arguments(torch.bfloat16, device="cuda")
+    flat = torch.randn(1 + 2 * 512, device="cuda", dtype=torch.bfloat16)
+    moved = [*arguments.tensors[:2], flat[1:513].detach(), flat[513:].detach(), None, None]
+    straight = [*arguments.tensors[:2], moved[2].clone(), moved[3].clone(), None, None]  # type: ignore[union-attr]
+    results = [qk_norm_rope(*t, **arguments.options, backend=backend) for t in (moved, straight)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@BACKENDS
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 8), (2, 0)])
+def test_empty(batch: int, tokens: int, backend: str) -> None:
+    arguments = Case(batch=batch, tokens=tokens, pairs=0, head_dim=64).arguments(torch.bfloat16, device="cuda")
+    y = qk_norm_rope(*arguments.tensors, **arguments.options, backend=backend)
+    (y[0].sum() + y[1].sum()).backward()
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in arguments.leaves)
+
+
+@BACKENDS
+def test_cross_attention_of_unequal_lengths(backend: str) -> None:
+    q = torch.randn(2, 700, 12, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k = torch.randn(2, 77, 12, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights = [torch.randn(1536, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    options = {"norm": "rms", "per_head": False, "rope": None, "rope_layout": "interleaved", "rope_start": 0}
+    arguments = Arguments([q, k, *weights, None, None], options)
+    ours, reference = (
+        gradients(qk_norm_rope, Arguments(arguments.tensors, options | {"backend": name}))
+        for name in (backend, "reference")
+    )
+    for value, expected in zip(ours, reference, strict=True):
+        assert relative(value, expected.double()) < 2**-8
+
+
+@BACKENDS
+def test_sharded_alone_is_the_whole(backend: str) -> None:
+    arguments = at_size(Case(), 64, 8, 130).arguments(torch.bfloat16, device="cuda")
+    whole = gradients(qk_norm_rope, Arguments(arguments.tensors, arguments.options | {"backend": backend}))
+
+    def sharded(*tensors: torch.Tensor | None, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return qk_norm_rope_sharded(  # type: ignore[misc]
+            *tensors[:4], widths=(512, 512), sum_over_ranks=torch.clone, rope=options["rope"], backend=backend
+        )
+
+    for value, expected in zip(gradients(sharded, arguments), whole, strict=True):
+        assert relative(value, expected.double()) < 2**-8
+
+
+@BACKENDS
+def test_more_than_two_to_the_31_elements(backend: str) -> None:
+    if torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
+        pytest.skip("needs 60 GiB of GPU memory")
+    tokens = 2**31 // 5120 + 8
+    q = torch.zeros(1, tokens, 40, 128, device="cuda", dtype=torch.bfloat16)
+    k = torch.zeros(1, tokens, 1, 128, device="cuda", dtype=torch.bfloat16)
+    tail = torch.randn(8, 40, 128, device="cuda", dtype=torch.bfloat16)
+    q[0, -8:] = tail
+    angle = torch.randn(tokens, 64, device="cuda")
+    rope = angle.cos(), angle.sin()
+    y, _ = qk_norm_rope(q, k, rope=rope, backend=backend)
+    ends = tuple(table[-8:] for table in rope)
+    expected, _ = qk_norm_rope(tail[None], k[:, :8], rope=ends, backend="reference")
+    assert relative(y[:, -8:], expected.double()) < 2**-8

@@ -1,0 +1,86 @@
+"""What every backend of qk_norm_rope has to show, on whatever device it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.kernels import qk_norm_rope_ops as ops
+from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
+from tests.kernels.qk_oracle import Arguments, Case, oracle
+
+
+def gradients(
+    function: Callable[..., tuple[Tensor, Tensor]], arguments: Arguments, seed: int = 1
+) -> tuple[Tensor, ...]:
+    """Of all tensors, for a random gradient of the outputs."""
+    outputs = function(*arguments.tensors, **arguments.options)
+    return torch.autograd.grad(outputs, arguments.leaves, random_like(outputs, seed))
+
+
+def random_like(outputs: Sequence[Tensor], seed: int = 1) -> list[Tensor]:
+    """Gradients that bfloat16 holds, hence the same ones for outputs of any dtype."""
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(y.shape, generator=rng, dtype=torch.float64).bfloat16().to(y.device, y.dtype) for y in outputs]
+
+
+def relative(value: Tensor, exact: Tensor) -> float:
+    """The relative error in the L2 norm."""
+    return float((value.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp(min=1e-30))
+
+
+def check_accuracy(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu", seed: int = 0) -> None:
+    """Errors against float64 are those of the reference, which is bitwise diffusers' eager code."""
+    arguments = case.arguments(dtype, seed=seed, device=device)
+    mine = Arguments(arguments.tensors, arguments.options | {"backend": backend})
+    plain = Arguments(arguments.tensors, arguments.options | {"backend": "reference"})
+    double = arguments.double()
+
+    def compare(ours: Sequence[Tensor], reference: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+        for value, eager, expected in zip(ours, reference, exact, strict=True):
+            assert value.dtype is eager.dtype and value.shape == eager.shape
+            assert relative(value, expected) <= max(1.05 * relative(eager, expected), 1e-6), (case, value, expected)
+
+    compare(*(f(*a.tensors, **a.options) for f, a in ((qk_norm_rope, mine), (qk_norm_rope, plain), (oracle, double))))
+    compare(gradients(qk_norm_rope, mine), gradients(qk_norm_rope, plain), gradients(oracle, double))
+
+
+def check_repeats(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu", times: int = 2) -> None:
+    """Bitwise the same, forward and backward."""
+    arguments = case.arguments(dtype, device=device)
+    arguments.options["backend"] = backend
+    first = gradients(qk_norm_rope, arguments)
+    outputs = qk_norm_rope(*arguments.tensors, **arguments.options)
+    for _ in range(times - 1):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(qk_norm_rope, arguments), first, strict=True))
+        again = qk_norm_rope(*arguments.tensors, **arguments.options)
+        assert all(torch.equal(a, b) for a, b in zip(again, outputs, strict=True))
+
+
+def check_parts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> None:
+    """The ops for heads spread over ranks: sums, and forward and backward with statistics from outside."""
+    arguments = case.arguments(dtype, device=device)
+    q, k, q_weight, k_weight, *_ = (None if t is None else t.detach() for t in arguments.tensors)
+    assert q is not None and k is not None
+    cos, sin = arguments.options["rope"] or (None, None)
+    rng = torch.Generator().manual_seed(2)
+    rstds, means = ([torch.rand(x.shape[:2], generator=rng).to(device) + 0.5 for x in (q, k)] for _ in range(2))
+    dq, dk = (torch.randn(x.shape, generator=rng).to(device, dtype) for x in (q, k))
+    none = torch.empty(0, device=device)
+
+    def run(name: str) -> list[Tensor]:
+        variant = ("rms", False, case.layout, case.start, False, name)
+        affine = (q_weight, k_weight, None, None, cos, sin)
+        return [
+            *ops.square_sums(q, k, name),
+            *ops.gradient_sums(dq, dk, q, k, q_weight, k_weight, cos, sin, *rstds, case.layout, case.start, name),
+            *ops.forward(q, k, *affine, *rstds, 1e-6, *variant)[:2],
+            *ops.backward(dq, dk, q, k, *affine, none, none, *rstds, *means, *variant)[:4],
+        ]
+
+    for value, expected in zip(run(backend), run("reference"), strict=True):
+        assert value.dtype is expected.dtype and value.shape == expected.shape
+        bound = 2e-6 if value.dtype is torch.float32 else torch.finfo(dtype).eps
+        assert relative(value, expected.double()) <= bound or not expected.numel()

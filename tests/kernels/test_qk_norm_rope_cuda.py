@@ -1,0 +1,94 @@
+"""qk_norm_rope's CUDA sources compile wherever a compiler is found; what they compute is tested on GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_videoscale.kernels.cuda.qk_plan import Variant
+from lightning_videoscale.kernels.cuda.qk_tuning import Direction, tuning_for
+from lightning_videoscale.kernels.heads import HeadOp
+from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
+from tests.kernels.qk_oracle import Case
+
+CSRC = Path(__file__).parents[2] / "csrc"
+BF16, FP32 = torch.bfloat16, torch.float32
+WAN, COSMOS = HeadOp("rms", False, "interleaved", False), HeadOp("rms", True, "half", True)
+COGVIDEOX, ROTATION = HeadOp("layer", True, "interleaved", False), HeadOp("none", False, "interleaved", False)
+VARIANTS: dict[str, tuple[HeadOp, torch.dtype, torch.dtype | None, bool, tuple[int, int], int, int, bool]] = {
+    "Wan": (WAN, BF16, BF16, False, (12, 12), 128, 64, False),
+    "Wan 14B": (WAN, BF16, FP32, False, (40, 40), 128, 64, False),
+    "cross-attention": (WAN, BF16, BF16, False, (24, 24), 128, 0, False),
+    "LTX": (WAN, BF16, BF16, False, (32, 32), 64, 32, True),
+    "grouped queries, half": (COSMOS, BF16, BF16, False, (32, 8), 128, 64, False),
+    "CogVideoX": (COGVIDEOX, torch.float16, torch.float16, True, (30, 30), 64, 32, False),
+    "rotation alone": (ROTATION, FP32, None, False, (12, 12), 128, 64, False),
+}
+
+
+def variant(name: str, direction: Direction, outside: bool = False, sums_only: bool = False) -> Variant:
+    op, *rest = VARIANTS[name]
+    return Variant(op, direction, *rest, outside, sums_only)
+
+
+def test_a_stage_is_the_rows_and_the_tables() -> None:
+    assert variant("Wan", "forward").stage_bytes == 12 * 128 * 2 + 2 * 64 * 4
+    assert variant("Wan", "backward").stage_bytes == 2 * 12 * 128 * 2 + 2 * 64 * 4
+    assert variant("LTX", "backward").stage_bytes == 2 * 32 * 64 * 2 + 2 * 32 * 32 * 4
+    assert variant("rotation alone", "backward").stage_bytes == 12 * 128 * 4 + 2 * 64 * 4
+
+
+@pytest.mark.parametrize(("direction", "name"), itertools.product(["forward", "backward"], VARIANTS))
+def test_tuning_fits_a_multiprocessor(direction: Direction, name: str) -> None:
+    made = variant(name, direction)
+    tuning = tuning_for(direction, made.vectors, made.stage_bytes, 227 * 1024 - 1024)
+    assert tuning is not None
+    assert tuning.threads % 32 == 0 and tuning.threads <= 1024 and tuning.stages >= 2
+    assert tuning.blocks * (tuning.stages * made.stage_bytes + 1024) <= 227 * 1024
+    assert tuning.blocks * tuning.threads <= 2048 and tuning.blocks <= 32
+
+
+def test_no_tuning_where_two_rows_do_not_fit() -> None:
+    assert tuning_for("backward", 6400, 200_000, 227 * 1024) is None
+
+
+def test_refuses_the_cpu_by_name() -> None:
+    arguments = Case().arguments(FP32)
+    with pytest.raises(NotImplementedError, match="the tensors are on cpu"):
+        qk_norm_rope(*arguments.tensors, **arguments.options, backend="cuda")
+
+
+COMPILED = [
+    *((variant(name, direction), 90) for name in VARIANTS for direction in ("forward", "backward")),
+    *((variant("Wan", direction), 100) for direction in ("forward", "backward")),
+    *((variant("Wan", direction, outside=True), 90) for direction in ("forward", "backward")),
+    *((variant("Wan", direction, sums_only=True), 90) for direction in ("forward", "backward")),
+]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(("made", "arch"), COMPILED, ids=lambda value: str(value)[:70])
+def test_compiles_without_spilling(made: Variant, arch: int, tmp_path: Path) -> None:
+    tuning = tuning_for(made.direction, made.vectors, made.stage_bytes, 226 * 1024)
+    assert tuning is not None
+    constants = made.constants() | tuning.constants()
+    output = compile_cubin(f"qk_{made.direction}.cuh", constants, arch, tmp_path)
+    assert "0 bytes spill stores, 0 bytes spill loads" in output, output
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_finalize_compiles(tmp_path: Path) -> None:
+    compile_cubin("qk_finalize.cuh", {"PARAMETER": "__nv_bfloat16"}, 90, tmp_path)
+
+
+def compile_cubin(source: str, constants: dict[str, str | int], arch: int, folder: Path) -> str:
+    defines = [f"-D{name}={value}" for name, value in constants.items()]
+    command = ["nvcc", "-std=c++17", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v", "-x", "cu", *defines]
+    done = subprocess.run([*command, str(CSRC / source), "-o", str(folder / "out")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
