@@ -1,6 +1,7 @@
 """The command line `videoscale`. One command per file.
 
 `videoscale doctor`   checks versions, GPUs and links, and says what to do about what it finds
+`videoscale index`    looks at shards, and keeps a table of what is in them and of what cannot be used
 `videoscale export`   writes the trained weights of a checkpoint for diffusers' ``from_pretrained``
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from lightning_videoscale.cli import doctor, export
+from lightning_videoscale.cli import doctor, export, index
 
 
 def main(args: list[str] | None = None) -> int:
@@ -16,6 +17,7 @@ def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="videoscale", description="Tools around lightning-videoscale.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_command(commands)
+    index.add_command(commands)
     export.add_command(commands)
     options = parser.parse_args(args)
     status: int = options.run(options)

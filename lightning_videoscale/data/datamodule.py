@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data.index import ShardIndex, default_index_file
+from lightning_videoscale.data.indexing import build_index, index_shards, known_shards
 from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
 from lightning_videoscale.data.plan import BucketPlanner, LossWeighting, sequence_length
 from lightning_videoscale.data.reader import MicroBatchReader
@@ -75,9 +76,9 @@ class VideoDataModule(pl.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Indexes the shards once per node and keeps the table, for the other ranks and for the next run."""
-        index, file = self._scan(progress=True)
+        shards, file = self._shards_and_file()
         try:
-            index.save(file)
+            build_index(shards, file, workers=max(1, self._num_workers), progress=True)
         except OSError as error:
             rank_zero_warn(f"The shard index cannot be kept ({error}), so every rank reads the shards. Give `index=`.")
 
@@ -85,12 +86,15 @@ class VideoDataModule(pl.LightningDataModule):
         """Reads the index, and says what of the shards is left alone or exceeds the memory budget."""
         if self._train_index is not None:
             return
-        index, _ = self._scan()
+        shards, file = self._shards_and_file()
+        index = index_shards(shards, known_shards(file))
+        index.check()
         count = len(expand_shards(self._shards))
         self._train_index = ShardIndex(index.shards[:count])
         self._val_index = ShardIndex(index.shards[count:]) if self._val_shards is not None else None
         if not len(self._train_index) or (self._val_index is not None and not len(self._val_index)):
             raise ShardError(f"No samples found in {'val_shards' if len(self._train_index) else 'shards'}.")
+        self._warn_of_refused(index)
         self._warn_of_ignored(index)
         self._warn_of_oversized(index)
 
@@ -116,13 +120,11 @@ class VideoDataModule(pl.LightningDataModule):
         planner = self._planner(index, micro_batches=1, loss_weighting="none", shuffle=False)
         return self._loader(index, planner, repeat_first_epoch=True)
 
-    def _scan(self, progress: bool = False) -> tuple[ShardIndex, Path]:
-        paths = expand_shards(self._shards)
+    def _shards_and_file(self) -> tuple[list[str], Path]:
+        shards = expand_shards(self._shards)
         if self._val_shards is not None:
-            paths += expand_shards(self._val_shards)
-        file = default_index_file(paths) if self._index_file is None else Path(self._index_file)
-        known = ShardIndex.load(file) if file.exists() else None
-        return ShardIndex.scan(paths, known, progress), file
+            shards += expand_shards(self._val_shards)
+        return shards, default_index_file(shards) if self._index_file is None else Path(self._index_file)
 
     def _dp_rank_and_size(self) -> tuple[int, int]:
         if self.trainer is None:
@@ -175,10 +177,19 @@ class VideoDataModule(pl.LightningDataModule):
                 + (', or VideoDataModule(loss_weighting="none").' if self._loss_weighting == "sample" else ".")
             )
 
+    def _warn_of_refused(self, index: ShardIndex) -> None:
+        if index.refused:
+            shown = "; ".join(f"{shard}: {member!r}: {reason}" for shard, (member, reason) in index.refused[:3])
+            rank_zero_warn(
+                f"{len(index.refused)} members of the shards are left out ({shown}{'; …' * (len(index.refused) > 3)}). "
+                "`videoscale index` lists all of them."
+            )
+
     def _warn_of_ignored(self, index: ShardIndex) -> None:
         if ignored := sorted({extension for shard in index.shards for extension in shard.ignored}):
             rank_zero_warn(
-                f"The shards hold members that are left alone: {ignored}. Only npy, json and txt are decoded."
+                f"The shards hold members that are left alone: {ignored}. Read are the one video, image or latents "
+                "that a sample is about, and beside it npy, safetensors, json, txt, and images that have a name."
             )
 
     def _warn_of_oversized(self, index: ShardIndex) -> None:

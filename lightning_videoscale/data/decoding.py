@@ -15,6 +15,10 @@ import numpy as np
 import torch
 from numpy.lib import format as npy
 
+from lightning_videoscale.data.frames import decode_image
+from lightning_videoscale.data.media import IMAGE_SUFFIXES
+from lightning_videoscale.data.safetensors import main_tensor, read_tensors
+
 PICKLED = frozenset({"pyd", "pkl", "pickle", "pth", "pt"})
 """Formats that run code when they are loaded."""
 
@@ -29,14 +33,15 @@ def suffix(extension: str) -> str:
 
 def is_decodable(extension: str) -> bool:
     """Whether `decode` knows the format."""
-    return suffix(extension) in ("npy", "json", "txt")
+    return suffix(extension) in {"npy", "safetensors", "json", "txt"} | IMAGE_SUFFIXES
 
 
 def decode(extension: str, data: bytes) -> Any:
     """Decodes one member.
 
     Returns:
-        A tensor for ``npy``, a str for ``txt``, whatever the document holds for ``json``.
+        A tensor for ``npy`` and ``safetensors``, (3, H, W) uint8 for pictures, a str for ``txt``, whatever the document
+        holds for ``json``.
 
     Raises:
         ValueError: If the content is damaged, holds Python objects, or the format is not on the list.
@@ -44,12 +49,17 @@ def decode(extension: str, data: bytes) -> Any:
     match suffix(extension):
         case "npy":
             return _decode_npy(data)
+        case "safetensors":
+            tensors = read_tensors(data)
+            return tensors[main_tensor(tensors)]
         case "json":
             return json.loads(data.decode("utf-8"))
         case "txt":
             return data.decode("utf-8")
+        case picture if picture in IMAGE_SUFFIXES:
+            return decode_image(io.BytesIO(data))
         case other:
-            raise ValueError(f"members of the format {other!r} are not decoded (npy, json and txt are)")
+            raise ValueError(f"members of the format {other!r} are not decoded (npy, safetensors, json, txt, images)")
 
 
 def npy_header(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int]:

@@ -1,7 +1,9 @@
-"""The table of all samples: shard, key, latent shape, and the byte range of every member.
+"""The table of all samples: what each is, its true shape, and where its members lie.
 
-Planning needs every shape before the first sample is read, so the shards' headers are read once and the table is kept
-as a JSON file. A shard that has changed since (size or modification time) is read again.
+Planning needs every shape before the first sample is read, so the shards are looked at once and the table is kept: a
+JSON document per line, the first one naming the version, then one per shard. A shard that has changed since (size,
+modification time or ETag) is looked at again. Whoever builds the table appends line by line, so that a build that was
+stopped goes on where it ended.
 """
 
 from __future__ import annotations
@@ -16,104 +18,61 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_videoscale.data.batch import RESERVED, batch_name
-from lightning_videoscale.data.decoding import NPY_HEADER_LIMIT, PICKLED, decode, is_decodable, npy_header, suffix
-from lightning_videoscale.data.shards import ByteRange, Members, ShardError, scan_members
+from lightning_videoscale.data.samples import Samples
+from lightning_videoscale.data.shapes import Media
+from lightning_videoscale.data.shards import ShardError, identity, is_remote, short_names
+from lightning_videoscale.data.tars import Refusal
 
-_VERSION = 1
-_SECONDS_WITHOUT_BAR = 2.0
-
-LatentShape = tuple[int, int, int, int]
-"""Channels, frames, height and width of a sample's latents."""
+_VERSION = 2
+_CACHE = Path("~/.cache/lightning-videoscale")
 
 
-@dataclass(frozen=True, slots=True)
-class SampleEntry:
-    """One sample: its key in the shard, its latent shape, and the members that can be decoded."""
-
-    key: str
-    shape: LatentShape
-    members: Members
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardEntry:
-    """One shard as it was when it was scanned.
+    """One shard as it was when it was looked at.
 
     Attributes:
-        path: Where it lies.
+        url: A local path or a URL.
         size: Bytes of the whole tar.
-        mtime_ns: Its modification time in nanoseconds.
-        samples: What it holds, in the order of the tar.
-        ignored: Extensions that it also holds and that are not decoded, sorted.
+        stamp: Mark of its version.
+        samples: What can be used of it, in the order of the tar.
+        refused: Members that cannot be used, and why.
+        ignored: Extensions that it also holds and that are not read, sorted.
     """
 
-    path: Path
+    url: str
     size: int
-    mtime_ns: int
-    samples: tuple[SampleEntry, ...]
+    stamp: str
+    samples: Samples
+    refused: tuple[Refusal, ...] = ()
     ignored: tuple[str, ...] = ()
 
+    def to_json(self, folder: Path) -> dict[str, Any]:
+        """The entry as it stands in a file in ``folder``: local paths are relative to it, so that both can move."""
+        is_url = is_remote(self.url)
+        place = {"url": self.url} if is_url else {"path": os.path.relpath(identity(self.url), folder.resolve())}
+        version = {"size": self.size, "stamp": self.stamp}
+        left_out = {"refused": self.refused, "ignored": self.ignored}
+        return {**place, **version, "samples": self.samples.to_json(), **left_out}
+
     @classmethod
-    def scan(cls, path: Path) -> ShardEntry:
-        """Reads names and headers of a tar.
+    def from_json(cls, row: dict[str, Any], folder: Path) -> ShardEntry:
+        """Reads what `to_json` wrote.
 
         Raises:
-            ShardError: As `scan_members` does, and if a sample lacks a member, holds a pickle, or its latents are not
-                a floating-point ``.npy`` array of shape (C, F, H, W).
+            KeyError, TypeError, ValueError: If it is something else.
         """
-        stat = path.stat()
-        samples = scan_members(path)
-        extensions = sorted({extension for members in samples.values() for extension in members})
-        if pickles := [extension for extension in extensions if suffix(extension) in PICKLED]:
-            member = next(f"{key}.{pickles[0]}" for key, members in samples.items() if pickles[0] in members)
-            raise ShardError(
-                f"{path}: the member {member!r} is a pickle, which runs code when it is loaded; it is refused. "
-                "Write tensors as .npy and fields as .json."
-            )
-        with path.open("rb") as file:
-            entries = tuple(_describe(path, file.fileno(), key, members) for key, members in samples.items())
-        ignored = tuple(extension for extension in extensions if not is_decodable(extension))
-        return cls(path, stat.st_size, stat.st_mtime_ns, entries, ignored)
-
-    def is_current(self) -> bool:
-        """Whether the file still is what was scanned."""
-        if not self.path.is_file():
-            return False
-        stat = self.path.stat()
-        return (stat.st_size, stat.st_mtime_ns) == (self.size, self.mtime_ns)
+        url = row["url"] if "url" in row else os.path.normpath(folder / row["path"])
+        refused = tuple(Refusal(member, reason) for member, reason in row["refused"])
+        return cls(url, row["size"], row["stamp"], Samples.from_json(row["samples"]), refused, tuple(row["ignored"]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardIndex:
     """All samples of some shards, in a fixed order: sample i is ``samples[i]`` in the shard ``shard_of(i)``."""
 
     shards: tuple[ShardEntry, ...]
-
-    @classmethod
-    def scan(cls, paths: Sequence[Path], known: ShardIndex | None = None, progress: bool = False) -> ShardIndex:
-        """Builds the index of these shards.
-
-        Args:
-            paths: The shards, in the order that samples are numbered.
-            known: An earlier index; of it, shards are read again only if they have changed.
-            progress: Whether to show a progress bar if it takes long.
-
-        Raises:
-            ShardError: If a shard cannot be used, all of them together hold no sample, or the latents' channels differ.
-        """
-        indexed = {shard.path.resolve(): shard for shard in known.shards} if known is not None else {}
-        kept = {path: shard for path, shard in indexed.items() if shard.is_current()}
-        bar = tqdm(
-            paths, "indexing shards", unit="shard", delay=_SECONDS_WITHOUT_BAR, disable=not progress, leave=False
-        )
-        index = cls(tuple(kept.get(path.resolve()) or ShardEntry.scan(path) for path in bar))
-        if not len(index):
-            raise ShardError(f"No samples found: the shards {[str(p) for p in paths]} hold no members.")
-        index._check_channels()
-        return index
 
     @classmethod
     def load(cls, file: Path) -> ShardIndex:
@@ -122,58 +81,80 @@ class ShardIndex:
         Raises:
             ShardError: If the file is no index, or one of another version.
         """
-        try:
-            table = json.loads(file.read_text(encoding="utf-8"))
-            if table["version"] != _VERSION:
-                raise ValueError(f"it has version {table['version']}, this release reads {_VERSION}")
-            return cls(tuple(_shard_from_json(file.parent, row) for row in table["shards"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ShardError(f"{file} is not a shard index ({error}); delete it and it is built again.") from error
+        with file.open(encoding="utf-8") as lines:
+            try:
+                version = json.loads(lines.readline())["version"]
+                if version != _VERSION:
+                    raise ValueError(f"it has version {version}, this release reads {_VERSION}")
+                # The last line of a build that was killed may be cut off.
+                whole = (line for line in lines if line.endswith("\n"))
+                return cls(tuple(ShardEntry.from_json(json.loads(line), file.parent) for line in whole))
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise ShardError(f"{file} is not a shard index ({error}); delete it and it is built again.") from error
 
     def save(self, file: Path) -> None:
-        """Writes the index as JSON, with paths relative to the file, so that both can move together."""
-        table = {"version": _VERSION, "shards": [_shard_to_json(file.parent, shard) for shard in self.shards]}
+        """Writes the index."""
         file.parent.mkdir(parents=True, exist_ok=True)
         # Several nodes may write the same content to a shared folder: each replaces the file in one move.
         draft = file.with_name(f"{file.name}.{os.uname().nodename}.{os.getpid()}")
-        draft.write_text(json.dumps(table, separators=(",", ":")), encoding="utf-8")
+        with draft.open("w", encoding="utf-8") as lines:
+            lines.write(header_line())
+            lines.writelines(shard_line(shard, file.parent) for shard in self.shards)
         draft.replace(file)
 
     def __len__(self) -> int:
         return len(self.samples)
 
     @cached_property
-    def samples(self) -> tuple[SampleEntry, ...]:
+    def samples(self) -> Samples:
         """All samples."""
-        return tuple(sample for shard in self.shards for sample in shard.samples)
+        return Samples.concatenate([shard.samples for shard in self.shards])
 
     @cached_property
-    def _starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return np.cumsum([0] + [len(shard.samples) for shard in self.shards])
+    def refused(self) -> tuple[tuple[str, Refusal], ...]:
+        """What cannot be used, with the name of its shard."""
+        names = zip(self._names, self.shards, strict=True)
+        return tuple((name, refusal) for name, shard in names for refusal in shard.refused)
+
+    @cached_property
+    def shard_numbers(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """(N,) int32, the number of each sample's shard."""
+        return np.repeat(np.arange(len(self.shards), dtype=np.int32), [len(shard.samples) for shard in self.shards])
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
-        """The shards' paths below the folder that all share."""
-        paths = [shard.path.resolve() for shard in self.shards]
-        root = os.path.commonpath([path.parent for path in paths])
-        return tuple(os.path.relpath(path, root) for path in paths)
-
-    def _shard_number(self, sample: int) -> int:
-        return int(np.searchsorted(self._starts, sample, side="right")) - 1
-
-    def _check_channels(self) -> None:
-        first_with = {sample.shape[0]: i for i, sample in reversed(list(enumerate(self.samples)))}
-        if len(first_with) > 1:
-            found = ", ".join(f"{channels} in {self.sample_id(i)}" for channels, i in first_with.items())
-            raise ShardError(f"The latents have different numbers of channels: {found}. One model takes one number.")
+        return short_names([shard.url for shard in self.shards])
 
     def shard_of(self, sample: int) -> ShardEntry:
         """The shard that holds sample number ``sample``."""
-        return self.shards[self._shard_number(sample)]
+        return self.shards[int(self.shard_numbers[sample])]
 
     def sample_id(self, sample: int) -> str:
         """Identity of a sample: its shard's path below the folder that all shards share, and its key."""
-        return f"{self._names[self._shard_number(sample)]}/{self.samples[sample].key}"
+        return f"{self._names[self.shard_numbers[sample]]}/{self.samples.keys[sample]}"
+
+    def check(self) -> None:
+        """Looks whether this can be trained on.
+
+        Raises:
+            ShardError: If nothing in the shards can be used, or the latents differ in their channels.
+        """
+        urls = [shard.url for shard in self.shards]
+        if not len(self) and not self.refused:
+            raise ShardError(f"No samples found: the shards {urls} hold no members.")
+        if not len(self):
+            shard, (member, reason) = self.refused[0]
+            raise ShardError(
+                f"No samples found: nothing in the shards {urls} can be used ({len(self.refused)} refused). The first: "
+                f"{f'{shard}: the member {member!r}' if member else shard}: {reason}."
+            )
+        latents = np.flatnonzero(self.samples.clips.media == Media.LATENTS)
+        channels, first = np.unique(self.samples.channels[latents], return_index=True)
+        if len(channels) > 1:
+            found = (f"{c} in {self.sample_id(int(latents[i]))}" for c, i in zip(channels, first, strict=True))
+            raise ShardError(
+                f"The latents have different numbers of channels: {', '.join(found)}. One model takes one number."
+            )
 
     @cached_property
     def digest(self) -> str:
@@ -181,73 +162,31 @@ class ShardIndex:
 
         Folders and modification times are not part of it, so copies of the same shards agree.
         """
-        rows = (_shard_to_json(shard.path.parent, shard)["samples"] for shard in self.shards)
-        content = list(zip(self._names, rows, strict=True))
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        digest = hashlib.sha256()
+        for name, shard in zip(self._names, self.shards, strict=True):
+            digest.update(repr((name, len(shard.samples))).encode())
+            shard.samples.update(digest)
+        return digest.hexdigest()
 
 
-def default_index_file(paths: Sequence[Path]) -> Path:
-    """Where the index of these shards is kept by default: beside the first one, under a name made from all of them."""
-    folder = paths[0].resolve().parent
-    names = json.dumps([os.path.relpath(path.resolve(), folder) for path in paths])
-    return folder / f"videoscale-index-{hashlib.sha256(names.encode()).hexdigest()[:8]}.json"
+def header_line() -> str:
+    """The first line of an index file."""
+    return json.dumps({"version": _VERSION}) + "\n"
 
 
-def _describe(path: Path, descriptor: int, key: str, members: Members) -> SampleEntry:
-    where = f"{path}: the sample {key!r}"
-    way_out = f"Found {sorted(members)}. A sample has a 'latents.npy' and a 'txt' (or a 'text_embeds.npy')."
-    if "latents.npy" not in members:
-        raise ShardError(f"{where} has no member {key + '.latents.npy'!r}. {way_out}")
-    if "txt" not in members and "text_embeds.npy" not in members:
-        raise ShardError(f"{where} has no member {key + '.txt'!r}. {way_out}")
-    if taken := RESERVED.intersection(batch_name(extension) for extension in members if extension != "txt"):
-        raise ShardError(f"{where} has a member named {sorted(taken)}, which a batch uses itself; rename it.")
-    shape = _latent_shape(where, descriptor, members["latents.npy"])
-    if "json" in members:
-        _check_shape_fields(where, os.pread(descriptor, members["json"].size, members["json"].offset), shape)
-    return SampleEntry(key, shape, {e: at for e, at in members.items() if is_decodable(e)})
+def shard_line(shard: ShardEntry, folder: Path) -> str:
+    """The line of one shard in an index file that lies in ``folder``."""
+    return json.dumps(shard.to_json(folder), separators=(",", ":")) + "\n"
 
 
-def _latent_shape(where: str, descriptor: int, at: ByteRange) -> LatentShape:
-    try:
-        shape, dtype, size = npy_header(os.pread(descriptor, min(at.size, NPY_HEADER_LIMIT), at.offset))
-    except ValueError as error:
-        raise ShardError(f"{where} has latents that cannot be read: {error}.") from error
-    if len(shape) != 4 or min(shape) < 1 or dtype.kind != "f" or size != at.size:
-        raise ShardError(
-            f"{where} has latents of shape {shape}, {dtype}, {at.size} of {size} bytes; "
-            "they must be a whole (C, F, H, W) array of float16 or float32."
-        )
-    channels, frames, height, width = shape
-    return channels, frames, height, width
+def default_index_file(shards: Sequence[str]) -> Path:
+    """Where the index of these shards is kept by default, under a name made from all of them.
 
-
-def _check_shape_fields(where: str, content: bytes, shape: LatentShape) -> None:
-    try:
-        fields = decode("json", content)
-    except (ValueError, RecursionError) as error:
-        raise ShardError(f"{where} has a .json that cannot be read: {error}.") from error
-    if not isinstance(fields, dict):
-        raise ShardError(f"{where} has a .json that holds a {type(fields).__name__}; it must hold an object.")
-    stated = {name: fields[name] for name in ("frames", "height", "width") if name in fields}
-    actual = dict(zip(("frames", "height", "width"), shape[1:], strict=True))
-    if wrong := {name: value for name, value in stated.items() if value != actual[name]}:
-        raise ShardError(
-            f"{where} says {wrong} in its .json and its latents are {actual}; "
-            "the .json describes the latents, keep the pixels' shape under other names."
-        )
-
-
-def _shard_to_json(folder: Path, shard: ShardEntry) -> dict[str, Any]:
-    samples = [[s.key, s.shape, {e: list(at) for e, at in s.members.items()}] for s in shard.samples]
-    path = os.path.relpath(shard.path.resolve(), folder.resolve())
-    return {"path": path, "size": shard.size, "mtime_ns": shard.mtime_ns, "samples": samples, "ignored": shard.ignored}
-
-
-def _shard_from_json(folder: Path, row: dict[str, Any]) -> ShardEntry:
-    samples = (
-        SampleEntry(key, (c, f, h, w), {extension: ByteRange(*at) for extension, at in members.items()})
-        for key, (c, f, h, w), members in row["samples"]
-    )
-    path = Path(os.path.normpath(folder / row["path"]))
-    return ShardEntry(path, row["size"], row["mtime_ns"], tuple(samples), tuple(row["ignored"]))
+    Beside the first shard; in the user's cache folder if that is remote.
+    """
+    if is_remote(shards[0]):
+        folder, names = _CACHE.expanduser(), [identity(shard) for shard in shards]
+    else:
+        folder = Path(shards[0]).resolve().parent
+        names = [s if is_remote(s) else os.path.relpath(identity(s), folder) for s in shards]
+    return folder / f"videoscale-index-{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]}.jsonl"

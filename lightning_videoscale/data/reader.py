@@ -1,83 +1,139 @@
-"""Reads planned micro-batches from the shards."""
+"""Reads samples and planned micro-batches from the shards."""
 
 from __future__ import annotations
 
-import os
+import threading
 from collections import OrderedDict
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import Dataset
 
 from lightning_videoscale.data.batch import Batch, batch_name, collate
 from lightning_videoscale.data.decoding import decode
+from lightning_videoscale.data.frames import decode_clip
 from lightning_videoscale.data.index import ShardEntry, ShardIndex
+from lightning_videoscale.data.media import MediaError
 from lightning_videoscale.data.plan import MicroBatch
-from lightning_videoscale.data.shards import ByteRange, ShardError
+from lightning_videoscale.data.samples import Sample
+from lightning_videoscale.data.shapes import ClipShape, Media
+from lightning_videoscale.data.shards import ShardError
+from lightning_videoscale.data.storage import Shard, open_member, open_shard
 
 _MAX_OPEN = 32
 
 
-class OpenShards:
-    """A bounded set of open shards.
+class Cut(NamedTuple):
+    """What the plan wants of a video or an image.
 
-    Reads name their position (``pread``), so a process forked while shards are open shares no file position with its
-    parent. Pickling leaves the open files behind.
+    Attributes:
+        shape: Frames, height and width of the pixels.
+        start: Seconds from the first frame.
+        fps: Frames per second; the clip's own rate is used where it has fewer.
+    """
+
+    shape: ClipShape
+    start: float = 0.0
+    fps: float = 16.0
+
+
+class OpenShards:
+    """A bounded set of open shards, for any number of threads.
+
+    Pickling leaves the open files behind.
     """
 
     def __init__(self, max_open: int = _MAX_OPEN) -> None:
         self._max_open = max_open
-        self._descriptors: OrderedDict[Path, int] = OrderedDict()
+        self._open: OrderedDict[str, Shard] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def read(self, shard: ShardEntry, at: ByteRange) -> bytes:
-        """Reads a member's bytes.
+    def __getitem__(self, entry: ShardEntry) -> Shard:
+        """The shard that is described by an entry of the index.
 
         Raises:
-            ShardError: If the shard cannot be opened or is no longer the size that was indexed.
+            ShardError: If it cannot be opened or is no longer what was indexed.
         """
-        try:
-            data = os.pread(self._descriptor(shard), at.size, at.offset)
-        except OSError as error:
-            raise ShardError(f"The shard {shard.path} cannot be read any more: {error}.") from error
-        if len(data) != at.size:
+        with self._lock:
+            if (shard := self._open.get(entry.url)) is not None:
+                self._open.move_to_end(entry.url)
+                return shard
+        shard = open_shard(entry.url)
+        size = shard.stat().size
+        if size != entry.size:
             raise ShardError(
-                f"The shard {shard.path} ends before byte {at.offset + at.size}; it was cut after indexing."
+                f"The shard {entry.url} has {size} bytes and had {entry.size} when it was indexed; start again, and it "
+                "is indexed anew."
             )
-        return data
-
-    def close(self) -> None:
-        """Closes what is open."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
-
-    def _descriptor(self, shard: ShardEntry) -> int:
-        if shard.path in self._descriptors:
-            self._descriptors.move_to_end(shard.path)
-        else:
-            descriptor = os.open(shard.path, os.O_RDONLY)
-            self._descriptors[shard.path] = descriptor
-            if len(self._descriptors) > self._max_open:
-                os.close(self._descriptors.popitem(last=False)[1])
-            if (size := os.fstat(descriptor).st_size) != shard.size:
-                raise ShardError(
-                    f"The shard {shard.path} has {size} bytes and had {shard.size} when it was indexed; "
-                    "start again, and it is indexed anew."
-                )
-        return self._descriptors[shard.path]
-
-    def __del__(self) -> None:
-        self.close()
+        with self._lock:
+            self._open[entry.url] = shard
+            if len(self._open) > self._max_open:
+                # A thread that still reads from it holds it open until it is done.
+                self._open.popitem(last=False)
+        return shard
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OpenShards, (self._max_open,)
+
+
+class SampleReader:
+    """Reads and decodes samples of an index.
+
+    Args:
+        index: Says where they lie.
+    """
+
+    def __init__(self, index: ShardIndex) -> None:
+        self.index = index
+        self._shards = OpenShards()
+
+    def read(self, number: int, cut: Cut | None = None) -> dict[str, Any]:
+        """Reads a sample.
+
+        Args:
+            number: Its number in the index.
+            cut: What is wanted of it, if it is a video or an image. Latents are always whole.
+
+        Returns:
+            Its members by their names in a batch: ``latents`` (C, F, H, W) or ``video`` (3, F, H, W) uint8, and all
+            that pass through.
+
+        Raises:
+            ShardError: Naming shard and member, if it cannot be read or decoded, or is not what was indexed.
+        """
+        entry, sample = self.index.shard_of(number), self.index.samples[number]
+        shard = self._shards[entry]
+        main, *others = sample.members
+        if sample.media == Media.LATENTS:
+            others = [main, *others]
+        content = shard.read_all([sample.members[extension] for extension in others])
+        read = {
+            "latents" if e == main else batch_name(e): _decode(entry, f"{sample.key}.{e}", e, data)
+            for e, data in zip(others, content, strict=True)
+        }
+        if sample.media == Media.LATENTS:
+            _check_latents(entry, sample, read["latents"])
+            return read
+        return {"video": self._pixels(shard, entry, sample, cut), **read}
+
+    def _pixels(self, shard: Shard, entry: ShardEntry, sample: Sample, cut: Cut | None) -> torch.Tensor:
+        if cut is None:
+            raise ValueError(f"{entry.url}: {sample.key!r} is no latents: reading it needs a Cut.")
+        extension, at = next(iter(sample.members.items()))
+        frames, height, width, _ = cut.shape
+        fps = min(cut.fps, sample.fps) if sample.media == Media.VIDEO else 0.0
+        try:
+            with open_member(shard, at) as file:
+                return decode_clip(file, frames, height, width, cut.start, fps)
+        except MediaError as error:
+            raise ShardError(f"{entry.url}: the member '{sample.key}.{extension}' cannot be used: {error}.") from error
 
 
 class MicroBatchReader(Dataset[Batch]):
     """A map-style dataset whose keys are planned micro-batches and whose values are batches."""
 
     def __init__(self, index: ShardIndex) -> None:
-        self._index = index
-        self._shards = OpenShards()
+        self._samples = SampleReader(index)
 
     def __getitem__(self, micro_batch: MicroBatch) -> Batch:
         """Reads and decodes the samples of one micro-batch.
@@ -85,16 +141,21 @@ class MicroBatchReader(Dataset[Batch]):
         Raises:
             ShardError: Naming shard, sample and member, if one cannot be read or decoded.
         """
-        samples = [self._read(sample) for sample in micro_batch.samples]
-        return collate(samples, [self._index.sample_id(sample) for sample in micro_batch.samples], micro_batch.meta)
+        samples = [self._samples.read(sample) for sample in micro_batch.samples]
+        index = self._samples.index
+        return collate(samples, [index.sample_id(sample) for sample in micro_batch.samples], micro_batch.meta)
 
-    def _read(self, sample: int) -> dict[str, Any]:
-        shard, entry = self._index.shard_of(sample), self._index.samples[sample]
-        return {batch_name(e): self._decode(shard, f"{entry.key}.{e}", e, at) for e, at in entry.members.items()}
 
-    def _decode(self, shard: ShardEntry, member: str, extension: str, at: ByteRange) -> Any:
-        data = self._shards.read(shard, at)
-        try:
-            return decode(extension, data)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ShardError(f"{shard.path}: the member {member!r} cannot be decoded: {error}.") from error
+def _decode(entry: ShardEntry, member: str, extension: str, data: bytes) -> Any:
+    try:
+        return decode(extension, data)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ShardError(f"{entry.url}: the member {member!r} cannot be decoded: {error}.") from error
+
+
+def _check_latents(entry: ShardEntry, sample: Sample, latents: Any) -> None:
+    if tuple(latents.shape) != sample.shape:
+        raise ShardError(
+            f"{entry.url}: the latents of {sample.key!r} have the shape {tuple(latents.shape)} and had {sample.shape} "
+            "when they were indexed; start again, and they are indexed anew."
+        )

@@ -233,7 +233,7 @@ def test_pinned_batches_reach_the_gpu_whole(shards: str) -> None:
 
 def test_an_index_is_kept_beside_the_shards_or_where_it_is_told(shards: str, tmp_path: Path) -> None:
     trainer_with(max_steps=1).fit(Witness(), VideoDataModule(shards, BUDGET))
-    assert len(list((tmp_path / "train").glob("videoscale-index-*.json"))) == 1
+    assert len(list((tmp_path / "train").glob("videoscale-index-*.jsonl"))) == 1
     trainer_with(max_steps=1).fit(Witness(), VideoDataModule(shards, BUDGET, index=tmp_path / "new" / "index.json"))
     assert (tmp_path / "new" / "index.json").exists()
 

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch._utils import ExceptionWrapper
 
-from lightning_videoscale.data import BatchMeta, MicroBatch, ShardError, ShardIndex
+from lightning_videoscale.data import BatchMeta, MicroBatch, ShardError
+from lightning_videoscale.data.indexing import index_shards
 from lightning_videoscale.data.reader import MicroBatchReader, OpenShards
 from tests.data.clips import clip, npy, write_shard
 
 
 def _read(shard: Path, *samples: int) -> dict[str, object]:
     meta = BatchMeta(3, 8, 8, 48, len(samples), 1.0, 1.0)
-    return MicroBatchReader(ShardIndex.scan([shard]))[MicroBatch(samples, meta)]
+    return MicroBatchReader(index_shards([str(shard)]))[MicroBatch(samples, meta)]
 
 
 def test_a_batch_holds_its_samples_in_the_order_of_the_plan(tmp_path: Path) -> None:
@@ -51,27 +52,27 @@ def test_further_members_pass_through(tmp_path: Path) -> None:
 
 
 def test_a_damaged_member_is_named(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "000.tar", [clip(0), clip(1, mask_npy=b"no array"), clip(2) | {"txt": b"\xff\xfe"}])
+    shard = write_shard(tmp_path / "000.tar", [clip(0), clip(1, mask_npy=b"no array"), clip(2, notes_txt=b"\xff\xfe")])
     _read(shard, 0)
     with pytest.raises(ShardError, match=r"000\.tar: the member 'clip00001\.mask\.npy' cannot be decoded: no \.npy"):
         _read(shard, 1)
-    with pytest.raises(ShardError, match=r"'clip00002\.txt' cannot be decoded: 'utf-8' codec"):
+    with pytest.raises(ShardError, match=r"'clip00002\.notes\.txt' cannot be decoded: 'utf-8' codec"):
         _read(shard, 2)
 
 
 def test_an_error_keeps_its_words_on_the_way_out_of_a_worker(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "000.tar", [clip(0) | {"txt": b"\xff"}])
+    shard = write_shard(tmp_path / "000.tar", [clip(0, notes_txt=b"\xff")])
     try:
         _read(shard, 0)
     except ShardError:
         wrapped = pickle.loads(pickle.dumps(ExceptionWrapper(where="in DataLoader worker process 0")))
-    with pytest.raises(ShardError, match=r"000\.tar: the member 'clip00000\.txt' cannot be decoded"):
+    with pytest.raises(ShardError, match=r"000\.tar: the member 'clip00000\.notes\.txt' cannot be decoded"):
         wrapped.reraise()
 
 
 def test_a_shard_that_changes_under_the_reader_is_named(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "000.tar", [clip(0), clip(1)])
-    index = ShardIndex.scan([shard])
+    index = index_shards([str(shard)])
     micro_batch = MicroBatch((1,), BatchMeta(3, 8, 8, 48, 1, 1.0, 1.0))
     reader = MicroBatchReader(index)
     reader[micro_batch]
@@ -81,7 +82,7 @@ def test_a_shard_that_changes_under_the_reader_is_named(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match=r"000\.tar has 1000 bytes and had \d+ when it was indexed"):
         MicroBatchReader(index)[micro_batch]
     shard.unlink()
-    with pytest.raises(ShardError, match=r"000\.tar cannot be read any more: .*No such file"):
+    with pytest.raises(ShardError, match=r"000\.tar cannot be read: .*No such file"):
         MicroBatchReader(index)[micro_batch]
 
 
@@ -90,11 +91,11 @@ def _open_files() -> int:
 
 
 def test_few_shards_are_open_at_a_time(tmp_path: Path) -> None:
-    index = ShardIndex.scan([write_shard(tmp_path / f"{i:03}.tar", [clip(i)]) for i in range(9)])
+    index = index_shards([str(write_shard(tmp_path / f"{i:03}.tar", [clip(i)])) for i in range(9)])
     before, shards = _open_files(), OpenShards(max_open=4)
     for _ in range(2):
         for i in range(9):
-            assert shards.read(index.shards[i], index.samples[i].members["txt"]) == f"a caption, n° {i}".encode()
+            assert shards[index.shards[i]].read(index.samples[i].members["txt"]) == f"a caption, n° {i}".encode()
     assert _open_files() == before + 4
     del shards
     assert _open_files() == before
@@ -102,7 +103,7 @@ def test_few_shards_are_open_at_a_time(tmp_path: Path) -> None:
 
 def test_a_reader_travels_to_another_process_without_open_files(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "000.tar", [clip(0), clip(1)])
-    reader = MicroBatchReader(ShardIndex.scan([shard]))
+    reader = MicroBatchReader(index_shards([str(shard)]))
     micro_batch = MicroBatch((1,), BatchMeta(3, 8, 8, 48, 1, 1.0, 1.0))
     here, before = reader[micro_batch], _open_files()
     there = pickle.loads(pickle.dumps(reader))
@@ -112,11 +113,11 @@ def test_a_reader_travels_to_another_process_without_open_files(tmp_path: Path) 
 
 def test_a_fork_while_shards_are_open_disturbs_nobody(tmp_path: Path) -> None:
     count = 40
-    index = ShardIndex.scan([write_shard(tmp_path / "000.tar", [clip(i) for i in range(count)])])
+    index = index_shards([str(write_shard(tmp_path / "000.tar", [clip(i) for i in range(count)]))])
     shards = OpenShards()
 
     def read_all() -> bool:
-        texts = [shards.read(index.shards[0], sample.members["txt"]) for sample in index.samples for _ in range(20)]
+        texts = [shards[index.shards[0]].read(sample.members["txt"]) for sample in index.samples for _ in range(20)]
         return texts == [f"a caption, n° {i}".encode() for i in range(count) for _ in range(20)]
 
     assert read_all()
