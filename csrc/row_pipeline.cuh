@@ -82,37 +82,45 @@ struct RowPipeline {
     // This thread's k-th vector of row r of an input in the oldest stage.
     template <int INPUT>
     __device__ __forceinline__ const void* own(int r, int k) const {
-        return place(drain, INPUT, r) + (k * THREADS + threadIdx.x) * (row_bytes(INPUT) / VECTORS);
+        return place<INPUT>(drain, r) + (k * THREADS + threadIdx.x) * (BYTES<INPUT> / VECTORS);
     }
 
   private:
-    __device__ static constexpr int row_bytes(int input) {
+    static constexpr int row_bytes(int input) {
         const int bytes[] = {ROW_BYTES...};
         return bytes[input];
     }
-    __device__ static constexpr int offset(int input) {
-        int sum = 0;
-        for (int i = 0; i < input; ++i) sum += ROWS * row_bytes(i);
-        return sum;
-    }
-    __device__ __forceinline__ char* place(int stage, int input, int r) const {
-        return ring + stage * (ROWS * BYTES_PER_ROW) + offset(input) + r * row_bytes(input);
-    }
+    static constexpr int offset(int input) { return input == 0 ? 0 : offset(input - 1) + ROWS * row_bytes(input - 1); }
+    // As constants by type: a loop over inputs would look them up at run time.
+    template <int INPUT>
+    static constexpr int BYTES = row_bytes(INPUT);
+    template <int INPUT>
+    static constexpr int OFFSET = offset(INPUT);
 
-    __device__ __forceinline__ const char* origin(int input, int row) const {
-        return static_cast<const char*>(sources[input].rows) + row * sources[input].stride;
+    template <int INPUT>
+    __device__ __forceinline__ char* place(int stage, int r) const {
+        return ring + stage * (ROWS * BYTES_PER_ROW) + OFFSET<INPUT> + r * BYTES<INPUT>;
+    }
+    template <int INPUT>
+    __device__ __forceinline__ const char* origin(int row) const {
+        return static_cast<const char*>(sources[INPUT].rows) + row * sources[INPUT].stride;
     }
 
     __device__ __forceinline__ void request_bulk() {
 #if __CUDA_ARCH__ >= 900
-        Barrier* const full = &shared.full[fill];
         const int count = requested.count();
-        expect_bytes(full, count * BYTES_PER_ROW);
-        for (int r = 0; r < count; ++r) {
-            const int row = requested.row(map, r);
-#pragma unroll
-            for (int i = 0; i < INPUTS; ++i)
-                if (row_bytes(i) > 0) copy_bulk(place(fill, i, r), origin(i, row), row_bytes(i), full);
+        expect_bytes(&shared.full[fill], count * BYTES_PER_ROW);
+        for (int r = 0; r < count; ++r) request_whole<0>(r, requested.row(map, r));
+#endif
+    }
+
+    template <int INPUT>
+    __device__ __forceinline__ void request_whole(int r, int row) {
+#if __CUDA_ARCH__ >= 900
+        if constexpr (INPUT < INPUTS) {
+            if constexpr (BYTES<INPUT> > 0)
+                copy_bulk(place<INPUT>(fill, r), origin<INPUT>(row), BYTES<INPUT>, &shared.full[fill]);
+            request_whole<INPUT + 1>(r, row);
         }
 #endif
     }
@@ -120,14 +128,14 @@ struct RowPipeline {
     template <int INPUT>
     __device__ __forceinline__ void request_own(int r, int row) {
         if constexpr (INPUT < INPUTS) {
-            if constexpr (row_bytes(INPUT) > 0) {
-                constexpr int BYTES = row_bytes(INPUT) / VECTORS, STEP = BYTES < 16 ? BYTES : 16;
+            if constexpr (BYTES<INPUT> > 0) {
+                constexpr int OF_VECTOR = BYTES<INPUT> / VECTORS, STEP = OF_VECTOR < 16 ? OF_VECTOR : 16;
 #pragma unroll
                 for (int k = 0; k < OWN; ++k)
 #pragma unroll
-                    for (int b = 0; b < BYTES; b += STEP) {
-                        const int at = (k * THREADS + threadIdx.x) * BYTES + b;
-                        if (owns(k)) copy_async<STEP>(place(fill, INPUT, r) + at, origin(INPUT, row) + at);
+                    for (int b = 0; b < OF_VECTOR; b += STEP) {
+                        const int at = (k * THREADS + threadIdx.x) * OF_VECTOR + b;
+                        if (owns(k)) copy_async<STEP>(place<INPUT>(fill, r) + at, origin<INPUT>(row) + at);
                     }
             }
             request_own<INPUT + 1>(r, row);
