@@ -39,10 +39,7 @@ class ProcessPool:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Calls ``function(*args, **kwargs)`` on every rank and returns the results in rank order."""
-        if not all(process.is_alive() for process, _ in self._workers):
-            self.stop()
-        if not self._workers:
-            self._start()
+        self.start()
         for _, pipe in self._workers:
             pipe.send((function, args, kwargs))
         deadline = time.monotonic() + self.timeout
@@ -64,6 +61,13 @@ class ProcessPool:
                 self.stop()
                 raise AssertionError(f"ranks {missing} of {self.size} did not finish within {self.timeout} s")
         return [results[rank] for rank in range(self.size)]
+
+    def start(self) -> None:
+        """Starts the workers unless they are there, and does not wait for them: pools can start side by side."""
+        if not all(process.is_alive() for process, _ in self._workers):
+            self.stop()
+        if not self._workers:
+            self._start()
 
     def stop(self) -> None:
         """Ends the workers."""

@@ -13,7 +13,7 @@ from lightning_videoscale.callbacks import FusedKernels
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.callbacks.toy import trainer_with
 from tests.distributed.pool import ProcessPool
-from tests.distributed.test_wan_parity import Clips, Record, RectifiedFlow
+from tests.distributed.wan_training import Clips, Record, RectifiedFlow
 from tests.models import gradient_error, lifted_float_casts
 
 Ranks = Callable[[int], ProcessPool]

@@ -1,112 +1,129 @@
-"""One device and many give the same loss, the same gradients and the same trained parameters."""
+"""One device and four ranks give the same loss, the same gradients and the same trained parameters.
+
+The clips of one device are those of all data-parallel ranks together. `make test` runs cases in which every pair of
+settings occurs, `make test-full` all combinations.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from tests.distributed.parity import CLIP, Case, Errors, Outcome, compare, train_alone
 from tests.distributed.pool import ProcessPool
-from tests.distributed.wan_training import Clips, Record, RectifiedFlow
-from tests.models import gradient_error, lifted_float_casts
+from tests.distributed.zero import needs_deepspeed
+from tests.models import gradient_error
+from tests.pairwise import pairwise_cases
 
 Ranks = Callable[[int], ProcessPool]
+Check = Callable[[Sequence[Case]], None]
+Mesh = tuple[int, int, int]
 
-
-def fit(
-    dtype: torch.dtype, shape: tuple[int, int, int], batch_size: int, module: dict[str, Any], **strategy: Any
-) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Two optimizer steps of two micro-batches each, under one sequence-parallel group of all ranks."""
-    record = Record()
-    with lifted_float_casts() if dtype is torch.float64 else nullcontext():
-        torch.manual_seed(3)
-        trainer = pl.Trainer(
-            strategy=SequenceParallelDDPStrategy(**strategy),
-            accelerator="cpu",
-            devices=torch.distributed.get_world_size(),
-            precision="64-true" if dtype is torch.float64 else "32-true",
-            accumulate_grad_batches=2,
-            max_steps=2,
-            callbacks=[record],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        model = RectifiedFlow(own_noise=True, **module)
-        trainer.fit(model, DataLoader(Clips(shape, dtype), batch_size=batch_size))
-    return record.losses, record.gradients, {name: p.detach() for name, p in model.named_parameters()}
-
-
-CASES = {
-    "even": ((2, 4, 4), 2, {"checkpointing": False, "per_token_timesteps": False}),
-    "checkpointing": ((2, 4, 4), 2, {"checkpointing": True, "per_token_timesteps": False}),
-    "odd_length": ((3, 6, 10), 1, {"checkpointing": False, "per_token_timesteps": False}),
-    "odd_heads": ((1, 4, 6), 2, {"checkpointing": True, "per_token_timesteps": True, "num_attention_heads": 5}),
+BACKENDS = ["ddp", "fsdp2", "fsdp2_replicas", "zero1", "zero2", "zero3", "zero3_late"]
+TABLE: dict[str, Sequence[Any]] = {
+    "backend": BACKENDS,
+    "mesh": [(4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 2, 1), (1, 2, 2), (1, 4, 1)],
+    "tokens": ["even", "odd"],
+    "heads": [4, 5],
+    "masks": [False, True],
+    "clipping": [None, "norm"],
+    "accumulation": [1, 2],
+    "checkpointing": [None, "strategy", "model"],
+    "batch_size": [1, 3],
+    "variant": ["t2v", "ti2v", "i2v"],
 }
+PAIRWISE = [Case(**settings) for settings in pairwise_cases(TABLE)]
+# All combinations, each with one of the variants in turn, such that no other factor is tied to it: 5760 cases.
+FULL_BACKENDS = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+FULL_TABLE = {name: values for name, values in TABLE.items() if name != "variant"} | {"backend": FULL_BACKENDS}
+FULL = [
+    Case(**dict(zip(FULL_TABLE, values, strict=True)), variant=TABLE["variant"][(i + i // 6) % 3])
+    for i, values in enumerate(itertools.product(*FULL_TABLE.values()))
+]
+AT_ONCE = 12
+"""Cases of one call of a pool."""
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_same_training_on_one_two_and_four_ranks(ranks: Ranks, case: str) -> None:
-    losses, gradients, parameters = ranks(1).run(fit, torch.float64, *CASES[case])[0]
-    assert len(losses) == 4
-    assert len(gradients) == 2
-    for size in (2, 4):
-        for got_losses, got_gradients, got_parameters in ranks(size).run(fit, torch.float64, *CASES[case]):
-            assert got_losses == pytest.approx(losses, rel=1e-10)
-            for got, expected in zip(got_gradients, gradients, strict=True):
-                assert gradient_error(got, expected) <= 1e-10
-            assert gradient_error(got_parameters, parameters) <= 1e-10
-
-
-RINGS = {"ring": {"ulysses_size": 1, "ring_size": 4}, "usp": {"ulysses_size": 2, "ring_size": 2}}
-# The pairs that differ most; `make test-full` runs all.
-PAIRS = [("usp", "odd_length"), ("ring", "odd_heads"), ("usp", "checkpointing")]
-
-
-@pytest.mark.parametrize("strategy_checkpointing", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    ("mesh", "case"),
-    [
-        pytest.param(*pair, marks=[] if pair in PAIRS else [pytest.mark.full])
-        for pair in itertools.product(RINGS, CASES)
-    ],
+each_backend = pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=needs_deepspeed if name.startswith("zero") else []) for name in BACKENDS]
 )
-def test_same_training_with_a_ring(ranks: Ranks, mesh: str, case: str, strategy_checkpointing: bool) -> None:
-    shape, batch_size, module = CASES[case]
-    if strategy_checkpointing:
-        module = module | {"checkpointing": False}
-    losses, gradients, parameters = ranks(1).run(fit, torch.float64, shape, batch_size, module)[0]
-    strategy = RINGS[mesh] | {"activation_checkpointing": strategy_checkpointing}
-    for got_losses, got_gradients, got_parameters in ranks(4).run(
-        fit, torch.float64, shape, batch_size, module, **strategy
-    ):
-        assert got_losses == pytest.approx(losses, rel=1e-10)
-        for got, expected in zip(got_gradients, gradients, strict=True):
-            assert gradient_error(got, expected) <= 1e-10
-        assert gradient_error(got_parameters, parameters) <= 1e-10
 
 
-def test_float32_as_the_model_stands(ranks: Ranks) -> None:
-    shape, batch_size, module = CASES["odd_length"]
-    losses, gradients, _ = ranks(1).run(fit, torch.float32, shape, batch_size, module)[0]
-    for size in (2, 4):
-        for got_losses, got_gradients, _ in ranks(size).run(fit, torch.float32, shape, batch_size, module):
-            assert got_losses == pytest.approx(losses, rel=1e-5)
-            # The first step only: AdamW turns the rounding of near-zero gradients into whole steps of the weights.
-            assert gradient_error(got_gradients[0], gradients[0]) <= 1e-5
+@pytest.fixture(scope="module")
+def check(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Check:
+    """Compares cases with one device, whose results are computed once."""
+    folder = tmp_path_factory.mktemp("one_device")
+
+    def check_all(cases: Sequence[Case]) -> None:
+        alone = {case.alone: case for case in cases if not case.file(folder).exists()}
+        ranks(1).run(train_alone, list(alone.values()), folder)
+        for start in range(0, len(cases), AT_ONCE):
+            some = list(cases[start : start + AT_ONCE])
+            for case, *errors in zip(some, *ranks(4).run(compare, some, folder), strict=True):
+                check_one(case, errors, Outcome(*torch.load(case.file(folder))))
+
+    return check_all
 
 
-def test_the_gradient_rule_can_be_seen_to_matter() -> None:
-    """The comparison used above notices a gradient that is off by the number of ranks, or one in a thousand."""
+def check_one(case: Case, errors: list[Errors], expected: Outcome) -> None:
+    tolerance = 1e-5 if case.float32 else 1e-6 if case.is_zero else 1e-10
+    losses = torch.tensor([error.losses for error in errors], dtype=torch.float64)
+    sp = 4 // case.mesh[0]
+    assert torch.equal(losses, losses[::sp].repeat_interleave(sp, 0)), f"{case}: neighbours share clips, not losses"
+    assert losses.mean(0).tolist() == pytest.approx(expected.losses, rel=tolerance), case
+    if case.clipping == "norm":
+        assert all(
+            torch.stack([g.norm() for g in step.values()]).norm() > 5 * CLIP["norm"] for step in expected.gradients
+        )
+    assert max(error.gradients for error in errors) <= tolerance, case
+    assert max(error.parameters for error in errors) <= tolerance, case
+
+
+@each_backend
+def test_every_pair_of_settings(check: Check, backend: str) -> None:
+    check([case for case in PAIRWISE if case.backend == backend])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mesh", TABLE["mesh"], ids=str)
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=needs_deepspeed if name.startswith("zero") else []) for name in FULL_BACKENDS]
+)
+def test_all_combinations(check: Check, backend: str, mesh: Mesh) -> None:
+    check([case for case in FULL if (case.backend, case.mesh) == (backend, mesh)])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ddp", (1, 2, 2), own_noise=True, accumulation=2, checkpointing="strategy"),
+        Case("fsdp2", (1, 1, 4), own_noise=True, batch_size=3),
+        Case("fsdp2", (2, 2, 1), clipping="value"),
+    ],
+    ids=["own_noise_ddp", "own_noise_fsdp2", "clipping_by_value"],
+)
+def test_what_not_every_case_can_have(check: Check, case: Case) -> None:
+    check([case])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ddp", (1, 1, 4), "odd", float32=True),
+        Case("fsdp2", (1, 2, 2), "odd", float32=True),
+        pytest.param(Case("zero3", (2, 1, 2), "odd", float32=True), marks=needs_deepspeed),
+    ],
+    ids=["ddp", "fsdp2", "zero3"],
+)
+def test_float32_as_the_model_stands(check: Check, case: Case) -> None:
+    check([case])
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.001])
+def test_the_comparison_notices_a_wrong_factor(factor: float) -> None:
     reference = {"a": torch.ones(3, dtype=torch.float64), "b": torch.full((2,), 1e-9, dtype=torch.float64)}
-    for factor, name in itertools.product((2.0, 1.001), "a"):
-        assert gradient_error(reference | {name: reference[name] * factor}, reference) > 1e-4
+    assert gradient_error(reference | {"a": reference["a"] * factor}, reference) > 1e-4

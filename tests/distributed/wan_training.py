@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -13,22 +14,65 @@ from torch.utils.data import Dataset
 
 from tests.models import tiny_wan
 
+IMAGE_DIM = 8
+
 
 class Clips(Dataset[dict[str, Tensor]]):
-    """Latents (C, F, H, W), noise, time and text; the sequence has F · H/2 · W/2 tokens."""
+    """Latents (C, F, H, W), noise, time and text; the sequence has F · H/2 · W/2 tokens.
 
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, length: int = 8) -> None:
+    Args:
+        shape: Frames, height and width of the latents.
+        dtype: Of all tensors.
+        length: Number of clips.
+        image: With what Wan 2.1 I2V starts from: tokens of an image encoder and channels beside the latents. Its
+            cross-attention takes the last 512 tokens for text, whatever there are.
+        masks: With texts of different lengths, and a weight for every latent (0 for the first frame, as where it is
+            given, else different for each).
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        length: int = 8,
+        image: bool = False,
+        masks: bool = False,
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.latents = torch.randn(length, 4, *shape, generator=generator, dtype=dtype)
-        self.text = torch.randn(length, 5, 16, generator=generator, dtype=dtype)
-        self.noise = torch.randn(length, 4, *shape, generator=generator, dtype=dtype)
-        self.time = torch.rand(length, generator=generator, dtype=dtype)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(length, *shape, generator=generator, dtype=dtype)
+
+        texts = 512 if image else 5
+        self.tensors = {"latents": draw(4, *shape), "text": draw(texts, 16), "noise": draw(4, *shape)}
+        self.tensors["time"] = torch.rand(length, generator=generator, dtype=dtype)
+        if image:
+            self.tensors |= {"image": draw(7, IMAGE_DIM), "condition": draw(5, *shape)}
+        if masks:
+            lengths = torch.arange(length) % texts + 1
+            self.tensors["text_mask"] = torch.arange(texts) < lengths[:, None]
+            self.tensors["weight"] = draw(1, *shape).abs()
+            self.tensors["weight"][:, :, 0] *= shape[0] == 1
 
     def __len__(self) -> int:
-        return len(self.latents)
+        return len(self.tensors["latents"])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: getattr(self, name)[index] for name in ("latents", "text", "noise", "time")}
+        return {name: x[index] for name, x in self.tensors.items()}
+
+
+class MaskedCrossAttention(WanAttnProcessor):
+    """Cross-attention that leaves out the padding of texts, for which diffusers' Wan has no argument.
+
+    A user's own: sequence parallelism leaves cross-attention alone.
+    """
+
+    mask: Tensor | None = None
+
+    def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, *_: Any) -> Tensor:
+        assert self.mask is not None
+        result: Tensor = super().__call__(attn, hidden_states, encoder_hidden_states, self.mask[:, None, None])
+        return result
 
 
 class RectifiedFlow(pl.LightningModule):
@@ -39,6 +83,9 @@ class RectifiedFlow(pl.LightningModule):
         checkpointing: Use diffusers' own gradient checkpointing.
         own_noise: Draw noise and time in the step; else they come with the clips, and any number of data-parallel ranks
             together compute what one device computes on all their clips.
+        masks: Leave the padding of texts out of cross-attention.
+        compute_dtype: What batches are cast to.
+        **config: As for `tiny_wan`.
     """
 
     def __init__(
@@ -46,25 +93,47 @@ class RectifiedFlow(pl.LightningModule):
         per_token_timesteps: bool = False,
         checkpointing: bool = False,
         own_noise: bool = False,
+        masks: bool = False,
+        compute_dtype: torch.dtype | None = None,
         **config: Any,
     ) -> None:
         super().__init__()
-        self.transformer = tiny_wan(**config)
         self.per_token_timesteps = per_token_timesteps
         self.own_noise = own_noise
-        if checkpointing:
+        self.compute_dtype = compute_dtype
+        self._checkpointing = checkpointing
+        self._config = config
+        self._cross_attention = MaskedCrossAttention() if masks else None
+        self.build()
+
+    def build(self) -> None:
+        self.transformer = tiny_wan(**self._config)
+        if self._checkpointing:
             self.transformer.enable_gradient_checkpointing()
+        if self._cross_attention is not None:
+            for block in self.transformer.blocks:
+                block.attn2.set_processor(self._cross_attention)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        if self.compute_dtype is not None:
+            batch = {name: x.to(self.compute_dtype) if x.is_floating_point() else x for name, x in batch.items()}
         x, noise, t = batch["latents"], batch["noise"], batch["time"]
+        if not t.is_floating_point():  # whole thousandths, which no precision rounds
+            t = t.double() / 1000
         if self.own_noise:
             noise, t = torch.randn_like(x), torch.rand_like(t)
         tokens = x.shape[2] * x.shape[3] // 2 * x.shape[4] // 2
-        spread = torch.linspace(0.5, 1, tokens, dtype=x.dtype, device=x.device)
+        spread = torch.linspace(0.5, 1, tokens, dtype=t.dtype, device=x.device)
         timestep = t[:, None] * spread if self.per_token_timesteps else t
-        sigma = t.view(-1, 1, 1, 1, 1)
-        velocity = self.transformer((1 - sigma) * x + sigma * noise, timestep * 1000, batch["text"]).sample
-        return torch.nn.functional.mse_loss(velocity, noise - x)
+        sigma = t.to(x.dtype).view(-1, 1, 1, 1, 1)
+        noisy = (1 - sigma) * x + sigma * noise
+        if "condition" in batch:
+            noisy = torch.cat((noisy, batch["condition"]), dim=1)
+        if self._cross_attention is not None:
+            self._cross_attention.mask = batch["text_mask"]
+        velocity = self.transformer(noisy, timestep * 1000, batch["text"], batch.get("image")).sample
+        error = (velocity - (noise - x)).square()
+        return (error * batch["weight"]).mean() if "weight" in batch else error.mean()
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         loss = self.loss(batch)
@@ -82,6 +151,17 @@ class RectifiedFlow(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+
+
+class LateRectifiedFlow(RectifiedFlow):
+    """Builds its network where Lightning offers to shard it as it is built."""
+
+    def build(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "transformer"):
+            super().build()
 
 
 class Record(Callback):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch.nn.functional as F
+from torch import Tensor
+
+from tests.models import lifted_float_casts
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed (`make install` installs it)"
@@ -25,4 +30,23 @@ def deepspeed_on_cpu() -> Iterator[None]:
     # Its reductions over shared memory are for inference; compiling them would take a minute where it is done first.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with patch.object(F, "linear", F.linear):  # stage 3 replaces it for good
+        yield
+
+
+@contextmanager
+def float64_inside() -> Iterator[None]:
+    """Layers compute in their input's float64 on parameters of float32, the only ones that ZeRO takes.
+
+    The rounding that remains is that of the parameters and gradients, which ZeRO keeps in float32.
+    """
+
+    def widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            return function(*(a.double() if isinstance(a, Tensor) else a for a in args), **kwargs)
+
+        return call
+
+    names = ("linear", "conv3d", "layer_norm", "rms_norm")
+    with lifted_float_casts(), patch.multiple(F, **{name: widened(getattr(F, name)) for name in names}):
         yield

@@ -1,30 +1,38 @@
 """One GPU and several, over NCCL, compute the same loss and gradients: equal in float32, no less exact in bfloat16.
 
-Every run sees four clips a step and changes no weight, so that its steps are samples of the gradient at one point.
+Every run sees four clips a step and changes no weight, so that its steps are samples of the gradient at one point. The
+workers compare: a run's gradients are large, and its errors a few numbers.
 """
 
 from __future__ import annotations
 
-import gc
-import io
+import functools
+import importlib.util
+import itertools
+import math
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import cache
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
+import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
 
-from lightning_videoscale.strategies import SequenceParallelDDPStrategy
-from lightning_videoscale.strategies.fsdp2 import SequenceParallelFSDP2Strategy
+from lightning_videoscale.strategies import (
+    SequenceParallelDDPStrategy,
+    SequenceParallelDeepSpeedStrategy,
+    SequenceParallelFSDP2Strategy,
+)
+from tests.distributed.groups import reused_groups
+from tests.distributed.parity import Record, ZeroRecord
 from tests.distributed.pool import ProcessPool
-from tests.distributed.wan_training import Clips, Record, RectifiedFlow
+from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.models import gradient_error, lifted_float_casts
 
 pytestmark = [
@@ -33,14 +41,15 @@ pytestmark = [
 ]
 
 Ranks = Callable[[int], ProcessPool]
-Precision = Literal["64-true", "32-true", "bf16-mixed"]
+Precision = Literal["64-true", "32-true", "bf16-mixed", "bf16-true"]
 Mesh = tuple[int, int, int]
 """(dp, ring, ulysses)"""
 
-CLIPS, STEPS = 4, 4
+CLIPS = 4
+STEPS = {"64-true": 4, "32-true": 2, "bf16-mixed": 4, "bf16-true": 4}
 
 # Width 256 and 280; 256 and 135 tokens. The fused kernels want head dims that are multiples of 8.
-CASES: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "even": {"shape": (4, 16, 16), "module": {"num_attention_heads": 4, "attention_head_dim": 64}},
     "odd": {
         "shape": (3, 10, 18),
@@ -51,7 +60,57 @@ MESHES: list[Mesh] = [
     *[(2, 1, 1), (1, 2, 1), (1, 1, 2)],
     *[(4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 2, 1), (1, 2, 2), (1, 4, 1)],
 ]
-WAYS = [("ddp", "collective"), ("ddp", "symmetric"), ("fsdp2", "collective")]
+BACKENDS = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+
+
+class Run(NamedTuple):
+    """One training."""
+
+    model: str
+    precision: Precision
+    backend: str
+    mesh: Mesh = (1, 1, 1)
+    transport: Literal["collective", "symmetric"] = "collective"
+
+    @property
+    def gpus(self) -> int:
+        return math.prod(self.mesh)
+
+    @property
+    def averages_in_bfloat16(self) -> bool:
+        """Whether gradients lose accuracy when they are averaged, over however many GPUs and whatever they share.
+
+        Under ZeRO, Lightning's bf16-mixed is DeepSpeed's bf16, whose gradients are bfloat16; FSDP2 averages in float32.
+        """
+        return self.backend != "fsdp2" and (self.precision == "bf16-true" or self.backend != "ddp")
+
+    @property
+    def unsplit(self) -> Run:
+        """With whole sequences: on one GPU, or on as many as this if an average over them costs accuracy."""
+        mesh = (self.gpus, 1, 1) if self.averages_in_bfloat16 else (1, 1, 1)
+        return self._replace(mesh=mesh, transport="collective")
+
+    def file(self, folder: Path) -> Path:
+        return folder / f"{self.model}_{self.precision}_{self.backend}_{self.mesh[0]}.pt"
+
+
+class Result(NamedTuple):
+    """Losses, and of every step the gradients by name."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+
+
+class Errors(NamedTuple):
+    """The losses, the largest error of one parameter's gradient, and that of all gradients taken as one vector.
+
+    The latter is the root mean square over the steps. One vector and several steps, as the rounding errors of a single
+    small tensor differ by chance by far more than the few hundredths that are asked about.
+    """
+
+    losses: list[float]
+    of_one: float
+    of_all: float
 
 
 class StandingStill(RectifiedFlow):
@@ -59,131 +118,136 @@ class StandingStill(RectifiedFlow):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-class Result(NamedTuple):
-    """Losses, and of every step the gradients by name, on the host."""
+def create_strategy(run: Run) -> Any:
+    _, ring, ulysses = run.mesh
+    arguments: dict[str, Any] = {"ulysses_size": ulysses, "ring_size": ring, "transport": run.transport}
+    if run.backend.startswith("zero"):
+        return SequenceParallelDeepSpeedStrategy(int(run.backend[4]), **arguments)
+    return {"ddp": SequenceParallelDDPStrategy, "fsdp2": SequenceParallelFSDP2Strategy}[run.backend](**arguments)
 
-    losses: list[float]
-    gradients: list[dict[str, Tensor]]
 
-
-def fit(precision: Precision, mesh: Mesh, way: str, transport: str, case: str) -> bytes:
-    """The result of a training; in float64 without the model's float32 casts.
-
-    Bytes, as every tensor that is sent as such takes a file descriptor.
-    """
-    dp, ring, ulysses = mesh
-    settings = CASES[case]
-    strategies: dict[str, Callable[..., Strategy]] = {
-        "ddp": SequenceParallelDDPStrategy,
-        "fsdp2": SequenceParallelFSDP2Strategy,
-    }
-    arguments = {"transport": transport} if transport != "collective" else {}
+def train(run: Run) -> Result:
+    """The result of a training, in float64 without the model's float32 casts; on all ranks the same gradients."""
+    is_zero = run.backend.startswith("zero")
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    record = Record()
-    with lifted_float_casts() if precision == "64-true" else nullcontext():
+    record = (ZeroRecord if is_zero else Record)()
+    with ExitStack() as contexts:
+        contexts.enter_context(reused_groups())
+        contexts.enter_context(patch.object(F, "linear", F.linear))  # which ZeRO-3 replaces for good
+        if run.precision == "64-true":
+            contexts.enter_context(lifted_float_casts())
         trainer = pl.Trainer(
-            strategy=strategies[way](ulysses_size=ulysses, ring_size=ring, **arguments),
+            strategy=create_strategy(run),
             accelerator="auto",
             devices=dist.get_world_size(),
-            precision=precision,
-            max_steps=STEPS,
+            precision=run.precision,
+            max_steps=STEPS[run.precision],
             callbacks=[record],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        model = StandingStill(num_layers=3, ffn_dim=512, **settings["module"])
-        clips = Clips(settings["shape"], torch.float32, length=CLIPS * STEPS)  # the same numbers in all precisions
-        trainer.fit(model, DataLoader(clips, batch_size=CLIPS // dp))
-    end_groups()
-    file = io.BytesIO()
-    torch.save((record.losses, [{name: g.cpu() for name, g in step.items()} for step in record.gradients]), file)
-    return file.getvalue()
+        # The same numbers in all precisions; times in whole thousandths, as bfloat16 would shift them by whole steps.
+        clips = Clips(MODELS[run.model]["shape"], torch.float32, length=CLIPS * STEPS[run.precision])
+        clips.tensors["time"] = (1000 * clips.tensors["time"]).long()
+        module = StandingStill(ffn_dim=512, **MODELS[run.model]["module"])
+        trainer.fit(module, DataLoader(clips, batch_size=CLIPS // run.mesh[0]))
+    gradients = [{name: g.double() for name, g in step.items()} for step in record.gradients]
+    for step in gradients:
+        mine = torch.cat([g.flatten() for g in step.values()])
+        first = mine.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(mine, first), f"{run}: the ranks have different gradients"
+    return Result(record.losses, gradients)
 
 
-def end_groups() -> None:
-    """Ends all process groups but the pool's own: hundreds of communicators would fill memory and file descriptors."""
-    gc.collect()
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+def write(runs: list[Run], folder: Path) -> None:
+    """Writes results for others to be compared with."""
+    for run in runs:
+        result = train(run)
+        if dist.get_rank() == 0:
+            torch.save(tuple(result), run.file(folder))
 
 
-def unpack(result: bytes) -> Result:
-    return Result(*torch.load(io.BytesIO(result)))
+@functools.cache
+def load(file: Path) -> Result:
+    return Result(*torch.load(file, map_location="cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def error(result: Result, exact: Result) -> float:
-    """Root mean square over the steps of the relative error of all gradients, taken as one vector.
+def compare(run: Run, expected: Run, folder: Path) -> Errors:
+    """How far the result of a training is from that of another, which was written."""
+    return _errors(train(run), load(expected.file(folder)))
 
-    One vector and several steps, as the rounding errors of a single small tensor differ by chance by far more than the
-    few hundredths that are asked about.
-    """
-    squares = []
-    for got, expected in zip(result.gradients, exact.gradients, strict=True):
-        difference = sum(float((got[name] - g).square().sum()) for name, g in expected.items())
-        squares.append(difference / sum(float(g.square().sum()) for g in expected.values()))
-    return (sum(squares) / len(squares)) ** 0.5
+
+def compare_written(run: Run, expected: Run, folder: Path) -> Errors:
+    """The same of two results that were written."""
+    return _errors(load(run.file(folder)), load(expected.file(folder)))
+
+
+def _errors(got: Result, expected: Result) -> Errors:
+    of_one, squares = 0.0, []
+    for step, reference in zip(got.gradients, expected.gradients, strict=True):
+        of_one = max(of_one, gradient_error(step, reference))
+        difference = sum(float((step[name] - g).square().sum()) for name, g in reference.items())
+        squares.append(difference / sum(float(g.square().sum()) for g in reference.values()))
+    return Errors(got.losses, of_one, (sum(squares) / len(squares)) ** 0.5)
 
 
 @pytest.fixture(scope="module")
-def one_gpu(gpu_ranks: Ranks) -> Callable[[Precision, str], Result]:
-    """`one_gpu(precision, case)`, computed once."""
+def written(gpu_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`written(run, ...)` is the folder with the results of these runs, each computed once."""
+    folder = tmp_path_factory.mktemp("unsplit")
+    for size in (1, 2, 4):
+        if size <= torch.cuda.device_count():
+            gpu_ranks(size).start()
 
-    @cache
-    def reference(precision: Precision, case: str) -> Result:
-        return unpack(gpu_ranks(1).run(fit, precision, (1, 1, 1), "ddp", "collective", case)[0])
+    def get(*runs: Run) -> Path:
+        for run in runs:
+            if not run.file(folder).exists():
+                gpu_ranks(run.gpus).run(write, [run], folder)
+        return folder
 
-    return reference
-
-
-def run_on_all(gpu_ranks: Ranks, precision: Precision, mesh: Mesh, *case: str) -> Result:
-    """The result of all ranks: they must have the same gradients, and losses whose mean is that of one device."""
-    dp, ring, ulysses = mesh
-    results = [unpack(result) for result in gpu_ranks(dp * ring * ulysses).run(fit, precision, mesh, *case)]
-    for result in results[1:]:
-        for step, first in zip(result.gradients, results[0].gradients, strict=True):
-            assert all(torch.equal(step[name], g) for name, g in first.items())
-    losses = torch.tensor([result.losses for result in results], dtype=torch.float64).mean(0)
-    return Result(losses.tolist(), results[0].gradients)
+    return get
 
 
-def skip_what_is_not(mesh: Mesh, transport: str) -> None:
-    if transport == "symmetric" and mesh[2] == 1:
-        pytest.skip("the symmetric transport is for Ulysses groups")
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+# The symmetric transport is for Ulysses groups.
+RUNS = [
+    Run(model, precision, backend, mesh, transport)
+    for mesh, backend, model in itertools.product(MESHES, BACKENDS, MODELS)
+    for precision in ("32-true", "bf16-mixed", "bf16-true")
+    for transport in ("collective", "symmetric")
+    if transport == "collective" or (mesh[2] > 1 and not backend.startswith("zero"))
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("way", "transport"), WAYS)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_float32_equals_one_gpu(
-    gpu_ranks: Ranks, one_gpu: Callable[[Precision, str], Result], mesh: Mesh, way: str, transport: str, case: str
+def each(runs: list[Run]) -> pytest.MarkDecorator:
+    parameters = [
+        pytest.param(run, id="-".join(map(str, run)), marks=needs_deepspeed if run.backend.startswith("zero") else [])
+        for run in runs
+    ]
+    return pytest.mark.parametrize("run", parameters)
+
+
+@each([run for run in RUNS if run.precision == "32-true"])
+def test_float32_equals_one_gpu(gpu_ranks: Ranks, written: Callable[..., Path], run: Run) -> None:
+    expected = Run(run.model, "32-true", "ddp")
+    folder = written(expected)
+    errors = gpu_ranks(run.gpus).run(compare, run, expected, folder)
+    losses = torch.tensor([error.losses for error in errors], dtype=torch.float64).mean(0)
+    assert losses.tolist() == pytest.approx(torch.load(expected.file(folder))[0], rel=1e-5)
+    assert max(error.of_one for error in errors) <= 1e-5
+
+
+@each([run for run in RUNS if run.precision != "32-true" and run != run.unsplit])
+def test_bf16_is_as_near_to_float64_as_unsplit(
+    gpu_ranks: Ranks, written: Callable[..., Path], record_property: Callable[[str, object], None], run: Run
 ) -> None:
-    skip_what_is_not(mesh, transport)
-    got, expected = run_on_all(gpu_ranks, "32-true", mesh, way, transport, case), one_gpu("32-true", case)
-    assert got.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert len(got.gradients) == STEPS
-    for step, reference in zip(got.gradients, expected.gradients, strict=True):
-        assert gradient_error(step, reference) <= 1e-5
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("way", "transport"), WAYS)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_bf16_is_as_near_to_float64_as_on_one_gpu(
-    gpu_ranks: Ranks,
-    one_gpu: Callable[[Precision, str], Result],
-    record_property: Callable[[str, object], None],
-    mesh: Mesh,
-    way: str,
-    transport: str,
-    case: str,
-) -> None:
-    skip_what_is_not(mesh, transport)
-    exact = one_gpu("64-true", case)
-    alone = error(one_gpu("bf16-mixed", case), exact)
-    ratio = error(run_on_all(gpu_ranks, "bf16-mixed", mesh, way, transport, case), exact) / alone
-    record_property("error over that of one GPU", ratio)
-    assert 1e-4 < alone < 1e-1
+    exact = Run(run.model, "64-true", "ddp")
+    folder = written(exact, run.unsplit)
+    unsplit = gpu_ranks(1).run(compare_written, run.unsplit, exact, folder)[0].of_all
+    ratio = max(error.of_all for error in gpu_ranks(run.gpus).run(compare, run, exact, folder)) / unsplit
+    record_property("error over that with whole sequences", ratio)
+    assert 1e-4 < unsplit < 1e-1
     assert ratio <= 1.05
