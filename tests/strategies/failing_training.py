@@ -83,12 +83,13 @@ def split_plan() -> SplitPlan:
 class Module(pl.LightningModule):
     def __init__(self, fault: str = "none", failing_rank: int = 0) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.net = Net()
         self.fault, self.failing_rank = fault, failing_rank
         self.losses: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.global_step == FAILING_STEP and self.global_rank == self.failing_rank:
+        if self.fault != "none" and self.global_step == FAILING_STEP and self.global_rank == self.failing_rank:
             self.fail()
         loss = (self.net(batch) - batch).square().mean()
         self.losses.append(loss.item())
@@ -119,7 +120,7 @@ def train(
     start: Path | None = None,
 ) -> list[float]:
     """Trains on two devices, saves every step in ``folder``, returns the losses."""
-    torch.manual_seed(0)
+    batch = torch.randn(9, 8, generator=torch.Generator().manual_seed(1))
     with deepspeed_on_cpu() if strategy == "deepspeed" and accelerator == "cpu" else nullcontext():
         built = STRATEGIES[strategy](
             modules=["net"], plan=split_plan(), timeout=timedelta(seconds=timeout), transport=transport
@@ -138,7 +139,7 @@ def train(
             else [],
         ).fit(
             module,
-            DataLoader(torch.randn(STEPS, 9, 8, generator=torch.Generator().manual_seed(1)), batch_size=1),
+            DataLoader(batch.expand(STEPS, 9, 8), batch_size=1),  # always the same: this loader starts anew
             ckpt_path=start,
         )
     return module.losses

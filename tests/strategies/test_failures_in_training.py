@@ -91,8 +91,12 @@ def continue_from(folder: Path, strategy: str) -> list[float]:
     return train(strategy, None, Module(), start=last)
 
 
+def train_whole(strategy: str) -> list[float]:
+    return train(strategy, None, Module())
+
+
 def check_continuation(ranks: Ranks, folder: Path, strategy: str) -> None:
-    whole = ranks(2).run(train, strategy, None, Module())
+    whole = ranks(2).run(train_whole, strategy)
     continued = ranks(2).run(continue_from, folder, strategy)
     assert [len(losses) for losses in continued] == [STEPS - FAILING_STEP] * 2
     assert continued == [pytest.approx(losses[FAILING_STEP:], rel=1e-5) for losses in whole]
