@@ -1,0 +1,60 @@
+"""How large the Triton kernels are: tiles, warps, programs. Measure again when a GPU of another kind matters."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+_INTERPRETED_PROGRAMS = 5  # so that groups and programs meet in every way at small sizes
+
+
+class Launch(NamedTuple):
+    """Constants of a launch over rows.
+
+    Attributes:
+        programs: The grid.
+        rows_per_program: Rows that each walks, the last perhaps fewer.
+        tiles: K.
+        block: Channels per tile.
+        warps: Warps per program.
+        stages: How many rows are under way at once.
+    """
+
+    programs: int
+    rows_per_program: int
+    tiles: int
+    block: int
+    warps: int
+    stages: int
+
+
+def launch_for(rows: int, channels: int, device: torch.device, *, backward: bool) -> Launch:
+    """Returns the launch for ``rows`` > 0 rows of ``channels``."""
+    tiles, block = _tiling(channels)
+    # 16 bytes of bf16 per thread and tile; backward holds twice as many rows in registers.
+    warps = max(1, block // 256) * (2 if backward and tiles > 2 else 1)
+    most = _programs(device, warps)
+    rows_per_program = triton.cdiv(rows, min(rows, most))
+    return Launch(triton.cdiv(rows, rows_per_program), rows_per_program, tiles, block, warps, stages=3)
+
+
+@functools.cache
+def _tiling(channels: int) -> tuple[int, int]:
+    """The fewest tiles of a power of two of channels that leave at most an eighth of the lanes idle."""
+    for block in (1024, 512, 256):
+        tiles = triton.cdiv(channels, block)
+        if 8 * (tiles * block - channels) <= channels:
+            return tiles, block
+    block = min(128, triton.next_power_of_2(channels))
+    return triton.cdiv(channels, block), block
+
+
+@functools.cache
+def _programs(device: torch.device, warps: int) -> int:
+    """Enough programs to fill the device: 16 warps on each multiprocessor."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, 16 // warps)

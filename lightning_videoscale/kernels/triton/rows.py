@@ -1,0 +1,180 @@
+"""The row operations on Triton; interface: `RowBackend`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
+from lightning_videoscale.kernels.triton.backward import backward_kernel
+from lightning_videoscale.kernels.triton.forward import forward_kernel
+from lightning_videoscale.kernels.triton.launch import launch_for
+from lightning_videoscale.kernels.triton.partials import Partials, Walk
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_CHANNELS = 16384
+_KINDS = ("a", "b", "c", "weight", "bias")  # the sums of the backward kernel, in the order of its arguments
+
+
+def objection(op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap) -> str | None:
+    """Returns why Triton cannot run this, or None if it can."""
+    if not x.is_cuda and not triton.knobs.runtime.interpret:
+        return f"the tensors are on {x.device}, and Triton runs on GPUs"
+    tensors = [x, branch, *(t for operand in operands for t in (operand.values, operand.table))]
+    dtypes = {t.dtype for t in tensors if t is not None}
+    if not dtypes <= set(_DTYPES):
+        return f"it computes in float32 and takes {[*_DTYPES]}; got {dtypes}"
+    if x.shape[1] > _MAX_CHANNELS:
+        return f"a row of at most {_MAX_CHANNELS} channels fits in registers; got {x.shape[1]}"
+    return None
+
+
+def forward(
+    op: RowOp,
+    x: Tensor,
+    branch: Tensor | None,
+    gate: Operand | None,
+    scale: Operand | None,
+    shift: Operand | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: RowMap,
+    eps: float,
+) -> RowOutputs:
+    """Computes h, y and the statistics in one launch; see `RowBackend`."""
+    n, d = x.shape
+    h = x.new_empty(n, d) if op.residual else None
+    y = x.new_empty(n, d) if op.norm else None
+    mean = x.new_empty(n, dtype=torch.float32) if op.norm == "layer" else None
+    rstd = x.new_empty(n, dtype=torch.float32) if op.norm else None
+    launch = launch_for(n, d, x.device, backward=False)
+    forward_kernel[(launch.programs,)](
+        x, branch, h, y, mean, rstd,
+        *_pointers(gate), *_pointers(scale), *_pointers(shift), weight, bias, rows.index,
+        _stride(x), _stride(branch), *(0 if o is None else _stride(o.values) for o in (gate, scale, shift)),
+        n, launch.rows_per_program, rows.rows_per_group, eps,
+        NORM=op.norm or "none", TANH=op.gate == "tanh", BRANCH_NORM=op.branch_norm, EAGER=op.rounding == "eager",
+        D=d, K=launch.tiles, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps,
+    )  # fmt: skip
+    return RowOutputs(h, y, mean, rstd)
+
+
+def backward(
+    op: RowOp,
+    dh: Tensor | None,
+    dy: Tensor | None,
+    h: Tensor,
+    branch: Tensor | None,
+    gate: Operand | None,
+    scale: Operand | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    rows: RowMap,
+    eps: float,
+) -> RowGradients:
+    """Computes the gradients in one pass and one small launch that adds the sums; see `RowBackend`."""
+    n, d = h.shape
+    per_row = rows.index is None and rows.rows_per_group == 1
+    launch = launch_for(n, d, h.device, backward=True)
+    walk = Walk.over(rows, launch, all_rows=per_row)
+    by_row = _by_row(gate if op.sums and per_row else None, scale if op.sums and per_row else None, n)
+    kinds = _kinds(gate, scale, weight, bias, per_row) if op.sums else ()
+    partials = Partials(kinds, walk, h)
+    dx = h.new_empty(n, d) if op.norm else None
+    dbranch = None if branch is None or gate is None else branch.new_empty(n, d)
+    backward_kernel[(launch.programs,)](
+        dh, dy, h, branch, dx, dbranch, mean, rstd,
+        *_pointers(gate), *_pointers(scale), weight, bias, rows.index, walk.order, *by_row, *partials.slots_of(_KINDS),
+        *(_stride(t) for t in (dh, dy, h, branch)), *(0 if o is None else _stride(o.values) for o in (gate, scale)),
+        n, launch.rows_per_program, rows.rows_per_group, eps,
+        NORM=op.norm or "none", TANH=op.gate == "tanh", BRANCH_NORM=op.branch_norm, PER_ROW=per_row,
+        D=d, K=launch.tiles, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps,
+    )  # fmt: skip
+    sums = partials.finalize()
+    if per_row:
+        return _per_row_gradients(dx, dbranch, by_row, sums, weight, bias)
+    return _grouped_gradients(op, dx, dbranch, sums, gate, scale, weight, bias)
+
+
+def _kinds(
+    gate: Operand | None, scale: Operand | None, weight: Tensor | None, bias: Tensor | None, per_row: bool
+) -> tuple[str, ...]:
+    """Which sums the kernel keeps: by group, or over all rows where every row is a group."""
+    if not per_row:
+        norm = scale is not None or weight is not None
+        return (*(("a", "b") if norm else ()), *(("c",) if gate is not None else ()))
+    wanted = {
+        "a": scale is not None and scale.table is not None,
+        "b": scale is not None,  # the shift may have a table, which backward does not see
+        "c": gate is not None and gate.table is not None,
+        "weight": weight is not None,
+        "bias": bias is not None,
+    }
+    return tuple(kind for kind in _KINDS if wanted[kind])
+
+
+def _by_row(gate: Operand | None, scale: Operand | None, n: int) -> list[Tensor | None]:
+    """Room for dgate, dscale and dshift where every row has its own."""
+    return [None if o is None else o.values.new_empty(n, o.values.shape[1]) for o in (gate, scale, scale)]
+
+
+def _per_row_gradients(
+    dx: Tensor | None,
+    dbranch: Tensor | None,
+    by_row: list[Tensor | None],
+    sums: dict[str, Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> RowGradients:
+    a, b, c, dweight, dbias = (sums[kind][0] if kind in sums else None for kind in _KINDS)
+    dscale_table = None if a is None or b is None else _dscale(a, b, weight, bias)
+    dgate, dscale, dshift = by_row
+    return RowGradients(dx, dbranch, dgate, dscale, dshift, dweight, dbias, c, dscale_table, b)
+
+
+def _grouped_gradients(
+    op: RowOp,
+    dx: Tensor | None,
+    dbranch: Tensor | None,
+    sums: dict[str, Tensor],
+    gate: Operand | None,
+    scale: Operand | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> RowGradients:
+    """From A, B and C by group: the factor 1 + scale of a group multiplies its whole sums."""
+    dgate = dscale = dshift = dweight = dbias = None
+    if gate is not None and "c" in sums:
+        dgate = sums["c"]
+        if op.gate == "tanh":
+            dgate = dgate * (1 - _composed(gate).tanh().square())
+    if "a" in sums:
+        a, b = sums["a"], sums["b"]
+        factor: Tensor | int = 1
+        if scale is not None:
+            dscale, dshift, factor = _dscale(a, b, weight, bias), b, 1 + _composed(scale)
+        dweight = None if weight is None else (a * factor).sum(dim=0)
+        dbias = None if bias is None else (b * factor).sum(dim=0)
+    return RowGradients(dx, dbranch, dgate, dscale, dshift, dweight, dbias)
+
+
+def _dscale(a: Tensor, b: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Σ dy · (x̂ · weight + bias)."""
+    dscale = a if weight is None else a * weight.float()
+    return dscale if bias is None else dscale + b * bias.float()
+
+
+def _composed(operand: Operand) -> Tensor:
+    values = operand.values.float()
+    return values if operand.table is None else values + operand.table.float()
+
+
+def _pointers(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if operand is None else (operand.values, operand.table)
+
+
+def _stride(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)

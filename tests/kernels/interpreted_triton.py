@@ -1,0 +1,45 @@
+"""Run by test_triton_rows.py in a process of its own, where Triton interprets its kernels on CPU tensors."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from tests.kernels.row_cases import Case, all_variants, assert_close_to_oracle, gradients
+
+
+def every_variant() -> None:
+    for case in all_variants():
+        assert_close_to_oracle(case, "triton")
+
+
+def widths_and_dtypes() -> None:
+    """Tiles with and without a padded tail, groups that end inside a program's rows."""
+    for d in (8, 1152, 1920, 2240):
+        assert_close_to_oracle(Case(b=3, s=4, rows=2, d=d), "triton")
+    # Not bf16, to which the interpreter truncates where GPUs round.
+    for case in (Case(tables=True, affine=True), Case(rows=6, tables=True), Case(activation="tanh", rows=2)):
+        assert_close_to_oracle(replace(case, dtype=torch.float16, modulation_dtype=torch.float16), "triton")
+
+
+def eager_rounding() -> None:
+    """The same roundings as the reference: only a different order of a sum may flip one."""
+    for norm in ("layer", "rms"):
+        for gate in ({}, {"activation": "tanh", "branch_norm": True}):
+            case = Case(norm=norm, affine=True, tables=True, dtype=torch.float16, rounding="eager", **gate)  # type: ignore[arg-type]
+            t = case.tensors()
+            for ours, reference in zip(case.run(t, "triton"), case.run(t, "reference"), strict=True):
+                assert (ours != reference).float().mean() < 0.01
+
+
+def repeats() -> None:
+    case = Case(b=3, s=12, rows=12, indexed=True)
+    t = case.tensors()
+    runs = [gradients(case.run(t, "triton"), t) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
