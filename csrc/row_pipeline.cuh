@@ -86,11 +86,13 @@ struct RowPipeline {
     }
 
   private:
-    static constexpr int row_bytes(int input) {
+    __device__ static constexpr int row_bytes(int input) {
         const int bytes[] = {ROW_BYTES...};
         return bytes[input];
     }
-    static constexpr int offset(int input) { return input == 0 ? 0 : offset(input - 1) + ROWS * row_bytes(input - 1); }
+    __device__ static constexpr int offset(int input) {
+        return input == 0 ? 0 : offset(input - 1) + ROWS * row_bytes(input - 1);
+    }
     // As constants by type: a loop over inputs would look them up at run time.
     template <int INPUT>
     static constexpr int BYTES = row_bytes(INPUT);

@@ -65,6 +65,21 @@ def test_every_source_compiles(capability: tuple[int, int], name: str, tmp_path:
     _compile(NVCC, arch, defines, tmp_path / "finalize.cu")
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_nvrtc_compiles_what_nvcc_does(name: str, tmp_path: Path) -> None:
+    try:
+        toolkit.nvrtc_version(), toolkit.include_folder()
+    except toolkit.CudaUnavailableError as reason:
+        pytest.skip(str(reason))
+    variant = VARIANTS[name]
+    for direction in ("forward", "backward"):
+        tuning = tuning_for(variant, direction, (9, 0), 160 * 1024)
+        assert tuning is not None
+        constants = variant.constants() | tuning.constants()
+        assert nvrtc.cubin(f"rows_{direction}.cuh", constants, "sm_90", folder=tmp_path)
+    assert nvrtc.cubin("rows_finalize.cuh", constants, "sm_90", folder=tmp_path)
+
+
 def _compile(nvcc: str, arch: str, defines: list[str], path: Path) -> None:
     csrc = Path(sources.__file__).parents[2] / "csrc"
     command = [nvcc, "-std=c++17", f"-arch={arch}", "-cubin", f"-I{csrc}", *defines, "-o", f"{path}.cubin", str(path)]
