@@ -52,9 +52,12 @@ class Job:
         return output, ended - float(output.split("fails at ")[1].split()[0])
 
     def left(self) -> list[str]:
-        """Processes with this job's folder among their arguments (zombies that nobody has waited for have none)."""
-        listing = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
-        return [row for row in listing.splitlines() if str(self.folder / "checkpoints") in row]
+        """Processes of this job that run: of its process group, and torchrun's by their arguments."""
+        command = ["ps", "-eo", "pid=,pgid=,stat=,args="]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        running = [row for row in listing.splitlines() if "Z" not in row.split()[2]]
+        mine = str(self.process.pid), str(self.folder / "checkpoints")
+        return [row for row in running if row.split()[1] == mine[0] or mine[1] in row]
 
     def end(self) -> None:
         for row in self.left():
