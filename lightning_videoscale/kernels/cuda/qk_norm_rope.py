@@ -30,8 +30,8 @@ def objection(op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -
     lanes = q.shape[3] // width
     if q.shape[3] % width or lanes > 32 or lanes & (lanes - 1):
         return f"Dh must be {width} times a power of two, at most {32 * width}; got {q.shape[3]}"
-    if max(q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]) >= 2**31:
-        return f"at most 2³¹ - 1 rows; got {q.shape[0] * q.shape[1]} and {k.shape[0] * k.shape[1]}"
+    if max(q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]) > 2**30:
+        return f"at most 2³⁰ rows; got {q.shape[0] * q.shape[1]} and {k.shape[0] * k.shape[1]}"
     if rotation is not None:
         if rotation.cos.data_ptr() % 16 or rotation.sin.data_ptr() % 16:
             return "cos and sin must begin on 16 bytes"

@@ -95,7 +95,7 @@ class Plan:
         self.tuning = tuning
         self.variant = variant
         name = f"qk_{variant.direction}"
-        self._kernel: Kernel = load(
+        self.kernel: Kernel = load(
             f"{name}.cuh",
             name,
             _LAYOUTS[variant.direction],
@@ -126,7 +126,7 @@ class Plan:
     ) -> None:
         """Launches; a side is the members of the struct Side."""
         scalars = (eps, blocks[0]) if self.variant.direction == "forward" else (blocks[0],)
-        self._kernel((sum(blocks), 1, 1), (self.tuning.threads, 1, 1), *sides[0], *sides[1], *_rope(rotation), *scalars)
+        self.kernel((sum(blocks), 1, 1), (self.tuning.threads, 1, 1), *sides[0], *sides[1], *_rope(rotation), *scalars)
 
 
 def device_tuning(variant: Variant, device: int) -> Tuning | None:

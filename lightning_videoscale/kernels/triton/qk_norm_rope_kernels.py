@@ -59,18 +59,18 @@ def _affine(x_hat, weight, bias, like, AFFINE: tl.constexpr, BIAS: tl.constexpr,
 
 @triton.jit
 def _mean(x, width, PER_HEAD: tl.constexpr):
-    if PER_HEAD:
-        return (tl.sum(x, 1) / width)[:, None]
-    return tl.sum(tl.sum(x, 1), 0) / width
+    return (tl.sum(x, 1) / width)[:, None] if PER_HEAD else tl.sum(tl.sum(x, 1), 0) / width
 
 
 @triton.jit
 def _load_parameter(pointer, h, c, exists, dh: tl.constexpr, PER_HEAD: tl.constexpr, GIVEN: tl.constexpr):
     if not GIVEN:
-        return 0.0
-    if PER_HEAD:
-        return tl.load(pointer + c, c < dh, 0.0).to(tl.float32)
-    return tl.load(pointer + h * dh + c, exists, 0.0).to(tl.float32)
+        values = 0.0
+    elif PER_HEAD:
+        values = tl.load(pointer + c, c < dh, 0.0).to(tl.float32)
+    else:
+        values = tl.load(pointer + h * dh + c, exists, 0.0).to(tl.float32)
+    return values
 
 
 @triton.jit

@@ -1,0 +1,131 @@
+"""Problems of qk_norm_rope, what each must move, and a clock."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.kernels.cuda import qk_norm_rope as cuda
+from lightning_videoscale.kernels.cuda.qk_plan import Plan
+from lightning_videoscale.kernels.cuda.qk_tuning import Direction
+from lightning_videoscale.kernels.heads import HeadBackend, HeadOp, Rotation, Side
+from lightning_videoscale.kernels.reference import qk_norm_rope as reference
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One variant at one size.
+
+    Attributes:
+        op: The variant.
+        heads: Of q and of k.
+        head_dim: Dh.
+        n: Tokens.
+    """
+
+    op: HeadOp
+    heads: int
+    head_dim: int
+    n: int
+
+    def data(self) -> tuple[tuple[Side, Side], Rotation, tuple[Tensor, Tensor]]:
+        torch.manual_seed(0)
+        shape = (1, self.n, self.heads, self.head_dim)
+        columns = self.head_dim if self.op.per_head else self.heads * self.head_dim
+
+        def draw(*size: int) -> Tensor:
+            return torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+
+        layer = self.op.norm == "layer"
+        q, k = (Side(draw(*shape), draw(columns), draw(columns) if layer else None) for _ in range(2))
+        angle = torch.randn(1, self.n, 1, self.head_dim // 2, device="cuda")
+        return (q, k), Rotation(angle.cos(), angle.sin(), 0), (draw(*shape), draw(*shape))
+
+    def bytes(self, direction: Direction) -> int:
+        """That must be moved: q and k in and out (and their gradients in), the tables once, backward's statistics."""
+        rows = (4 if direction == "forward" else 6) * 2 * self.heads * self.head_dim
+        statistics_ = 8 * (self.heads if self.op.per_head else 1) if direction == "backward" else 0
+        return self.n * (rows + 4 * self.head_dim + statistics_)
+
+
+def with_statistics(problem: Problem, sides: tuple[Side, Side], rotation: Rotation) -> tuple[Side, Side]:
+    outputs = cuda.forward(problem.op, sides, rotation, 1e-6)
+    q, k = (Side(s.x, s.weight, s.bias, o.mean, o.rstd) for s, o in zip(sides, outputs, strict=True))
+    return q, k
+
+
+def runner(
+    problem: Problem, direction: Direction, plan: Plan | None, backend: HeadBackend = cuda
+) -> Callable[[], list[Tensor]]:
+    """What is timed: one direction of the backend, with a plan if there is one."""
+    sides, rotation, gradients = problem.data()
+    if direction == "backward":
+        sides = with_statistics(problem, sides, rotation)
+
+    def run() -> list[Tensor]:
+        results: Any
+        if direction == "forward" and plan is not None:
+            results = cuda.run_forward(plan, problem.op, sides, rotation, 1e-6)
+        elif direction == "forward":
+            results = backend.forward(problem.op, sides, rotation, 1e-6)
+        elif plan is not None:
+            results = cuda.run_backward(plan, problem.op, gradients, sides, rotation, None)
+        else:
+            results = backend.backward(problem.op, gradients, sides, rotation, None)
+        return [tensor for side in results for tensor in side if tensor is not None]
+
+    return run
+
+
+def exact(problem: Problem, direction: Direction) -> list[Tensor]:
+    """The same in float64."""
+    sides, rotation, gradients = problem.data()
+    q, k = (
+        Side(s.x.double(), None if s.weight is None else s.weight.double(), None if s.bias is None else s.bias.double())
+        for s in sides
+    )
+    wide = Rotation(rotation.cos.double(), rotation.sin.double(), rotation.start)
+    outputs = reference.forward(problem.op, (q, k), wide, 1e-6)
+    results: Any = outputs
+    if direction == "backward":
+        given = tuple(Side(s.x, s.weight, s.bias, o.mean, o.rstd) for s, o in zip((q, k), outputs, strict=True))
+        results = reference.backward(problem.op, tuple(g.double() for g in gradients), given, wide, None)  # type: ignore[arg-type]
+    return [tensor for side in results for tensor in side if tensor is not None]
+
+
+def largest_error(got: list[Tensor], expected: list[Tensor]) -> float:
+    """Of all tensors, relative in the L2 norm; NaN counts as infinite."""
+    errors = [float((g.double() - e).norm() / e.norm()) for g, e in zip(got, expected, strict=True)]
+    return max(error if error == error else float("inf") for error in errors)
+
+
+class Clock:
+    """Times by events, L2 flushed before each repeat, the device held back until the host has enqueued everything."""
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, run: Callable[[], object], repeats: int) -> float:
+        """Microseconds, the median."""
+        for _ in range(3):
+            run()
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        for begin, end in events:
+            self._flush.zero_()
+            torch.cuda._sleep(400_000)
+            begin.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return 1e3 * statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+    def copy(self, bytes_: int, repeats: int) -> float:
+        """Microseconds of a copy that reads and writes ``bytes_`` together."""
+        source = torch.randint(0, 255, (bytes_ // 2,), dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        return self(lambda: target.copy_(source), repeats)

@@ -1,0 +1,208 @@
+"""Finds the best launch of qk_norm_rope's CUDA kernels, by share of the bandwidth of a device copy of as many bytes.
+
+    python -m benchmarks.kernels.sweep_qk --seconds 200 --output sweep_qk.json
+
+First every family's variant is checked against float64 in CUDA and in Triton. Then each candidate launch for Wan's
+sizes (RMS over all heads of 128 channels, interleaved) is checked, compared with itself bitwise and screened at one N,
+and the best are timed at every N, with L2 flushed and the host far ahead. Printed: the best per N, and the lines that
+belong into `MEASURED` of ``kernels/cuda/qk_tuning.py``. A kernel that hangs ends the run; results so far are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.qk_cases import Clock, Problem, exact, largest_error, runner
+from benchmarks.kernels.row_cases import poison
+from benchmarks.kernels.sweep_rows import Watchdog, compile_one
+from lightning_videoscale.kernels.cuda import qk_norm_rope as cuda
+from lightning_videoscale.kernels.cuda.qk_plan import Plan, Variant
+from lightning_videoscale.kernels.cuda.qk_tuning import Direction, Tuning, tuning_for
+from lightning_videoscale.kernels.cuda.toolkit import CudaUnavailableError
+from lightning_videoscale.kernels.heads import HeadBackend, HeadOp
+from lightning_videoscale.kernels.triton import qk_norm_rope as triton
+
+HEAD_DIM, LENGTHS, SCREENED_AT = 128, (8192, 16384, 32768, 65536), 16384
+SHARED_PER_SM, SHARED_PER_BLOCK = 227 * 1024, 226 * 1024
+WAN = HeadOp("rms", False, "interleaved", False)
+OTHERS = {
+    "HunyuanVideo": (HeadOp("rms", True, "interleaved", True), 24, 128),
+    "Cosmos": (HeadOp("rms", True, "half", True), 32, 128),
+    "CogVideoX": (HeadOp("layer", True, "interleaved", False), 48, 64),
+}
+
+
+def variant(heads: int, direction: Direction) -> Variant:
+    pairs = HEAD_DIM // 2
+    return Variant(WAN, direction, torch.bfloat16, torch.bfloat16, False, (heads, heads), HEAD_DIM, pairs, False)
+
+
+def candidates(made: Variant) -> list[Tuning]:
+    """The launches worth trying: enough bytes on their way, registers and shared memory that there are."""
+    found = []
+    for own, blocks, stages in itertools.product((1, 2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 6, 8, 12, 16), (2, 3, 4, 6)):
+        threads, ring = made.vectors // own, stages * made.stage_bytes
+        if made.vectors % own or threads % 32 or threads > 1024 or ring > SHARED_PER_BLOCK:
+            continue
+        registers = 40 + own * (16 if made.direction == "forward" else 24)
+        if threads * blocks < 256 or threads * blocks * registers > 65536 or registers > 255:
+            continue
+        on_the_way = blocks * (stages - 1) * made.stage_bytes
+        if blocks * (ring + 2048) <= SHARED_PER_SM and 20 * 1024 <= on_the_way <= 170 * 1024:
+            found.append(Tuning(threads, stages, blocks))
+    return found
+
+
+def compile_all(work: list[tuple[Variant, Tuning]], arch: str, deadline: float) -> list[tuple[Variant, Tuning]]:
+    """Fills the cache; returns what was compiled in time."""
+    pool = ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("fork"))
+    futures = {
+        pool.submit(compile_one, f"qk_{made.direction}.cuh", made.constants() | tuning.constants(), arch): (
+            made,
+            tuning,
+        )
+        for made, tuning in work
+    }
+    done = set()
+    try:
+        for future in as_completed(futures, timeout=max(1.0, deadline - time.monotonic())):
+            if future.exception() is None:
+                done.add(futures[future])
+            else:
+                print(f"NOT COMPILED {futures[future]}: {str(future.exception())[:500]}", flush=True)
+    except TimeoutError:
+        print(f"Compiled {len(done)} of {len(work)} in time.", flush=True)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return [item for item in work if item in done]
+
+
+def check_families(watchdog: Watchdog) -> None:
+    """Both backends, both directions, against float64."""
+    problems = {f"Wan D={h * HEAD_DIM}": Problem(WAN, h, HEAD_DIM, 1031) for h in (12, 24, 40)}
+    problems |= {name: Problem(op, heads, dh, 1031) for name, (op, heads, dh) in OTHERS.items()}
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for (name, problem), direction in itertools.product(problems.items(), directions):
+        expected = exact(problem, direction)
+        for label, backend in (("cuda", cuda), ("triton", triton)):
+            watchdog.report(f"checking {name} {direction} {label}")
+            error = largest_error(runner(problem, direction, None, backend)(), expected)
+            print(f"{'ok ' if error < 5e-3 else 'BAD'} {name:14} {direction:8} {label:6} error {error:.1e}", flush=True)
+
+
+def screen(
+    heads: int, direction: Direction, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, deadline: float
+) -> list[tuple[float, Tuning, Plan]]:
+    """Checks every launch, times it, and returns the best six and the rule's own."""
+    made = variant(heads, direction)
+    default = tuning_for(direction, made.vectors, made.stage_bytes, SHARED_PER_BLOCK)
+    assert default is not None
+    small, large = (Problem(WAN, heads, HEAD_DIM, n) for n in (1031, SCREENED_AT))
+    expected, screened = exact(small, direction), []
+    for tuning in [default, *(t for t in tunings if t != default)]:
+        if time.monotonic() > deadline:
+            print(f"  screening of {direction} with {heads} heads stopped after {len(screened)} launches", flush=True)
+            break
+        watchdog.report(f"running {direction} with {heads} heads and {tuning}")
+        poison(64 << 20)
+        try:
+            plan = Plan(made, 0, tuning)
+            run = runner(small, direction, plan)
+            got, again = run(), run()
+        except CudaUnavailableError as refused:
+            print(f"  REFUSED {tuning}: {refused}", flush=True)
+            continue
+        error = largest_error(got, expected)
+        if error > 5e-3 or not all(torch.equal(a, b) for a, b in zip(got, again, strict=True)):
+            print(f"  WRONG {direction}, {heads} heads, {tuning}: error {error:.1e}", flush=True)
+            continue
+        screened.append((clock(runner(large, direction, plan), 7), tuning, plan))
+    best = sorted(screened, key=lambda entry: entry[0])[:6]
+    return best + [entry for entry in screened if entry[1] == default and entry not in best]
+
+
+def time_one(problem: Problem, direction: Direction, run: Callable[[], object], clock: Clock) -> dict[str, Any]:
+    microseconds, copy = clock(run, 21), clock.copy(problem.bytes(direction), 21)
+    d = problem.heads * problem.head_dim
+    return {"direction": direction, "d": d, "n": problem.n, "microseconds": microseconds, "share": copy / microseconds}
+
+
+def sweep(arch: str, deadline: float, output: Path) -> None:
+    """Compiles, checks, screens and times; writes rows as they come and prints the best."""
+    begun = time.monotonic()
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    cases = [(heads, direction) for heads in (40, 24, 12) for direction in directions]
+    work = [(variant(*case), tuning) for case in cases for tuning in candidates(variant(*case))]
+    compiled = compile_all(work, arch, begun + 0.4 * (deadline - begun))
+    print(f"compiled {len(compiled)} of {len(work)} launches in {time.monotonic() - begun:.0f} s", flush=True)
+    watchdog, clock, rows, table = Watchdog(40), Clock(), list[dict[str, Any]](), []
+    check_families(watchdog)
+    for number, (heads, direction) in enumerate(cases):
+        mine = [tuning for made, tuning in compiled if made == variant(heads, direction)]
+        share = (deadline - time.monotonic()) / (len(cases) - number)
+        best = screen(heads, direction, mine, clock, watchdog, time.monotonic() + 0.6 * share)
+        timed = []
+        for n, (_, tuning, plan) in itertools.product(LENGTHS, best):
+            watchdog.report(f"timing {direction} with {heads} heads and {tuning} at N = {n}")
+            problem = Problem(WAN, heads, HEAD_DIM, n)
+            row = time_one(problem, direction, runner(problem, direction, plan), clock)
+            timed.append(row | {"tuning": tuple(tuning), "registers": plan.kernel.attribute("NUM_REGS")})
+        rows += timed
+        output.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1))
+        table.append(report(timed, variant(heads, direction)))
+    print("\n".join(table), flush=True)
+    time_others(clock, watchdog)
+
+
+def report(timed: list[dict[str, Any]], made: Variant) -> str:
+    """Prints the best launch per N; returns the line of `MEASURED` of the one whose worst share from 16 384 is best."""
+    for n in LENGTHS:
+        best = max((row for row in timed if row["n"] == n), key=lambda row: row["share"])
+        met = "ok " if best["share"] >= 0.85 or n < 16384 else "LOW"
+        print(f"{met} {best['direction']:8} D={best['d']} N={n:5} {100 * best['share']:5.1f} % of copy "
+              f"{best['microseconds']:7.1f} us {best['tuning']} {best['registers']} regs", flush=True)  # fmt: skip
+    worst: dict[tuple[int, ...], float] = {}
+    for row in timed:
+        if row["n"] >= 16384:
+            worst[row["tuning"]] = min(worst.get(row["tuning"], 9.0), row["share"])
+    chosen = max(worst, key=lambda tuning: worst[tuning])
+    shares = [round(100 * row["share"], 1) for row in timed if row["tuning"] == chosen]
+    return f'    ("{made.direction}", {made.vectors}): Tuning{chosen},  # {shares} %'
+
+
+def time_others(clock: Clock, watchdog: Watchdog) -> None:
+    """Norms per head by the rule's launch, and Triton at Wan's sizes."""
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    problems: list[tuple[str, HeadBackend, Problem]] = [
+        (name, cuda, Problem(op, heads, dh, 32768)) for name, (op, heads, dh) in OTHERS.items()
+    ]
+    problems += [("Wan in Triton", triton, Problem(WAN, heads, HEAD_DIM, 32768)) for heads in (12, 24, 40)]
+    for (name, backend, problem), direction in itertools.product(problems, directions):
+        watchdog.report(f"timing {name} {direction}")
+        row = time_one(problem, direction, runner(problem, direction, None, backend), clock)
+        print(f"    {name:14} {direction:8} D={row['d']} N={row['n']} {100 * row['share']:5.1f} % of copy", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--output", type=Path, required=True, help="JSON of everything that was timed")
+    parser.add_argument("--arch", default="sm_90")
+    arguments = parser.parse_args()
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    sweep(arguments.arch, time.monotonic() + arguments.seconds - 15, arguments.output)
+    os._exit(0)  # The watchdog and unfinished compilations need not be waited for.
+
+
+if __name__ == "__main__":
+    main()
