@@ -3,13 +3,23 @@
 - `norm_modulate`: LayerNorm or RMSNorm, then * (1 + scale) + shift, the adaptive norm of diffusion transformers.
 - `gate_residual`: residual + gate * branch.
 - `gate_residual_norm_modulate`: both in turn, the seam between two branches of a block.
+- `qk_norm_rope`: norm and rotation of q and k; `qk_norm_rope_sharded`: with a token's heads spread over ranks.
 
-These three share their vocabulary (`rows`), the choice of a backend (`backend`) and the way of the modulation to it
+The first three share their vocabulary (`rows`), the choice of a backend (`backend`) and the way of the modulation to it
 (`modulation`, `dispatch`); `reference/`, `triton/` and `cuda/` are the backends.
 """
 
 from lightning_videoscale.kernels.gate_residual import gate_residual
 from lightning_videoscale.kernels.gate_residual_norm_modulate import gate_residual_norm_modulate
 from lightning_videoscale.kernels.norm_modulate import norm_modulate
+from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope, rope_per_pair
+from lightning_videoscale.kernels.qk_norm_rope_sharded import qk_norm_rope_sharded
 
-__all__ = ["gate_residual", "gate_residual_norm_modulate", "norm_modulate"]
+__all__ = [
+    "gate_residual",
+    "gate_residual_norm_modulate",
+    "norm_modulate",
+    "qk_norm_rope",
+    "qk_norm_rope_sharded",
+    "rope_per_pair",
+]
