@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_videoscale.injection import FusedBlock, InjectionReport, inject_fused_kernels
+from lightning_videoscale.kernels.backend import BackendName
 
 
 class FusedKernels(pl.Callback):
@@ -25,12 +26,14 @@ class FusedKernels(pl.Callback):
         report: What was replaced and what was skipped; None until the model was built.
     """
 
-    def __init__(self, extra_blocks: Sequence[FusedBlock] = ()) -> None:
+    def __init__(self, backend: BackendName = "auto", extra_blocks: Sequence[FusedBlock] = ()) -> None:
         """Creates the callback.
 
         Args:
+            backend: What runs the kernels: "auto", or "cuda", "triton" or "reference", which then runs or raises.
             extra_blocks: Blocks of your own, see `lightning_videoscale.injection`.
         """
+        self.backend: BackendName = backend
         self.extra_blocks = tuple(extra_blocks)
         self.report: InjectionReport | None = None
 
@@ -52,7 +55,7 @@ class FusedKernels(pl.Callback):
         pl_module.configure_model = configure_model  # type: ignore[method-assign]
 
     def _inject(self, model: nn.Module) -> None:
-        report = inject_fused_kernels(model, self.extra_blocks)
+        report = inject_fused_kernels(model, self.backend, self.extra_blocks)
         if self.report is not None and not report.replaced:
             return  # a further run with the same model
         self.report = report

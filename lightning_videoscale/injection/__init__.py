@@ -3,7 +3,7 @@
 - `inject`: `inject_fused_kernels`, replaces the forward of every block it knows.
 - `report`: `InjectionReport`, what was replaced, what was skipped and why, and the way back.
 - `fused_block`: `FusedBlock`, how one class of blocks is replaced.
-- `wan_blocks`: the fused forward of diffusers' Wan 2.1 / 2.2 / TI2V block.
+- `wan_blocks`, `wan_attention`: the fused forwards of diffusers' Wan 2.1 / 2.2 / TI2V block and attention.
 - `wan`: Wan's split plan and its attention over a split sequence.
 
 Your own block takes a forward, with the parameter names of the original, and one line that says whose it is::
@@ -14,7 +14,7 @@ Your own block takes a forward, with the parameter names of the original, and on
 
     def fused_forward(self, x, c):
         shift, scale, gate = self.modulation(c).unsqueeze(1).chunk(3, dim=-1)
-        return x + gate * self.mlp(norm_modulate(x, scale, shift, eps=self.norm.eps))
+        return x + gate * self.mlp(norm_modulate(x, scale, shift, eps=self.norm.eps, backend=self.kernel_backend))
 
 
     MY_BLOCK = FusedBlock("my_package.model.MyBlock", fused_forward, what="norm: norm_modulate")

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from torch import nn
 
 from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, fused_class
 from lightning_videoscale.injection.report import InjectionReport, Skipped
+from lightning_videoscale.injection.wan_attention import WAN_ATTENTION
 from lightning_videoscale.injection.wan_blocks import WAN_BLOCK
+from lightning_videoscale.kernels.backend import BackendName
 
-KNOWN_BLOCKS = (WAN_BLOCK,)
+KNOWN_BLOCKS = (WAN_BLOCK, WAN_ATTENTION)
 """The blocks that are known without your help."""
 
 _ALREADY = "uses fused kernels already"
 
 
-def inject_fused_kernels(model: nn.Module, extra_blocks: Sequence[FusedBlock] = ()) -> InjectionReport:
+def inject_fused_kernels(
+    model: nn.Module, backend: BackendName = "auto", extra_blocks: Sequence[FusedBlock] = ()
+) -> InjectionReport:
     """Replaces, in place, the forward of every block of a known class by one that uses fused kernels.
 
     Parameters, submodules, ``state_dict``, hooks and class names stay as they are. Inject after the model is built (and
@@ -25,15 +30,19 @@ def inject_fused_kernels(model: nn.Module, extra_blocks: Sequence[FusedBlock] = 
 
     Args:
         model: The model, or any module that contains it.
+        backend: What runs the kernels: "auto", or "cuda", "triton" or "reference", which then runs or raises.
         extra_blocks: Blocks of your own; one with the class path of a known block takes its place.
 
     Returns:
         What was replaced and what was skipped and why, with an ``undo()``. A warning names skipped blocks too.
 
     Raises:
+        ValueError: If there is no such backend.
         RuntimeError: If a known block was compiled already: the compiled code would go on running the old forward.
         TypeError: If the fused forward's parameters have other names than the original's.
     """
+    if backend not in get_args(BackendName):
+        raise ValueError(f"backend={backend!r} is not one of {get_args(BackendName)}.")
     blocks = {block.class_path: block for block in (*KNOWN_BLOCKS, *extra_blocks)}
     _refuse_compiled(model, blocks)
     report = InjectionReport(type(model).__name__)
@@ -44,7 +53,7 @@ def inject_fused_kernels(model: nn.Module, extra_blocks: Sequence[FusedBlock] = 
         reason = _refusal(module, block)
         if reason is None:
             fused = fused_class(type(module), block)  # type: ignore[arg-type]  # as in fused_block
-            report.replace(path, module, fused, block.what)
+            report.replace(path, module, fused, block.what, backend)
         else:
             report.skipped.append(Skipped(path, type(module).__name__, reason))
     if any(skipped.reason != _ALREADY for skipped in report.skipped):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_videoscale.injection.wan_attention import fused_query_key, is_fused, query_key_value
 from lightning_videoscale.parallel import (
     SequenceContext,
     check_heads,
@@ -45,14 +46,10 @@ class SequenceParallelWanAttention:
         """Attends from and to all tokens of the group; (B, s, dim) in and out."""
         if encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError("Sequence-parallel Wan self-attention takes neither other tokens nor an attention mask.")
-        query, key, value = (
-            attn.to_qkv(hidden_states).chunk(3, dim=-1)
-            if getattr(attn, "fused_projections", False)
-            else (attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states))
-        )
-        query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key), value))
-        if rotary_emb is not None:
-            query, key = rotate_pairs(query, *rotary_emb), rotate_pairs(key, *rotary_emb)
+        query, key, value = query_key_value(attn, hidden_states, None)
+        normed = fused_query_key if is_fused(attn) else query_key
+        query, key = normed(attn, query, key, rotary_emb)
+        value = value.unflatten(-1, (attn.heads, -1))
         out = sequence_parallel_attention(
             query,
             key,
@@ -64,6 +61,12 @@ class SequenceParallelWanAttention:
         projection, dropout = attn.to_out
         projected: Tensor = dropout(projection(out.flatten(2).type_as(query)))
         return projected
+
+
+def query_key(attn: Any, query: Tensor, key: Tensor, rotary_emb: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """What `fused_query_key` computes, operation by operation."""
+    query, key = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key)))
+    return (query, key) if rotary_emb is None else (rotate_pairs(query, *rotary_emb), rotate_pairs(key, *rotary_emb))
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

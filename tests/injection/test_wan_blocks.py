@@ -85,7 +85,10 @@ def prepared(case: Case, dtype: torch.dtype) -> Iterator[tuple[nn.Module, dict[s
         "encoder_hidden_states": draw(2, 7, 16, seed=2),
     }
     with lifted_float_casts() if dtype is torch.float64 else contextlib.nullcontext():
-        yield model.to(dtype), {name: x.to(dtype) for name, x in (defaults | inputs).items()}
+        model.to(dtype)
+        if dtype is torch.bfloat16:  # the rotary tables stay as they are, as they do when a Wan is loaded
+            model.rope = type(model)(**model.config).rope
+        yield model, {name: x.to(dtype) for name, x in (defaults | inputs).items()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -93,7 +96,7 @@ def test_same_output_and_gradients_in_float64(case: Case) -> None:
     with prepared(case, torch.float64) as (model, inputs):
         output, gradients = run(model, inputs)
         report = inject_fused_kernels(model)
-        assert len(report.replaced) == 2 and not report.skipped
+        assert len(report.replaced) == 6 and not report.skipped  # two blocks with two attentions each
         fused_output, fused_gradients = run(model, inputs)
     assert output.dtype is torch.float64
     torch.testing.assert_close(fused_output, output, rtol=1e-12, atol=1e-12)
@@ -101,14 +104,31 @@ def test_same_output_and_gradients_in_float64(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_same_output_to_the_bit_and_gradients_to_the_rounding(case: Case, dtype: torch.dtype) -> None:
-    with prepared(case, dtype) as (model, inputs):
+def test_same_output_to_the_bit_and_gradients_to_the_rounding(case: Case) -> None:
+    with prepared(case, torch.float32) as (model, inputs):
         output, gradients = run(model, inputs)
         inject_fused_kernels(model)
         fused_output, fused_gradients = run(model, inputs)
     assert torch.equal(fused_output, output)
-    assert gradient_error(fused_gradients, gradients) < (1e-5 if dtype is torch.float32 else 0.02)
+    assert gradient_error(fused_gradients, gradients) < 1e-5
+
+
+def distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """‖g - exact‖ / ‖exact‖ over all parameters together."""
+    off = torch.stack([(gradients[name] - g).norm() for name, g in exact.items()])
+    return float(off.norm() / torch.stack([g.norm() for g in exact.values()]).norm())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_bfloat16_the_gradients_are_as_exact_as_without(case: Case) -> None:
+    with prepared(case, torch.float64) as (model, inputs):
+        _, exact = run(model, inputs)
+    with prepared(case, torch.bfloat16) as (model, inputs):
+        output, gradients = run(model, inputs)
+        inject_fused_kernels(model)
+        fused_output, fused_gradients = run(model, inputs)
+    assert torch.equal(fused_output, output)
+    assert distance(fused_gradients, exact) <= 1.05 * distance(gradients, exact)
 
 
 def test_same_under_autocast() -> None:
@@ -185,7 +205,7 @@ def test_an_unknown_version_is_skipped_with_a_warning(monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(model.blocks[0]), "forward", forward)
     with pytest.warns(UserWarning, match=r"skipped 2 WanTransformerBlock .*its forward in diffusers 0\.\d+"):
         report = inject_fused_kernels(model)
-    assert not report.replaced
+    assert {replaced.class_name for replaced in report.replaced} == {"WanAttention"}
     assert [skipped.path for skipped in report.skipped] == ["blocks.0", "blocks.1"]
 
 
@@ -196,8 +216,43 @@ def test_a_block_that_someone_changed_is_skipped_with_the_reason() -> None:
     model.blocks[2].forward = model.blocks[2].forward
     with pytest.warns(UserWarning):
         report = inject_fused_kernels(model)
-    assert not report.replaced
+    assert {replaced.class_name for replaced in report.replaced} == {"WanAttention"}
     reasons = [skipped.reason for skipped in report.skipped]
     assert "norm1 is not diffusers' FP32LayerNorm" in reasons[0] and "LayerNorm((48,)" in reasons[0]
     assert "norm3 has forward hooks" in reasons[1]
     assert "replaced on the instance" in reasons[2]
+
+
+def test_an_attention_that_someone_changed_is_skipped_with_the_reason() -> None:
+    model = tiny_wan()
+    model.blocks[0].attn1.norm_q = nn.LayerNorm(48)
+    model.blocks[0].attn2.norm_k.register_forward_hook(lambda *_: None)
+    model.blocks[1].attn1.set_processor(copy.deepcopy)  # any callable of one's own
+    with pytest.warns(UserWarning):
+        report = inject_fused_kernels(model)
+    reasons = {skipped.path: skipped.reason for skipped in report.skipped}
+    assert list(reasons) == ["blocks.0.attn1", "blocks.0.attn2", "blocks.1.attn1"]
+    assert "norm_q is not a RMSNorm" in reasons["blocks.0.attn1"]
+    assert "norm_k has forward hooks" in reasons["blocks.0.attn2"]
+    assert "its processor is a builtins.function" in reasons["blocks.1.attn1"]
+
+
+def test_a_processor_set_later_is_called() -> None:
+    model = tiny_wan()
+    inject_fused_kernels(model)
+    model.blocks[0].attn1.set_processor(lambda attn, hidden_states, *_: hidden_states + 1)
+    x = torch.randn(1, 3, 48)
+    assert torch.equal(model.blocks[0].attn1(x), x + 1)
+
+
+def test_fused_projections_stay_fused() -> None:
+    with prepared(image_to_video, torch.float32) as (model, inputs):
+        for block in model.blocks:
+            block.attn1.fuse_projections()
+            block.attn2.fuse_projections()
+        output, gradients = run(model, inputs)
+        inject_fused_kernels(model)
+        fused_output, fused_gradients = run(model, inputs)
+    assert torch.equal(fused_output, output)
+    assert "blocks.0.attn1.to_qkv.weight" in fused_gradients
+    assert gradient_error(fused_gradients, gradients) < 1e-5

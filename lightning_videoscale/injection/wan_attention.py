@@ -1,0 +1,150 @@
+"""diffusers' Wan attention with its query and key norms and its rotary embedding fused.
+
+`WAN_ATTENTION`       the fused forward, for self- and cross-attention; the attention itself stays diffusers' own choice
+`fused_query_key`     norms and rotation of query and key in one launch
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, source_hash
+from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
+
+_MODULE = "diffusers.models.transformers.transformer_wan"
+_ATTENTION_FORWARDS = frozenset({"a8981ab4ef376ff2"})  # diffusers 0.37 to 0.42
+_PROCESSOR_CALLS = frozenset({"6bfcee2af4a77d09"})  # diffusers 0.37 to 0.42
+_IMAGE_CONTEXT_REST = 512  # tokens of text behind those of the image, which diffusers takes for granted
+
+
+def query_key_value(attn: Any, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Projects; (B, S, D) each.
+
+    Args:
+        attn: diffusers' ``WanAttention``, its projections fused or not.
+        hidden_states: (B, S, D), what asks.
+        context: (B, T, D), what is asked in cross-attention; None in self-attention.
+    """
+    if not getattr(attn, "fused_projections", False):
+        asked = hidden_states if context is None else context
+        return attn.to_q(hidden_states), attn.to_k(asked), attn.to_v(asked)
+    if context is None:
+        query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+        return query, key, value
+    return attn.to_q(hidden_states), *attn.to_kv(context).chunk(2, dim=-1)
+
+
+def fused_query_key(
+    attn: Any, query: Tensor, key: Tensor, rotary_emb: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Normalises over all heads and rotates; from (B, S, D) to (B, S, H, D/H).
+
+    Args:
+        attn: diffusers' ``WanAttention``.
+        query: (B, S, D).
+        key: (B, T, D), with T = S where there is a rotary embedding.
+        rotary_emb: cos and sin, (1, S, 1, D/H), both members of a pair alike; or None.
+    """
+    rope = None
+    if rotary_emb is not None:
+        cos, sin = rotary_emb
+        rope = cos[..., 0::2], sin[..., 1::2]
+    heads = (attn.heads, -1)
+    return qk_norm_rope(
+        query.unflatten(-1, heads),
+        key.unflatten(-1, heads),
+        attn.norm_q.weight,
+        attn.norm_k.weight,
+        eps=attn.norm_q.eps,
+        rope=rope,
+        backend=attn.kernel_backend,
+    )
+
+
+def _forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    rotary_emb: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The fused forward; a processor that took the place of diffusers' own is called as before."""
+    if not _is_plain(self.processor):
+        replaced: Tensor = self.processor(
+            self, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
+        )
+        return replaced
+    context, image = encoder_hidden_states, None
+    if self.add_k_proj is not None and context is not None:
+        image, context = context.split([context.shape[1] - _IMAGE_CONTEXT_REST, _IMAGE_CONTEXT_REST], dim=1)
+    query, key, value = query_key_value(self, hidden_states, context)
+    query, key = fused_query_key(self, query, key, rotary_emb)
+    own = encoder_hidden_states is None
+    attended = _attend(self.processor, query, key, value.unflatten(-1, (self.heads, -1)), attention_mask, own)
+    if image is not None:
+        attended = attended + _attend(self.processor, query, *_image_key_value(self, image), None, False)
+    projection, dropout = self.to_out
+    projected: Tensor = dropout(projection(attended))
+    return projected
+
+
+def _image_key_value(attn: Any, image: Tensor) -> tuple[Tensor, Tensor]:
+    if getattr(attn, "fused_projections", False):
+        key, value = attn.to_added_kv(image).chunk(2, dim=-1)
+    else:
+        key, value = attn.add_k_proj(image), attn.add_v_proj(image)
+    return attn.norm_added_k(key).unflatten(-1, (attn.heads, -1)), value.unflatten(-1, (attn.heads, -1))
+
+
+def _attend(processor: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, own: bool) -> Tensor:
+    """The attention of diffusers, with the backend that it was told to use; (B, S, D)."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    attended: Tensor = dispatch_attention_fn(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=0.0,
+        is_causal=False,
+        backend=processor._attention_backend,
+        parallel_config=processor._parallel_config if own else None,
+    )
+    return attended.flatten(2, 3).type_as(query)
+
+
+def _is_plain(processor: Any) -> bool:
+    return class_path(type(processor)) == f"{_MODULE}.WanAttnProcessor"
+
+
+def _objection(attn: nn.Module) -> str | None:
+    processor: Any = attn.processor
+    if not _is_plain(processor) or source_hash(type(processor).__call__) not in _PROCESSOR_CALLS:
+        return f"its processor is a {class_path(type(processor))}, not diffusers' WanAttnProcessor as known here"
+    for name in ("norm_q", "norm_k"):
+        norm = attn.get_submodule(name)
+        if type(norm) is not torch.nn.RMSNorm or norm.eps is None or norm.weight is None:
+            return f"{name} is not a RMSNorm with a weight and an eps, as known here, but {norm}"
+        if norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):
+            return f"{name} has forward hooks, which would not be called"
+    if attn.get_submodule("norm_q").eps != attn.get_submodule("norm_k").eps:
+        return "norm_q and norm_k have different eps"
+    return None
+
+
+def is_fused(attn: nn.Module) -> bool:
+    """Whether a ``WanAttention`` has the fused forward."""
+    return fused_block_of(attn) is WAN_ATTENTION
+
+
+WAN_ATTENTION = FusedBlock(
+    class_path=f"{_MODULE}.WanAttention",
+    forward=_forward,
+    what="norm_q, norm_k and the rotary embedding: qk_norm_rope",
+    known_forwards=_ATTENTION_FORWARDS,
+    objection=_objection,
+)
