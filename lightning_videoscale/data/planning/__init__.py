@@ -1,0 +1,14 @@
+"""The plan of an epoch: a pure function of arrays, the same on every rank.
+
+- `table`: `SampleTable`, what the planner knows of the samples.
+- `stream`: in which order an epoch draws them.
+- `batches`: which samples meet in a micro-batch.
+- `arrange`: in which step, on which data-parallel rank a micro-batch is trained.
+- `plan`: `BucketPlanner` and `EpochPlan`, all of it together.
+- `figures`: how good a plan is.
+"""
+
+from lightning_videoscale.data.planning.plan import Balance, BucketPlanner, EpochPlan, LossWeighting, MicroBatch
+from lightning_videoscale.data.planning.table import SampleTable
+
+__all__ = ["Balance", "BucketPlanner", "EpochPlan", "LossWeighting", "MicroBatch", "SampleTable"]

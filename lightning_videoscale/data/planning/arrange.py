@@ -1,0 +1,103 @@
+"""In which step and on which data-parallel rank each micro-batch is trained.
+
+The ranks of a step wait for the slowest at the end of it (DDP), or at every micro-batch (FSDP2, ZeRO-3). Both are
+served by one arrangement. A *row* is what the R ranks train at the same time: R micro-batches of nearly equal cost. A
+step is K rows. Within each row the micro-batches are dealt such that the ranks' sums over the step come out equal: the
+costliest to the rank that has least so far (LPT), rows that differ most first.
+
+Micro-batches of nearly equal cost are found without leaving the order of the stream far behind: all are sorted by cost
+and cut into *bands*; each band, back in the order of the stream, is cut into rows, and rows follow each other by their
+place in the stream. A wide band mixes more shapes in a row, a narrow one balances better; what is in a band with few
+others waits longer for company.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_videoscale.data.draws import Draws
+
+# Relative width of a band for K = 1. A step of K rows mixes K bands, so each may be narrower. With 16 ranks on the mix
+# of benchmarks/data/plan.py, this gives 80 % of the shapes per step that random draws have.
+_BAND_WIDTH = 0.24
+
+
+def in_stream_order(position: NDArray[np.float64], dp_size: int, micro_batches: int, draws: Draws) -> NDArray[np.int64]:
+    """Each rank takes what comes next, whatever it costs: what loaders without a plan do.
+
+    Args:
+        position: (M,) place of every micro-batch in the stream; M is a multiple of ``dp_size * micro_batches``.
+        dp_size: Data-parallel ranks R.
+        micro_batches: Micro-batches K of a rank and step.
+        draws: Who takes it is drawn.
+
+    Returns:
+        (steps, R, K) numbers of micro-batches.
+    """
+    drawn = draws.permutation(len(position))
+    order = drawn[np.argsort(position[drawn], kind="stable")]
+    steps = order.reshape(-1, dp_size * micro_batches)
+    places = np.argsort(draws.uniform(len(position)).reshape(steps.shape), axis=1, kind="stable")
+    return np.take_along_axis(steps, places, axis=1).reshape(-1, dp_size, micro_batches)
+
+
+def balanced(
+    cost: NDArray[np.float64],
+    position: NDArray[np.float64],
+    dp_size: int,
+    micro_batches: int,
+    max_wait: float,
+    draws: Draws,
+) -> NDArray[np.int64]:
+    """Equal cost on every rank, in every step and in every row of it.
+
+    Args:
+        cost: (M,) predicted cost of every micro-batch, above zero.
+        position: (M,) place in the stream; M is a multiple of ``dp_size * micro_batches``.
+        dp_size: Data-parallel ranks R.
+        micro_batches: Micro-batches K of a rank and step.
+        max_wait: Every band makes a row at least this often, in steps.
+        draws: Which rank gets which of the equal shares is drawn: ties would always favour the same.
+
+    Returns:
+        (steps, R, K) numbers of micro-batches.
+    """
+    by_cost = np.argsort(-cost, kind="stable")
+    band = _bands(cost[by_cost], dp_size, micro_batches, max_wait)
+    rows = by_cost[np.lexsort((position[by_cost], band))].reshape(-1, dp_size)
+    in_time = np.argsort(position[rows].mean(axis=1), kind="stable")
+    steps = _deal(rows[in_time].reshape(-1, micro_batches, dp_size), cost)
+    ranks = np.argsort(draws.uniform(len(steps) * dp_size).reshape(-1, dp_size), axis=1, kind="stable")
+    return np.take_along_axis(steps, ranks[:, None, :], axis=2).transpose(0, 2, 1)
+
+
+def _bands(cost: NDArray[np.float64], dp_size: int, micro_batches: int, max_wait: float) -> NDArray[np.int64]:
+    """Number of the band of each micro-batch, by falling cost; every band is a whole number of rows."""
+    total = len(cost)
+    logarithm = -np.log(cost)
+    width = _BAND_WIDTH / math.sqrt(micro_batches)
+    least = total / (micro_batches * max_wait)
+    edges = [0]
+    while (start := edges[-1]) < total:
+        wide = int(np.searchsorted(logarithm, logarithm[start] + width, side="right")) - start
+        rows = math.ceil(max(wide, least) / dp_size)
+        end = start + rows * dp_size
+        edges.append(total if total - end < least / 2 else end)
+    return np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+
+
+def _deal(steps: NDArray[np.int64], cost: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Orders each row of each step, (steps, K, R), such that the sums over K are nearly equal."""
+    spread = np.ptp(cost[steps], axis=2)
+    steps = np.take_along_axis(steps, np.argsort(-spread, axis=1, kind="stable")[:, :, None], axis=1)
+    load = np.zeros((len(steps), steps.shape[2]))
+    for k in range(steps.shape[1]):
+        row = steps[:, k]
+        costliest = np.take_along_axis(row, np.argsort(-cost[row], axis=1, kind="stable"), axis=1)
+        poorest = np.argsort(load, axis=1, kind="stable")
+        np.put_along_axis(steps[:, k], poorest, costliest, axis=1)
+        load += cost[steps[:, k]]
+    return steps

@@ -1,0 +1,105 @@
+"""Which samples meet in a micro-batch.
+
+All samples of a micro-batch have one shape, and no more of them meet than the budget allows. Samples of a shape meet in
+the order of the stream. What remains when a bucket's samples are divided by its batch size is today's problem: the last
+batch is small, and rare shapes wait long for company. Here a shape's samples are divided *evenly* over as many
+micro-batches as the budget and the longest wait ask for.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Batches(NamedTuple):
+    """M micro-batches that have no place yet.
+
+    Attributes:
+        members: (samples,) positions in the stream, micro-batch by micro-batch.
+        starts: (M + 1,) where each micro-batch begins in ``members``.
+        shape_id: (M,) their shapes.
+        position: (M,) when it is to be trained, from 0 to 1: where its first sample lies in the stream, so that none is
+            late for the sake of the others; where ``max_wait`` is None, where it is full, or the end for what never is.
+    """
+
+    members: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    shape_id: NDArray[np.int64]
+    position: NDArray[np.float64]
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """(M,) samples of each."""
+        return np.diff(self.starts)
+
+
+def cut(
+    shape_id: NDArray[np.int64],
+    batch_sizes: NDArray[np.int64],
+    unit_costs: NDArray[np.float64],
+    slots: int,
+    max_wait: float | None,
+) -> Batches:
+    """Cuts a stream of samples into micro-batches, as many as a multiple of ``slots`` where the samples suffice.
+
+    Args:
+        shape_id: (samples,) shape of each sample of the stream; at least one.
+        batch_sizes: (shapes,) samples of a micro-batch at most.
+        unit_costs: (shapes,) cost of one sample.
+        slots: Micro-batches of an optimizer step over all ranks.
+        max_wait: Steps that the samples of a micro-batch are apart in the stream at most, about. None fills every batch
+            however long it takes, and leaves what remains of a bucket to the end.
+    """
+    samples = np.bincount(shape_id, minlength=len(batch_sizes))
+    full = -(-samples // batch_sizes)
+    wanted = full if max_wait is None else _with_bounded_wait(samples, full, slots, max_wait)
+    counts = _fill_slots(samples, wanted, unit_costs, slots)
+
+    shape = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(shape)) - (np.cumsum(counts) - counts)[shape]
+    evenly = number * samples[shape] // counts[shape]
+    # Shapes whose count was raised to fill slots are divided evenly in any case.
+    greedy = np.logical_and(max_wait is None, counts == full)[shape]
+    begin = np.where(greedy, number * batch_sizes[shape], evenly)
+
+    members = np.argsort(shape_id, kind="stable")
+    starts = np.r_[(np.cumsum(samples) - samples)[shape] + begin, len(members)]
+    sizes = np.diff(starts)
+    if max_wait is None:
+        position = np.where(sizes < batch_sizes[shape], len(members), members[starts[1:] - 1])
+    else:
+        position = members[starts[:-1]]
+    return Batches(members, starts, shape, position / len(members))
+
+
+def _with_bounded_wait(
+    samples: NDArray[np.int64], full: NDArray[np.int64], slots: int, max_wait: float
+) -> NDArray[np.int64]:
+    """Micro-batches per shape such that the samples of one are not too many steps apart."""
+    counts = full
+    # More micro-batches make more steps, and these more micro-batches: a few rounds settle it.
+    for _ in range(8):
+        steps = counts.sum() / slots
+        counts = np.maximum(full, np.minimum(samples, np.ceil(steps / max_wait).astype(np.int64)))
+    return counts
+
+
+def _fill_slots(
+    samples: NDArray[np.int64], counts: NDArray[np.int64], unit_costs: NDArray[np.float64], slots: int
+) -> NDArray[np.int64]:
+    """Raises counts to a multiple of the slots, where micro-batches cost most and still hold two samples."""
+    counts = counts.copy()
+    heap = [(-unit_costs[s] * samples[s] / counts[s], s) for s in np.flatnonzero(samples > counts).tolist()]
+    heapq.heapify(heap)
+    missing = int(-counts.sum() % slots)
+    while missing and heap:
+        _, shape = heapq.heappop(heap)
+        counts[shape] += 1
+        missing -= 1
+        if samples[shape] > counts[shape]:
+            heapq.heappush(heap, (-unit_costs[shape] * samples[shape] / counts[shape], shape))
+    return counts

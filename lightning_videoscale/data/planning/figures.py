@@ -1,0 +1,104 @@
+"""How good a plan is, in the figures that the literature uses, from predicted costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_videoscale.data.planning.plan import EpochPlan
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """Means over the steps of a plan; fractions, where nothing else is said.
+
+    Attributes:
+        cv_step: (max - min) / max of the ranks' predicted cost (AdaptiveLoad, section on metrics).
+        compute_cv: std / mean over the ranks of the sum of B * S² (the paper's physical load).
+        cost_cv: std / mean over the ranks of the predicted cost: what is balanced.
+        efficiency: Predicted cost over what it is when all ranks wait for the slowest at the end of every step.
+        slot_time: Time when ranks wait for each other at every micro-batch (FSDP2, ZeRO-3) over the ideal; 1 or more.
+        padding: Share of tokens in micro-batches that only fill slots.
+        diversity: Different shapes in a step over how many as many random micro-batches would have.
+        delay_p99: Steps that a sample is trained after its place in the stream, 99th percentile.
+        steps: Optimizer steps.
+        samples: Samples that count.
+        tokens_per_cost: Tokens of all ranks over the slowest ranks' cost: per second, where the cost is in seconds.
+    """
+
+    cv_step: float
+    compute_cv: float
+    cost_cv: float
+    efficiency: float
+    slot_time: float
+    padding: float
+    diversity: float
+    delay_p99: float
+    steps: int
+    samples: int
+    tokens_per_cost: float
+
+    @classmethod
+    def of(cls, plan: EpochPlan) -> PlanFigures:
+        """Computes the figures of a plan of a whole epoch."""
+        sizes = np.diff(plan.starts)
+        lengths = plan.table.sequence_lengths[plan.shape_id]
+        tokens = sizes * lengths
+        by_slot = plan.cost[plan.grid]
+        by_rank = by_slot.sum(axis=2)
+        slowest = by_rank.max(axis=1)
+        load = (tokens * lengths)[plan.grid].sum(axis=2)
+        counted = ~plan.filler
+        return cls(
+            cv_step=float(np.mean((slowest - by_rank.min(axis=1)) / slowest)),
+            compute_cv=_spread(load),
+            cost_cv=_spread(by_rank),
+            efficiency=float(by_rank.mean(axis=1).sum() / slowest.sum()),
+            slot_time=float(by_slot.max(axis=1).sum() / by_slot.mean(axis=1).sum()),
+            padding=float(tokens[plan.filler].sum() / tokens.sum()),
+            diversity=_diversity(plan),
+            delay_p99=float(np.quantile(delays(plan), 0.99)),
+            steps=plan.steps,
+            samples=int(sizes[counted].sum()),
+            tokens_per_cost=float(tokens[counted].sum() / slowest.sum()),
+        )
+
+    def to_dict(self) -> dict[str, float]:
+        """Returns plain numbers, for JSON."""
+        return asdict(self)
+
+
+def delays(plan: EpochPlan) -> NDArray[np.float64]:
+    """Steps that each sample is trained after (or, negative, before) its place in the stream; fillers left out."""
+    step_of = np.empty(len(plan.cost), np.int64)
+    step_of[plan.grid.reshape(plan.steps, -1)] = np.arange(plan.steps)[:, None]
+    counted = np.repeat(~plan.filler, np.diff(plan.starts))
+    steps = np.repeat(step_of, np.diff(plan.starts))[counted].astype(np.float64)
+    place = plan.members[counted] / len(plan.stream) * plan.steps
+    return steps - np.floor(place)
+
+
+def _spread(load: NDArray[np.generic]) -> float:
+    """Mean over the steps of std / mean over the ranks; ``load`` is (steps, ranks)."""
+    values = load.astype(np.float64)
+    return float(np.mean(values.std(axis=1) / values.mean(axis=1)))
+
+
+def _diversity(plan: EpochPlan) -> float:
+    in_step = np.sort(plan.shape_id[plan.grid].reshape(plan.steps, -1), axis=1)
+    distinct = 1 + (np.diff(in_step, axis=1) != 0).sum(axis=1)
+    # Of n micro-batches drawn without replacement, the chance that none has a shape is hypergeometric.
+    total, drawn = in_step.size, in_step.shape[1]
+    expected = sum(1 - _none_of(total, int(count), drawn) for count in np.bincount(in_step.ravel()) if count)
+    return float(distinct.mean() / expected)
+
+
+def _none_of(total: int, marked: int, drawn: int) -> float:
+    """Probability that ``drawn`` of ``total`` things hold none of the ``marked``."""
+    if marked > total - drawn:
+        return 0.0
+    ways = [(total - marked, 1), (total - drawn, 1), (total - marked - drawn, -1), (total, -1)]
+    return math.exp(sum(sign * math.lgamma(n + 1) for n, sign in ways))

@@ -1,0 +1,247 @@
+"""The plan of an epoch: who trains on what, when.
+
+A plan is a pure function of the samples, the settings, the seed, the epoch and what of the epoch is already done. Every
+rank computes all of it and takes its own part; no rank asks another. Words used here: a *step* is one optimizer step,
+made of ``micro_batches`` micro-batches on each of ``dp_size`` data-parallel ranks; a *slot* is one place for a
+micro-batch in a step; a *draw* is one place in the epoch's stream of samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_videoscale.cost import BucketBudget, StepTimeModel
+from lightning_videoscale.data.batch import BatchMeta
+from lightning_videoscale.data.draws import Draws
+from lightning_videoscale.data.planning.arrange import balanced, in_stream_order
+from lightning_videoscale.data.planning.batches import cut
+from lightning_videoscale.data.planning.stream import epoch_stream
+from lightning_videoscale.data.planning.table import SampleTable
+
+Balance = Literal["planned", "dual_constraint", "equal_token"]
+LossWeighting = Literal["sample", "token", "none"]
+
+_ARRANGE = 4
+
+
+class MicroBatch(NamedTuple):
+    """What one rank reads at once: rows of the table, all of one shape, and the plan's word about them.
+
+    Attributes:
+        samples: The rows.
+        meta: Shape, batch size, cost and weight.
+        starts: Per sample, second of the clip at which reading begins.
+    """
+
+    samples: tuple[int, ...]
+    meta: BatchMeta
+    starts: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """One epoch, or what was left of one.
+
+    Attributes:
+        table: The samples.
+        stream: (draws,) row of the table of every draw of the whole epoch.
+        members: (planned,) draws, micro-batch by micro-batch.
+        starts: (M + 1,) where each micro-batch begins in ``members``.
+        shape_id: (M,) shape of each.
+        cost: (M,) predicted cost of each.
+        filler: (M,) whether a micro-batch only fills a slot that would stay empty.
+        grid: (steps, ranks, micro_batches) numbers of micro-batches.
+        weight: (steps, ranks, micro_batches) loss weights.
+    """
+
+    table: SampleTable
+    stream: NDArray[np.int64]
+    members: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    shape_id: NDArray[np.int64]
+    cost: NDArray[np.float64]
+    filler: NDArray[np.bool_]
+    grid: NDArray[np.int64]
+    weight: NDArray[np.float64]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return len(self.grid)
+
+    def micro_batches_of(self, dp_rank: int, first: int = 0) -> Iterator[MicroBatch]:
+        """What one data-parallel rank trains on, in order. Equally many for every rank.
+
+        Args:
+            dp_rank: The rank.
+            first: Micro-batches to leave out at the beginning.
+        """
+        places = zip(self.grid[:, dp_rank].flat[first:], self.weight[:, dp_rank].flat[first:], strict=True)
+        return (self._micro_batch(int(number), float(weight)) for number, weight in places)
+
+    def done_after(self, steps: int) -> NDArray[np.bool_]:
+        """(draws,) which draws of the epoch are done when this plan's first steps are: in them, or not in the plan."""
+        done = np.ones(len(self.stream), bool)
+        ahead = np.setdiff1d(self.grid[steps:], np.flatnonzero(self.filler))
+        sizes = np.diff(self.starts)
+        taken = np.zeros(len(sizes), bool)
+        taken[ahead] = True
+        done[self.members[np.repeat(taken, sizes)]] = False
+        return done
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the whole plan, the same on all ranks or something is wrong."""
+        columns = (self.stream, self.members, self.starts, self.shape_id, self.grid, self.weight)
+        content = hashlib.sha256(repr((self.table.shapes, self.table.sequence_lengths.tolist())).encode())
+        for column in columns:
+            content.update(np.ascontiguousarray(column).tobytes())
+        return content.hexdigest()
+
+    def _micro_batch(self, number: int, weight: float) -> MicroBatch:
+        rows = self.stream[self.members[self.starts[number] : self.starts[number + 1]]]
+        shape_id = int(self.shape_id[number])
+        frames, height, width, _ = self.table.shapes[shape_id]
+        length = int(self.table.sequence_lengths[shape_id])
+        meta = BatchMeta(frames, height, width, length, len(rows), float(self.cost[number]), weight)
+        return MicroBatch(tuple(rows.tolist()), meta, tuple(self.table.start[rows].tolist()))
+
+
+@dataclass(frozen=True)
+class BucketPlanner:
+    """Plans epochs: buckets by shape, micro-batches within the budget, every draw exactly once.
+
+    Args:
+        table: The samples.
+        budget: Samples per micro-batch, by sequence length.
+        balance: ``planned``: every rank's step costs the same. ``dual_constraint``: each rank draws alone, batches
+            within memory and compute (AdaptiveLoad). ``equal_token``: each rank draws alone, batches within memory.
+        dp_size: Data-parallel ranks R.
+        micro_batches: Micro-batches K per rank and step.
+        step_time: Predicts what is balanced, in seconds. None balances B * S^p with the budget's p.
+        loss_weighting: ``sample``: every sample of a step has the same weight in its gradient. ``token``: every token
+            has. ``none``: every micro-batch has.
+        seed: Seed of all draws.
+        shuffle: Whether every epoch is another permutation; else samples stay in the order of the table.
+        shard_window: Shards that samples are shuffled over at a time.
+        source_weights: Weight per dataset; None draws every sample once per epoch.
+        max_wait: Steps over which ``planned`` gathers the samples of a micro-batch, and micro-batches of like cost, at
+            most, about.
+
+    Raises:
+        ValueError: If a number is below 1 or a word is unknown.
+    """
+
+    table: SampleTable
+    budget: BucketBudget
+    balance: Balance = "planned"
+    dp_size: int = 1
+    micro_batches: int = 1
+    step_time: StepTimeModel | None = None
+    loss_weighting: LossWeighting = "sample"
+    seed: int = 0
+    shuffle: bool = True
+    shard_window: int = 64
+    source_weights: Sequence[float] | None = None
+    max_wait: float = 110.0
+
+    def __post_init__(self) -> None:
+        if min(self.micro_batches, self.dp_size, self.shard_window) < 1:
+            raise ValueError(
+                f"micro_batches={self.micro_batches}, dp_size={self.dp_size} and shard_window={self.shard_window} "
+                "must be at least 1."
+            )
+        if self.balance not in get_args(Balance) or self.loss_weighting not in get_args(LossWeighting):
+            raise ValueError(
+                f"balance={self.balance!r} must be one of {get_args(Balance)} and "
+                f"loss_weighting={self.loss_weighting!r} one of {get_args(LossWeighting)}."
+            )
+
+    def stream(self, epoch: int) -> NDArray[np.int64]:
+        """Rows of the table in the order in which an epoch draws them."""
+        if not self.shuffle:
+            return np.flatnonzero(self.table.shape_id >= 0)
+        return epoch_stream(self.table, epoch, self.seed, self.shard_window, self.source_weights)
+
+    def plan(self, epoch: int, done: NDArray[np.bool_] | None = None) -> EpochPlan:
+        """Plans an epoch, or what is left of it.
+
+        Args:
+            epoch: Its number, from 0.
+            done: (draws,) which draws of the epoch's stream are done already, under whatever settings; None: none.
+        """
+        stream = self.stream(epoch)
+        left = np.arange(len(stream)) if done is None else np.flatnonzero(~done)
+        shapes = self.table.shape_id[stream[left]].astype(np.int64)
+        slots = self.dp_size * self.micro_batches
+        max_wait = self.max_wait if self.balance == "planned" else None
+        batches = cut(shapes, self._batch_sizes(), self._costs(1), slots, max_wait)
+        cost = self._costs(batches.sizes, batches.shape_id)
+        fillers = -len(cost) % slots
+        # The cheapest micro-batch again, at the end: all of its samples count elsewhere.
+        again = np.r_[np.arange(len(cost)), np.full(fillers, np.argmin(cost) if fillers else 0)]
+        position = np.r_[batches.position, np.full(fillers, 1.0)]
+        draws = Draws(self.seed, epoch if self.shuffle else 0, len(left), _ARRANGE)
+        if self.balance == "planned":
+            grid = balanced(cost[again], position, self.dp_size, self.micro_batches, self.max_wait, draws)
+        else:
+            grid = in_stream_order(position, self.dp_size, self.micro_batches, draws)
+        sizes, filler = batches.sizes[again], np.arange(len(again)) >= len(cost)
+        members = np.concatenate([batches.members, *(_span(batches.starts, batches.members, n) for n in again[filler])])
+        return EpochPlan(
+            table=self.table,
+            stream=stream,
+            members=left[members],
+            starts=np.r_[0, np.cumsum(sizes)],
+            shape_id=batches.shape_id[again],
+            cost=cost[again],
+            filler=filler,
+            grid=grid,
+            weight=self._weights(grid, sizes, batches.shape_id[again], filler),
+        )
+
+    def _batch_sizes(self) -> NDArray[np.int64]:
+        budget = self.budget
+        if self.balance == "equal_token":
+            budget = BucketBudget(budget.m_mem, math.inf, budget.p)
+        return budget.batch_sizes(self.table.sequence_lengths)
+
+    def _costs(
+        self, samples: NDArray[np.int64] | int, shape_id: NDArray[np.int64] | slice = slice(None)
+    ) -> NDArray[np.float64]:
+        lengths = self.table.sequence_lengths[shape_id]
+        if self.step_time is not None:
+            return self.step_time.predict(samples, lengths)
+        unit = np.array([self.budget.cost(1, s) for s in self.table.sequence_lengths.tolist()])
+        costs: NDArray[np.float64] = unit[shape_id] * samples
+        return costs
+
+    def _weights(
+        self,
+        grid: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        shape_id: NDArray[np.int64],
+        filler: NDArray[np.bool_],
+    ) -> NDArray[np.float64]:
+        """What makes the mean over slots of weighted means the mean over the step's samples, or tokens."""
+        counted = np.where(filler, 0.0, 1.0)
+        if self.loss_weighting == "none":
+            return counted[grid]
+        tokens = self.table.sequence_lengths[shape_id] if self.loss_weighting == "token" else 1
+        amount = (counted * sizes * tokens)[grid]
+        of_step = amount.sum(axis=(1, 2), keepdims=True)
+        slots = self.dp_size * self.micro_batches
+        weights: NDArray[np.float64] = amount * slots / of_step
+        return weights
+
+
+def _span(starts: NDArray[np.int64], members: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+    return members[starts[number] : starts[number + 1]]

@@ -1,0 +1,84 @@
+"""In which order an epoch draws the samples.
+
+Samples are shuffled within windows of shards, and shards from epoch to epoch: what is read at one time lies in few
+shards, so reading from remote storage stays sequential. Datasets are mixed by weight: each is walked through at its own
+pace, once through all of its samples before any comes again, over the borders of epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_videoscale.data.draws import Draws
+from lightning_videoscale.data.planning.table import SampleTable
+
+_ORDER, _MIX = 2, 3
+
+
+def draws_per_epoch(table: SampleTable, weights: Sequence[float] | None) -> NDArray[np.int64]:
+    """How many samples of each dataset an epoch draws, (datasets,): all of them, or by weight as many in total.
+
+    Raises:
+        ValueError: If there is not one positive weight per dataset.
+    """
+    sizes: NDArray[np.int64] = np.bincount(table.source[table.shape_id >= 0], minlength=1)
+    if weights is None:
+        return sizes
+    if len(weights) != len(sizes) or min(weights) <= 0:
+        raise ValueError(f"{len(sizes)} datasets need one positive weight each, got {list(weights)}.")
+    shares = np.cumsum(weights) / np.sum(weights)
+    counts: NDArray[np.int64] = np.diff(np.round(shares * sizes.sum()).astype(np.int64), prepend=0)
+    return counts
+
+
+def epoch_stream(
+    table: SampleTable, epoch: int, seed: int, shard_window: int, weights: Sequence[float] | None = None
+) -> NDArray[np.int64]:
+    """Rows of the table in the order in which an epoch draws them; a row may come twice only where weights ask for it.
+
+    Args:
+        table: The samples.
+        epoch: Number of the epoch, from 0.
+        seed: Seed of all orders.
+        shard_window: Shards that samples are shuffled over at a time.
+        weights: Weight per dataset; None takes every sample once.
+    """
+    counts = draws_per_epoch(table, weights)
+    parts, places = [], []
+    for source, count in enumerate(counts.tolist()):
+        rows = np.flatnonzero((table.source == source) & (table.shape_id >= 0))
+        parts.append(_walk(rows, table.shard[rows], (seed, source), epoch * count, count, shard_window))
+        # Evenly spread, with a random offset of their own each.
+        places.append((np.arange(count) + Draws(seed, source, epoch, _MIX).uniform(count)) / max(count, 1))
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
+
+
+def _walk(
+    rows: NDArray[np.int64],
+    shard: NDArray[np.int32],
+    key: tuple[int, int],
+    first: int,
+    count: int,
+    shard_window: int,
+) -> NDArray[np.int64]:
+    """Draws ``first`` to ``first + count`` of one dataset's endless sequence of shuffled passes."""
+    if not count:
+        return rows[:0]
+    passes = range(first // len(rows), (first + count - 1) // len(rows) + 1)
+    orders = [rows[_shuffled(shard, Draws(*key, number, _ORDER), shard_window)] for number in passes]
+    skipped = first - passes[0] * len(rows)
+    return np.concatenate(orders)[skipped : skipped + count]
+
+
+def _shuffled(shard: NDArray[np.int32], draws: Draws, shard_window: int) -> NDArray[np.int64]:
+    """One pass: shards in random order, samples shuffled within every ``shard_window`` of them."""
+    shards, number = np.unique(shard, return_inverse=True)
+    place = np.empty(len(shards), np.int64)
+    place[draws.permutation(len(shards))] = np.arange(len(shards)) // shard_window
+    shuffled = draws.permutation(len(shard))
+    return shuffled[np.argsort(place[number[shuffled]], kind="stable")]

@@ -1,0 +1,62 @@
+"""What the planner knows of the samples: numbers, and nothing of files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_videoscale.data.shapes import ClipShape
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """N samples.
+
+    Attributes:
+        shapes: The different shapes after all transformations.
+        sequence_lengths: (shapes,) int64, tokens S of one sample of each.
+        shape_id: (N,) integers, each sample's shape; -1 leaves a sample out.
+        shard: (N,) integers, the shard that holds it; samples of one shard are read together.
+        source: (N,) integers, the dataset that it belongs to, for mixing.
+        start: (N,) float64, second at which reading a clip begins.
+    """
+
+    shapes: tuple[ClipShape, ...]
+    sequence_lengths: NDArray[np.int64]
+    shape_id: NDArray[np.int32]
+    shard: NDArray[np.int32]
+    source: NDArray[np.int32]
+    start: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        if len(self.shapes) != len(self.sequence_lengths):
+            raise ValueError(f"{len(self.shapes)} shapes and {len(self.sequence_lengths)} sequence lengths.")
+        if len({len(column) for column in (self.shape_id, self.shard, self.source, self.start)}) > 1:
+            raise ValueError("The columns of a SampleTable must have equally many rows.")
+
+    @classmethod
+    def create(
+        cls,
+        shapes: Sequence[ClipShape],
+        sequence_lengths: NDArray[np.int64],
+        shape_id: NDArray[np.int32],
+        shard: NDArray[np.int32] | None = None,
+        source: NDArray[np.int32] | None = None,
+        start: NDArray[np.float64] | None = None,
+    ) -> SampleTable:
+        """A table whose samples lie in one shard of one dataset and begin at 0, where nothing else is said."""
+        zeros = np.zeros(len(shape_id), np.int32)
+        return cls(
+            shapes=tuple(shapes),
+            sequence_lengths=np.asarray(sequence_lengths, np.int64),
+            shape_id=np.asarray(shape_id, np.int32),
+            shard=zeros if shard is None else shard,
+            source=zeros if source is None else source,
+            start=zeros.astype(np.float64) if start is None else start,
+        )
+
+    def __len__(self) -> int:
+        return len(self.shape_id)
