@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -17,10 +20,11 @@ from lightning_videoscale.data.media import MediaError
 from lightning_videoscale.data.plan import MicroBatch
 from lightning_videoscale.data.samples import Sample
 from lightning_videoscale.data.shapes import ClipShape, Media
-from lightning_videoscale.data.shards import ShardError
+from lightning_videoscale.data.shards import MemberError, ShardError
 from lightning_videoscale.data.storage import Shard, open_member, open_shard
 
 _MAX_OPEN = 32
+_STAND_INS = 64
 
 
 class Cut(NamedTuple):
@@ -99,7 +103,8 @@ class SampleReader:
             that pass through.
 
         Raises:
-            ShardError: Naming shard and member, if it cannot be read or decoded, or is not what was indexed.
+            MemberError: Naming shard and member, if it cannot be decoded, or is not what was indexed.
+            ShardError: If the shard cannot be read.
         """
         entry, sample = self.index.shard_of(number), self.index.samples[number]
         shard = self._shards[entry]
@@ -111,6 +116,8 @@ class SampleReader:
             "latents" if e == main else batch_name(e): _decode(entry, f"{sample.key}.{e}", e, data)
             for e, data in zip(others, content, strict=True)
         }
+        if "text_embeds" not in read:
+            read.setdefault("caption", "")
         if sample.media == Media.LATENTS:
             _check_latents(entry, sample, read["latents"])
             return read
@@ -126,36 +133,92 @@ class SampleReader:
             with open_member(shard, at) as file:
                 return decode_clip(file, frames, height, width, cut.start, fps)
         except MediaError as error:
-            raise ShardError(f"{entry.url}: the member '{sample.key}.{extension}' cannot be used: {error}.") from error
+            raise MemberError(f"{entry.url}: the member '{sample.key}.{extension}' cannot be used: {error}.") from error
 
 
 class MicroBatchReader(Dataset[Batch]):
-    """A map-style dataset whose keys are planned micro-batches and whose values are batches."""
+    """A map-style dataset whose keys are planned micro-batches and whose values are batches.
 
-    def __init__(self, index: ShardIndex) -> None:
+    A sample that cannot be read costs its own weight and nothing else: it is left out of its batch, whose loss weight
+    shrinks by its share. Where nothing of a batch is left, another sample of the same shape takes its place with weight
+    0. Each member, or each shard as a whole, is warned of once.
+
+    Args:
+        index: Says where the samples lie.
+        fps: Frames per second of videos.
+    """
+
+    def __init__(self, index: ShardIndex, fps: float = 16.0) -> None:
+        self._index = index
+        self._fps = fps
         self._samples = SampleReader(index)
+        self._warned: set[str] = set()
 
     def __getitem__(self, micro_batch: MicroBatch) -> Batch:
         """Reads and decodes the samples of one micro-batch.
 
         Raises:
-            ShardError: Naming shard, sample and member, if one cannot be read or decoded.
+            ShardError: If none of its samples can be read, nor any of many others of its shape.
         """
-        samples = [self._samples.read(sample) for sample in micro_batch.samples]
-        index = self._samples.index
-        return collate(samples, [index.sample_id(sample) for sample in micro_batch.samples], micro_batch.meta)
+        meta = micro_batch.meta
+        shape = ClipShape(meta.frames, meta.height, meta.width)
+        starts: Sequence[float] = getattr(micro_batch, "starts", ()) or (0.0,) * len(micro_batch.samples)
+        found: dict[int, dict[str, Any]] = {}
+        problem: ShardError | None = None
+        for number, start in zip(micro_batch.samples, starts, strict=True):
+            try:
+                found[number] = self._samples.read(number, Cut(shape, start, self._fps))
+            except ShardError as error:
+                problem = error
+                self._warn_once(number, error)
+        weight = meta.loss_weight * len(found) / len(micro_batch.samples)
+        if problem is not None and not found:
+            found = self._stand_in(micro_batch.samples[0], shape, problem)
+        meta = meta._replace(samples=len(found), loss_weight=weight)
+        return collate(list(found.values()), [self._index.sample_id(number) for number in found], meta)
+
+    def _stand_in(self, number: int, shape: ClipShape, problem: ShardError) -> dict[int, dict[str, Any]]:
+        for other in _alike(self._index, number):
+            try:
+                return {other: self._samples.read(other, Cut(shape, 0.0, self._fps))}
+            except ShardError as error:
+                self._warn_once(other, error)
+        raise ShardError(
+            f"Neither the samples of a batch nor others of their shape can be read. {problem}"
+        ) from problem
+
+    def _warn_once(self, number: int, error: ShardError) -> None:
+        is_member = isinstance(error, MemberError)
+        subject = self._index.sample_id(number) if is_member else self._index.shard_of(number).url
+        if subject not in self._warned:
+            self._warned.add(subject)
+            left_out = "The sample is" if is_member else "Its samples are"
+            warnings.warn(f"{error} {left_out} left out, with weight 0.", stacklevel=2)
+
+
+def _alike(index: ShardIndex, number: int) -> list[int]:
+    """Some samples spread over the index that may stand in for one: of its kind, and not smaller or shorter."""
+    clips, channels = index.samples.clips, index.samples.channels
+    alike = (clips.media == clips.media[number]) & (channels == channels[number])
+    if clips.media[number] == Media.LATENTS:
+        sizes = (clips.num_frames, clips.height, clips.width)
+        alike &= np.logical_and.reduce([size == size[number] for size in sizes])
+    else:
+        alike &= clips.duration >= clips.duration[number]
+    rows = np.flatnonzero(alike)
+    return [int(row) for row in rows[:: max(1, len(rows) // _STAND_INS)] if row != number]
 
 
 def _decode(entry: ShardEntry, member: str, extension: str, data: bytes) -> Any:
     try:
         return decode(extension, data)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ShardError(f"{entry.url}: the member {member!r} cannot be decoded: {error}.") from error
+        raise MemberError(f"{entry.url}: the member {member!r} cannot be decoded: {error}.") from error
 
 
 def _check_latents(entry: ShardEntry, sample: Sample, latents: Any) -> None:
     if tuple(latents.shape) != sample.shape:
-        raise ShardError(
+        raise MemberError(
             f"{entry.url}: the latents of {sample.key!r} have the shape {tuple(latents.shape)} and had {sample.shape} "
             "when they were indexed; start again, and they are indexed anew."
         )

@@ -18,6 +18,10 @@ class ShardError(ValueError):
     """A shard, or a member of one, that cannot be used. The message names it and the way out."""
 
 
+class MemberError(ShardError):
+    """A member that cannot be used, in a shard that can."""
+
+
 class ByteRange(NamedTuple):
     """Where a member's content lies in its tar, in bytes."""
 

@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import fsspec  # type: ignore[import-untyped]
@@ -77,13 +76,13 @@ class LocalShard:
     def __init__(self, url: str) -> None:
         self.url = url
         try:
-            self._file = Path(url).open("rb", buffering=0)  # noqa: SIM115  # closed with the last reference
+            self._descriptor = os.open(url, os.O_RDONLY)
         except OSError as error:
             raise ShardError(f"The shard {url} cannot be read: {error}.") from error
 
     def stat(self) -> ShardStat:
         """Size and modification time."""
-        stat = os.fstat(self._file.fileno())
+        stat = os.fstat(self._descriptor)
         return ShardStat(stat.st_size, str(stat.st_mtime_ns))
 
     def read(self, at: ByteRange) -> bytes:
@@ -93,7 +92,7 @@ class LocalShard:
             ShardError: If the file ends before, or the disk fails.
         """
         try:
-            data = os.pread(self._file.fileno(), at.size, at.offset)
+            data = os.pread(self._descriptor, at.size, at.offset)
         except OSError as error:
             raise ShardError(f"The shard {self.url} cannot be read any more: {error}.") from error
         if len(data) != at.size:
@@ -103,6 +102,11 @@ class LocalShard:
     def read_all(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Reads several ranges, each on its own."""
         return [self.read(at) for at in ranges]
+
+    def __del__(self) -> None:
+        # With the last reference, so that a thread that still reads keeps it open.
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
 
 
 class RemoteShard:
@@ -173,8 +177,9 @@ class RemoteShard:
                 raise
             # Every file system raises errors of its own making for a connection that broke.
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                if isinstance(error, FileNotFoundError | PermissionError) or _status(error) in _PERMANENT_STATUS:
+                cause = _cause(error)
+                reason = f"{type(cause).__name__}: {cause}"
+                if isinstance(cause, FileNotFoundError | PermissionError) or _status(cause) in _PERMANENT_STATUS:
                     raise ShardError(f"The shard {self.url} cannot be read ({reason}).") from error
                 if pause is None:
                     raise ShardError(
@@ -247,6 +252,13 @@ def _run(fs: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(fs, method)(*args, **kwargs)
 
 
-def _status(error: Exception) -> int | None:
+def _cause(error: BaseException) -> BaseException:
+    # fsspec says "not found" of whatever kept it from asking for a size over HTTP.
+    while isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _status(error: BaseException) -> int | None:
     status = getattr(error, "status", None) or getattr(error, "code", None)
     return status if isinstance(status, int) else None

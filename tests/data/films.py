@@ -11,12 +11,12 @@ import av
 import numpy as np
 import torch
 
-_STEP = 4
-_DARKEST = 10
+_STEP = 5
+_DARKEST = 6
 
 
 def numbered(number: int, height: int = 48, width: int = 64) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A grey frame that says ``number``, up to 60."""
+    """A grey frame that says ``number``, up to 49."""
     return np.full((height, width, 3), _DARKEST + _STEP * number, np.uint8)
 
 
@@ -40,7 +40,8 @@ def film(
     """Encodes frames (H, W, 3 or 4), shown at these ``times`` in seconds, or at a constant rate."""
     file = io.BytesIO()
     with av.open(file, "w", format=container, options=options) as output:
-        stream = output.add_stream(codec, rate=rate, options=codec_options or {})
+        precise = {"crf": "8"} if codec == "libx264" else {}
+        stream = output.add_stream(codec, rate=rate, options=precise | (codec_options or {}))
         stream.height, stream.width = frames[0].shape[:2]
         stream.pix_fmt = pix_fmt
         if codec in ("libvpx", "mpeg4"):

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch._utils import ExceptionWrapper
 
 from lightning_videoscale.data import BatchMeta, MicroBatch, ShardError
 from lightning_videoscale.data.indexing import index_shards
-from lightning_videoscale.data.reader import MicroBatchReader, OpenShards
+from lightning_videoscale.data.reader import Cut, MicroBatchReader, OpenShards, SampleReader
+from lightning_videoscale.data.shapes import ClipShape, Media
 from tests.data.clips import clip, npy, write_shard
+from tests.data.films import film, numbered, numbers
+
+
+def _sample(shard: Path, number: int) -> dict[str, object]:
+    return SampleReader(index_shards([str(shard)])).read(number)
 
 
 def _read(shard: Path, *samples: int) -> dict[str, object]:
@@ -53,17 +62,72 @@ def test_further_members_pass_through(tmp_path: Path) -> None:
 
 def test_a_damaged_member_is_named(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "000.tar", [clip(0), clip(1, mask_npy=b"no array"), clip(2, notes_txt=b"\xff\xfe")])
-    _read(shard, 0)
+    _sample(shard, 0)
     with pytest.raises(ShardError, match=r"000\.tar: the member 'clip00001\.mask\.npy' cannot be decoded: no \.npy"):
-        _read(shard, 1)
+        _sample(shard, 1)
     with pytest.raises(ShardError, match=r"'clip00002\.notes\.txt' cannot be decoded: 'utf-8' codec"):
-        _read(shard, 2)
+        _sample(shard, 2)
+
+
+def test_a_damaged_sample_costs_its_own_weight(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "000.tar", [clip(i, mask_npy=npy(np.ones(2)) if i % 3 else b"") for i in range(6)])
+    reader = MicroBatchReader(index_shards([str(shard)]))
+    meta = BatchMeta(3, 8, 8, 48, 3, 1.0, loss_weight=1.5)
+    with pytest.warns(UserWarning, match=r"clip00003\.mask\.npy' cannot be decoded.*left out, with weight 0"):
+        batch = reader[MicroBatch((1, 3, 5), meta)]
+    assert batch["sample_ids"] == ["000.tar/clip00001", "000.tar/clip00005"]
+    assert batch["meta"] == meta._replace(samples=2, loss_weight=1.0)
+    assert batch["latents"].shape[0] == 2 and batch["mask"].shape == (2, 2)
+    with pytest.warns(UserWarning, match="clip00000") as caught:
+        alone = reader[MicroBatch((3, 0), meta._replace(samples=2))]
+    assert len(caught) == 1, "of clip 3 it was warned before"
+    assert alone["sample_ids"] == ["000.tar/clip00001"], "another one of the same shape, so that the step can go on"
+    assert alone["meta"].samples == 1 and alone["meta"].loss_weight == 0.0
+
+
+def test_a_shard_that_is_deleted_costs_the_weight_of_its_samples(tmp_path: Path) -> None:
+    shards = [write_shard(tmp_path / f"{i:03}.tar", [clip(5 * i + j) for j in range(5)]) for i in range(2)]
+    reader = MicroBatchReader(index_shards([str(shard) for shard in shards]))
+    meta = BatchMeta(3, 8, 8, 48, 2, 1.0, 1.0)
+    shards[1].unlink()
+    with pytest.warns(UserWarning, match=r"001\.tar cannot be read: .*Its samples are left out") as caught:
+        batches = [reader[MicroBatch((i, i + 5), meta)] for i in range(5)] + [reader[MicroBatch((6, 7), meta)]]
+    assert len(caught) == 1, [str(warning.message) for warning in caught]
+    assert [batch["meta"].loss_weight for batch in batches] == [0.5] * 5 + [0.0]
+    assert [batch["sample_ids"] for batch in batches[:5]] == [[f"000.tar/clip{i:05}"] for i in range(5)]
+    shards[0].unlink()
+    with pytest.raises(ShardError, match=r"nor others of their shape can be read.*001\.tar"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pickle.loads(pickle.dumps(reader))[MicroBatch((6, 7), meta)]
+
+
+def test_videos_are_read_as_the_plan_says(tmp_path: Path) -> None:
+    video = film([numbered(i) for i in range(50)])
+    mask = npy(np.ones(3, np.uint8))
+    photo = {"__key__": "b", "png": _png(), "first.png": _png(), "txt": b"a photo"}
+    shard = write_shard(tmp_path / "000.tar", [{"__key__": "a", "mp4": video, "mask.npy": mask}, photo])
+    index = index_shards([str(shard)])
+    assert [Media(kind) for kind in index.samples.clips.media] == [Media.VIDEO, Media.IMAGE]
+    reader = SampleReader(index)
+    read = reader.read(0, Cut(ClipShape(5, 32, 48), start=1.0, fps=5.0))
+    assert numbers(read["video"]) == [25, 30, 35, 40, 45] and read["video"].shape == (3, 5, 32, 48)
+    assert read["mask"].tolist() == [1, 1, 1] and read["caption"] == ""
+    assert numbers(reader.read(0, Cut(ClipShape(3, 32, 48), fps=60.0))["video"]) == [0, 1, 2], "at its own rate"
+    still = reader.read(1, Cut(ClipShape(1, 16, 16)))
+    assert still["video"].shape == (3, 1, 16, 16) and still["caption"] == "a photo"
+    assert still["first"].shape == (3, 48, 64) and still["first"].dtype == torch.uint8
+
+
+def _png() -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(numbered(7)).save(file, "PNG")
+    return file.getvalue()
 
 
 def test_an_error_keeps_its_words_on_the_way_out_of_a_worker(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "000.tar", [clip(0, notes_txt=b"\xff")])
     try:
-        _read(shard, 0)
+        _sample(shard, 0)
     except ShardError:
         wrapped = pickle.loads(pickle.dumps(ExceptionWrapper(where="in DataLoader worker process 0")))
     with pytest.raises(ShardError, match=r"000\.tar: the member 'clip00000\.notes\.txt' cannot be decoded"):
@@ -73,17 +137,16 @@ def test_an_error_keeps_its_words_on_the_way_out_of_a_worker(tmp_path: Path) -> 
 def test_a_shard_that_changes_under_the_reader_is_named(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "000.tar", [clip(0), clip(1)])
     index = index_shards([str(shard)])
-    micro_batch = MicroBatch((1,), BatchMeta(3, 8, 8, 48, 1, 1.0, 1.0))
-    reader = MicroBatchReader(index)
-    reader[micro_batch]
+    reader = SampleReader(index)
+    reader.read(1)
     os.truncate(shard, 1000)
     with pytest.raises(ShardError, match=r"000\.tar ends before byte \d+; it was cut after indexing"):
-        reader[micro_batch]
+        reader.read(1)
     with pytest.raises(ShardError, match=r"000\.tar has 1000 bytes and had \d+ when it was indexed"):
-        MicroBatchReader(index)[micro_batch]
+        SampleReader(index).read(1)
     shard.unlink()
     with pytest.raises(ShardError, match=r"000\.tar cannot be read: .*No such file"):
-        MicroBatchReader(index)[micro_batch]
+        SampleReader(index).read(1)
 
 
 def _open_files() -> int:
