@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import av
@@ -38,10 +39,27 @@ def film(
     **options: str,
 ) -> bytes:
     """Encodes frames (H, W, 3 or 4), shown at these ``times`` in seconds, or at a constant rate."""
-    file = io.BytesIO()
-    with av.open(file, "w", format=container, options=options) as output:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "film"  # in a file, since the option faststart reads it again
+        _encode(str(path), frames, container, codec, pix_fmt, times, rate, rotation, codec_options or {}, options)
+        return path.read_bytes()
+
+
+def _encode(
+    path: str,
+    frames: Sequence[np.ndarray[Any, Any]],
+    container: str,
+    codec: str,
+    pix_fmt: str,
+    times: Sequence[float] | None,
+    rate: int | Fraction,
+    rotation: int,
+    codec_options: dict[str, str],
+    options: dict[str, str],
+) -> None:
+    with av.open(path, "w", format=container, options=options) as output:
         precise = {"crf": "8"} if codec == "libx264" else {}
-        stream = output.add_stream(codec, rate=rate, options=precise | (codec_options or {}))
+        stream = output.add_stream(codec, rate=rate, options=precise | codec_options)
         stream.height, stream.width = frames[0].shape[:2]
         stream.pix_fmt = pix_fmt
         if codec in ("libvpx", "mpeg4"):
@@ -56,4 +74,3 @@ def film(
             )
             output.mux(stream.encode(frame))
         output.mux(stream.encode())
-    return file.getvalue()
