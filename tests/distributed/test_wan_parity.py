@@ -58,10 +58,10 @@ def check(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Check:
     folder = tmp_path_factory.mktemp("one_device")
 
     def check_all(cases: Sequence[Case]) -> None:
-        alone = {case.alone: case for case in cases if not case.file(folder).exists()}
-        ranks(1).run(train_alone, list(alone.values()), folder)
         for start in range(0, len(cases), AT_ONCE):
             some = list(cases[start : start + AT_ONCE])
+            alone = {case.alone: case for case in some if not case.file(folder).exists()}
+            ranks(1).run(train_alone, list(alone.values()), folder)
             for case, *errors in zip(some, *ranks(4).run(compare, some, folder), strict=True):
                 check_one(case, errors, Outcome(*torch.load(case.file(folder))))
 
