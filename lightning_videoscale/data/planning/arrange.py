@@ -22,7 +22,7 @@ from lightning_videoscale.data.draws import Draws
 
 # Relative width of a band for K = 1. A step of K rows mixes K bands, so each may be narrower. With 16 ranks on the mix
 # of benchmarks/data/plan.py, this gives 80 % of the shapes per step that random draws have.
-_BAND_WIDTH = 0.24
+_BAND_WIDTH = 0.235
 
 
 def in_stream_order(position: NDArray[np.float64], dp_size: int, micro_batches: int, draws: Draws) -> NDArray[np.int64]:

@@ -151,7 +151,7 @@ class BucketPlanner:
     shuffle: bool = True
     shard_window: int = 64
     source_weights: Sequence[float] | None = None
-    max_wait: float = 110.0
+    max_wait: float = 120.0
 
     def __post_init__(self) -> None:
         if min(self.micro_batches, self.dp_size, self.shard_window) < 1:

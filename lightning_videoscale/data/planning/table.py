@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.data.geometry import ModelGeometry
+from lightning_videoscale.data.shapes import Clips, ClipShape, ShapePolicy
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,32 @@ class SampleTable:
             source=zeros if source is None else source,
             start=zeros.astype(np.float64) if start is None else start,
         )
+
+    @classmethod
+    def of_clips(
+        cls,
+        clips: Clips,
+        policy: ShapePolicy,
+        geometry: ModelGeometry,
+        seed: int = 0,
+        shard: NDArray[np.int32] | None = None,
+    ) -> SampleTable:
+        """The samples in the shapes that they are trained in.
+
+        Args:
+            clips: What they are before.
+            policy: Says which shape each gets.
+            geometry: Says how many tokens that is.
+            seed: Seed of the policy's draws.
+            shard: (N,) numbers of their shards; None: one.
+
+        Raises:
+            ValueError: If latents cannot be cut into whole patches.
+        """
+        shaped = policy.shape(clips, geometry, seed)
+        frames, height, width, latents = np.array(shaped.shapes, np.int64).reshape(-1, 4).T
+        lengths = geometry.sequence_length(frames, height, width, latents=latents.astype(bool))
+        return cls.create(shaped.shapes, lengths, shaped.shape_id, shard, clips.source, shaped.start)
 
     def __len__(self) -> int:
         return len(self.shape_id)

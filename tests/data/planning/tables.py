@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
@@ -53,9 +55,7 @@ def footage() -> Clips:
 
 
 def mixed(samples: int, seed: int = 0) -> SampleTable:
-    """The standard mix of such footage, for Wan."""
-    wan = GEOMETRIES["wan2.1"]
-    shaped = STANDARD_POLICY.shape(standard_mix(footage(), samples, seed), wan, seed)
-    frames, height, width, _ = np.array(shaped.shapes).T
-    lengths = wan.sequence_length(frames, height, width)
-    return SampleTable.create(shaped.shapes, lengths, shaped.shape_id, start=shaped.start)
+    """The standard mix of such footage, for Wan, in one dataset."""
+    clips = standard_mix(footage(), samples, seed)
+    clips = replace(clips, source=np.zeros_like(clips.source))
+    return SampleTable.of_clips(clips, STANDARD_POLICY, GEOMETRIES["wan2.1"], seed)

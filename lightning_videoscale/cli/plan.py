@@ -1,0 +1,145 @@
+"""`videoscale plan`: what a balance would do on some clips and ranks, before a GPU is paid for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
+from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.data.index import ShardIndex
+from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, SampleTable
+from lightning_videoscale.data.planning.figures import PlanFigures
+from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ShapePolicy, standard_mix
+
+LONGEST = 75_600
+"""Tokens of the longest clip that Wan is trained on: 81 frames of 720 x 1280."""
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_ROWS = {
+    "steps": "steps",
+    "cv_step": "CV_step",
+    "compute_cv": "Compute CV (B·S²)",
+    "cost_cv": "cost CV",
+    "efficiency": "mean / max",
+    "slot_time": "time by slots / ideal",
+    "padding": "padding",
+    "diversity": "diversity",
+    "delay_p99": "delay p99, steps",
+    "tokens_per_cost": "predicted tokens/s",
+}
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``plan`` to the command line."""
+    description = (
+        "Plans one epoch and prints how evenly it loads the ranks, by predicted cost: of one balance, or of all three "
+        "beside each other. The defaults are those of Wan-14B on groups of two GPUs of 80 GB."
+    )
+    parser = commands.add_parser("plan", help="simulate the balances on an index or a table", description=description)
+    clips = parser.add_mutually_exclusive_group(required=True)
+    clips.add_argument("--shapes", type=Path, help="CSV with the columns source, width, height, fps, num_frames")
+    clips.add_argument("--index", type=Path, help="what `videoscale index` wrote")
+    parser.add_argument("--standard-mix", action="store_true", help="draw sources, tiers, crops and images at random")
+    parser.add_argument(
+        "--samples", type=int, default=100_000, help="samples that the mix draws (default: %(default)s)"
+    )
+    parser.add_argument("--dp-size", type=int, default=16, help="data-parallel ranks (default: %(default)s)")
+    parser.add_argument("--micro-batches", type=int, default=1, help="per rank and step (default: %(default)s)")
+    parser.add_argument("--balance", choices=get_args(Balance), help="default: all three")
+    parser.add_argument(
+        "--m-mem", type=float, default=2 * LONGEST, help="tokens per micro-batch (default: %(default)s)"
+    )
+    parser.add_argument("--m-comp", type=float, help="tokens to the power p (default: one clip of 81 frames in 720p)")
+    parser.add_argument("--cost", type=Path, help="step-time model as JSON (default: FLOPs of --transformer)")
+    parser.add_argument(
+        "--geometry", choices=GEOMETRIES, default="wan2.1", help="VAE and patches (default: %(default)s)"
+    )
+    parser.add_argument("--transformer", choices=TRANSFORMERS, default="wan2.1-14b", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        table, step_time = _table(options), _step_time(options)
+        law = step_time.power_law
+        budget = BucketBudget(options.m_mem, LONGEST**law.p if options.m_comp is None else options.m_comp, law.p)
+        balances: Sequence[Balance] = [options.balance] if options.balance else get_args(Balance)[::-1]
+        plans = {
+            balance: BucketPlanner(
+                table, budget, balance, options.dp_size, options.micro_batches, step_time, seed=options.seed
+            ).plan(epoch=0)
+            for balance in balances
+        }
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
+        return 1
+    figures = {balance: PlanFigures.of(plan) for balance, plan in plans.items()}
+    if options.json:
+        rows = {balance: found.to_dict() for balance, found in figures.items()}
+        report = {"balance": options.balance, **rows[options.balance]} if options.balance else rows
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    else:
+        _print(figures, plans, budget, step_time)
+    return 0
+
+
+def _table(options: argparse.Namespace) -> SampleTable:
+    """The samples, in the shapes that they would be trained in."""
+    shard = None
+    if options.shapes is not None:
+        clips = Clips.from_csv(options.shapes)
+    else:
+        index = ShardIndex.load(options.index)
+        clips, shard = index.samples.clips, index.shard_numbers
+    policy = ShapePolicy()
+    if options.standard_mix:
+        clips, shard, policy = standard_mix(clips, options.samples, options.seed), None, STANDARD_POLICY
+    table = SampleTable.of_clips(clips, policy, GEOMETRIES[options.geometry], options.seed, shard)
+    if not (table.shape_id >= 0).any():
+        raise ValueError(f"None of the {len(clips)} clips can be trained on: all are smaller than one patch, or empty.")
+    return table
+
+
+def _step_time(options: argparse.Namespace) -> StepTimeModel:
+    if options.cost is None:
+        return StepTimeModel.analytic(TRANSFORMERS[options.transformer], longest=LONGEST)
+    return StepTimeModel.from_dict(json.loads(options.cost.read_text(encoding="utf-8")))
+
+
+def _print(
+    figures: dict[Balance, PlanFigures], plans: dict[Balance, EpochPlan], budget: BucketBudget, step_time: StepTimeModel
+) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    first = next(iter(plans.values()))
+    _, ranks, micro_batches = first.grid.shape
+    console.print(
+        f"{len(first.stream)} samples of {len(first.table.shapes)} shapes on {ranks} data-parallel ranks, "
+        f"{micro_batches} micro-batches a step. M_mem = {budget.m_mem:g} tokens, M_comp = {budget.m_comp:.4g} tokens^"
+        f"{budget.p:g}; costs predicted by the {'sum' if step_time.form is step_time.additive else 'power law'}."
+    )
+    table = Table("", *figures)
+    for name, title in _ROWS.items():
+        table.add_row(title, *(f"{found.to_dict()[name]:.4g}" for found in figures.values()))
+    console.print(table)
+    console.print("Cost of the ranks in one step, the median in balance:")
+    for balance, plan in plans.items():
+        console.print(f"  {balance:<16} {_draw(plan.cost[plan.grid].sum(axis=2))}")
+
+
+def _draw(costs: NDArray[np.float64], width: int = 96) -> str:
+    """One bar per rank for the step whose spread is the median of all; ``costs`` is (steps, ranks)."""
+    spread = costs.std(axis=1) / costs.mean(axis=1)
+    step = costs[np.argsort(spread, kind="stable")[len(spread) // 2]][:width]
+    return "".join(_BARS[round(height * (len(_BARS) - 1))] for height in step / step.max())

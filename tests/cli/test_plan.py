@@ -1,0 +1,93 @@
+"""`videoscale plan`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_videoscale.cli import main
+from lightning_videoscale.cost import Measurement, StepTimeModel
+from lightning_videoscale.data.indexing import build_index
+from tests.data.clips import write_shards
+from tests.data.planning.tables import footage
+
+FRACTIONS = ("cv_step", "compute_cv", "cost_cv", "efficiency", "padding", "diversity")
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> str:
+    clips, file = footage(), tmp_path / "clips.csv"
+    with file.open("w", newline="") as stream:
+        table = csv.writer(stream)
+        table.writerow(["source", "clip", "width", "height", "fps", "num_frames"])
+        for i in range(len(clips)):
+            table.writerow([clips.source[i], i, clips.width[i], clips.height[i], clips.fps[i], clips.num_frames[i]])
+    return str(file)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_one_balance_is_one_object_of_figures(shapes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    mix = ("--shapes", shapes, "--standard-mix", "--dp-size", "16", "--samples", "20000")
+    planned = run(capsys, *mix, "--balance", "planned", "--micro-batches", "4")
+    assert planned["balance"] == "planned" and planned["samples"] == 20_000
+    assert all(0 <= planned[name] <= 1 for name in FRACTIONS)
+    assert planned["cost_cv"] < 0.01 and planned["delay_p99"] < 30
+    assert run(capsys, *mix, "--balance", "planned", "--micro-batches", "4") == planned
+    other = run(capsys, *mix, "--balance", "planned", "--micro-batches", "4", "--seed", "1")
+    assert other["samples"] == 20_000 and other != planned
+
+
+def test_without_a_balance_all_three_are_compared(shapes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run(capsys, "--shapes", shapes, "--dp-size", "4")
+    assert list(rows) == ["equal_token", "dual_constraint", "planned"]
+    assert {row["samples"] for row in rows.values()} == {3000}, "without the mix, every clip of the table once"
+    assert rows["planned"]["efficiency"] > rows["equal_token"]["efficiency"]
+    assert main(["plan", "--shapes", shapes, "--dp-size", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "3000 samples" in printed and "cost CV" in printed
+    bars = printed.splitlines()[-1].split()
+    assert bars[0] == "planned" and len(bars[1]) == 4 and set(bars[1]) <= set("▅▆▇█")
+
+
+def test_budgets_and_a_measured_model_are_taken(
+    shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = [Measurement(b, s, 0.1 + b * s**1.9 * 1e-9) for b in (1, 2) for s in (500, 2000, 8000, 32_000)]
+    model = StepTimeModel.fit(measured)
+    (tmp_path / "cost.json").write_text(json.dumps(model.to_dict()))
+    mix = ("--shapes", shapes, "--standard-mix", "--samples", "5000", "--balance", "dual_constraint")
+    analytic = run(capsys, *mix)
+    fitted = run(capsys, *mix, "--cost", str(tmp_path / "cost.json"))
+    assert fitted["cost_cv"] != analytic["cost_cv"]
+    small = run(capsys, *mix, "--m-mem", "1", "--m-comp", "1")
+    assert small["steps"] == -(-5000 // 16), "nothing fits, so every sample is a micro-batch"
+    assert small["padding"] > 0
+
+
+def test_an_index_is_planned_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = write_shards(tmp_path, 50)
+    file = tmp_path / "index.jsonl"
+    build_index([str(tmp_path / f"{i:03}.tar") for i in range(2)], file, workers=1)
+    figures = run(capsys, "--index", str(file), "--balance", "planned", "--dp-size", "2", "--m-mem", "160")
+    assert figures["samples"] == 50 and shards
+
+
+def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tiny.csv").write_text("source,width,height,fps,num_frames\na,4,4,25,100\n")
+    assert main(["plan", "--shapes", str(tmp_path / "tiny.csv")]) == 1
+    assert "None of the 1 clips can be trained on" in capsys.readouterr().err
+    assert main(["plan", "--shapes", str(tmp_path / "none.csv")]) == 1
+    assert "none.csv" in capsys.readouterr().err
+    (tmp_path / "one.csv").write_text("source,width,height,fps,num_frames\na,640,480,25,100\n")
+    assert main(["plan", "--shapes", str(tmp_path / "one.csv"), "--dp-size", "0"]) == 1
+    assert "dp_size=0" in capsys.readouterr().err
+    assert np.isfinite(run(capsys, "--shapes", str(tmp_path / "one.csv"))["planned"]["efficiency"])
