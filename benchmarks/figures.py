@@ -98,10 +98,26 @@ def attention_layer(result: Result) -> None:
     panels[0][0].set_ylabel("time over ours, collective")
 
 
+def plan(result: Result) -> None:
+    """Left how unequal the ranks' predicted costs are, right how much of their time they do not wait."""
+    _, panels = plt.subplots(1, 2, figsize=(10, 3.6))
+    rows = [row for row in result["rows"] if row["dp_size"] == 16]
+    steps = sorted({row["micro_batches"] for row in rows})
+    for balance in dict.fromkeys(row["balance"] for row in rows):
+        for panel, name in zip(panels, ("cost_cv", "efficiency"), strict=True):
+            by_step = [[r[name] for r in rows if (r["balance"], r["micro_batches"]) == (balance, k)] for k in steps]
+            panel.plot(steps, [np.median(values) for values in by_step], "o-", label=balance)
+    panels[0].set(xlabel="micro-batches a step", ylabel="std / mean of the ranks", title="Predicted cost, 16 ranks")
+    panels[0].set_yscale("log")
+    panels[1].set(xlabel="micro-batches a step", ylabel="mean / max", title="Time that ranks do not wait")
+    panels[0].legend(fontsize=8)
+
+
 FIGURES: dict[str, Callable[[Result], None]] = {
     "parallel-loss_overlay": loss_overlay,
     "parallel-activation_memory": activation_memory,
     "parallel-attention_layer": attention_layer,
+    "data-plan": plan,
 }
 
 
