@@ -17,7 +17,8 @@ constexpr int DY_X_HAT = 0, DY = 1, DN_X_HAT = 2, DN = 3;
 constexpr int DH_BRANCH = (SUM_NORM ? 2 : 0) + (SUM_AFFINE ? 2 : 0);
 constexpr int SUM_COUNT = DH_BRANCH + (SUM_GATE ? 1 : 0);
 
-// A block's part of a group. Blocks and groups both ascend along the walk, so that block + group is unique.
+// A block's part of a group. Either there is one group, or a block's run is all it has: blocks and groups both ascend
+// along the walk then, so that block + group is unique.
 __device__ __forceinline__ float* part(float* parts, int block, int group) {
     return parts + (long long)(block + group) * (SUM_COUNT * D);
 }

@@ -1,4 +1,6 @@
-// The order in which a block visits its rows: a contiguous share of all rows in an order where every group is one run.
+// The order in which a block visits its rows: all rows lie in an order where every group is contiguous, blocks take runs
+// of them in turn. Either a run is a block's whole share, so that a block meets few groups; or it is as short as a stage,
+// so that all blocks together read and write one moving window of memory.
 #pragma once
 #include "row_config.cuh"
 
@@ -10,34 +12,23 @@ struct RowOrder {
     int rows;
     int rows_per_group;
     int groups;
+    int run;  // rows; blocks · run covers all rows, or several turns do; no block is without rows
 };
-
-// First position of a block's share; the shares differ by at most one row.
-__device__ __forceinline__ int share_begin(int rows, int blocks, int block) {
-    return block * (rows / blocks) + min(block, rows % blocks);
-}
-
-// The block whose share holds a position.
-__device__ __forceinline__ int share_of(int rows, int blocks, int position) {
-    const int small = rows / blocks, large_ones = rows % blocks;
-    const int in_large = large_ones * (small + 1);
-    return position < in_large ? position / (small + 1) : large_ones + (position - in_large) / small;
-}
 
 // First position of a group.
 __device__ __forceinline__ int group_begin(const RowOrder& map, int group) {
     return (INDEXED ? map.starts[group] : group) * map.rows_per_group;
 }
 
-// A block's walk. It goes in steps of at most ROWS rows that all belong to one group.
+// A block's walk: its runs in turn. It goes in steps of at most ROWS rows that all belong to one group.
 struct Walk {
-    int position, end, group, group_end;
+    int position, end, group, group_end;  // end: of the run
 
     __device__ __forceinline__ explicit Walk(const RowOrder& map) {
-        position = share_begin(map.rows, gridDim.x, blockIdx.x);
-        end = share_begin(map.rows, gridDim.x, blockIdx.x + 1);
+        position = blockIdx.x * map.run;
+        end = end_of_run(map);
         group = 0;
-        group_end = end;
+        group_end = map.rows;
         if constexpr (INDEXED) {
             for (int high = map.groups; high - group > 1;) {  // group_begin(group) <= position < group_begin(high)
                 const int middle = (group + high) / 2;
@@ -53,8 +44,16 @@ struct Walk {
     __device__ __forceinline__ int count() const { return min(ROWS, min(end, group_end) - position); }
     __device__ __forceinline__ void advance(const RowOrder& map) {
         position += count();
+        if (position == end) {
+            const int of_others = (gridDim.x - 1) * map.run;
+            position = map.rows - position > of_others ? position + of_others : map.rows;
+            end = end_of_run(map);
+        }
         if constexpr (!PER_ROW)
-            while (position == group_end && position < end) group_end = group_begin(map, ++group + 1);
+            while (position >= group_end && position < end) group_end = group_begin(map, ++group + 1);
+    }
+    __device__ __forceinline__ int end_of_run(const RowOrder& map) const {
+        return map.rows - position > map.run ? position + map.run : map.rows;
     }
     // The row of memory that is i positions ahead.
     __device__ __forceinline__ int row(const RowOrder& map, int i) const {

@@ -6,6 +6,7 @@
 // Everything is computed in float32 and rounded once. Blocks and columns as in rows_forward.cuh; the sums over rows that
 // are the gradients of the operands stay in registers until their group ends.
 #include "block_sum.cuh"
+#include "dependent_launch.cuh"
 #include "row_pipeline.cuh"
 #include "row_sums.cuh"
 
@@ -48,6 +49,13 @@ struct Columns {
     }
 };
 
+// Leaves a thread's values where the finalize finds them, in L2 if there is room.
+__device__ __forceinline__ void keep(float* to, const float (&v)[WIDTH]) {
+#pragma unroll
+    for (int j = 0; j < WIDTH; j += 4)
+        *reinterpret_cast<float4*>(to + j) = make_float4(v[j], v[j + 1], v[j + 2], v[j + 3]);
+}
+
 struct Parts {
     float dy_x_hat[WIDTH], dy[WIDTH], dn_x_hat[WIDTH], dn[WIDTH], dh_branch[WIDTH];
 
@@ -57,14 +65,14 @@ struct Parts {
     }
     __device__ __forceinline__ void write(float* to) const {
         if constexpr (SUM_NORM) {
-            store<float>(to + DY_X_HAT * D, dy_x_hat);
-            store<float>(to + DY * D, dy);
+            keep(to + DY_X_HAT * D, dy_x_hat);
+            keep(to + DY * D, dy);
         }
         if constexpr (SUM_AFFINE) {
-            store<float>(to + DN_X_HAT * D, dn_x_hat);
-            store<float>(to + DN * D, dn);
+            keep(to + DN_X_HAT * D, dn_x_hat);
+            keep(to + DN * D, dn);
         }
-        if constexpr (SUM_GATE) store<float>(to + DH_BRANCH * D, dh_branch);
+        if constexpr (SUM_GATE) keep(to + DH_BRANCH * D, dh_branch);
     }
 };
 
@@ -96,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                               {a.gate.values, a.gate.stride * int(sizeof(GateValue))},
                               {a.scale.values, a.scale.stride * int(sizeof(ScaleValue))}};
     Pipeline pipeline(a.map, sources, barriers, ring);
+    if constexpr (SUMMED) let_dependents_start();
     Sum sum(scratch);
 
     Columns columns[OWN];

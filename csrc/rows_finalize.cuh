@@ -1,6 +1,8 @@
 // Adds the blocks' parts of each group in a fixed order and turns the sums into gradients of the operands.
 //
 // Grid: (columns, groups); with weight or bias (columns, 1), since their gradients add the groups up, in order too.
+#include "async_copy.cuh"
+#include "dependent_launch.cuh"
 #include "row_sums.cuh"
 
 namespace videoscale {
@@ -11,49 +13,86 @@ struct FinalizeArguments {
     const void *weight, *bias;
     float *dgate, *dscale, *dshift;  // (groups, D); where every row has its own: (1, D), of the tables
     float *dweight, *dbias;          // (D,)
-    RowOrder map;
-    int blocks;  // of rows_backward
+    RowOrder map;  // of rows_backward
+    int blocks;    // likewise
 };
 
-constexpr int COLUMNS = 32, LANES = 16;  // a block adds LANES parts at a time
+// A thread adds four columns of every LANES-th part. They come BATCH at a time through shared memory: latency is what this
+// kernel costs, and of loads to registers the compiler leaves only two on their way.
+constexpr int COLUMNS = 32, QUADS = COLUMNS / 4, LANES = 32, THREAD_COUNT = QUADS * LANES, WARPS = THREAD_COUNT / 32;
+constexpr int BATCH = 10 / SUM_COUNT;
+using Sums = float[SUM_COUNT][4];
+using Staged = float4[BATCH][SUM_COUNT][THREAD_COUNT];
 
 template <typename T>
 __device__ __forceinline__ float at(const void* values, long long i) {
     return to_float(static_cast<const T*>(values)[i]);
 }
 
-extern "C" __global__ void __launch_bounds__(COLUMNS* LANES) rows_finalize(const __grid_constant__ FinalizeArguments a) {
-    __shared__ float partial[SUM_COUNT][LANES][COLUMNS];
-    const int lane = threadIdx.y, c = blockIdx.x * COLUMNS + threadIdx.x;
+// Adds this thread's columns of the parts that blocks first … last have of a group.
+__device__ __forceinline__ void add_parts(const float* parts, int group, int first, int last, int column, int thread,
+                                          Staged& staged, Sums& sums) {
+    for (int begin = first + threadIdx.y; begin <= last; begin += LANES * BATCH) {
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int block = begin + b * LANES;
+            const float* const from = part(const_cast<float*>(parts), block, group) + column;
+#pragma unroll
+            for (int i = 0; i < SUM_COUNT; ++i)
+                if (block <= last) copy_async<16>(&staged[b][i][thread], from + i * D);
+        }
+        commit_copies();
+        await_copies<0>();
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (begin + b * LANES > last) break;
+#pragma unroll
+            for (int i = 0; i < SUM_COUNT; ++i) {
+                const float4 v = staged[b][i][thread];
+                sums[i][0] += v.x;
+                sums[i][1] += v.y;
+                sums[i][2] += v.z;
+                sums[i][3] += v.w;
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREAD_COUNT) rows_finalize(const __grid_constant__ FinalizeArguments a) {
+    __shared__ Staged staged;
+    __shared__ float of_warp[SUM_COUNT][WARPS][COLUMNS];
+    const int thread = threadIdx.y * QUADS + threadIdx.x;
+    const int column = blockIdx.x * COLUMNS + threadIdx.x * 4;  // the first of four to read
+    const int c = blockIdx.x * COLUMNS + thread;                // to write, by the first warp
     const int groups = PER_ROW ? 1 : a.map.groups;
     float dweight = 0.f, dbias = 0.f;
+    await_previous_kernel();
     for (int group = blockIdx.y; group < groups; group += gridDim.y) {
         int first = 0, last = a.blocks - 1;
         if constexpr (!PER_ROW) {
             const int begin = group_begin(a.map, group), end = group_begin(a.map, group + 1);
-            first = share_of(a.map.rows, a.blocks, begin);
-            last = begin < end ? share_of(a.map.rows, a.blocks, end - 1) : first - 1;
+            first = begin / a.map.run;
+            last = begin < end ? min((end - 1) / a.map.run, last) : first - 1;
         }
-        float sums[SUM_COUNT];
+        Sums of_thread = {};
+        if (column < D) add_parts(a.parts, group, first, last, column, thread, staged, of_thread);
 #pragma unroll
-        for (int i = 0; i < SUM_COUNT; ++i) sums[i] = 0.f;
-        if (c < D) {
-#pragma unroll 4
-            for (int block = first + lane; block <= last; block += LANES) {
-                const float* from = part(const_cast<float*>(a.parts), block, PER_ROW ? 0 : group) + c;
+        for (int i = 0; i < SUM_COUNT; ++i)
 #pragma unroll
-                for (int i = 0; i < SUM_COUNT; ++i) sums[i] += __ldcs(from + i * D);
+            for (int j = 0; j < 4; ++j) {
+#pragma unroll
+                for (int step = 16; step >= QUADS; step /= 2)
+                    of_thread[i][j] += __shfl_xor_sync(0xffffffffu, of_thread[i][j], step);
+                if (thread % 32 < QUADS) of_warp[i][thread / 32][threadIdx.x * 4 + j] = of_thread[i][j];
             }
-        }
-#pragma unroll
-        for (int i = 0; i < SUM_COUNT; ++i) partial[i][lane][threadIdx.x] = sums[i];
         __syncthreads();
-        if (lane == 0 && c < D) {
+        if (thread < COLUMNS && c < D) {
+            float sums[SUM_COUNT];
 #pragma unroll
             for (int i = 0; i < SUM_COUNT; ++i) {
                 sums[i] = 0.f;
 #pragma unroll
-                for (int l = 0; l < LANES; ++l) sums[i] += partial[i][l][threadIdx.x];
+                for (int w = 0; w < WARPS; ++w) sums[i] += of_warp[i][w][thread];
             }
             const long long to = (long long)group * D + c;
             if constexpr (SUM_NORM) {
@@ -90,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(COLUMNS* LANES) rows_finalize(const
         }
         __syncthreads();
     }
-    if (AFFINE && NORMED && lane == 0 && c < D) {
+    if (AFFINE && NORMED && thread < COLUMNS && c < D) {
         if constexpr (HAS_WEIGHT) a.dweight[c] = dweight;
         if constexpr (HAS_BIAS) a.dbias[c] = dbias;
     }

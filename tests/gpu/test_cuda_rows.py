@@ -63,11 +63,13 @@ def test_any_launch_equals_float64(stages: int, rows: int, bulk: bool) -> None:
         pytest.skip("bulk copies need compute capability 9.0")
     n, d = 3 * 1009, 1536
     x, branch, dh, dy = (torch.randn(n, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    gate, scale, shift = (Operand(torch.randn(3, d, device="cuda")) for _ in range(3))
-    op, frames = RowOp("layer", residual=True, gate="identity"), RowMap(3, 1009)
-    case = RowCase(op, x, branch, gate, scale, shift, None, None, frames, dh, dy)
-    for threads in (192, 64, 224):  # 224: the last threads own no column
-        tuning = Tuning(threads, stages, rows, 1 if stages * rows > 8 else 2, bulk)
+    op = RowOp("layer", residual=True, gate="identity")
+    # 224: the last threads own no column. One group: blocks take turns, or a share each.
+    for threads, groups, in_turns in ((192, 3, True), (64, 1, True), (224, 1, False)):
+        gate, scale, shift = (Operand(torch.randn(groups, d, device="cuda")) for _ in range(3))
+        frames = RowMap(groups, n // groups)
+        case = RowCase(op, x, branch, gate, scale, shift, None, None, frames, dh, dy)
+        tuning = Tuning(threads, stages, rows, 1 if stages * rows > 8 else 2, bulk, in_turns)
         variant = variant_of(op, x, gate, scale, shift, None, None, frames)
         poison()
         outputs = cuda_rows.run_forward(Plan(variant, "forward", 0, tuning), op, *case.forward_arguments)  # type: ignore[arg-type]

@@ -13,6 +13,9 @@ import torch
 from lightning_videoscale.kernels.cuda import toolkit
 from lightning_videoscale.kernels.cuda.compile import cubin
 
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_CONFIG = "7I4xPPI4x"  # CUlaunchConfig: grid, block, shared bytes, stream, attributes and how many
+_CONFIG_BYTES = struct.calcsize(f"@{_CONFIG}")
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has not used the device yet.
 
 
@@ -28,14 +31,26 @@ class Kernel:
         layout: Of its one argument.
         device: Index of the CUDA device.
         shared_bytes: Dynamic shared memory per block, above 48 KiB too.
+        early: Launch while the kernel before it still runs, where the device can (compute capability 9.0). The source
+            must then wait for that one (``await_previous_kernel``) before it touches what that one reads or writes.
     """
 
-    def __init__(self, code: bytes, name: str, layout: str, device: int, shared_bytes: int = 0) -> None:
+    def __init__(
+        self, code: bytes, name: str, layout: str, device: int, shared_bytes: int = 0, *, early: bool = False
+    ) -> None:
         self._driver = toolkit.driver()
+        self._launch_kernel = toolkit.launch_kernel()
         self._device = device
         self._shared_bytes = shared_bytes
-        # "0P" pads the end to the alignment of pointers, as a C compiler does.
-        self._pack = struct.Struct(f"@{layout}0P").pack
+        early = early and torch.cuda.get_device_capability(device) >= (9, 0)
+        # A CUlaunchAttribute: its number, padding, a value of 64 bytes.
+        attribute = struct.pack("=i4xi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+        self._attributes = ctypes.create_string_buffer(attribute)
+        self._attribute_list = (ctypes.addressof(self._attributes), 1) if early else (0, 0)
+        # One buffer per launch: the configuration, the address of the argument, the argument. "0P" pads its end to the
+        # alignment of pointers, as a C compiler does.
+        packed = struct.Struct(f"@{_CONFIG}P{layout}0P")
+        self._pack_into, self._buffer = packed.pack_into, ctypes.c_char * packed.size
         with torch.cuda.device(device):
             torch.cuda.current_stream().query()  # The device's context exists and is current from here on.
             self._context = toolkit.check(self._driver.cuCtxGetCurrent(), "Asking for the CUDA context")
@@ -43,7 +58,8 @@ class Kernel:
             self._function = toolkit.check(
                 self._driver.cuModuleGetFunction(module, name.encode()), f"Finding the CUDA kernel {name}"
             )
-            if shared_bytes > 48 * 1024:
+            self._handle = int(self._function)
+            if shared_bytes:  # With the kernel's own static shared memory, 48 KiB may be passed by less than that.
                 attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 toolkit.check(
                     self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes),
@@ -75,16 +91,20 @@ class Kernel:
                 self._launch(grid, block, arguments)
 
     def _launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-        # A buffer per launch: the driver copies from it while other threads run.
-        packed = ctypes.create_string_buffer(self._pack(*arguments))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(packed))
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        call = (self._function, *grid, *block, self._shared_bytes, stream, ctypes.addressof(pointers), 0)
-        result = self._driver.cuLaunchKernel(*call)
-        if int(result[0]) == _INVALID_CONTEXT:
+        buffer = self._buffer()  # Of this launch alone: the driver reads it while other threads run.
+        config = ctypes.addressof(buffer)
+        pointers = config + _CONFIG_BYTES
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        self._pack_into(
+            buffer, 0, *grid, *block, self._shared_bytes, stream, *self._attribute_list, pointers + 8, *arguments
+        )
+        status = self._launch_kernel(config, self._handle, pointers, None)
+        if status == _INVALID_CONTEXT:
             toolkit.check(self._driver.cuCtxSetCurrent(self._context), "Making the CUDA context current")
-            result = self._driver.cuLaunchKernel(*call)
-        toolkit.check(result, f"Launching a CUDA kernel with grid {grid}, block {block}, arguments {arguments}")
+            status = self._launch_kernel(config, self._handle, pointers, None)
+        if status:
+            what = f"grid {grid}, block {block}, {self._shared_bytes} bytes of shared memory, arguments {arguments}"
+            toolkit.check((self._driver.CUresult(status),), f"Launching a CUDA kernel with {what}")
 
 
 def load(
@@ -95,6 +115,7 @@ def load(
     device: int,
     *,
     shared_bytes: int = 0,
+    early: bool = False,
 ) -> Kernel:
     """The kernel ``name`` of ``csrc/<source>``, compiled for a device (or taken from the cache) and loaded there.
 
@@ -105,12 +126,13 @@ def load(
         constants: Macros.
         device: Index of the CUDA device.
         shared_bytes: Dynamic shared memory per block.
+        early: See `Kernel`.
 
     Raises:
         CudaUnavailableError: If NVRTC or its headers are missing, or the driver refuses.
         CompilationError: If the source does not compile.
     """
-    return Kernel(cubin(source, constants, arch(device)), name, layout, device, shared_bytes)
+    return Kernel(cubin(source, constants, arch(device)), name, layout, device, shared_bytes, early=early)
 
 
 @functools.cache

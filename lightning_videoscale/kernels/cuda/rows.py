@@ -14,12 +14,12 @@ from lightning_videoscale.kernels.cuda.variant import TYPES, Direction, Variant,
 from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
 
 # Layouts of the kernels' arguments. A source is an address and a stride in bytes; an operand values, table and a stride
-# in elements; an order two addresses, three sizes and padding.
-_SOURCE, _OPERAND, _ORDER = "Pq", "PPq", "PPiii4x"
+# in elements; an order two addresses and four sizes.
+_SOURCE, _OPERAND, _ORDER = "Pq", "PPq", "PPiiii"
 _FORWARD_LAYOUT = f"{_SOURCE * 2}{_OPERAND * 3}PPPPPP{_ORDER}f"
 _BACKWARD_LAYOUT = f"{_SOURCE * 4}{_OPERAND * 2}PPPPPPPPPP{_ORDER}f"
 _FINALIZE_LAYOUT = f"P{_OPERAND * 2}PPPPPPP{_ORDER}i"
-_FINALIZE_COLUMNS, _FINALIZE_LANES = 32, 16
+_FINALIZE_COLUMNS, _FINALIZE_BLOCK = 32, (8, 32, 1)
 _FINALIZE_TUNING = Tuning(threads=32, stages=2, rows=1, blocks=1, bulk=False)  # One for all: it plays no part there.
 _MAX_GRID_Y = 65535
 
@@ -54,12 +54,22 @@ class Plan:
         self.finalize: Kernel | None = None
         if self.sums:
             constants = variant.constants() | _FINALIZE_TUNING.constants()
-            self.finalize = load("rows_finalize.cuh", "rows_finalize", _FINALIZE_LAYOUT, constants, device)
+            self.finalize = load("rows_finalize.cuh", "rows_finalize", _FINALIZE_LAYOUT, constants, device, early=True)
+        self._direction, self._tuning = direction, tuning
         self._most_blocks = tuning.blocks * properties.multi_processor_count
 
-    def blocks(self, rows: int) -> int:
-        """Blocks of the launch."""
-        return min(rows, self._most_blocks)
+    def blocks_and_run(self, n: int, rows: RowMap) -> tuple[int, int]:
+        """Blocks of the launch, and how many rows each takes at a time (see ``csrc/row_walk.cuh``).
+
+        Taking turns, every block meets every group: backward would need a part for each, forward loads its modulation
+        anew. There it is done only where there is one group, here where a block has several rows of each.
+        """
+        most, run = self._most_blocks, self._tuning.rows
+        one_group = rows.groups == 1 or (rows.index is None and rows.rows_per_group == 1)
+        few_groups = self._direction == "forward" and rows.index is None and rows.rows_per_group >= 16 * most * run
+        if not (self._tuning.in_turns and (one_group or few_groups)):
+            run = -(-n // most)
+        return min(most, -(-n // run)), run
 
 
 def objection(op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap) -> str | None:
@@ -161,8 +171,9 @@ def run_forward(
     mean = x.new_empty(n, dtype=torch.float32) if op.norm == "layer" else None
     rstd = x.new_empty(n, dtype=torch.float32) if op.norm else None
     order = _order(rows)
+    blocks, run = plan.blocks_and_run(n, rows)
     plan.kernel(
-        (plan.blocks(n), 1, 1),
+        (blocks, 1, 1),
         plan.block,
         *_source(x),
         *_source(branch),
@@ -175,7 +186,7 @@ def run_forward(
         _address(y),
         _address(mean),
         _address(rstd),
-        *_order_arguments(order, n, rows),
+        *_order_arguments(order, n, rows, run),
         eps,
     )
     return RowOutputs(h, y, mean, rstd)
@@ -227,10 +238,10 @@ def run_backward(
     dbranch = h.new_empty((n, d)) if branch is not None else None
     # Per row, the operands' own gradients; else those are what the finalize makes of the parts.
     of_rows = tuple(_gradients_of_rows(o, per_row and op.sums, n, d) for o in (gate, scale, scale))
-    blocks = plan.blocks(n)
+    blocks, run = plan.blocks_and_run(n, rows)
     parts = h.new_empty((blocks + rows.groups, plan.sums, d), dtype=torch.float32) if plan.sums else None
     order = _order(rows)
-    order_arguments = _order_arguments(order, n, rows)
+    order_arguments = _order_arguments(order, n, rows, run)
     plan.kernel(
         (blocks, 1, 1),
         plan.block,
@@ -262,7 +273,7 @@ def run_backward(
     affine = weight is not None or bias is not None
     plan.finalize(
         (-(-d // _FINALIZE_COLUMNS), 1 if affine else min(groups, _MAX_GRID_Y), 1),
-        (_FINALIZE_COLUMNS, _FINALIZE_LANES, 1),
+        _FINALIZE_BLOCK,
         _address(parts),
         *_view(gate),
         *_view(scale),
@@ -295,11 +306,11 @@ def _aligned(operand: Operand | None) -> Operand | None:
     """An operand whose rows and table begin on 16 bytes, as the kernels read them."""
     if operand is None:
         return None
-    values, table = operand.values, operand.table
+    values, table = operand.values, _at_16_bytes(operand.table)
     apart = values.stride(0) * values.element_size()
     if values.data_ptr() % 16 or apart % 16 or values.stride(1) != 1:
         values = values.clone(memory_format=torch.contiguous_format)
-    return Operand(values, _at_16_bytes(table))
+    return operand if values is operand.values and table is operand.table else Operand(values, table)
 
 
 def _at_16_bytes(vector: Tensor | None) -> Tensor | None:
@@ -315,9 +326,9 @@ def _order(rows: RowMap) -> tuple[Tensor, Tensor] | None:
     return order.to(torch.int32), torch.searchsorted(groups, bounds, out_int32=True)
 
 
-def _order_arguments(order: tuple[Tensor, Tensor] | None, n: int, rows: RowMap) -> tuple[int, ...]:
+def _order_arguments(order: tuple[Tensor, Tensor] | None, n: int, rows: RowMap, run: int) -> tuple[int, ...]:
     addresses = (0, 0) if order is None else (order[0].data_ptr(), order[1].data_ptr())
-    return (*addresses, n, rows.rows_per_group, rows.groups)
+    return (*addresses, n, rows.rows_per_group, rows.groups, run)
 
 
 def _source(x: Tensor | None) -> tuple[int, int]:

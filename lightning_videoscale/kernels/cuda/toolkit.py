@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -35,6 +36,23 @@ def driver() -> Any:
         CudaUnavailableError: If it is not installed.
     """
     return _load("driver", "cuDriverGetVersion")
+
+
+@functools.cache
+def launch_kernel() -> Any:
+    """The driver's ``cuLaunchKernelEx(config, function, parameters, extra)`` on plain addresses, returning its status.
+
+    The bindings' own function takes several microseconds to read the objects that it is called with.
+
+    Raises:
+        CudaUnavailableError: If the driver's library does not load.
+    """
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    except (OSError, AttributeError) as error:
+        raise CudaUnavailableError(f"The CUDA driver's cuLaunchKernelEx was not found ({error}); update it.") from error
+    function.argtypes, function.restype = [ctypes.c_void_p] * 4, ctypes.c_int
+    return function
 
 
 def _load(name: str, first_call: str) -> Any:

@@ -22,6 +22,7 @@ class Tuning(NamedTuple):
         rows: Per stage, reduced together.
         blocks: Resident per multiprocessor.
         bulk: Bulk copies (compute capability 9.0 and newer) rather than copies per thread.
+        in_turns: Blocks take a stage's rows in turns, where groups are large, rather than a share of all rows each.
     """
 
     threads: int
@@ -29,6 +30,7 @@ class Tuning(NamedTuple):
     rows: int
     blocks: int
     bulk: bool
+    in_turns: bool = True
 
     def constants(self) -> dict[str, str | int]:
         """Returns the macros of ``csrc/row_config.cuh``."""
@@ -46,7 +48,20 @@ class Tuning(NamedTuple):
 
 
 # (direction, with a norm, with a residual, D, bytes per activation): best on an H200 for operands per sample.
-MEASURED: dict[tuple[Direction, bool, bool, int, int], Tuning] = {}
+MEASURED: dict[tuple[Direction, bool, bool, int, int], Tuning] = {
+    ("forward", True, False, 5120, 2): Tuning(128, 4, 2, 2, True),
+    ("forward", True, False, 3072, 2): Tuning(64, 4, 1, 4, True),
+    ("forward", True, False, 1536, 2): Tuning(32, 6, 1, 8, True),
+    ("backward", True, False, 5120, 2): Tuning(320, 2, 4, 1, False),
+    ("backward", True, False, 3072, 2): Tuning(128, 3, 1, 2, True),
+    ("backward", True, False, 1536, 2): Tuning(192, 3, 4, 2, True),
+    ("forward", True, True, 5120, 2): Tuning(128, 4, 1, 2, False),
+    ("forward", True, True, 3072, 2): Tuning(192, 4, 2, 2, True),
+    ("forward", True, True, 1536, 2): Tuning(96, 3, 2, 4, True),
+    ("forward", False, True, 5120, 2): Tuning(640, 2, 4, 1, False),
+    ("forward", False, True, 3072, 2): Tuning(384, 3, 2, 1, False),
+    ("forward", False, True, 1536, 2): Tuning(32, 4, 1, 8, False),
+}
 
 
 def tuning_for(variant: Variant, direction: Direction, capability: tuple[int, int], shared_limit: int) -> Tuning | None:
