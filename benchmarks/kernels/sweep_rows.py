@@ -59,7 +59,7 @@ def candidates(case: Case) -> list[Tuning]:
         needed = 40 + own * (sums + (16 if case.op.residual else 8) + (8 * rows if case.direction == "forward" else 16))
         if needed > min(registers, 255) * 1.1 or not 256 <= threads * blocks <= most_threads:
             continue
-        if not 24 * 1024 <= on_the_way <= 150 * 1024 or (rows == 4 and own > 2):
+        if not 40 * 1024 <= on_the_way <= 150 * 1024 or (rows == 4 and own > 2):
             continue
         found.append(Tuning(threads, stages, rows, blocks, how))
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,6 +131,41 @@ def fake_gradient(parameter: Tensor | None, needed: bool, like: Tensor) -> Tenso
 def none_where_unneeded(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Undoes `if_needed`."""
     return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
+
+
+def register_autograd(name: str, differentiate: Callable[..., Any], save_for_backward: Callable[..., None]) -> None:
+    """Makes an op differentiable, as `torch.library.register_autograd` does at 40 µs less per call.
+
+    That one reads the schema for default values every time; the schema of ``name`` must have none.
+
+    Args:
+        name: Of an op that is defined already, such as "lightning_videoscale::norm_modulate".
+        differentiate: Called with the context and the gradient of every output; returns one per input.
+        save_for_backward: Called with the context, the inputs and the output.
+    """
+    namespace, short = name.split("::")
+    op = getattr(getattr(torch.ops, namespace), short).default
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = below_autograd(*inputs)
+            save_for_backward(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return differentiate(ctx, *gradients)
+
+    def below_autograd(*inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*inputs)
+
+    def autograd(*inputs: Any) -> Any:
+        needed = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        return Differentiable.apply(*inputs) if needed else below_autograd(*inputs)
+
+    torch.library.impl(name, "Autograd", autograd)
 
 
 def refuse_second_derivative(operation: str) -> Callable[..., None]:

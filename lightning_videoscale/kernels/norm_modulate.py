@@ -20,6 +20,7 @@ from lightning_videoscale.kernels.dispatch import (
     if_needed,
     none_where_unneeded,
     refuse_second_derivative,
+    register_autograd,
     run_backward,
     run_forward,
 )
@@ -233,5 +234,5 @@ torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
 torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
 torch.library.register_fake(_FORWARD, _forward_fake)
 torch.library.register_fake(_BACKWARD, _backward_fake)
-torch.library.register_autograd(_FORWARD, _differentiate, setup_context=_save_for_backward)
+register_autograd(_FORWARD, _differentiate, _save_for_backward)
 torch.library.register_autograd(_BACKWARD, refuse_second_derivative("norm_modulate"))
