@@ -163,7 +163,7 @@ def register_autograd(name: str, differentiate: Callable[..., Any], save_for_bac
 
     def autograd(*inputs: Any) -> Any:
         needed = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        return Differentiable.apply(*inputs) if needed else below_autograd(*inputs)
+        return Differentiable.apply(*inputs) if needed else below_autograd(*inputs)  # type: ignore[no-untyped-call]
 
     torch.library.impl(name, "Autograd", autograd)
 
