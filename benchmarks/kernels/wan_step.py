@@ -127,7 +127,7 @@ def measure(model: nn.Module, frames: int, repeats: int) -> Row:
     spent: dict[str, float] = defaultdict(float)
     largest: dict[str, float] = defaultdict(float)
     for event in profile.events():
-        if event.device_type is torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
             spent[kind(event.name)] += event.device_time_total / 1e3
             if kind(event.name) == "other":
                 largest[event.name[:90]] += event.device_time_total / 1e3

@@ -51,7 +51,7 @@ def test_a_failing_rank_ends_the_job(
     log = job.log.stat().st_mtime  # jobs are waited for one by one: the last words tell when each of them ended
     seconds = log - float(output.split("fails at ")[1].split()[0])
     assert job.process.returncode != 0
-    assert seconds < MARGIN + (TIMEOUT if fault == "hang" else 0)
+    assert seconds < MARGIN + (TIMEOUT if fault == "hang" else 0), output
     if fault == "hang" and transport == "symmetric":
         # Either the watch of the transport or that of the job sees it first.
         messages = "for ranks [1], which did not come", "Missing in a collective of ranks [0, 1]: rank 1"

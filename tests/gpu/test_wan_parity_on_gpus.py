@@ -80,9 +80,10 @@ class Run(NamedTuple):
     def averages_in_bfloat16(self) -> bool:
         """Whether gradients lose accuracy when they are averaged, over however many GPUs and whatever they share.
 
-        Under ZeRO, Lightning's bf16-mixed is DeepSpeed's bf16, whose gradients are bfloat16; FSDP2 averages in float32.
+        Under bf16-true each rank's own gradient is rounded before it is averaged, in whatever precision. Under ZeRO,
+        Lightning's bf16-mixed is DeepSpeed's bf16, whose gradients are bfloat16.
         """
-        return self.backend != "fsdp2" and (self.precision == "bf16-true" or self.backend != "ddp")
+        return self.precision == "bf16-true" or self.backend.startswith("zero")
 
     @property
     def unsplit(self) -> Run:

@@ -1,0 +1,94 @@
+"""A small Wan trained with and without fused kernels: one loss curve.
+
+    python benchmarks/kernels/loss_overlay.py
+
+Every run trains on the same clips with the same noise on one GPU. The runs in float32 show by how much the rounding of
+bfloat16 alone moves the curve. Model and clips are those of ``benchmarks/parallel/loss_overlay.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import provenance
+from benchmarks.parallel.loss_overlay import (
+    BATCH_SIZE,
+    LEARNING_RATE,
+    SEED,
+    TINY_WAN,
+    WAN,
+    Record,
+    RectifiedFlow,
+    TravellingWaves,
+    compare,
+)
+from lightning_videoscale.callbacks import FusedKernels
+
+RUNS = [(False, "bf16-mixed"), (False, "32-true"), (True, "bf16-mixed"), (True, "32-true")]
+
+
+def train(fused: bool, precision: str, steps: int, tiny: bool) -> list[float]:
+    """The losses of all steps."""
+    pl.seed_everything(SEED, verbose=False)
+    torch.set_float32_matmul_precision("highest")
+    record = Record()
+    trainer = pl.Trainer(
+        accelerator="cpu" if tiny else "cuda",
+        devices=1,
+        precision=precision,  # type: ignore[arg-type]
+        max_steps=steps,
+        callbacks=[record, FusedKernels()] if fused else [record],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    clips = TravellingWaves((2, 8, 8) if tiny else (5, 32, 32), steps * BATCH_SIZE)
+    workers = 0 if tiny else 4
+    trainer.fit(RectifiedFlow(TINY_WAN if tiny else WAN), DataLoader(clips, batch_size=BATCH_SIZE, num_workers=workers))
+    return [float(loss) for loss in record.losses]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tiny", action="store_true", help="dry run on a CPU: another, tiny model; nothing to publish")
+    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
+    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
+    arguments = parser.parse_args()
+    commit = arguments.commit or provenance.commit()
+    rows: list[dict[str, Any]] = []
+    for fused, precision in RUNS:
+        losses = train(fused, precision, arguments.steps, arguments.tiny)
+        row = {"fused": fused, "precision": precision} | compare(losses, rows[0]["losses"] if rows else losses)
+        rows.append(row | {"losses": losses})
+        print(
+            f"{'fused' if fused else 'plain':>6} {precision:>10}: last loss {losses[-1]:.5f}, largest relative "
+            f"difference {row['largest_relative_difference']:.2e}",
+            flush=True,
+        )
+    settings = {
+        "dry_run": arguments.tiny,
+        "compared_with": "plain, bf16-mixed",
+        "steps": arguments.steps,
+        "batch_size": BATCH_SIZE,
+        "learning_rate": LEARNING_RATE,
+        "seed": SEED,
+        "model": TINY_WAN if arguments.tiny else WAN,
+    }
+    output = arguments.output or provenance.path("kernels", "loss_overlay")
+    provenance.write(output, "kernels/loss_overlay", commit, settings, rows)
+    print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    main()
