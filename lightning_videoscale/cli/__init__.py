@@ -2,6 +2,7 @@
 
 `videoscale doctor`   checks versions, GPUs and links, and says what to do about what it finds
 `videoscale index`    looks at shards, and keeps a table of what is in them and of what cannot be used
+`videoscale encode`   turns shards of videos into shards of latents with a VAE of diffusers
 `videoscale plan`     simulates the balances on an index or a table of clips
 `videoscale export`   writes the trained weights of a checkpoint for diffusers' ``from_pretrained``
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from lightning_videoscale.cli import doctor, export, index, plan
+from lightning_videoscale.cli import doctor, encode, export, index, plan
 
 
 def main(args: list[str] | None = None) -> int:
@@ -19,6 +20,7 @@ def main(args: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_command(commands)
     index.add_command(commands)
+    encode.add_command(commands)
     plan.add_command(commands)
     export.add_command(commands)
     options = parser.parse_args(args)

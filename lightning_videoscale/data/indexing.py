@@ -6,7 +6,7 @@ import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from lightning_videoscale.data.describing import RefusedError, describe
 from lightning_videoscale.data.index import ShardEntry, ShardIndex, header_line, shard_line
 from lightning_videoscale.data.samples import Sample, Samples
-from lightning_videoscale.data.shards import Members, identity
+from lightning_videoscale.data.shards import Members, ShardError, identity
 from lightning_videoscale.data.storage import Shard, open_shard, open_whole
 from lightning_videoscale.data.tars import Refusal, list_members
 
@@ -93,7 +93,21 @@ def known_shards(file: Path) -> list[ShardEntry]:
         ShardError: If the file is something else than an index.
     """
     entries = list(ShardIndex.load(file).shards) if file.exists() else []
-    return entries + [entry for left in _left_behind(file) for entry in ShardIndex.load(left).shards]
+    for left in _left_behind(file):
+        # Another node may be at it just now: its first line may not be written yet, or the file gone again.
+        with suppress(ShardError, FileNotFoundError):
+            entries += ShardIndex.load(left).shards
+    return entries
+
+
+def outdated(shards: Sequence[str], known: Sequence[ShardEntry]) -> list[str]:
+    """Which shards `index_shards` would look at, since they are not known or have changed.
+
+    Raises:
+        ShardError: If a shard cannot be read.
+    """
+    before = {identity(entry.url): (entry.size, entry.stamp) for entry in known}
+    return [url for url in shards if before.get(identity(url)) != open_shard(url).stat()]
 
 
 def _look_at_shard(url: str, before: ShardEntry | None, pool: ThreadPoolExecutor, bar: tqdm) -> ShardEntry:

@@ -107,33 +107,51 @@ class SampleReader:
             ShardError: If the shard cannot be read.
         """
         entry, sample = self.index.shard_of(number), self.index.samples[number]
-        shard = self._shards[entry]
-        main, *others = sample.members
-        if sample.media == Media.LATENTS:
-            others = [main, *others]
-        content = shard.read_all([sample.members[extension] for extension in others])
+        main = next(iter(sample.members))
+        content = self._content(number, with_main=sample.media == Media.LATENTS)
         read = {
             "latents" if e == main else batch_name(e): _decode(entry, f"{sample.key}.{e}", e, data)
-            for e, data in zip(others, content, strict=True)
+            for e, data in content.items()
         }
         if "text_embeds" not in read:
             read.setdefault("caption", "")
         if sample.media == Media.LATENTS:
             _check_latents(entry, sample, read["latents"])
             return read
-        return {"video": self._pixels(shard, entry, sample, cut), **read}
-
-    def _pixels(self, shard: Shard, entry: ShardEntry, sample: Sample, cut: Cut | None) -> torch.Tensor:
         if cut is None:
             raise ValueError(f"{entry.url}: {sample.key!r} is no latents: reading it needs a Cut.")
+        return {"video": self.pixels(number, cut), **read}
+
+    def pixels(self, number: int, cut: Cut) -> torch.Tensor:
+        """Decodes a video or an image: (3, F, H, W), uint8.
+
+        Raises:
+            MemberError: If it does not decode.
+            ShardError: If the shard cannot be read.
+        """
+        entry, sample = self.index.shard_of(number), self.index.samples[number]
         extension, at = next(iter(sample.members.items()))
         frames, height, width, _ = cut.shape
         fps = min(cut.fps, sample.fps) if sample.media == Media.VIDEO else 0.0
         try:
-            with open_member(shard, at) as file:
+            with open_member(self._shards[entry], at) as file:
                 return decode_clip(file, frames, height, width, cut.start, fps)
         except MediaError as error:
             raise MemberError(f"{entry.url}: the member '{sample.key}.{extension}' cannot be used: {error}.") from error
+
+    def beside(self, number: int) -> dict[str, bytes]:
+        """The members beside the main one, as they are in the shard.
+
+        Raises:
+            ShardError: If the shard cannot be read.
+        """
+        return self._content(number, with_main=False)
+
+    def _content(self, number: int, with_main: bool) -> dict[str, bytes]:
+        members = self.index.samples[number].members
+        wanted = list(members)[0 if with_main else 1 :]
+        shard = self._shards[self.index.shard_of(number)]
+        return dict(zip(wanted, shard.read_all([members[extension] for extension in wanted]), strict=True))
 
 
 class MicroBatchReader(Dataset[Batch]):

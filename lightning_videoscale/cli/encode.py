@@ -1,0 +1,113 @@
+"""`videoscale encode`: shards of videos and images to shards of latents, on any number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from lightning_videoscale.data.encoding import EncodeReport, EncodeSettings, encode_shards
+from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.data.index import ShardIndex, default_index_file
+from lightning_videoscale.data.indexing import build_index, index_shards, known_shards, outdated
+from lightning_videoscale.data.shapes import ShapePolicy
+from lightning_videoscale.data.shards import ShardError, expand_shards
+from lightning_videoscale.data.vae import DiffusersVae
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``encode`` to the command line."""
+    description = (
+        "Encodes videos and images with a VAE of diffusers. Under torchrun every process takes its share; a run that "
+        "was stopped goes on, on any number of processes. Exit status 1 if something is wrong with the settings."
+    )
+    parser = commands.add_parser("encode", help="videos to latents", description=description)
+    parser.add_argument("shards", nargs="+", help="tars: paths or URLs, with {000..099} and * as in WebDataset")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the new shards")
+    parser.add_argument("--vae", required=True, help="folder of a saved VAE, or its name on the Hugging Face Hub")
+    parser.add_argument("--subfolder", help="folder of the VAE within it, such as vae")
+    parser.add_argument("--model", choices=sorted(GEOMETRIES), default="wan2.1", help="which model it is for")
+    parser.add_argument("--sizes", type=_area, nargs="+", default=[480 * 832], help="HEIGHTxWIDTH, an area each")
+    parser.add_argument("--fps", type=float, default=16.0, help="frames per second (default 16)")
+    parser.add_argument("--max-frames", type=int, default=81, help="frames of a clip at most (default 81)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of sizes and of the part of a longer clip")
+    parser.add_argument("--samples-per-shard", type=int, default=128, help="samples of a new shard (default 128)")
+    parser.add_argument("--index", type=Path, help="the table of the shards (default: beside the first)")
+    parser.add_argument("--workers", type=int, default=2, help="processes per rank that decode ahead (default 2)")
+    parser.add_argument("--dtype", choices=list(_DTYPES), default="float32", help="type to encode in")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per rank instead of text")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    # As torchrun sets them; one process is a world of its own.
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        index = _index(options, world_size)
+        policy = ShapePolicy(areas=tuple(options.sizes), fps=options.fps, max_frames=options.max_frames,
+                             crop_min_frames=min(17, options.max_frames))  # fmt: skip
+        vae = DiffusersVae(options.vae, GEOMETRIES[options.model], options.subfolder, _device(), _DTYPES[options.dtype])
+        report = encode_shards(
+            index,
+            vae,
+            options.output,
+            EncodeSettings(policy, options.seed, options.samples_per_shard),
+            rank=rank,
+            world_size=world_size,
+            workers=options.workers,
+            progress=rank == 0 and not options.json,
+        )
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
+        return 1
+    _print(report, options, rank)
+    return 0
+
+
+def _index(options: argparse.Namespace, world_size: int) -> ShardIndex:
+    shards = expand_shards(options.shards)
+    file = options.index or default_index_file(shards)
+    if world_size == 1:
+        index = build_index(shards, file, workers=max(1, options.workers), progress=not options.json)
+    else:
+        # Ranks do not wait for each other, so each would decode all shards to index them.
+        known = known_shards(file)
+        if missing := outdated(shards, known):
+            raise ShardError(
+                f"{len(missing)} of the shards are not in the index {file}, or have changed since: run `videoscale "
+                "index` on them first, then encode on several ranks."
+            )
+        index = index_shards(shards, known)
+    index.check()
+    return index
+
+
+def _print(report: EncodeReport, options: argparse.Namespace, rank: int) -> None:
+    if options.json:
+        refused = [refusal._asdict() for refusal in report.refused]
+        sys.stdout.write(json.dumps({"rank": rank, **report._asdict(), "refused": refused}) + "\n")
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"rank {rank}: {report.written} shards written, {report.found} were there -> {options.output}")
+    for sample, reason in report.refused:
+        console.print(f"  left out {sample}: {reason}", markup=False)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _area(text: str) -> int:
+    if not (size := re.fullmatch(r"(\d+)x(\d+)", text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HEIGHTxWIDTH, such as 480x832")
+    return int(size[1]) * int(size[2])

@@ -1,0 +1,197 @@
+"""`videoscale encode`: latents that a model can train on, the same however often the run was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+
+from lightning_videoscale.cli import main
+from lightning_videoscale.data import ShardError
+from lightning_videoscale.data.encoding import EncodeReport, EncodeSettings, encode_shards
+from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
+from lightning_videoscale.data.index import ShardIndex
+from lightning_videoscale.data.indexing import index_shards
+from lightning_videoscale.data.reader import Cut, SampleReader
+from lightning_videoscale.data.shapes import ClipShape, ShapePolicy
+from lightning_videoscale.data.vae import DiffusersVae
+from tests.data.clips import clip, write_shard
+from tests.data.films import film, numbered
+
+POLICY = ShapePolicy(areas=(32 * 48,), fps=25.0, max_frames=9, crop_min_frames=1)
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Wan VAE of random weights whose latents need normalising."""
+    torch.manual_seed(0)
+    scales = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [0.5, 1.0, 2.0, 4.0]}
+    model = AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **scales)
+    folder = tmp_path_factory.mktemp("pipeline")
+    model.save_pretrained(folder / "vae")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Seven films of 9 frames, one of 2, one too small, in two shards."""
+    folder = tmp_path_factory.mktemp("films")
+    films = [film([numbered(i + k, 32, 48) for k in range(9)]) for i in range(7)]
+    films += [film([numbered(40, 32, 48)] * 2), film([numbered(1, 4, 4)] * 3)]
+    samples: list[dict[str, Any]] = [
+        {"__key__": f"film{i}", "mp4": data, "txt": f"film {i}".encode()} for i, data in enumerate(films)
+    ]
+    samples[1]["json"] = b'{"height": 32, "tags": ["grey"]}'
+    return [str(write_shard(folder / f"{i:03}.tar", samples[i::2])) for i in range(2)]
+
+
+class Averages:
+    """Stands in for a VAE: latents are means of blocks of pixels."""
+
+    name = "averages"
+    geometry = ModelGeometry()
+
+    def __init__(self, stop_after: int = 99) -> None:
+        self.left = stop_after
+
+    def encode(self, video: torch.Tensor) -> torch.Tensor:
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        frames = video[:, ::4].float()
+        return torch.nn.functional.avg_pool2d(frames.transpose(0, 1), 8).transpose(0, 1)
+
+
+def _encode(shards: list[str], output: Path, encoder: Averages | None = None, **kwargs: Any) -> EncodeReport:
+    settings = EncodeSettings(POLICY, samples_per_shard=2)
+    return encode_shards(index_shards(shards), encoder or Averages(), output, settings, **kwargs)
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_latents_are_those_of_the_vae_normalised(
+    shards: list[str], vae: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--vae", str(vae), "--subfolder", "vae", "--sizes", "32x48", "--fps", "25", "--max-frames", "9"]
+    out = tmp_path / "latents"
+    assert main(["encode", *shards, "--output", str(out), *arguments, "--workers", "0", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["written"] == 1 and [refused["sample"] for refused in report["refused"]] == ["000.tar/film8"]
+    assert "4 x 4 pixels are fewer" in report["refused"][0]["reason"]
+
+    index = index_shards([str(out / "000000.tar")])
+    assert index.refused == () and len(index) == 8
+    assert index.samples.keys[:2] == ("000.tar/film0", "000.tar/film2")
+    row = index.samples.keys.index("001.tar/film1")
+    read = SampleReader(index).read(row)
+    assert read["caption"] == "film 1"
+    pixels = {"frames": 9, "height": 32, "width": 48, "fps": 25.0, "start": 0.0}
+    assert read["json"] == {"source_height": 32, "tags": ["grey"], "pixels": pixels}
+
+    source = index_shards(shards)
+    film1 = next(i for i in range(len(source)) if source.sample_id(i) == "001.tar/film1")
+    video = SampleReader(source).read(film1, Cut(ClipShape(9, 32, 48), fps=25.0))["video"]
+    model = AutoencoderKLWan.from_pretrained(vae / "vae")
+    with torch.no_grad():
+        raw = model.encode(video[None].float() / 127.5 - 1).latent_dist.mode()[0]
+    mean, std = (torch.tensor(model.config[name]).view(4, 1, 1, 1) for name in ("latents_mean", "latents_std"))
+    assert read["latents"].shape == (4, 3, 4, 6)
+    assert torch.allclose(read["latents"].float(), (raw - mean) / std, atol=2e-3)
+    short = index.samples[index.samples.keys.index("001.tar/film7")]
+    assert short.shape == (4, 1, 4, 6), "of two frames the model takes one"
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_run_that_was_stopped_goes_on_with_any_number_of_ranks(
+    shards: list[str], tmp_path: Path, world_size: int
+) -> None:
+    whole = _encode(shards, tmp_path / "whole")
+    assert (whole.written, whole.found) == (5, 0)
+    parts = tmp_path / "parts"
+    with pytest.raises(KeyboardInterrupt):
+        _encode(shards, parts, Averages(stop_after=3), rank=0, world_size=2)
+    assert [path.name for path in sorted(parts.glob("*.tar"))] == ["000000.tar", "000002.tar"]
+
+    reports = [_encode(shards, parts, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert sum(report.written for report in reports) == 3 and sum(report.found for report in reports) == 2
+    assert _content(parts) == _content(tmp_path / "whole")
+    assert _encode(shards, parts).written == 0
+
+
+def test_a_folder_of_other_settings_is_left_alone(shards: list[str], tmp_path: Path) -> None:
+    _encode(shards, tmp_path)
+    before = _content(tmp_path)
+    other = EncodeSettings(POLICY, seed=1, samples_per_shard=2)
+    with pytest.raises(ShardError, match=r"was begun with {'seed': 0}, and now they are {'seed': 1}"):
+        encode_shards(index_shards(shards), Averages(), tmp_path, other)
+    with pytest.raises(ShardError, match=r"was begun with {'samples':"):
+        _encode(shards[:1], tmp_path)
+    assert _content(tmp_path) == before
+
+
+def test_workers_read_ahead_and_change_nothing(shards: list[str], tmp_path: Path) -> None:
+    _encode(shards, tmp_path / "a")
+    _encode(shards, tmp_path / "b", workers=2)
+    assert _content(tmp_path / "a") == _content(tmp_path / "b")
+
+
+def test_latents_are_not_encoded_again(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="hold latents already"):
+        _encode([str(write_shard(tmp_path / "000.tar", [clip(0)]))], tmp_path / "out")
+
+
+def test_a_vae_of_another_model_is_named(vae: Path) -> None:
+    encoder = DiffusersVae(str(vae), GEOMETRIES["wan2.2-ti2v-5b"], "vae")
+    with pytest.raises(ValueError, match=r"\(1, 8, 8\) of \(1, 64, 64\) pixels.*geometry says \(1, 4, 4\)"):
+        encoder.encode(torch.zeros(3, 1, 64, 64, dtype=torch.uint8))
+
+
+def test_scaling_factors_of_other_families(tmp_path: Path) -> None:
+    from diffusers import AutoencoderKLCogVideoX
+
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4}
+    sizes = {"block_out_channels": (4,) * 4, "latent_channels": 2, "layers_per_block": 1, "norm_num_groups": 2}
+    model = AutoencoderKLCogVideoX(scaling_factor=0.25, **sizes, **blocks)
+    model.save_pretrained(tmp_path)
+    video = torch.randint(0, 256, (3, 5, 16, 16), dtype=torch.uint8)
+    with torch.no_grad():
+        raw = model.eval().encode(video[None].float() / 127.5 - 1).latent_dist.mode()[0]
+    latents = DiffusersVae(str(tmp_path), GEOMETRIES["cogvideox"]).encode(video)
+    assert latents.shape == (2, 2, 2, 2) and torch.allclose(latents, raw * 0.25, atol=1e-5)
+
+
+def test_several_ranks_want_an_index_first(
+    shards: list[str], vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = ["encode", *shards, "--output", str(tmp_path / "out"), "--vae", str(vae), "--subfolder", "vae"]
+    assert main([*command, "--index", str(tmp_path / "none")]) == 1
+    assert "2 of the shards are not in the index" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_under_torchrun(shards: list[str], vae: Path, tmp_path: Path) -> None:
+    table = tmp_path / "table"
+    assert main(["index", *shards, "--index", str(table)]) == 0
+    program = "import sys; from lightning_videoscale.cli import main; sys.exit(main())"
+    (tmp_path / "videoscale.py").write_text(program)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    options = ["--samples-per-shard", "2", "--output", str(tmp_path / "out")]
+    command = ["encode", *shards, "--index", str(table), "--vae", str(vae), "--subfolder", "vae", "--sizes", "32x48"]
+    for _ in range(2):
+        subprocess.run([*launch, str(tmp_path / "videoscale.py"), *command, *options], check=True, timeout=240, env=env)
+    index: ShardIndex = index_shards(sorted(map(str, (tmp_path / "out").glob("*.tar"))))
+    assert len(index) == 8 and np.unique(index.samples.keys).size == 8
