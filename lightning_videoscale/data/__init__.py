@@ -1,23 +1,31 @@
 """From tar shards to balanced batches.
 
-The road of a sample, one file each: `shards` (which tars, and what is in them), `index` (a table of all samples),
-`plan` (which samples meet in which micro-batch, on which data-parallel rank, in which step), `reader` and `decoding`
-(bytes to tensors), `batch` (what the training step receives), `loader` (a pass over the plan) and `datamodule` (all of
-it behind a LightningDataModule).
+The road of a sample: `shards` (which tars, and what is in them), `index` (a table of all samples), `shapes` and
+`geometry` (what the model sees of each), `planning/` (which samples meet in which micro-batch, on which data-parallel
+rank, in which step), `reader` and `decoding` (bytes to tensors), `batch` (what the training step receives), `loader` (a
+pass over the plan), `progress` (where a run stands in it) and `datamodule` (all of it behind a LightningDataModule).
 """
 
 from lightning_videoscale.data.batch import Batch, BatchMeta
 from lightning_videoscale.data.datamodule import VideoDataModule
+from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.index import ShardIndex
-from lightning_videoscale.data.plan import BucketPlanner, EpochPlan, MicroBatch
+from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBatch, SampleTable
+from lightning_videoscale.data.shapes import Clips, ClipShape, ShapePolicy
 from lightning_videoscale.data.shards import ShardError
 
 __all__ = [
+    "GEOMETRIES",
     "Batch",
     "BatchMeta",
     "BucketPlanner",
+    "ClipShape",
+    "Clips",
     "EpochPlan",
     "MicroBatch",
+    "ModelGeometry",
+    "SampleTable",
+    "ShapePolicy",
     "ShardError",
     "ShardIndex",
     "VideoDataModule",

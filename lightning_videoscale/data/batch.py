@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 Batch = dict[str, Any]
-"""``sample_ids`` (list[str]), ``meta`` (`BatchMeta`), ``caption`` (list[str]), ``latents`` (B, C, F, H, W) float32, and
-every other member of the samples under its name without the format: ``mask.npy`` becomes ``mask``.
+"""``sample_ids`` (list[str]), ``meta`` (`BatchMeta`), ``caption`` (list[str]), ``latents`` (B, C, F, H, W) float32 or
+``video`` (B, 3, F, H, W) uint8, and every other member of the samples under its name without the format: ``mask.npy``
+becomes ``mask``.
 
 Where a member's tensors differ in shape they stay a list; Lightning then finds the batch size ambiguous, and
 ``self.log(..., batch_size=batch["meta"].samples)`` says it."""
@@ -24,14 +25,15 @@ class BatchMeta(NamedTuple):
     A named tuple, so that it passes unchanged through worker processes, pinning and Lightning's transfer to the device.
 
     Attributes:
-        frames: Frames F of the latents, after the VAE.
-        height: Height H of the latents.
-        width: Width W of the latents.
-        sequence_length: Tokens S of one sample after patching.
+        frames: Frames F of the latents, or of the video where the shards hold pixels.
+        height: Height H of them.
+        width: Width W of them.
+        sequence_length: Tokens S of one sample after VAE and patches, text included where the model attends jointly.
         samples: Batch size B.
-        predicted_cost: B * S^p.
+        predicted_cost: Seconds, where a step-time model is known; else B * S^p.
         loss_weight: What the mean-over-batch loss must be multiplied with, so that the mean over ranks and
-            accumulated micro-batches is the mean over all samples of the step. 0 for a batch that only fills a gap.
+            accumulated micro-batches is the mean over all samples (or tokens) of the step. 0 for a batch that only
+            fills a gap.
     """
 
     frames: int
@@ -49,7 +51,7 @@ def batch_name(extension: str) -> str:
 
 
 def collate(samples: Sequence[dict[str, Any]], sample_ids: list[str], meta: BatchMeta) -> Batch:
-    """Puts decoded samples of one latent shape together.
+    """Puts decoded samples of one shape together.
 
     Tensors of equal shape and dtype are stacked, anything else becomes a list; a sample that lacks a member which
     another has contributes None. Latents are brought to float32.
@@ -61,13 +63,14 @@ def collate(samples: Sequence[dict[str, Any]], sample_ids: list[str], meta: Batc
     """
     names = dict.fromkeys(name for sample in samples for name in sample)
     columns: dict[str, list[Any]] = {name: [sample.get(name) for sample in samples] for name in names}
-    latents = torch.stack([latents.float() for latents in columns.pop("latents")])
+    main = "latents" if "latents" in columns else "video"
+    tensors = torch.stack([t.float() if main == "latents" else t for t in columns.pop(main)])
     stacked = {name: torch.stack(column) for name, column in columns.items() if _stackable(column)}
     ragged = {name: column for name, column in columns.items() if name not in stacked and _has_tensor(column)}
     listed = {name: column for name, column in columns.items() if name not in stacked and name not in ragged}
     # Lightning takes the batch size for `self.log` from the first tensor that it meets and warns at any other leaf
-    # after it: what is no tensor comes before the latents, and what has other sizes comes last.
-    return {"sample_ids": sample_ids, "meta": meta, **listed, "latents": latents, **stacked, **ragged}
+    # after it: what is no tensor comes before these, and what has other sizes comes last.
+    return {"sample_ids": sample_ids, "meta": meta, **listed, main: tensors, **stacked, **ragged}
 
 
 def _has_tensor(column: list[Any]) -> bool:

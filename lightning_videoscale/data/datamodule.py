@@ -1,75 +1,117 @@
-"""Buckets of video latents behind a LightningDataModule."""
+"""Balanced batches of videos, images or latents behind a LightningDataModule."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.cost import BucketBudget, StepTimeModel
+from lightning_videoscale.data.advice import warn_of_ignored, warn_of_oversized, warn_of_refused, warn_of_shapeless
+from lightning_videoscale.data.agreement import (
+    align_counters,
+    check_accumulation,
+    check_loss_weights,
+    check_same_index,
+    check_same_plan,
+    contents_of,
+    step_time_of,
+)
+from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.index import ShardIndex, default_index_file
 from lightning_videoscale.data.indexing import build_index, index_shards, known_shards
 from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
-from lightning_videoscale.data.plan import BucketPlanner, LossWeighting, sequence_length
+from lightning_videoscale.data.planning import Balance, BucketPlanner, LossWeighting, SampleTable
+from lightning_videoscale.data.planning.stream import draws_per_epoch
 from lightning_videoscale.data.reader import MicroBatchReader
+from lightning_videoscale.data.shapes import ShapePolicy
 from lightning_videoscale.data.shards import ShardError, expand_shards
 from lightning_videoscale.topology import topology_of
 
+Shards = str | list[str] | dict[str, float]
+
 
 class VideoDataModule(pl.LightningDataModule):
-    """Buckets of video latents from WebDataset shards.
+    """Balanced batches from WebDataset shards, the same plan on every rank.
 
-    A sample of a shard is ``<key>.latents.npy`` (float16 or float32, (C, F, H, W)), ``<key>.txt`` (the caption, UTF-8;
-    or ``<key>.text_embeds.npy``), and any further ``.npy``, ``.json`` or ``.txt`` members, which pass through. A batch
-    is a dict: ``latents`` (B, C, F, H, W) float32, ``caption`` (list[str]), ``sample_ids`` (list[str]), ``meta``
-    (`BatchMeta`) and the further members by name (``mask.npy`` is ``mask``). All samples of a batch have one latent
-    shape; B follows from ``budget`` (AdaptiveLoad, equation 2). Every sample is in exactly one batch per epoch, every
-    epoch is another permutation, and every data-parallel rank has equally many batches.
+    A sample of a shard is one video, image or latents (``<key>.mp4``, ``<key>.jpg``, ``<key>.latents.npy`` (C, F, H,
+    W)), a caption ``<key>.txt``, and any further members, which pass through. A batch is a dict: ``latents`` (B, C, F,
+    H, W) float32 or ``video`` (B, 3, F, H, W) uint8, ``caption`` (list[str]), ``sample_ids`` (list[str]), ``meta``
+    (`BatchMeta`) and the further members by name (``mask.npy`` is ``mask``). All samples of a batch have one shape; B
+    follows from ``budget`` (AdaptiveLoad, equation 2). Every sample is in exactly one batch per epoch, every epoch is
+    another permutation, and every data-parallel rank has equally many batches.
 
-    Validation batches come in the order of the shards. Where the ranks would have unequally many of them, one sample is
-    read again with ``meta.loss_weight`` 0.
+    A checkpoint keeps what of the epoch is done. A run goes on from there on any number of ranks, with any number of
+    workers, and every sample is in exactly one step of the epoch all the same.
+
+    Validation and prediction batches come in the order of the shards. Where the ranks would have unequally many, one
+    sample is read again with ``meta.loss_weight`` 0.
 
     Args:
-        shards: Tar files to train on: a path, a pattern such as ``clips/{000..099}.tar`` or ``clips/*.tar``, or a list.
-        budget: Memory and compute that a micro-batch may take.
+        shards: Tar files to train on: a path, a pattern such as ``clips/{000..099}.tar`` or ``clips/*.tar``, a list; or
+            several datasets, pattern by pattern with the weight that each is drawn with.
+        index: Where the table of all samples is kept. None: beside the first shard.
+        balance: ``planned``: every rank's step costs the same. ``dual_constraint``: each rank draws alone, batches
+            within memory and compute. ``equal_token``: each rank draws alone, batches within memory.
+        budget: Memory and compute that a micro-batch may take. ``auto``: no more than the longest sample alone takes.
         val_shards: Tar files to validate on, likewise. None: no validation.
-        index: Where the table of all samples is kept (JSON). None: beside the first shard.
+        predict_shards: Tar files to predict on, likewise.
         micro_batches: Micro-batches per optimizer step and rank; must equal the Trainer's ``accumulate_grad_batches``.
-        patch_size: Latent frames, rows and columns that the model makes into one token.
+        geometry: The model's VAE and patches, by the name of its family or by their factors.
+        shape_policy: Which frames and pixels of a video or an image are read. Latents are read whole.
+        step_time: Predicts the cost that is balanced. None: the FLOPs of the transformer in the LightningModule; where
+            none tells its size, B * S^p with the budget's p.
         loss_weighting: ``sample``: every sample of a step weighs the same in the gradient, whatever the batch sizes.
-            ``none``: every micro-batch weighs the same, as in plain DDP.
-        seed: Seed of the permutations.
+            ``token``: every token does. ``none``: every micro-batch does, as in plain DDP.
+        seed: Seed of all draws.
+        shard_window: Shards that samples are shuffled over at a time.
         num_workers: Processes per rank that read ahead. 0 reads in the training process.
     """
 
     def __init__(
         self,
-        shards: str | list[str],
-        budget: BucketBudget,
+        shards: Shards,
+        index: str | Path | None = None,
+        balance: Balance = "planned",
+        budget: BucketBudget | Literal["auto"] = "auto",
         *,
         val_shards: str | list[str] | None = None,
-        index: str | Path | None = None,
+        predict_shards: str | list[str] | None = None,
         micro_batches: int = 1,
-        patch_size: tuple[int, int, int] = (1, 2, 2),
+        geometry: str | ModelGeometry = "wan2.1",
+        shape_policy: ShapePolicy | None = None,
+        step_time: StepTimeModel | None = None,
         loss_weighting: LossWeighting = "sample",
         seed: int = 0,
+        shard_window: int = 64,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
+        if isinstance(geometry, str) and geometry not in GEOMETRIES:
+            raise ValueError(f"geometry={geometry!r} is none of {sorted(GEOMETRIES)}; give a ModelGeometry instead.")
         self._shards = shards
-        self._val_shards = val_shards
-        self._budget = budget
         self._index_file = index
+        self._balance: Balance = balance
+        self._budget = budget
+        self._other_shards = {"val_shards": val_shards, "predict_shards": predict_shards}
         self._micro_batches = micro_batches
-        self._patch_size = patch_size
-        self._loss_weighting = loss_weighting
+        self._geometry = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
+        self._shape_policy = shape_policy if shape_policy is not None else ShapePolicy()
+        self._step_time = step_time
+        self._loss_weighting: LossWeighting = loss_weighting
         self._seed = seed
+        self._shard_window = shard_window
         self._num_workers = num_workers
-        self._train_index: ShardIndex | None = None
-        self._val_index: ShardIndex | None = None
+        self._indices: dict[str, ShardIndex] = {}
+        self._sources: list[int] = []
+        self._sampler: PlannedSampler | None = None
+        self._state: Mapping[str, Any] | None = None
         if val_shards is None and type(self).val_dataloader is VideoDataModule.val_dataloader:
             # Lightning validates unless the hook is its own: an empty list would be a warning in every run.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -83,48 +125,108 @@ class VideoDataModule(pl.LightningDataModule):
             rank_zero_warn(f"The shard index cannot be kept ({error}), so every rank reads the shards. Give `index=`.")
 
     def setup(self, stage: str) -> None:
-        """Reads the index, and says what of the shards is left alone or exceeds the memory budget."""
-        if self._train_index is not None:
+        """Reads the index, and says what of the shards is left alone."""
+        if self._indices:
             return
         shards, file = self._shards_and_file()
         index = index_shards(shards, known_shards(file))
         index.check()
-        count = len(expand_shards(self._shards))
-        self._train_index = ShardIndex(index.shards[:count])
-        self._val_index = ShardIndex(index.shards[count:]) if self._val_shards is not None else None
-        if not len(self._train_index) or (self._val_index is not None and not len(self._val_index)):
-            raise ShardError(f"No samples found in {'val_shards' if len(self._train_index) else 'shards'}.")
-        self._warn_of_refused(index)
-        self._warn_of_ignored(index)
-        self._warn_of_oversized(index)
+        begin = 0
+        for name, patterns in self._patterns().items():
+            end = begin + len(expand_shards(patterns))
+            self._indices[name] = ShardIndex(index.shards[begin:end])
+            if not len(self._indices[name]):
+                raise ShardError(f"No samples found in {name}.")
+            begin = end
+            self._advise(self._indices[name])
+        if isinstance(self._shards, dict):
+            self._sources = [n for n, pattern in enumerate(self._shards) for _ in expand_shards(pattern)]
+        warn_of_refused(index)
+        warn_of_ignored(index)
 
     def train_dataloader(self) -> PlannedLoader:
         """Batches of this rank; a new plan every epoch.
 
         Raises:
-            ValueError: If the Trainer accumulates another number of micro-batches, or nothing would apply the plan's
-                loss weights. Each message names the fix.
+            ValueError: If the Trainer accumulates another number of micro-batches, nothing would apply the plan's loss
+                weights, or a checkpoint was made with other shards. Each message names the fix.
         """
-        index = _ready(self._train_index, "shards")
-        planner = self._planner(index, self._micro_batches, self._loss_weighting, shuffle=True)
-        overfit = False
-        if self.trainer is not None:
-            self._check_accumulation(self.trainer)
-            self._check_loss_weights(self.trainer, planner)
-            overfit = self.trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
-        return self._loader(index, planner, repeat_first_epoch=overfit)
+        index = self._index("shards")
+        planner = self._planner(index, self._micro_batches, self._loss_weighting, is_training=True)
+        trainer, state, on_resume, overfit, epoch = self.trainer, None, None, False, 0
+        if trainer is not None:
+            check_accumulation(trainer, self._micro_batches)
+            overfit = trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
+            epoch = trainer.current_epoch
+            on_resume = partial(align_counters, trainer)
+        if self._state is not None and not overfit and self._state["epoch"] >= epoch:
+            check_same_index(self._state["shards"], contents_of(index))
+            state = self._state
+        rank = self._dp_rank_and_size()[0]
+        sampler = PlannedSampler(
+            planner, rank, repeat_first_epoch=overfit, epoch=epoch, state=state, on_resume=on_resume
+        )
+        if trainer is not None:
+            check_loss_weights(trainer, sampler.plan, self._loss_weighting)
+            if sampler.progress.begun is not None or planner.source_weights is not None:
+                # The next epochs have another number of steps, which Lightning asks for when it makes the loader.
+                trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
+        self._sampler = None if overfit else sampler
+        return self._loader(index, sampler)
 
     def val_dataloader(self) -> PlannedLoader:
         """Validation batches of this rank, the same ones every time. Needs ``val_shards``."""
-        index = _ready(self._val_index, "val_shards")
-        planner = self._planner(index, micro_batches=1, loss_weighting="none", shuffle=False)
-        return self._loader(index, planner, repeat_first_epoch=True)
+        return self._ordered_loader("val_shards")
+
+    def predict_dataloader(self) -> PlannedLoader:
+        """Batches of this rank to predict on. Needs ``predict_shards``."""
+        return self._ordered_loader("predict_shards")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what of the epoch is done, the same on every rank; nothing outside of training."""
+        if self._sampler is None or self.trainer is None:
+            return dict(self._state) if self._state is not None else {}
+        progress = self._sampler.progress
+        count: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        state = progress.state_dict(count.processed if self._sampler.is_started else progress.done)
+        return {**state, "shards": contents_of(self._index("shards"))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a state: the next train_dataloader begins there."""
+        self._state = state_dict
+
+    def adopt(self, step_time: StepTimeModel) -> None:
+        """Balances by another step-time model from the next epoch on; to be called on every rank alike."""
+        self._step_time = step_time
+        if self.trainer is not None:
+            self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
+
+    def passes(self) -> dict[str, float]:
+        """How often each dataset has been walked through when the current epoch began, by its pattern."""
+        table = self._table(self._index("shards"), is_training=True)
+        weights = list(self._shards.values()) if isinstance(self._shards, dict) else None
+        names = list(self._shards) if isinstance(self._shards, dict) else ["shards"]
+        epoch = 0 if self._sampler is None else self._sampler.progress.epoch
+        sizes = np.bincount(table.source[table.shape_id >= 0], minlength=len(names))
+        drawn = draws_per_epoch(table, weights)
+        return {name: float(epoch * n / size) for name, n, size in zip(names, drawn, sizes, strict=True)}
+
+    def _patterns(self) -> dict[str, str | list[str]]:
+        train = list(self._shards) if isinstance(self._shards, dict) else self._shards
+        others = {name: shards for name, shards in self._other_shards.items() if shards is not None}
+        return {"shards": train, **others}
 
     def _shards_and_file(self) -> tuple[list[str], Path]:
-        shards = expand_shards(self._shards)
-        if self._val_shards is not None:
-            shards += expand_shards(self._val_shards)
+        shards = [shard for patterns in self._patterns().values() for shard in expand_shards(patterns)]
         return shards, default_index_file(shards) if self._index_file is None else Path(self._index_file)
+
+    def _index(self, argument: str) -> ShardIndex:
+        if argument not in self._indices:
+            raise RuntimeError(
+                f"VideoDataModule has no index of its {argument}: give {argument}= and, without a Trainer, call "
+                "prepare_data() and setup('fit') first."
+            )
+        return self._indices[argument]
 
     def _dp_rank_and_size(self) -> tuple[int, int]:
         if self.trainer is None:
@@ -132,95 +234,57 @@ class VideoDataModule(pl.LightningDataModule):
         topology = topology_of(self.trainer)
         return topology.data_parallel_rank, topology.data_parallel_size
 
+    def _table(self, index: ShardIndex, is_training: bool) -> SampleTable:
+        clips = index.samples.clips
+        if is_training and self._sources:
+            clips = replace(clips, source=np.array(self._sources, np.int32)[index.shard_numbers])
+        return SampleTable.of_clips(clips, self._shape_policy, self._geometry, self._seed, index.shard_numbers)
+
+    def _advise(self, index: ShardIndex) -> None:
+        table = self._table(index, is_training=False)
+        warn_of_shapeless(index, table)
+        if isinstance(self._budget, BucketBudget):
+            warn_of_oversized(table, self._budget)
+
     def _planner(
-        self, index: ShardIndex, micro_batches: int, loss_weighting: LossWeighting, shuffle: bool
+        self, index: ShardIndex, micro_batches: int, loss_weighting: LossWeighting, is_training: bool
     ) -> BucketPlanner:
+        table = self._table(index, is_training)
+        step_time = self._step_time
+        if step_time is None and self.trainer is not None:
+            step_time = step_time_of(self.trainer.lightning_module)
+        budget = self._budget if isinstance(self._budget, BucketBudget) else _budget_of_longest(table, step_time)
+        weights = tuple(self._shards.values()) if is_training and isinstance(self._shards, dict) else None
         return BucketPlanner(
-            shapes=[sample.shape[1:] for sample in index.samples],
-            budget=self._budget,
-            patch_size=self._patch_size,
+            table=table,
+            budget=budget,
+            balance=self._balance,
             dp_size=self._dp_rank_and_size()[1],
             micro_batches=micro_batches,
+            step_time=step_time,
             loss_weighting=loss_weighting,
             seed=self._seed,
-            shuffle=shuffle,
+            shuffle=is_training,
+            shard_window=self._shard_window,
+            source_weights=weights,
         )
 
-    def _loader(self, index: ShardIndex, planner: BucketPlanner, repeat_first_epoch: bool) -> PlannedLoader:
-        sampler = PlannedSampler(planner, self._dp_rank_and_size()[0], repeat_first_epoch)
+    def _ordered_loader(self, argument: str) -> PlannedLoader:
+        index = self._index(argument)
+        planner = self._planner(index, micro_batches=1, loss_weighting="none", is_training=False)
+        return self._loader(index, PlannedSampler(planner, self._dp_rank_and_size()[0], repeat_first_epoch=True))
+
+    def _loader(self, index: ShardIndex, sampler: PlannedSampler) -> PlannedLoader:
         on_gpu = False
         if self.trainer is not None:
-            _check_same_plan(self.trainer, index.digest + sampler.plan.digest())
+            check_same_plan(self.trainer, index.digest + sampler.plan.digest)
             on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        return PlannedLoader(MicroBatchReader(index), sampler, self._num_workers, pin_memory=on_gpu)
-
-    def _check_accumulation(self, trainer: pl.Trainer) -> None:
-        if not trainer.lightning_module.automatic_optimization:
-            return
-        if trainer.accumulate_grad_batches != self._micro_batches:
-            raise ValueError(
-                f"VideoDataModule(micro_batches={self._micro_batches}) plans optimizer steps of {self._micro_batches} "
-                f"micro-batches and the Trainer makes them of {trainer.accumulate_grad_batches}: set "
-                f"Trainer(accumulate_grad_batches={self._micro_batches}), or micro_batches to the Trainer's number."
-            )
-        if any(type(callback) is GradientAccumulationScheduler for callback in _callbacks(trainer)):
-            raise ValueError("GradientAccumulationScheduler changes the micro-batches per step, and the plan does not.")
-
-    def _check_loss_weights(self, trainer: pl.Trainer, planner: BucketPlanner) -> None:
-        applied = topology_of(trainer).applies_loss_weight or any(
-            getattr(callback, "applies_loss_weight", False) for callback in _callbacks(trainer)
-        )
-        if not applied and planner.needs_loss_weights():
-            raise ValueError(
-                f"The batches of this plan differ in weight and {type(trainer.strategy).__name__} does not apply "
-                "meta.loss_weight: add Trainer(callbacks=[vs.callbacks.LossWeighting()])"
-                + (', or VideoDataModule(loss_weighting="none").' if self._loss_weighting == "sample" else ".")
-            )
-
-    def _warn_of_refused(self, index: ShardIndex) -> None:
-        if index.refused:
-            shown = "; ".join(f"{shard}: {member!r}: {reason}" for shard, (member, reason) in index.refused[:3])
-            rank_zero_warn(
-                f"{len(index.refused)} members of the shards are left out ({shown}{'; …' * (len(index.refused) > 3)}). "
-                "`videoscale index` lists all of them."
-            )
-
-    def _warn_of_ignored(self, index: ShardIndex) -> None:
-        if ignored := sorted({extension for shard in index.shards for extension in shard.ignored}):
-            rank_zero_warn(
-                f"The shards hold members that are left alone: {ignored}. Read are the one video, image or latents "
-                "that a sample is about, and beside it npy, safetensors, json, txt, and images that have a name."
-            )
-
-    def _warn_of_oversized(self, index: ShardIndex) -> None:
-        counts = Counter(sample.shape[1:] for sample in index.samples)
-        lengths = {shape: sequence_length(shape, self._patch_size) for shape in counts}
-        if oversized := [shape for shape, length in lengths.items() if self._budget.exceeds_memory(length)]:
-            listed = ", ".join(f"{shape}: {lengths[shape]} tokens, {counts[shape]} samples" for shape in oversized)
-            rank_zero_warn(
-                f"One sample alone exceeds the memory budget m_mem={self._budget.m_mem} tokens in {len(oversized)} "
-                f"buckets ({listed}); they train with batch size 1. Raise m_mem if they fit, or leave such clips out."
-            )
+        reader = MicroBatchReader(index, self._shape_policy.fps)
+        return PlannedLoader(reader, sampler, self._num_workers, pin_memory=on_gpu)
 
 
-def _ready(index: ShardIndex | None, argument: str) -> ShardIndex:
-    if index is None:
-        raise RuntimeError(
-            f"VideoDataModule has no index of its {argument}: give {argument}= and, without a Trainer, call "
-            "prepare_data() and setup('fit') first."
-        )
-    return index
-
-
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return callbacks
-
-
-def _check_same_plan(trainer: pl.Trainer, digest: str) -> None:
-    same = trainer.strategy.broadcast(digest) == digest
-    if not trainer.strategy.reduce_boolean_decision(same, all=True):
-        raise ValueError(
-            f"The ranks do not see the same shards: rank {trainer.global_rank} planned {digest[:12]}, which "
-            f"{'equals' if same else 'differs from'} rank 0's plan. Compare the shards on all nodes."
-        )
+def _budget_of_longest(table: SampleTable, step_time: StepTimeModel | None) -> BucketBudget:
+    """What the longest sample alone takes, which must fit in any case."""
+    longest = int(table.sequence_lengths.max())
+    p = step_time.power_law.p if step_time is not None else 2.0
+    return BucketBudget(longest, float(longest) ** p, p)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_videoscale.data.batch import Batch
-from lightning_videoscale.data.plan import BucketPlanner, EpochPlan, MicroBatch
+from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBatch
+from lightning_videoscale.data.progress import Progress
 from lightning_videoscale.data.reader import MicroBatchReader
 
 
@@ -20,36 +21,61 @@ class PlannedSampler(Sampler[MicroBatch]):
         planner: Makes the plan of an epoch.
         dp_rank: Whose part of it.
         repeat_first_epoch: Whether every epoch uses the plan of the first (to overfit, to validate).
+        epoch: Where to begin.
+        state: State to go on from instead; see `Progress`.
+        on_resume: Called, when an epoch begins in its middle, with the micro-batches of it that are done.
+
+    Attributes:
+        progress: Where the run stood when it began, or when the epoch did.
+        is_started: Whether the pass of this epoch has begun.
     """
 
-    def __init__(self, planner: BucketPlanner, dp_rank: int, repeat_first_epoch: bool = False) -> None:
+    def __init__(
+        self,
+        planner: BucketPlanner,
+        dp_rank: int,
+        *,
+        repeat_first_epoch: bool = False,
+        epoch: int = 0,
+        state: Mapping[str, Any] | None = None,
+        on_resume: Callable[[int], None] | None = None,
+    ) -> None:
         self._planner = planner
         self._dp_rank = dp_rank
         self._repeat_first_epoch = repeat_first_epoch
-        self._epoch = 0
-        self._plan: EpochPlan | None = None
+        self._on_resume = on_resume
+        self.is_started = False
+        if state is not None:
+            self.progress = Progress.resume(planner, state)
+        else:
+            self.progress = Progress.start(planner, 0 if repeat_first_epoch else epoch)
 
     @property
     def plan(self) -> EpochPlan:
-        """The plan of the current epoch."""
-        if self._plan is None:
-            self._plan = self._planner.plan(self._epoch)
-        return self._plan
+        """The plan of the current epoch, or of what was left of it."""
+        return self.progress.plan
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next pass; Lightning calls this before each."""
-        if epoch != self._epoch and not self._repeat_first_epoch:
-            self._epoch, self._plan = epoch, None
+        self.is_started = False
+        if self._repeat_first_epoch:
+            return
+        if epoch != self.progress.epoch:
+            self.progress = Progress.start(self._planner, epoch)
+        elif self.progress.done and self._on_resume is not None:
+            self._on_resume(self.progress.done)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        yield from self.plan.micro_batches_of(self._dp_rank)
+        self.is_started = True
+        progress = self.progress
+        yield from progress.plan.micro_batches_of(self._dp_rank, first=progress.steps * progress.micro_batches)
 
     def __len__(self) -> int:
-        return len(self.plan.steps) * self._planner.micro_batches
+        return len(self.progress)
 
 
 class PlannedLoader:
-    """Batches of one data-parallel rank; iterating it is one epoch.
+    """Batches of one data-parallel rank; iterating it is one epoch, or what is left of one.
 
     It wraps a DataLoader rather than being one: Lightning would put its own samplers into a DataLoader (to distribute,
     to overfit), and the plan already says who reads what.
@@ -96,6 +122,7 @@ class PlannedLoader:
         return PlannedLoader(reader, self.sampler, loader.num_workers, loader.pin_memory, turn, turns)
 
     def __len__(self) -> int:
+        """Batches of the whole epoch: of one that is resumed, those that are done count too, as Lightning expects."""
         return len(range(self._turn, len(self.sampler), self._turns))
 
     def __iter__(self) -> Iterator[Batch]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from lightning_videoscale.data.decoding import decode
 from lightning_videoscale.data.frames import decode_clip
 from lightning_videoscale.data.index import ShardEntry, ShardIndex
 from lightning_videoscale.data.media import MediaError
-from lightning_videoscale.data.plan import MicroBatch
+from lightning_videoscale.data.planning import MicroBatch
 from lightning_videoscale.data.samples import Sample
 from lightning_videoscale.data.shapes import ClipShape, Media
 from lightning_videoscale.data.shards import MemberError, ShardError
@@ -180,7 +179,7 @@ class MicroBatchReader(Dataset[Batch]):
         """
         meta = micro_batch.meta
         shape = ClipShape(meta.frames, meta.height, meta.width)
-        starts: Sequence[float] = getattr(micro_batch, "starts", ()) or (0.0,) * len(micro_batch.samples)
+        starts = micro_batch.starts or (0.0,) * len(micro_batch.samples)
         found: dict[int, dict[str, Any]] = {}
         problem: ShardError | None = None
         for number, start in zip(micro_batch.samples, starts, strict=True):

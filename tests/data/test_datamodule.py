@@ -41,7 +41,7 @@ def _all_ids(samples: int = SAMPLES) -> list[str]:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_every_sample_once_per_epoch_and_no_two_epochs_alike(shards: str, num_workers: int) -> None:
     module = Witness()
-    trainer_with(max_epochs=3).fit(module, VideoDataModule(shards, BUDGET, num_workers=num_workers))
+    trainer_with(max_epochs=3).fit(module, VideoDataModule(shards, budget=BUDGET, num_workers=num_workers))
     assert [_ids(module.batches[epoch]) for epoch in range(3)] == [_all_ids()] * 3
     assert module.batches[0] != module.batches[1] != module.batches[2]
     assert {len(ids) for ids in module.batches[0]} == {meta.samples for meta in module.metas}
@@ -49,11 +49,11 @@ def test_every_sample_once_per_epoch_and_no_two_epochs_alike(shards: str, num_wo
 
 def test_workers_change_no_batch(shards: str) -> None:
     first, second = Witness(), Witness()
-    trainer_with(max_epochs=2).fit(first, VideoDataModule(shards, BUDGET, num_workers=0))
-    trainer_with(max_epochs=2).fit(second, VideoDataModule(shards, BUDGET, num_workers=2))
+    trainer_with(max_epochs=2).fit(first, VideoDataModule(shards, budget=BUDGET, num_workers=0))
+    trainer_with(max_epochs=2).fit(second, VideoDataModule(shards, budget=BUDGET, num_workers=2))
     assert first.batches == second.batches
     other_seed = Witness()
-    trainer_with().fit(other_seed, VideoDataModule(shards, BUDGET, seed=1))
+    trainer_with().fit(other_seed, VideoDataModule(shards, budget=BUDGET, seed=1))
     assert other_seed.batches[0] != first.batches[0]
 
 
@@ -61,7 +61,7 @@ def test_workers_change_no_batch(shards: str) -> None:
 def test_validation_sees_the_same_batches_every_time(shards: str, tmp_path: Path, num_workers: int) -> None:
     val_shards = write_shards(tmp_path / "val", 20)
     module = Witness()
-    data = VideoDataModule(shards, BUDGET, val_shards=val_shards, num_workers=num_workers)
+    data = VideoDataModule(shards, budget=BUDGET, val_shards=val_shards, num_workers=num_workers)
     trainer_with(max_epochs=2, num_sanity_val_steps=2).fit(module, data)
     sanity, *passes = module.validated
     assert len(passes) == 2 and passes[0] == passes[1] and sanity == passes[0][:2]
@@ -77,12 +77,12 @@ def test_without_validation_shards_nothing_is_validated(shards: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Total length of")
         without, own = Witness(), Witness()
-        trainer_with().fit(without, VideoDataModule(shards, BUDGET))
-        trainer_with().fit(own, WithItsOwn(shards, BUDGET))
+        trainer_with().fit(without, VideoDataModule(shards, budget=BUDGET))
+        trainer_with().fit(own, WithItsOwn(shards, budget=BUDGET))
     assert without.validated == []
     assert _ids(own.validated[-1]) == _all_ids()
     with pytest.raises(Exception, match="val_dataloader"):
-        trainer_with().validate(Witness(), VideoDataModule(shards, BUDGET))
+        trainer_with().validate(Witness(), VideoDataModule(shards, budget=BUDGET))
 
 
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
@@ -92,7 +92,7 @@ def test_lightnings_switches_work(shards: str, tmp_path: Path) -> None:
 
     def fit(epochs: int = 3, **kwargs: Any) -> Witness:
         module = Witness()
-        trainer_with(max_epochs=epochs, **kwargs).fit(module, VideoDataModule(shards, BUDGET, val_shards=val))
+        trainer_with(max_epochs=epochs, **kwargs).fit(module, VideoDataModule(shards, budget=BUDGET, val_shards=val))
         return module
 
     limited = fit(limit_train_batches=4, limit_val_batches=1)
@@ -114,7 +114,7 @@ def test_estimated_stepping_batches_is_the_number_of_steps(shards: str) -> None:
             return super().configure_optimizers()
 
     module = Scheduled()
-    data = VideoDataModule(shards, BUDGET, micro_batches=3, num_workers=2)
+    data = VideoDataModule(shards, budget=BUDGET, micro_batches=3, num_workers=2)
     trainer = trainer_with(max_epochs=2, accumulate_grad_batches=3, callbacks=[LossWeighting()])
     trainer.fit(module, data)
     assert module.estimate == trainer.global_step == len(module.gradients)
@@ -135,7 +135,7 @@ def test_a_run_that_resumes_after_an_epoch_goes_on_with_the_next(shards: str, tm
         module = Scheduled()
         saver = ModelCheckpoint(dirpath=tmp_path / folder, filename="{epoch}", save_top_k=-1)
         trainer = trainer_with(max_epochs=3, enable_checkpointing=True, callbacks=[saver])
-        trainer.fit(module, VideoDataModule(shards, BUDGET, num_workers=num_workers), ckpt_path=checkpoint)
+        trainer.fit(module, VideoDataModule(shards, budget=BUDGET, num_workers=num_workers), ckpt_path=checkpoint)
         return module
 
     whole = fit("whole")
@@ -147,7 +147,7 @@ def test_a_run_that_resumes_after_an_epoch_goes_on_with_the_next(shards: str, tm
 def test_the_gradient_is_that_of_one_big_batch(shards: str, micro_batches: int) -> None:
     module = Witness()
     trainer = trainer_with(accumulate_grad_batches=micro_batches, callbacks=[LossWeighting()])
-    trainer.fit(module, VideoDataModule(shards, BUDGET, micro_batches=micro_batches))
+    trainer.fit(module, VideoDataModule(shards, budget=BUDGET, micro_batches=micro_batches))
     batches = module.batches[0]
     steps = [batches[i : i + micro_batches] for i in range(0, len(batches), micro_batches)]
     assert len({meta.samples for meta in module.metas}) > 2, "the batches differ in size"
@@ -158,25 +158,25 @@ def test_the_gradient_is_that_of_one_big_batch(shards: str, micro_batches: int) 
 
 def test_a_wrong_number_of_micro_batches_is_an_error(shards: str) -> None:
     with pytest.raises(ValueError, match=r"of 4 micro-batches .* of 1: set Trainer\(accumulate_grad_batches=4\)"):
-        trainer_with().fit(Witness(), VideoDataModule(shards, BUDGET, micro_batches=4))
+        trainer_with().fit(Witness(), VideoDataModule(shards, budget=BUDGET, micro_batches=4))
     scheduler = GradientAccumulationScheduler({0: 4, 1: 2})
     trainer = trainer_with(callbacks=[scheduler, LossWeighting()], max_epochs=2)
     with pytest.raises(ValueError, match=r"GradientAccumulationScheduler changes|of 4 micro-batches"):
-        trainer.fit(Witness(), VideoDataModule(shards, BUDGET, micro_batches=4))
+        trainer.fit(Witness(), VideoDataModule(shards, budget=BUDGET, micro_batches=4))
 
 
 def test_weights_that_nobody_applies_are_an_error(shards: str) -> None:
-    data = VideoDataModule(shards, BUDGET, micro_batches=2)
+    data = VideoDataModule(shards, budget=BUDGET, micro_batches=2)
     with pytest.raises(
         ValueError, match=r"SingleDeviceStrategy does not apply .*LossWeighting.*loss_weighting=\"none\""
     ):
         trainer_with(accumulate_grad_batches=2).fit(Witness(), data)
-    unweighted = VideoDataModule(shards, BUDGET, loss_weighting="none")
+    unweighted = VideoDataModule(shards, budget=BUDGET, loss_weighting="none")
     trainer_with().fit(Witness(), unweighted)
 
 
 def test_a_sample_above_the_memory_budget_is_warned_of_once(shards: str) -> None:
-    module, data = Witness(), VideoDataModule(shards, BucketBudget(m_mem=50, m_comp=1e9))
+    module, data = Witness(), VideoDataModule(shards, budget=BucketBudget(m_mem=50, m_comp=1e9))
     trainer = trainer_with(max_epochs=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -192,14 +192,14 @@ def test_formats_that_are_left_alone_are_warned_of_once(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "000.tar", [clip(i, mp4=b"...") for i in range(3)])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer_with(max_epochs=2).fit(Witness(), VideoDataModule(str(shard), BUDGET))
+        trainer_with(max_epochs=2).fit(Witness(), VideoDataModule(str(shard), budget=BUDGET))
     assert sum("left alone: ['mp4']" in str(w.message) for w in caught) == 1
 
 
 @pytest.mark.parametrize("log", [{}, {"on_epoch": True}, {"on_step": True, "on_epoch": True, "prog_bar": True}])
 def test_logging_a_loss_takes_the_batch_size_from_the_latents(tmp_path: Path, log: dict[str, Any]) -> None:
     samples = [clip(i, mask_npy=npy(np.zeros((7, 3), "f4")), prompt_txt=b"p") for i in range(9)]
-    module, data = Witness(), VideoDataModule(str(write_shard(tmp_path / "000.tar", samples)), BUDGET)
+    module, data = Witness(), VideoDataModule(str(write_shard(tmp_path / "000.tar", samples)), budget=BUDGET)
     module.log_kwargs = log
     trainer = trainer_with(enable_progress_bar=True)
     with warnings.catch_warnings():
@@ -211,7 +211,7 @@ def test_logging_a_loss_takes_the_batch_size_from_the_latents(tmp_path: Path, lo
 
 def test_meta_survives_workers_and_the_transfer_to_the_device(shards: str) -> None:
     module = Witness()
-    trainer_with().fit(module, VideoDataModule(shards, BUDGET, num_workers=2))
+    trainer_with().fit(module, VideoDataModule(shards, budget=BUDGET, num_workers=2))
     assert all(type(meta) is BatchMeta for meta in module.metas)
     assert all(meta.loss_weight == 1.0 and meta.predicted_cost > 0 for meta in module.metas)
 
@@ -225,16 +225,17 @@ def test_pinned_batches_reach_the_gpu_whole(shards: str) -> None:
             assert len(batch["latents"]) == batch["meta"].samples == len(batch["caption"])
             return super().training_step(batch, batch_idx)
 
-    module, data = OnGPU(), VideoDataModule(shards, BUDGET, num_workers=2)
+    module, data = OnGPU(), VideoDataModule(shards, budget=BUDGET, num_workers=2)
     trainer_with(accelerator="gpu").fit(module, data)
     assert _ids(module.batches[0]) == _all_ids()
     assert all(batch["latents"].is_pinned() for batch in data.train_dataloader())
 
 
 def test_an_index_is_kept_beside_the_shards_or_where_it_is_told(shards: str, tmp_path: Path) -> None:
-    trainer_with(max_steps=1).fit(Witness(), VideoDataModule(shards, BUDGET))
+    trainer_with(max_steps=1).fit(Witness(), VideoDataModule(shards, budget=BUDGET))
     assert len(list((tmp_path / "train").glob("videoscale-index-*.jsonl"))) == 1
-    trainer_with(max_steps=1).fit(Witness(), VideoDataModule(shards, BUDGET, index=tmp_path / "new" / "index.json"))
+    elsewhere = VideoDataModule(shards, tmp_path / "new" / "index.json", budget=BUDGET)
+    trainer_with(max_steps=1).fit(Witness(), elsewhere)
     assert (tmp_path / "new" / "index.json").exists()
 
 
@@ -243,12 +244,12 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(shards: str, tmp_path: P
     blocked.touch()
     module = Witness()
     with pytest.warns(UserWarning, match=r"index cannot be kept .*Give `index=`"):
-        trainer_with().fit(module, VideoDataModule(shards, BUDGET, index=blocked / "index.json"))
+        trainer_with().fit(module, VideoDataModule(shards, budget=BUDGET, index=blocked / "index.json"))
     assert _ids(module.batches[0]) == _all_ids()
 
 
 def test_without_a_trainer_it_serves_plain_loops(shards: str) -> None:
-    data = VideoDataModule(shards, BUDGET)
+    data = VideoDataModule(shards, budget=BUDGET)
     with pytest.raises(RuntimeError, match=r"no index of its shards: .* call prepare_data\(\) and setup\('fit'\)"):
         data.train_dataloader()
     data.prepare_data()
@@ -275,8 +276,10 @@ data:
   val_shards: null
   budget: {{m_mem: 160, m_comp: 12800.0, p: 2.0}}
   index: {tmp_path}/index.json
-  patch_size: [1, 2, 2]
-  loss_weighting: sample
+  balance: dual_constraint
+  geometry: wan2.1
+  shape_policy: {{areas: [399360], fps: 16.0}}
+  loss_weighting: token
   seed: 3
   num_workers: 0
 """

@@ -184,7 +184,8 @@ def test_forked_workers_read_from_servers_that_this_process_has_read_from(server
 
 
 def test_a_data_module_trains_from_a_server(server: RangeServer, tmp_path: Path) -> None:
-    data = VideoDataModule(f"{server.url}/{{000..001}}.tar", BucketBudget(200, 1e9, 2.0), index=tmp_path / "index")
+    budget = BucketBudget(200, 1e9, 2.0)
+    data = VideoDataModule(f"{server.url}/{{000..001}}.tar", tmp_path / "index", budget=budget)
     data.prepare_data()
     data.setup("fit")
     ids = [name for batch in data.train_dataloader() for name in batch["sample_ids"]]

@@ -25,7 +25,7 @@ SAMPLES = 47
 
 def _fit(shards: str, micro_batches: int) -> dict[str, Any]:
     module = Witness()
-    data = VideoDataModule(shards, BUDGET, val_shards=shards, micro_batches=micro_batches)
+    data = VideoDataModule(shards, budget=BUDGET, val_shards=shards, micro_batches=micro_batches)
     trainer = trainer_with(
         strategy="ddp",
         devices=2,
@@ -40,7 +40,7 @@ def _fit(shards: str, micro_batches: int) -> dict[str, Any]:
         "weights": [meta.loss_weight for meta in module.metas],
         "validated": module.validated[-1],
         "gradients": module.gradients,
-        "digests": [(loader.sampler.set_epoch(epoch), loader.sampler.plan.digest())[1] for epoch in range(2)],
+        "digests": [(loader.sampler.set_epoch(epoch), loader.sampler.plan.digest)[1] for epoch in range(2)],
     }
 
 
@@ -77,7 +77,7 @@ def _check_gradients(counted: list[list[list[str]]], micro_batches: int, *gradie
 
 def _fit_own_shards(folder: str) -> str:
     shards = os.path.join(folder, f"rank{os.environ['RANK']}", "000.tar")
-    data = VideoDataModule(shards, BUDGET, index=os.path.join(folder, f"{os.environ['RANK']}.json"))
+    data = VideoDataModule(shards, budget=BUDGET, index=os.path.join(folder, f"{os.environ['RANK']}.json"))
     try:
         trainer_with(strategy="ddp", devices=2, callbacks=[LossWeighting()]).fit(Witness(), data)
     except ValueError as error:

@@ -113,7 +113,7 @@ def fit_shards(shards: str, sp: int) -> Any:
         return original(self, micro_batch)
 
     module = Recorder()
-    data = VideoDataModule(shards, BucketBudget(160, 160 * 80), val_shards=shards, micro_batches=2)
+    data = VideoDataModule(shards, budget=BucketBudget(160, 160 * 80), val_shards=shards, micro_batches=2)
     with patch.object(MicroBatchReader, "__getitem__", counting):
         trainer(sp, max_epochs=2, accumulate_grad_batches=2).fit(module, data)
     return module.seen, read

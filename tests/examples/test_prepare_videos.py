@@ -61,7 +61,7 @@ def test_the_latents_are_those_of_the_clip(tmp_path, footage):
 
 def test_the_datamodule_reads_them(tmp_path, footage):
     main(["--output", str(tmp_path / "shards"), "--videos", str(footage), "--clips", "24", "--side", "32"])
-    data = VideoDataModule(str(tmp_path / "shards" / "*.tar"), BucketBudget(m_mem=500, m_comp=60_000))
+    data = VideoDataModule(str(tmp_path / "shards" / "*.tar"), budget=BucketBudget(m_mem=500, m_comp=60_000))
     data.setup("fit")
     batches = list(data.train_dataloader())
     assert sum(len(batch["sample_ids"]) for batch in batches) == 24

@@ -60,6 +60,7 @@ class EpochPlan:
         filler: (M,) whether a micro-batch only fills a slot that would stay empty.
         grid: (steps, ranks, micro_batches) numbers of micro-batches.
         weight: (steps, ranks, micro_batches) loss weights.
+        needs_weights: Whether weights other than 1 are possible: in this plan, or in one of another epoch.
     """
 
     table: SampleTable
@@ -71,6 +72,7 @@ class EpochPlan:
     filler: NDArray[np.bool_]
     grid: NDArray[np.int64]
     weight: NDArray[np.float64]
+    needs_weights: bool
 
     @property
     def steps(self) -> int:
@@ -196,6 +198,7 @@ class BucketPlanner:
             grid = in_stream_order(position, self.dp_size, self.micro_batches, draws)
         sizes, filler = batches.sizes[again], np.arange(len(again)) >= len(cost)
         members = np.concatenate([batches.members, *(_span(batches.starts, batches.members, n) for n in again[filler])])
+        weight, needs_weights = self._weights(grid, sizes, batches.shape_id[again], filler)
         return EpochPlan(
             table=self.table,
             stream=stream,
@@ -205,7 +208,8 @@ class BucketPlanner:
             cost=cost[again],
             filler=filler,
             grid=grid,
-            weight=self._weights(grid, sizes, batches.shape_id[again], filler),
+            weight=weight,
+            needs_weights=needs_weights,
         )
 
     def _batch_sizes(self) -> NDArray[np.int64]:
@@ -230,17 +234,15 @@ class BucketPlanner:
         sizes: NDArray[np.int64],
         shape_id: NDArray[np.int64],
         filler: NDArray[np.bool_],
-    ) -> NDArray[np.float64]:
+    ) -> tuple[NDArray[np.float64], bool]:
         """What makes the mean over slots of weighted means the mean over the step's samples, or tokens."""
-        counted = np.where(filler, 0.0, 1.0)
-        if self.loss_weighting == "none":
-            return counted[grid]
-        tokens = self.table.sequence_lengths[shape_id] if self.loss_weighting == "token" else 1
-        amount = (counted * sizes * tokens)[grid]
-        of_step = amount.sum(axis=(1, 2), keepdims=True)
         slots = self.dp_size * self.micro_batches
-        weights: NDArray[np.float64] = amount * slots / of_step
-        return weights
+        tokens = self.table.sequence_lengths[shape_id] if self.loss_weighting == "token" else 1
+        amounts = np.where(filler, 0, 1 if self.loss_weighting == "none" else sizes * tokens).astype(np.float64)
+        amount = amounts[grid]
+        of_step = amount.sum(axis=(1, 2), keepdims=True)
+        scale = 1.0 if self.loss_weighting == "none" else slots / of_step
+        return amount * scale, bool(slots > 1 and len(np.unique(amounts)) > 1)
 
 
 def _span(starts: NDArray[np.int64], members: NDArray[np.int64], number: int) -> NDArray[np.int64]:

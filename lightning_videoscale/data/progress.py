@@ -1,0 +1,116 @@
+"""Where a run stands in its epoch: what a checkpoint keeps of the data, and how a run goes on from there.
+
+Samples count as consumed when their optimizer step is done, not when they are read: workers are far ahead. A state
+names what the plan began with, how many of its steps are done, and which draws are done with them. A run that goes on
+with the same settings plans the same plan and leaves these steps out; a run with other settings (ranks, micro-batches,
+budget, balance) plans what is left of the epoch anew. Either is as fast at the end of an epoch as at its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_videoscale.data.planning import BucketPlanner, EpochPlan
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A place in a run.
+
+    Attributes:
+        epoch: Number of the epoch.
+        plan: The plan of it, or of what was left of it.
+        begun: (draws,) what of the epoch was done before this plan; None: nothing.
+        counted: Micro-batches that each rank had trained in this epoch before this plan; a multiple of those of a step.
+        steps: Steps of the plan that are done.
+    """
+
+    epoch: int
+    plan: EpochPlan
+    begun: NDArray[np.bool_] | None = None
+    counted: int = 0
+    steps: int = 0
+
+    @classmethod
+    def start(cls, planner: BucketPlanner, epoch: int) -> Progress:
+        """The beginning of an epoch."""
+        return cls(epoch, planner.plan(epoch))
+
+    @classmethod
+    def resume(cls, planner: BucketPlanner, state: Mapping[str, Any]) -> Progress:
+        """Goes on from a state; at the next epoch, where nothing of its own is left.
+
+        Args:
+            planner: How to plan from now on.
+            state: What `state_dict` returned, maybe under another planner.
+
+        Raises:
+            ValueError: If the state is of another version.
+        """
+        if state["version"] != _VERSION:
+            raise ValueError(
+                f"The checkpoint's data state has version {state['version']}, this release reads {_VERSION}."
+            )
+        epoch, draws = state["epoch"], state["draws"]
+        done = _unpack(state["done"], draws)
+        if done is not None and done.all():
+            return cls.start(planner, epoch + 1)
+        begun = _unpack(state["begun"], draws)
+        plan = planner.plan(epoch, begun)
+        if plan.digest == state["plan"]:
+            return cls(epoch, plan, begun, state["counted"], state["steps"])
+        # Lightning counts the micro-batches of an epoch to know when a step is complete.
+        whole_steps = -(-state["micro_batches_done"] // planner.micro_batches)
+        return cls(epoch, planner.plan(epoch, done), done, whole_steps * planner.micro_batches)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step and rank."""
+        return int(self.plan.grid.shape[2])
+
+    @property
+    def done(self) -> int:
+        """Micro-batches that each rank has trained in this epoch."""
+        return self.counted + self.steps * self.micro_batches
+
+    def __len__(self) -> int:
+        """Micro-batches that each rank trains in this epoch, those before this plan included."""
+        return self.counted + int(self.plan.grid.shape[0]) * self.micro_batches
+
+    def state_dict(self, micro_batches: int) -> dict[str, Any]:
+        """Returns the state after a number of micro-batches; a step that is not complete does not count.
+
+        Args:
+            micro_batches: What each rank has trained in this epoch, as the Trainer counts it.
+        """
+        steps = max(0, micro_batches - self.counted) // self.micro_batches
+        done = self.plan.done_after(steps)
+        return {
+            "version": _VERSION,
+            "epoch": self.epoch,
+            "draws": len(done),
+            "begun": _pack(self.begun),
+            "counted": self.counted,
+            "steps": steps,
+            "plan": self.plan.digest,
+            "done": _pack(done),
+            "micro_batches_done": self.counted + steps * self.micro_batches,
+        }
+
+
+def _pack(done: NDArray[np.bool_] | None) -> Tensor | None:
+    """One bit per draw; None for none."""
+    return None if done is None or not done.any() else torch.from_numpy(np.packbits(done))
+
+
+def _unpack(bits: Tensor | None, draws: int) -> NDArray[np.bool_] | None:
+    return None if bits is None else np.unpackbits(bits.numpy(), count=draws).astype(bool)
