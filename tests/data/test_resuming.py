@@ -1,0 +1,154 @@
+"""Runs that stop in the middle of an epoch and go on, under a real Trainer."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_videoscale.callbacks import LossWeighting
+from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.data import VideoDataModule
+from tests.data.clips import clip, write_shard, write_shards
+from tests.data.training import Witness, trainer_with
+
+BUDGET = BucketBudget(m_mem=160, m_comp=160 * 80)
+SAMPLES = 60
+
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:You requested to overfit")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    return write_shards(tmp_path / "train", SAMPLES, shards=3)
+
+
+class Scheduled(Witness):
+    """Asks for the loader before the checkpoint's place in the epoch is known."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.estimate = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+class SaveAfter(Callback):
+    """Saves a checkpoint after a number of micro-batches of the run."""
+
+    def __init__(self, count: int, file: Path) -> None:
+        self.count, self.file = count, file
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.count -= 1
+        if not self.count:
+            trainer.save_checkpoint(self.file)
+
+
+def fit(
+    data: VideoDataModule, micro_batches: int = 1, resume: Path | None = None, *callbacks: Callback, **trainer: Any
+) -> Scheduled:
+    module = Scheduled()
+    settings = {"max_epochs": 2, "accumulate_grad_batches": micro_batches}
+    callbacks = (LossWeighting(), *callbacks)
+    trainer_with(callbacks=list(callbacks), **(settings | trainer)).fit(module, data, ckpt_path=resume)
+    return module
+
+
+def ids(batches: list[list[str]]) -> list[str]:
+    return sorted(itertools.chain.from_iterable(batches))
+
+
+def everything(samples: int = SAMPLES) -> list[str]:
+    return sorted(f"{i % 3:03}.tar/clip{i:05}" for i in range(samples))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_run_goes_on_as_if_it_had_not_stopped(shards: str, tmp_path: Path, num_workers: int) -> None:
+    def data() -> VideoDataModule:
+        return VideoDataModule(shards, budget=BUDGET, micro_batches=2, num_workers=num_workers)
+
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = fit(data(), 2, None, saver, enable_checkpointing=True)
+    steps = len(whole.gradients) // 2
+    for step in (1, steps - 1, steps, steps + 2, 2 * steps - 1):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*not resumable")
+            resumed = fit(data(), 2, tmp_path / f"step={step}.ckpt")
+        assert resumed.gradients == whole.gradients[step:]
+        epoch, within = divmod(step, steps)
+        assert resumed.batches[1] == whole.batches[1][2 * within * (epoch == 1) :]
+        assert resumed.batches.get(0, []) == (whole.batches[0][2 * within :] if epoch == 0 else [])
+        assert resumed.estimate == whole.estimate == 2 * steps
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (4, 1), (1, 4)])
+def test_what_is_left_of_an_epoch_is_planned_with_new_settings(
+    shards: str, tmp_path: Path, before: int, after: int
+) -> None:
+    first = VideoDataModule(shards, budget=BUDGET, micro_batches=before, val_shards=shards)
+    stopped = fit(first, before, None, SaveAfter(2 * before, tmp_path / "two.ckpt"))
+    done = stopped.batches[0][: 2 * before]
+
+    larger = BucketBudget(m_mem=320, m_comp=320 * 80)
+    second = VideoDataModule(shards, None, "dual_constraint", larger, micro_batches=after, val_shards=shards)
+    resumed = fit(second, after, tmp_path / "two.ckpt", max_epochs=4)
+    assert ids(done + resumed.batches[0]) == everything()
+    assert [ids(resumed.batches[epoch]) for epoch in (1, 2, 3)] == [everything()] * 3
+    assert len(resumed.validated) == 4, "validated after every epoch, of whatever length"
+    assert len(resumed.batches[0]) % after == 0
+    assert len(resumed.gradients) * after == sum(map(len, resumed.batches.values())), "steps are those of the plan"
+
+
+def test_gradients_that_a_checkpoint_does_not_hold_are_computed_again(shards: str, tmp_path: Path) -> None:
+    data = VideoDataModule(shards, budget=BUDGET, micro_batches=3)
+    whole = fit(data, 3, None, SaveAfter(8, tmp_path / "within.ckpt"), max_epochs=1)
+    resumed = fit(VideoDataModule(shards, budget=BUDGET, micro_batches=3), 3, tmp_path / "within.ckpt", max_epochs=1)
+    assert resumed.batches[0] == whole.batches[0][6:]
+    assert resumed.gradients == whole.gradients[2:]
+
+
+def test_other_shards_are_refused_and_named(shards: str, tmp_path: Path) -> None:
+    fit(VideoDataModule(shards, budget=BUDGET), 1, None, SaveAfter(3, tmp_path / "three.ckpt"))
+    write_shard(tmp_path / "train" / "001.tar", [clip(i) for i in range(5)])
+    (tmp_path / "train" / "002.tar").rename(tmp_path / "train" / "other.tar")
+    with pytest.raises(ValueError, match=r"other shards \(1 gone: 002.tar; 1 new: other.tar; 1 changed: 001.tar\)"):
+        fit(VideoDataModule(str(tmp_path / "train" / "*.tar"), budget=BUDGET), 1, tmp_path / "three.ckpt")
+
+
+def test_a_limited_epoch_is_followed_by_the_next(shards: str, tmp_path: Path) -> None:
+    data = VideoDataModule(shards, budget=BUDGET)
+    whole = fit(data, 1, None, SaveAfter(5, tmp_path / "five.ckpt"), limit_train_batches=3, max_epochs=3)
+    resumed = fit(
+        VideoDataModule(shards, budget=BUDGET), 1, tmp_path / "five.ckpt", limit_train_batches=3, max_epochs=3
+    )
+    assert resumed.batches == {1: whole.batches[1][2:], 2: whole.batches[2]}
+
+
+def test_overfitting_goes_on_with_the_same_batches(shards: str, tmp_path: Path) -> None:
+    settings = {"overfit_batches": 3, "max_epochs": 3}
+    whole = fit(VideoDataModule(shards, budget=BUDGET), 1, None, SaveAfter(6, tmp_path / "six.ckpt"), **settings)
+    resumed = fit(VideoDataModule(shards, budget=BUDGET), 1, tmp_path / "six.ckpt", **settings)
+    assert whole.batches[0] == whole.batches[1] == resumed.batches[2]
+
+
+def test_datasets_are_mixed_by_weight_over_epochs_and_resumes(tmp_path: Path) -> None:
+    few = write_shard(tmp_path / "few.tar", [clip(i) for i in range(10)])
+    many = write_shard(tmp_path / "many.tar", [clip(i) for i in range(10, 50)])
+
+    def data() -> VideoDataModule:
+        return VideoDataModule({str(few): 1.0, str(many): 1.0}, budget=BUDGET)
+
+    whole = fit(data(), 1, None, SaveAfter(4, tmp_path / "four.ckpt"), max_epochs=4)
+    drawn = [ids(whole.batches[epoch]) for epoch in range(4)]
+    assert [sum(name.startswith("few") for name in names) for names in drawn] == [25] * 4
+    seen = list(itertools.chain.from_iterable(drawn))
+    assert {seen.count(f"few.tar/clip{i:05}") for i in range(10)} == {10}
+    assert {seen.count(f"many.tar/clip{i:05}") for i in range(10, 50)} <= {2, 3}
+    resumed_data = data()
+    resumed = fit(resumed_data, 1, tmp_path / "four.ckpt", max_epochs=4)
+    assert resumed.batches[0] == whole.batches[0][4:] and resumed.batches[3] == whole.batches[3]
+    assert resumed_data.passes() == {str(few): 7.5, str(many): 75 / 40}
