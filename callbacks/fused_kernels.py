@@ -26,15 +26,23 @@ class FusedKernels(pl.Callback):
         report: What was replaced and what was skipped; None until the model was built.
     """
 
-    def __init__(self, backend: BackendName = "auto", extra_blocks: Sequence[FusedBlock] = ()) -> None:
+    def __init__(
+        self,
+        backend: BackendName = "auto",
+        extra_blocks: Sequence[FusedBlock] = (),
+        *,
+        recompute_norms: bool = False,
+    ) -> None:
         """Creates the callback.
 
         Args:
             backend: What runs the kernels: "auto", or "cuda", "triton" or "reference", which then runs or raises.
             extra_blocks: Blocks of your own, see `lightning_videoscale.injection`.
+            recompute_norms: Compute the outputs of the norms again in backward instead of keeping them for it.
         """
         self.backend: BackendName = backend
         self.extra_blocks = tuple(extra_blocks)
+        self.recompute_norms = recompute_norms
         self.report: InjectionReport | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -55,7 +63,7 @@ class FusedKernels(pl.Callback):
         pl_module.configure_model = configure_model  # type: ignore[method-assign]
 
     def _inject(self, model: nn.Module) -> None:
-        report = inject_fused_kernels(model, self.backend, self.extra_blocks)
+        report = inject_fused_kernels(model, self.backend, self.extra_blocks, recompute_norms=self.recompute_norms)
         if self.report is not None and not report.replaced:
             return  # a further run with the same model
         self.report = report

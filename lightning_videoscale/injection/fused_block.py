@@ -41,7 +41,8 @@ class FusedBlock:
         class_path: ``"package.module.ClassName"`` of the blocks; a name, so that nothing is imported for models
             nobody uses.
         forward: The new forward. It takes ``self`` (the block, whose parameters and submodules stay as they are, and
-            whose ``kernel_backend`` says what is to run its kernels) and parameters of the same names as the original.
+            whose ``kernel_backend`` says what is to run its kernels, and whose ``recompute_norms`` whether to keep norm
+            outputs for backward) and parameters of the same names as the original.
         what: What it does, for the report: ``"norm1, norm3: norm_modulate"``.
         known_forwards: `source_hash` of every original forward that the new one stands for. None means any, for
             classes whose code you own.

@@ -21,7 +21,11 @@ _ALREADY = "uses fused kernels already"
 
 
 def inject_fused_kernels(
-    model: nn.Module, backend: BackendName = "auto", extra_blocks: Sequence[FusedBlock] = ()
+    model: nn.Module,
+    backend: BackendName = "auto",
+    extra_blocks: Sequence[FusedBlock] = (),
+    *,
+    recompute_norms: bool = False,
 ) -> InjectionReport:
     """Replaces, in place, the forward of every block of a known class by one that uses fused kernels.
 
@@ -32,6 +36,8 @@ def inject_fused_kernels(
         model: The model, or any module that contains it.
         backend: What runs the kernels: "auto", or "cuda", "triton" or "reference", which then runs or raises.
         extra_blocks: Blocks of your own; one with the class path of a known block takes its place.
+        recompute_norms: Compute the outputs of the norms, of queries and keys too, again in backward instead of keeping
+            them for it: about a quarter of what a Wan block keeps. Gradients are the same to the bit.
 
     Returns:
         What was replaced and what was skipped and why, with an ``undo()``. A warning names skipped blocks too.
@@ -53,7 +59,7 @@ def inject_fused_kernels(
         reason = _refusal(module, block)
         if reason is None:
             fused = fused_class(type(module), block)  # type: ignore[arg-type]  # as in fused_block
-            report.replace(path, module, fused, block.what, backend)
+            report.replace(path, module, fused, block.what, backend, recompute_norms)
         else:
             report.skipped.append(Skipped(path, type(module).__name__, reason))
     if any(skipped.reason != _ALREADY for skipped in report.skipped):

@@ -49,12 +49,21 @@ class InjectionReport:
     skipped: list[Skipped] = field(default_factory=list)
     _originals: list[_Original] = field(default_factory=list, repr=False)
 
-    def replace(self, path: str, module: nn.Module, fused: type[nn.Module], what: str, backend: BackendName) -> None:
-        """Gives ``module`` the class ``fused`` and the backend of its kernels, and notes it."""
+    def replace(
+        self,
+        path: str,
+        module: nn.Module,
+        fused: type[nn.Module],
+        what: str,
+        backend: BackendName,
+        recompute_norms: bool,
+    ) -> None:
+        """Gives ``module`` the class ``fused`` and the settings of its kernels, and notes it."""
         self._originals.append(_Original(path, module, type(module)))
         self.replaced.append(Replaced(path, type(module).__name__, what))
         module.__class__ = fused
         module.kernel_backend = backend  # type: ignore[assignment]  # no module or tensor
+        module.recompute_norms = recompute_norms  # type: ignore[assignment]
 
     def undo(self) -> None:
         """Gives every replaced block its original class back; a second call finds nothing to do.
@@ -71,7 +80,7 @@ class InjectionReport:
                 )
         for _, module, cls in self._originals:
             module.__class__ = cls
-            del module.kernel_backend
+            del module.kernel_backend, module.recompute_norms
         self._originals.clear()
 
     def __str__(self) -> str:

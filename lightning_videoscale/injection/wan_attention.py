@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, source_hash
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
+from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
 _MODULE = "diffusers.models.transformers.transformer_wan"
 _ATTENTION_FORWARDS = frozenset({"a8981ab4ef376ff2"})  # diffusers 0.37 to 0.42
@@ -53,7 +55,8 @@ def fused_query_key(
         cos, sin = rotary_emb
         rope = cos[..., 0::2], sin[..., 1::2]
     heads = (attn.heads, -1)
-    return qk_norm_rope(
+    normed: tuple[Tensor, Tensor] = run_norm(
+        qk_norm_rope,
         query.unflatten(-1, heads),
         key.unflatten(-1, heads),
         attn.norm_q.weight,
@@ -61,7 +64,9 @@ def fused_query_key(
         eps=attn.norm_q.eps,
         rope=rope,
         backend=attn.kernel_backend,
+        recompute=attn.recompute_norms,
     )
+    return normed
 
 
 def _forward(
@@ -82,11 +87,14 @@ def _forward(
     if self.add_k_proj is not None and context is not None:
         image, context = context.split([context.shape[1] - _IMAGE_CONTEXT_REST, _IMAGE_CONTEXT_REST], dim=1)
     query, key, value = query_key_value(self, hidden_states, context)
-    query, key = fused_query_key(self, query, key, rotary_emb)
+    value = value.unflatten(-1, (self.heads, -1))
     own = encoder_hidden_states is None
-    attended = _attend(self.processor, query, key, value.unflatten(-1, (self.heads, -1)), attention_mask, own)
-    if image is not None:
-        attended = attended + _attend(self.processor, query, *_image_key_value(self, image), None, False)
+    norms = partial(fused_query_key, self, query, key, rotary_emb)
+    query, key = norms()
+    with recomputed((query, key), norms, recompute=self.recompute_norms):
+        attended = _attend(self.processor, query, key, value, attention_mask, own)
+        if image is not None:
+            attended = attended + _attend(self.processor, query, *_image_key_value(self, image), None, False)
     projection, dropout = self.to_out
     projected: Tensor = dropout(projection(attended))
     return projected

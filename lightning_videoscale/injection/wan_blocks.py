@@ -6,12 +6,14 @@ the same bits. The block's table and the timestep's part of the modulation are a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_videoscale.injection.fused_block import FusedBlock, source_hash
 from lightning_videoscale.kernels import gate_residual, gate_residual_norm_modulate, norm_modulate
+from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
 _FP32_LAYER_NORM_FORWARDS = frozenset({"eeccdd19b7e90032"})  # diffusers 0.37 to 0.42
 _WAN_BLOCK_FORWARDS = frozenset({"e3f915b69532cdf6"})  # diffusers 0.37 to 0.42
@@ -26,6 +28,19 @@ class _Modulation(NamedTuple):
     shift_table: Tensor
     scale_table: Tensor
     gate_table: Tensor
+
+    def of_norm(self) -> dict[str, Any]:
+        """What `norm_modulate` takes of it."""
+        return {
+            "scale": self.scale,
+            "shift": self.shift,
+            "scale_table": self.scale_table,
+            "shift_table": self.shift_table,
+        }
+
+    def of_gate(self) -> dict[str, Any]:
+        """What `gate_residual` takes of it."""
+        return {"gate": self.gate, "gate_table": self.gate_table}
 
 
 def _modulations(table: Tensor, temb: Tensor, batch_size: int) -> tuple[_Modulation, _Modulation]:
@@ -44,49 +59,34 @@ def _modulations(table: Tensor, temb: Tensor, batch_size: int) -> tuple[_Modulat
 
 
 def _forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any) -> Tensor:
-    """The fused forward; parameters and result are those of diffusers' ``WanTransformerBlock.forward``."""
-    attention, feed_forward = _modulations(self.scale_shift_table, temb, hidden_states.shape[0])
-    backend = self.kernel_backend
+    """The fused forward; parameters and result are those of diffusers' ``WanTransformerBlock.forward``.
 
-    normed = norm_modulate(
-        hidden_states,
-        attention.scale,
-        attention.shift,
-        eps=self.norm1.eps,
-        scale_table=attention.scale_table,
-        shift_table=attention.shift_table,
-        backend=backend,
-    )
-    attended = self.attn1(normed, None, None, rotary_emb)
+    h is what it is after the last residual, y the norm of that. y is recomputed from h, which is kept anyway.
+    """
+    attention, feed_forward = _modulations(self.scale_shift_table, temb, hidden_states.shape[0])
+    backend, recompute = self.kernel_backend, self.recompute_norms
+    norm1 = attention.of_norm() | {"eps": self.norm1.eps, "backend": backend}
+    norm3 = feed_forward.of_norm() | {"eps": self.norm3.eps, "backend": backend}
+
+    y = run_norm(norm_modulate, hidden_states, **norm1, recompute=recompute)
+    with recomputed(y, partial(norm_modulate, hidden_states, **norm1), recompute=recompute):
+        branch = self.attn1(y, None, None, rotary_emb)
+
     if isinstance(self.norm2, nn.Identity):
-        hidden_states = normed = gate_residual(
-            hidden_states, attended, attention.gate, gate_table=attention.gate_table, backend=backend
-        )
+        h = gate_residual(hidden_states, branch, **attention.of_gate(), backend=backend)
+        branch = self.attn2(h, encoder_hidden_states, None, None)
     else:
-        hidden_states, normed = gate_residual_norm_modulate(
-            hidden_states,
-            attended,
-            attention.gate,
-            weight=self.norm2.weight,
-            bias=self.norm2.bias,
-            eps=self.norm2.eps,
-            gate_table=attention.gate_table,
-            backend=backend,
+        norm2 = {"weight": self.norm2.weight, "bias": self.norm2.bias, "eps": self.norm2.eps, "backend": backend}
+        h, y = run_norm(
+            gate_residual_norm_modulate, hidden_states, branch, **attention.of_gate(), **norm2, recompute=recompute
         )
-    crossed = self.attn2(normed, encoder_hidden_states, None, None)
-    hidden_states, normed = gate_residual_norm_modulate(
-        hidden_states,
-        crossed,
-        scale=feed_forward.scale,
-        shift=feed_forward.shift,
-        eps=self.norm3.eps,
-        scale_table=feed_forward.scale_table,
-        shift_table=feed_forward.shift_table,
-        backend=backend,
-    )
-    return gate_residual(
-        hidden_states, self.ffn(normed), feed_forward.gate, gate_table=feed_forward.gate_table, backend=backend
-    )
+        with recomputed(y, partial(norm_modulate, h, **norm2), recompute=recompute):
+            branch = self.attn2(y, encoder_hidden_states, None, None)
+
+    h, y = run_norm(gate_residual_norm_modulate, h, branch, **norm3, recompute=recompute)
+    with recomputed(y, partial(norm_modulate, h, **norm3), recompute=recompute):
+        branch = self.ffn(y)
+    return gate_residual(h, branch, **feed_forward.of_gate(), backend=backend)
 
 
 def _objection(block: nn.Module) -> str | None:

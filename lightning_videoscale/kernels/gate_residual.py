@@ -46,8 +46,8 @@ def gate_residual(
     """Adds a gated branch to the residual stream: ``residual + act(gate + gate_table) * branch``.
 
     With "fp32_once" and a float32 gate it equals Wan's ``(residual.float() + branch * gate).type_as(residual)``. Keeps
-    nothing for backward beside its inputs, of which the residual is not needed. Differentiable once. Autocast leaves it
-    as it is: h has the residual's dtype.
+    nothing for backward beside its inputs, of which the residual is not needed, nor the branch where gate and table are
+    frozen. Differentiable once. Autocast leaves it as it is: h has the residual's dtype.
 
     Args:
         residual: (B, S, D), any floating dtype.
@@ -140,16 +140,21 @@ def _backward_fake(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, branch, gate, gate_table, index, *settings, _, backend = inputs
-    ctx.save_for_backward(branch, gate, gate_table, index)
-    ctx.settings = *settings, backend
+    *_, branch_norm = settings
+    kept_branch = branch if branch_norm or any(ctx.needs_input_grad[2:4]) else None
+    ctx.save_for_backward(kept_branch, gate, gate_table, index)
+    ctx.settings, ctx.branch_dtype = (*settings, backend), branch.dtype
 
 
 def _differentiate(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     needs_residual, needs_branch, *needs = ctx.needs_input_grad[:4]
     dbranch = dgate = dgate_table = None
     if needs_branch or any(needs):
+        branch, *saved = ctx.saved_tensors
+        if branch is None:  # only the gate's gradient has a use for its values
+            branch = dh.to(ctx.branch_dtype)
         dbranch, *gradients = torch.ops.lightning_videoscale.gate_residual_backward(
-            dh, *ctx.saved_tensors, *ctx.settings, needs
+            dh, branch, *saved, *ctx.settings, needs
         )
         dgate, dgate_table = none_where_unneeded(gradients, needs)
     return dh if needs_residual else None, dbranch if needs_branch else None, dgate, dgate_table, *(None,) * 6

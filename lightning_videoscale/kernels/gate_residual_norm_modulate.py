@@ -56,8 +56,9 @@ def gate_residual_norm_modulate(
     """Adds a gated branch to the residual stream and normalises the result for the next branch.
 
     The same as `gate_residual` followed by `norm_modulate`: h is rounded to the residual's dtype before its statistics
-    are taken. For backward it keeps h and the branch, not the residual, and mean and rstd of h: 8 bytes per token, 4
-    for RMSNorm. Differentiable once. Autocast leaves it as it is: h and y have the residual's dtype.
+    are taken. For backward it keeps h and, for a gate that is trained, the branch, not the residual, and mean and rstd
+    of h: 8 bytes per token, 4 for RMSNorm. Differentiable once. Autocast leaves it as it is: h and y have the
+    residual's dtype.
 
     Args:
         residual: (B, S, D), any floating dtype.
@@ -200,7 +201,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     h, _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
-    kept_branch = None if gate is None else branch
+    needs_gate = ctx.needs_input_grad[2] or ctx.needs_input_grad[7]
+    kept_branch = branch if gate is not None and (branch_norm or needs_gate) else None
     ctx.save_for_backward(h, kept_branch, gate, scale, weight, bias, *tables_and_index, mean, rstd)
     ctx.settings, ctx.branch_dtype = (eps, norm, activation, branch_norm, backend), branch.dtype
 
@@ -209,8 +211,10 @@ def _differentiate(
     ctx: Any, dh: Tensor | None, dy: Tensor | None, dmean: None, drstd: None
 ) -> tuple[Tensor | None, ...]:
     needs_residual, needs_branch, *needs = ctx.needs_input_grad[:10]
-    saved = ctx.saved_tensors
-    gate = saved[2]
+    h, branch, gate, *rest = ctx.saved_tensors
+    if gate is not None and branch is None:  # only the gate's gradient has a use for its values
+        branch = h.to(ctx.branch_dtype)
+    saved = h, branch, gate, *rest
     dbranch = None
     gradients: Sequence[Tensor | None] = (None,) * 8
     if dy is not None:
