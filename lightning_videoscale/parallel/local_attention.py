@@ -225,6 +225,8 @@ def _efficient_backward(
     # The kernel reads whole tiles of 32 rows; rows that do not exist have probability exp(-inf) = 0.
     lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=torch.inf).contiguous()
     wanted = [True, True, True, False]
+    # In half precision the kernel reads some of them as if tokens came first in memory, however they lie.
+    grad, q, k, v, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, q, k, v, out))
     dq, dk, dv, _ = op(grad, q, k, v, _expanded(bias, q), out, lse, state, state, 0.0, wanted, scale=scale)
     return dq, dk, dv
 
