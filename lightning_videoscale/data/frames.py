@@ -48,7 +48,8 @@ def decode_clip(
         slack = 0.25 * min(1 / fps if fps else clock.interval, clock.interval)
         moments = start + np.arange(num_frames) / (fps or 1.0) + slack
         clip = np.empty((num_frames, height, width, 3), np.uint8)
-        shown = _on_display(_frames_from(container, stream, clock, start + slack), moments, clock.interval)
+        frames = _frames_from(container, stream, clock, start + slack)
+        shown = _on_display(frames, moments, clock.interval, step=max(clock.interval, 1 / fps if fps else 0.0))
         last: VideoFrame | None = None
         for k, frame in enumerate(shown):
             if frame is not last:
@@ -90,7 +91,7 @@ def _frames_from(
 
 
 def _on_display(
-    frames: Iterator[tuple[float, VideoFrame]], moments: NDArray[np.float64], interval: float
+    frames: Iterator[tuple[float, VideoFrame]], moments: NDArray[np.float64], interval: float, step: float
 ) -> Iterator[VideoFrame]:
     """Yields the frame on display at each moment."""
     shown: VideoFrame | None = None
@@ -106,8 +107,8 @@ def _on_display(
         raise MediaError("no frame could be decoded")
     end = begun + max(interval, float(shown.duration * shown.time_base) if shown.time_base else 0.0)
     for moment in moments[k:]:
-        # A frame's worth of tolerance: rates are averages.
-        if moment > end + interval:
+        # A step's worth of tolerance: plans are made from average rates.
+        if moment > end + step:
             raise MediaError(f"it ends at {end:.3f} s and the frame at {moment:.3f} s was asked for")
         yield _sound(shown, begun)
 

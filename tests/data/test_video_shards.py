@@ -1,0 +1,83 @@
+"""Shards of videos behind the DataModule, and what happens to it when they break."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data.shapes import ShapePolicy
+from tests.data.clips import write_shard
+from tests.data.films import film, numbered, numbers
+from tests.data.servers import serving
+
+POLICY = ShapePolicy(areas=(32 * 48,), fps=25.0, max_frames=9, crop_min_frames=1)
+
+
+def _shards(folder: Path, shards: int = 2, films: int = 4) -> str:
+    """Films of 9 frames that begin with their own number, in landscape and in portrait."""
+    for shard in range(shards):
+        samples = []
+        for i in range(shard * films, (shard + 1) * films):
+            size = (32, 48) if i % 2 else (48, 32)
+            data = film([numbered(i + k, *size) for k in range(9)])
+            samples.append({"__key__": f"film{i:02}", "mp4": data, "txt": str(i).encode()})
+        write_shard(folder / f"{shard:03}.tar", samples)
+    return f"{folder}/{{000..{shards - 1:03}}}.tar"
+
+
+def _batches(shards: str, index: Path, num_workers: int = 0) -> Any:
+    data = VideoDataModule(
+        shards, index, budget=BucketBudget(40, 1e9, 2.0), shape_policy=POLICY, num_workers=num_workers, shard_window=1
+    )
+    data.prepare_data()
+    data.setup("fit")
+    return iter(data.train_dataloader())
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_films_are_read_by_however_many_workers(tmp_path: Path, num_workers: int) -> None:
+    batches = list(_batches(_shards(tmp_path), tmp_path / "index", num_workers))
+    assert sorted(name[-6:] for batch in batches for name in batch["sample_ids"]) == [f"film{i:02}" for i in range(8)]
+    for batch in batches:
+        meta = batch["meta"]
+        assert batch["video"].shape == (meta.samples, 3, meta.frames, meta.height, meta.width)
+        assert batch["video"].dtype == torch.uint8
+        for caption, video in zip(batch["caption"], batch["video"], strict=True):
+            assert numbers(video) == [int(caption) + k for k in range(9)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shard_deleted_in_the_middle_of_an_epoch_costs_its_weight(tmp_path: Path, num_workers: int) -> None:
+    planned = [batch["meta"] for batch in _batches(_shards(tmp_path, shards=4), tmp_path / "index")]
+    batches = _batches(f"{tmp_path}/{{000..003}}.tar", tmp_path / "index", num_workers)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        seen = [next(batches)]
+        gone = {path.name for path in tmp_path.glob("*.tar")} - {seen[0]["sample_ids"][0][:7]}
+        for name in gone:
+            (tmp_path / name).unlink()
+        seen += list(batches)
+    assert len(seen) == len(planned), "a step is never lost"
+    lost = 0.0
+    for batch, meta in zip(seen, planned, strict=True):
+        assert batch["meta"][:3] == meta[:3] and torch.isfinite(batch["video"].float()).all()
+        lost += meta.loss_weight - batch["meta"].loss_weight
+    assert lost > 0 and any(batch["meta"].loss_weight == 0 for batch in seen)
+
+
+def test_a_server_that_fails_now_and_then_costs_nothing(tmp_path: Path) -> None:
+    _shards(tmp_path)
+    with serving({path.name: path.read_bytes() for path in tmp_path.glob("*.tar")}) as server:
+        batches = _batches(f"{server.url}/{{000..001}}.tar", tmp_path / "index")
+        seen = [next(batches)]
+        server.failures = 1
+        seen += list(batches)
+        assert server.failures < 1, "it did fail"
+    assert sorted(name[-6:] for batch in seen for name in batch["sample_ids"]) == [f"film{i:02}" for i in range(8)]
+    assert all(batch["meta"].loss_weight > 0 for batch in seen)
