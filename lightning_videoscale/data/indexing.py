@@ -78,7 +78,7 @@ def index_shards(
             if note is not None and entry is not before.get(identity(url)):
                 note(entry)
             entries.append(entry)
-            bar.set_postfix(shards=f"{len(entries)}/{len(shards)}")
+            bar.set_postfix(shards=f"{len(entries)}/{len(shards)}", refresh=False)
     finally:
         shards_pool.shutdown(cancel_futures=True)
         samples_pool.shutdown(cancel_futures=True)
