@@ -113,7 +113,78 @@ def plan(result: Result) -> None:
     panels[0].legend(fontsize=8)
 
 
+def row_ops(result: Result) -> None:
+    """Per op and direction at the widest D: share of a device copy's bandwidth by number of tokens."""
+    rows = [row for row in result["rows"] if "percent_of_copy" in row and row["implementation"] != "copy"]
+    widest = max(row["d"] for row in rows)
+    rows = [row for row in rows if row["d"] == widest]
+    ops = list(dict.fromkeys(row["op"] for row in rows))
+    _, panels = plt.subplots(2, len(ops), figsize=(3.6 * len(ops), 5.6), sharex=True, sharey=True, squeeze=False)
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    colors = dict(zip(names, plt.colormaps["tab10"].colors, strict=False))
+    for column, op in enumerate(ops):
+        for line, direction in enumerate(("forward", "backward")):
+            panel = panels[line][column]
+            for name in names:
+                mine = [r for r in rows if (r["op"], r["direction"], r["implementation"]) == (op, direction, name)]
+                x, y = [row["n"] / 1024 for row in mine], [row["percent_of_copy"] for row in mine]
+                panel.semilogx(x, y, "o-", markersize=3, linewidth=1, base=2, color=colors[name], label=name)
+            panel.axhline(100, color="gray", linestyle=":", linewidth=1)
+            panel.set_title(f"{op}, {direction}", fontsize=8)
+    thousands = sorted({row["n"] // 1024 for row in rows})
+    for panel in panels[-1]:
+        panel.set_xticks(thousands, [str(n) for n in thousands])
+        panel.set_xlabel("thousand tokens")
+    for line in panels:
+        line[0].set_ylabel(f"% of a copy, D = {widest}")
+    panels[0][0].set_ylim(0, 108)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    panels[0][0].figure.legend(handles, labels, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 0.0))
+
+
+def wan_step(result: Result) -> None:
+    """Where a step's time goes, and its peak memory, by mode."""
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    _, panels = plt.subplots(1, 2 * len(models), figsize=(5 * len(models) + 1, 3.6), squeeze=False)
+    for number, model in enumerate(models):
+        rows = [row for row in result["rows"] if row["model"] == model]
+        modes = [row["mode"].replace(", ", ",\n") for row in rows]
+        times, peaks = panels[0][2 * number], panels[0][2 * number + 1]
+        bottom = np.zeros(len(rows))
+        parts = {"attention": "attention_ms", "matrix products": "gemm_ms"}
+        heights = {label: np.array([row[key] for row in rows]) for label, key in parts.items()}
+        heights["everything else"] = np.array([row["median_ms"] for row in rows]) - sum(heights.values())
+        for label, height in heights.items():
+            times.bar(modes, height, bottom=bottom, label=label)
+            bottom += height
+        times.set_title(f"{model}, {rows[0]['tokens']} tokens: ms", fontsize=9)
+        times.legend(fontsize=7, loc="lower right")
+        peaks.bar(modes, [row["peak_bytes"] / GIB for row in rows], color="tab:gray")
+        peaks.set_title("peak GiB", fontsize=9)
+        for panel in (times, peaks):
+            panel.tick_params(axis="x", labelsize=7)
+
+
+def kernels_loss_overlay(result: Result) -> None:
+    """Left the curves, right how far each is from that without kernels in bfloat16."""
+    _, (curves, differences) = plt.subplots(1, 2, figsize=(10, 3.6))
+    reference = np.array(result["rows"][0]["losses"])
+    for row, style in zip(result["rows"], ["-", ":", "--", "-."], strict=True):
+        label = f"{'fused' if row['fused'] else 'plain'}, {row['precision']}"
+        losses = np.array(row["losses"])
+        curves.plot(losses, linestyle=style, label=label)
+        if row is not result["rows"][0]:
+            differences.semilogy(np.abs(losses - reference) / reference, linewidth=0.8, label=label)
+    curves.set(xlabel="step", ylabel="loss", title="Training loss")
+    differences.set(xlabel="step", ylabel="relative", title="Difference from plain, bf16-mixed")
+    curves.legend(fontsize=8)
+    differences.legend(fontsize=8)
+
+
 FIGURES: dict[str, Callable[[Result], None]] = {
+    "kernels-loss_overlay": kernels_loss_overlay,
+    "kernels-row_ops": row_ops,
+    "kernels-wan_step": wan_step,
     "parallel-loss_overlay": loss_overlay,
     "parallel-activation_memory": activation_memory,
     "parallel-attention_layer": attention_layer,
