@@ -10,7 +10,10 @@ import torch
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.vae import DiffusersVae
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-2), (torch.bfloat16, 1e-1)])
