@@ -25,7 +25,8 @@ __device__ __forceinline__ void backward_rows(const Side& side, const Rope& rope
     constexpr int INPUTS = NORMED ? 2 : 1;
     constexpr float PER_CHANNEL = 1.f / (BY_HEAD ? HEAD_DIM : G::D);
     const Source sources[] = {side.dy, side.x};
-    Ring<HEADS, INPUTS> ring(*reinterpret_cast<const Source(*)[INPUTS]>(&sources), side, rope, stages, full, block,
+    constexpr int LAG = 1;  // x is read again after the barrier.
+    Ring<HEADS, INPUTS, LAG> ring(*reinterpret_cast<const Source(*)[INPUTS]>(&sources), side, rope, stages, full, block,
                              blocks);
     Pack<Parameter, WIDTH> weight[SUMMED];
     float weight_sum[SUMMED][WIDTH], bias_sum[SUMMED][WIDTH];
@@ -64,7 +65,11 @@ __device__ __forceinline__ void backward_rows(const Side& side, const Rope& rope
         look_ahead(row + blocks);
         ring.await_row();
 
-        const bool rotated = ring.rotated_token(row) >= 0;
+        const bool rotated = ring.rotated_token(row) >= 0 && lane_of_head() < TURNED;
+        Angles angles;
+        if constexpr (ROTATED && !TABLES_BY_HEAD) {
+            if (rotated) ring.angles(0, angles);
+        }
         float g[OWN][WIDTH], totals[STATISTICS][SUMS];
 #pragma unroll
         for (int i = 0; i < STATISTICS; ++i)
@@ -75,10 +80,11 @@ __device__ __forceinline__ void backward_rows(const Side& side, const Rope& rope
             if (!G::owns(k)) continue;
             load<Activation>(ring.vector(DY, G::vector(k)), g[k]);
             if constexpr (ROTATED) {
-                if (rotated && lane_of_head() < TURNED) {
+                if (rotated) {
                     float partner[WIDTH];
                     if constexpr (SPLIT) load<Activation>(ring.vector(DY, G::vector(k) ^ DISTANCE), partner);
-                    rotate<-1>(ring, k, g[k], partner);
+                    if constexpr (TABLES_BY_HEAD) ring.angles(k, angles);
+                    rotate<-1>(angles, g[k], partner);
                 }
             }
             if constexpr (NORMED) {

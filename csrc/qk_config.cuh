@@ -16,6 +16,7 @@ constexpr bool LAYER_NORM = NORM == 1, RMS_NORM = NORM == 2, NORMED = NORM != 0;
 constexpr bool BY_HEAD = PER_HEAD, ROUND = ROUND_X_HAT, HAS_WEIGHT = WEIGHT, HAS_BIAS = BIAS;
 constexpr bool OUTSIDE = GIVEN;  // rstd in forward, the rows' means in backward
 constexpr bool SPLIT = HALF, ROTATED = PAIRS > 0, TABLES_BY_HEAD = TABLE_HEADS;
+constexpr bool TOGETHER = Q_HEADS == K_HEADS && ROTATED;  // Forward takes a token's q and k at once.
 constexpr bool SUMS_ALONE = SUMS_ONLY;  // forward: of squares; backward: of dx̂ · x̂
 constexpr int THREADS = BLOCK_THREADS, STAGES = PIPELINE_STAGES, BLOCKS_PER_SM = RESIDENT_BLOCKS;
 
@@ -47,10 +48,11 @@ struct Side {
     int rows, tokens;
 };
 
-// cos and sin, contiguous: (samples or 1, length, heads or 1, PAIRS).
+// cos and sin of (samples or 1, length, heads or 1, PAIRS), PAIR_STRIDE floats from pair to pair. Rows begin on 16 bytes,
+// with COS_PHASE and SIN_PHASE floats before the first pair's.
 struct Rope {
     const float *cos, *sin;
-    long long sample_stride;  // in floats
+    long long cos_sample, cos_token, sin_sample, sin_token;  // strides in floats
     int start, length;
 };
 
@@ -59,7 +61,7 @@ struct Geometry {
     static constexpr int D = HEADS * HEAD_DIM, VECTORS = D / WIDTH;
     static constexpr int OWN = (VECTORS + THREADS - 1) / THREADS;
     static constexpr int STATISTICS = BY_HEAD ? OWN : 1;  // that a thread needs of a row
-    static constexpr int TABLE = ROTATED ? (TABLES_BY_HEAD ? HEADS : 1) * PAIRS : 0;
+    static constexpr int TABLE = ROTATED ? (TABLES_BY_HEAD ? HEADS : 1) * PAIRS * PAIR_STRIDE : 0;
 
     __device__ static __forceinline__ bool owns(int k) {
         return VECTORS % THREADS == 0 || k + 1 < OWN || k * THREADS + threadIdx.x < VECTORS;
@@ -90,8 +92,16 @@ __device__ __forceinline__ float head_sum(float v) {
     return v;
 }
 
+// cos and sin of the pairs of one of a thread's vectors.
+struct Angles {
+    static constexpr int PER_VECTOR = SPLIT ? WIDTH : WIDTH / 2;
+    float cos[PER_VECTOR], sin[PER_VECTOR];
+};
+
 // The rows block, block + blocks, … of INPUTS inputs, each with its token's cos and sin, through STAGES stages.
-template <int HEADS, int INPUTS>
+// LAG: 0 where a stage is released at the first barrier after it was read, 1 where it is used until the end of its turn
+// and released at the next turn's barrier.
+template <int HEADS, int INPUTS, int LAG>
 struct Ring {
     using G = Geometry<HEADS>;
     static constexpr int ROW = G::D * sizeof(Activation), TABLE = G::TABLE * sizeof(float);
@@ -114,7 +124,7 @@ struct Ring {
             publish_barriers();
         }
         __syncthreads();
-        for (int s = 0; s < STAGES - 1; ++s) request();
+        for (int s = 0; s < STAGES - LAG; ++s) request();
     }
 
     // The token of a row among the rotated ones, or -1.
@@ -124,8 +134,8 @@ struct Ring {
         return token >= 0 && token < rope.length ? token : -1;
     }
 
-    // Starts the copies of the next row into the stage that was read before the current one. Every thread must have
-    // passed a barrier since it read that.
+    // Starts the copies of the next row into the stage that is released. Every thread must have passed a barrier since it
+    // read that.
     __device__ __forceinline__ void request() {
         if (threadIdx.x == 0 && requested < side.rows) {
             const int token = rotated_token(requested);
@@ -136,9 +146,11 @@ struct Ring {
                 copy_bulk(to + i * ROW, sources[i].rows + requested * sources[i].stride, ROW, &full[fill]);
             if constexpr (ROTATED) {
                 if (token >= 0) {
-                    const long long at = requested / side.tokens * rope.sample_stride + (long long)token * G::TABLE;
-                    copy_bulk(to + INPUTS * ROW, rope.cos + at, TABLE, &full[fill]);
-                    copy_bulk(to + INPUTS * ROW + TABLE, rope.sin + at, TABLE, &full[fill]);
+                    const int sample = requested / side.tokens;
+                    const float* const cos = rope.cos + sample * rope.cos_sample + token * rope.cos_token;
+                    const float* const sin = rope.sin + sample * rope.sin_sample + token * rope.sin_token;
+                    copy_bulk(to + INPUTS * ROW, cos, TABLE, &full[fill]);
+                    copy_bulk(to + INPUTS * ROW + TABLE, sin, TABLE, &full[fill]);
                 }
             }
         }
@@ -157,14 +169,21 @@ struct Ring {
         return stages + drain * STAGE + input * ROW + index * 16;
     }
 
-    // cos and sin of N pairs, those of this thread's k-th vector.
-    template <int N>
-    __device__ __forceinline__ void tables(int k, float (&cos)[N], float (&sin)[N]) const {
+    // Those of this thread's k-th vector, which are those of all its vectors unless the tables differ by head. For lanes
+    // below TURNED only.
+    __device__ __forceinline__ void angles(int k, Angles& to) const {
+        constexpr int N = Angles::PER_VECTOR;
         const int lane = SPLIT ? lane_of_head() % (DISTANCE > 0 ? DISTANCE : 1) : lane_of_head();
-        const int at = (TABLES_BY_HEAD ? G::head(k) * PAIRS : 0) + lane * N;
+        const int at = ((TABLES_BY_HEAD ? G::head(k) * PAIRS : 0) + lane * N) * PAIR_STRIDE;
         const char* const table = stages + drain * STAGE + INPUTS * ROW + at * sizeof(float);
+        float cos[N * PAIR_STRIDE], sin[N * PAIR_STRIDE];
         load<float>(table, cos);
         load<float>(table + TABLE, sin);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            to.cos[j] = cos[j * PAIR_STRIDE + COS_PHASE];
+            to.sin[j] = sin[j * PAIR_STRIDE + SIN_PHASE];
+        }
     }
 };
 
@@ -174,25 +193,21 @@ __device__ __forceinline__ void turn(float a, float b, float cos, float sin, flo
     to_b = __fadd_rn(__fmul_rn(a, sin), __fmul_rn(b, cos));
 }
 
-// Rotates this thread's k-th vector; half: partner is the vector of the other channels of its pairs.
-// SIGN -1 rotates back.
-template <int SIGN, typename AnyRing>
-__device__ __forceinline__ void rotate(const AnyRing& ring, int k, float (&v)[WIDTH], const float (&partner)[WIDTH]) {
+// Rotates one of a thread's vectors; half: partner is the vector of the other channels of its pairs. SIGN -1 rotates back.
+template <int SIGN>
+__device__ __forceinline__ void rotate(const Angles& by, float (&v)[WIDTH], const float (&partner)[WIDTH]) {
     if constexpr (SPLIT) {
-        float cos[WIDTH], sin[WIDTH];
-        ring.tables(k, cos, sin);
         const bool first = lane_of_head() < DISTANCE;
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) {
             float a, b;
-            turn(first ? v[j] : partner[j], first ? partner[j] : v[j], cos[j], SIGN * sin[j], a, b);
+            turn(first ? v[j] : partner[j], first ? partner[j] : v[j], by.cos[j], SIGN * by.sin[j], a, b);
             v[j] = first ? a : b;
         }
     } else {
-        float cos[WIDTH / 2], sin[WIDTH / 2];
-        ring.tables(k, cos, sin);
 #pragma unroll
-        for (int j = 0; j < WIDTH / 2; ++j) turn(v[2 * j], v[2 * j + 1], cos[j], SIGN * sin[j], v[2 * j], v[2 * j + 1]);
+        for (int j = 0; j < WIDTH / 2; ++j)
+            turn(v[2 * j], v[2 * j + 1], by.cos[j], SIGN * by.sin[j], v[2 * j], v[2 * j + 1]);
     }
 }
 

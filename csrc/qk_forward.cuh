@@ -1,5 +1,6 @@
-// Forward of qk_norm_rope: y = rotation(norm(x) · weight + bias) of the rows of q and of k. The first blocks walk those
-// of q, the others those of k, side by side, so that a token's cos and sin come from the L2 cache the second time.
+// Forward of qk_norm_rope: y = rotation(norm(x) · weight + bias) of the rows of q and of k. Where they are alike, a block
+// takes a token's q and k at once, so that its cos and sin are read once and one barrier serves both rows. Otherwise the
+// first blocks walk the rows of q, the others those of k.
 #include "qk_config.cuh"
 
 namespace videoscale {
@@ -11,7 +12,8 @@ struct ForwardArguments {
     int q_blocks;
 };
 
-using Sum = BlockSum<THREADS, 1>;
+constexpr int ROWS = TOGETHER ? 2 : 1;  // of a stage
+using Sum = BlockSum<THREADS, ROWS>;
 
 // The sum of each statistic's channels; a barrier of the block unless heads are independent.
 template <int STATISTICS>
@@ -51,39 +53,58 @@ __device__ __forceinline__ void exchange(const float (&v)[WIDTH], float (&partne
 }
 
 template <int HEADS>
-__device__ __forceinline__ void forward_rows(const Side& side, const Rope& rope, float eps, int block, int blocks,
-                                             char* stages, Barrier* full, Sum& sum) {
+__device__ __forceinline__ void forward_rows(const Side& first, const Side& second, const Rope& rope, float eps,
+                                             int block, int blocks, char* stages, Barrier* full, Sum& sum) {
     using G = Geometry<HEADS>;
-    constexpr int OWN = G::OWN, STATISTICS = G::STATISTICS;
+    constexpr int OWN = G::OWN, STATISTICS = ROWS * G::STATISTICS;
     constexpr float PER_CHANNEL = 1.f / (BY_HEAD ? HEAD_DIM : G::D);
-    const Source sources[] = {side.x};
-    Ring<HEADS, 1> ring(sources, side, rope, stages, full, block, blocks);
-    Pack<Parameter, WIDTH> weight[OWN], bias[OWN];
+    constexpr int LAG = ROTATED && TABLES_BY_HEAD;
+    const Source sources[] = {first.x, second.x};
+    Ring<HEADS, ROWS, LAG> ring(*reinterpret_cast<const Source(*)[ROWS]>(&sources), first, rope, stages, full, block,
+                                blocks);
+    auto side = [&](int r) -> const Side& { return r == 0 ? first : second; };
+    auto of = [](int r, int k) { return BY_HEAD ? r * OWN + k : r; };  // which statistic is a vector's
+    Pack<Parameter, WIDTH> weight[ROWS][OWN], bias[ROWS][OWN];
+    float rstd_ahead[ROWS];
 #pragma unroll
-    for (int k = 0; k < OWN; ++k) {
-        if (!G::owns(k)) continue;
-        const int at = (BY_HEAD ? lane_of_head() : G::vector(k)) * WIDTH;
-        if constexpr (HAS_WEIGHT) weight[k] = *reinterpret_cast<const Pack<Parameter, WIDTH>*>(side.weight + at);
-        if constexpr (HAS_BIAS) bias[k] = *reinterpret_cast<const Pack<Parameter, WIDTH>*>(side.bias + at);
-    }
-    float rstd_ahead = OUTSIDE && block < side.rows ? side.rstd[block] : 0.f;
-
-    for (int row = block; row < side.rows; row += blocks, ring.next()) {
-        float mean[STATISTICS], rstd[STATISTICS];
-        if constexpr (OUTSIDE) {
-            rstd[0] = rstd_ahead;
-            if (row + blocks < side.rows) rstd_ahead = side.rstd[row + blocks];
-        }
-        ring.await_row();
-        float v[OWN][WIDTH];
-#pragma unroll
-        for (int i = 0; i < STATISTICS; ++i) mean[i] = 0.f;
+    for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
         for (int k = 0; k < OWN; ++k) {
             if (!G::owns(k)) continue;
-            load<Activation>(ring.vector(0, G::vector(k)), v[k]);
+            const int at = (BY_HEAD ? lane_of_head() : G::vector(k)) * WIDTH;
+            using Parameters = Pack<Parameter, WIDTH>;
+            if constexpr (HAS_WEIGHT) weight[r][k] = *reinterpret_cast<const Parameters*>(side(r).weight + at);
+            if constexpr (HAS_BIAS) bias[r][k] = *reinterpret_cast<const Parameters*>(side(r).bias + at);
+        }
+        rstd_ahead[r] = OUTSIDE && block < first.rows ? side(r).rstd[block] : 0.f;
+    }
+
+    for (int row = block; row < first.rows; row += blocks, ring.next()) {
+        float v[ROWS][OWN][WIDTH], mean[STATISTICS], rstd[STATISTICS];
 #pragma unroll
-            for (int j = 0; j < WIDTH; ++j) mean[BY_HEAD ? k : 0] += LAYER_NORM ? v[k][j] : 0.f;
+        for (int i = 0; i < STATISTICS; ++i) mean[i] = rstd[i] = 0.f;
+        if constexpr (OUTSIDE) {
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                rstd[r] = rstd_ahead[r];
+                if (row + blocks < first.rows) rstd_ahead[r] = side(r).rstd[row + blocks];
+            }
+        }
+        const bool rotated = ring.rotated_token(row) >= 0 && lane_of_head() < TURNED;
+        Angles angles;
+        ring.await_row();
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+            for (int k = 0; k < OWN; ++k) {
+                if (!G::owns(k)) continue;
+                load<Activation>(ring.vector(r, G::vector(k)), v[r][k]);
+#pragma unroll
+                for (int j = 0; j < WIDTH; ++j) mean[of(r, k)] += LAYER_NORM ? v[r][k][j] : 0.f;
+            }
+        }
+        if constexpr (ROTATED && !TABLES_BY_HEAD) {
+            if (rotated) ring.angles(0, angles);
         }
         if constexpr (LAYER_NORM) {
             sum_channels(mean, sum);
@@ -92,48 +113,54 @@ __device__ __forceinline__ void forward_rows(const Side& side, const Rope& rope,
         }
         if constexpr (NORMED && !OUTSIDE) {
 #pragma unroll
-            for (int i = 0; i < STATISTICS; ++i) rstd[i] = 0.f;
+            for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-            for (int k = 0; k < OWN; ++k) {
-                if (!G::owns(k)) continue;
+                for (int k = 0; k < OWN; ++k) {
+                    if (!G::owns(k)) continue;
 #pragma unroll
-                for (int j = 0; j < WIDTH; ++j) {
-                    v[k][j] -= mean[BY_HEAD ? k : 0];
-                    rstd[BY_HEAD ? k : 0] = fmaf(v[k][j], v[k][j], rstd[BY_HEAD ? k : 0]);
-                }
-            }
-            sum_channels(rstd, sum);
-            if constexpr (SUMS_ALONE) {
-                if (threadIdx.x == 0) side.of_rows[row] = rstd[0];
-            } else {
-#pragma unroll
-                for (int i = 0; i < STATISTICS; ++i) {
-                    rstd[i] = rsqrtf(rstd[i] * PER_CHANNEL + eps);
-                    if (BY_HEAD ? G::owns(i) && lane_of_head() == 0 : threadIdx.x == 0) {
-                        if constexpr (LAYER_NORM) side.mean[statistic<HEADS>(row, i)] = mean[i];
-                        side.rstd[statistic<HEADS>(row, i)] = rstd[i];
+                    for (int j = 0; j < WIDTH; ++j) {
+                        v[r][k][j] -= mean[of(r, k)];
+                        rstd[of(r, k)] = fmaf(v[r][k][j], v[r][k][j], rstd[of(r, k)]);
                     }
                 }
             }
+            sum_channels(rstd, sum);
         }
         if constexpr (BY_HEAD || OUTSIDE || !NORMED) block_barrier();
         ring.request();
-        if constexpr (SUMS_ALONE) continue;
+        if constexpr (SUMS_ALONE) {
+            if (threadIdx.x == 0) first.of_rows[row] = rstd[0];
+            continue;
+        }
 
-        const bool rotated = ring.rotated_token(row) >= 0;
 #pragma unroll
-        for (int k = 0; k < OWN; ++k) {
-            if constexpr (NORMED) {
+        for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-                for (int j = 0; j < WIDTH; ++j) v[k][j] *= rstd[BY_HEAD ? k : 0];
-                affine(v[k], weight[k], bias[k]);
+            for (int k = 0; k < OWN; ++k) {
+                float(&n)[WIDTH] = v[r][k];
+                if constexpr (NORMED) {
+                    const int i = of(r, k);
+                    if (!OUTSIDE && (BY_HEAD || k == 0)) {
+                        rstd[i] = rsqrtf(rstd[i] * PER_CHANNEL + eps);
+                        if (BY_HEAD ? G::owns(k) && lane_of_head() == 0 : threadIdx.x == 0) {
+                            if constexpr (LAYER_NORM) side(r).mean[statistic<HEADS>(row, k)] = mean[i];
+                            side(r).rstd[statistic<HEADS>(row, k)] = rstd[i];
+                        }
+                    }
+#pragma unroll
+                    for (int j = 0; j < WIDTH; ++j) n[j] *= rstd[i];
+                    affine(n, weight[r][k], bias[r][k]);
+                }
+                if constexpr (ROTATED) {
+                    float partner[WIDTH];
+                    if constexpr (SPLIT) exchange(n, partner);
+                    if (rotated && G::owns(k)) {
+                        if constexpr (TABLES_BY_HEAD) ring.angles(k, angles);
+                        rotate<1>(angles, n, partner);
+                    }
+                }
+                if (G::owns(k)) store<Activation>(side(r).out + (long long)row * G::D + G::vector(k) * WIDTH, n);
             }
-            if constexpr (ROTATED) {
-                float partner[WIDTH];
-                if constexpr (SPLIT) exchange(v[k], partner);
-                if (rotated && lane_of_head() < TURNED && G::owns(k)) rotate<1>(ring, k, v[k], partner);
-            }
-            if (G::owns(k)) store<Activation>(side.out + (long long)row * G::D + G::vector(k) * WIDTH, v[k]);
         }
     }
 }
@@ -145,14 +172,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __shared__ Sum::Scratch scratch;
     Sum sum(scratch);
     const int block = blockIdx.x, q_blocks = a.q_blocks, k_blocks = gridDim.x - a.q_blocks;
-    if constexpr (Q_HEADS == K_HEADS) {
-        const bool of_q = block < q_blocks;
-        forward_rows<Q_HEADS>(of_q ? a.q : a.k, a.rope, a.eps, of_q ? block : block - q_blocks,
-                              of_q ? q_blocks : k_blocks, stages, full, sum);
+    if constexpr (TOGETHER) {
+        forward_rows<Q_HEADS>(a.q, a.k, a.rope, a.eps, block, gridDim.x, stages, full, sum);
+    } else if constexpr (Q_HEADS == K_HEADS) {
+        const Side& side = block < q_blocks ? a.q : a.k;
+        forward_rows<Q_HEADS>(side, side, a.rope, a.eps, block < q_blocks ? block : block - q_blocks,
+                              block < q_blocks ? q_blocks : k_blocks, stages, full, sum);
     } else if (block < q_blocks) {
-        forward_rows<Q_HEADS>(a.q, a.rope, a.eps, block, q_blocks, stages, full, sum);
+        forward_rows<Q_HEADS>(a.q, a.q, a.rope, a.eps, block, q_blocks, stages, full, sum);
     } else {
-        forward_rows<K_HEADS>(a.k, a.rope, a.eps, block - q_blocks, k_blocks, stages, full, sum);
+        forward_rows<K_HEADS>(a.k, a.k, a.rope, a.eps, block - q_blocks, k_blocks, stages, full, sum);
     }
 }
 

@@ -43,11 +43,13 @@ class Problem:
 
         layer = self.op.norm == "layer"
         q, k = (Side(draw(*shape), draw(columns), draw(columns) if layer else None) for _ in range(2))
-        angle = torch.randn(1, self.n, 1, self.head_dim // 2, device="cuda")
-        return (q, k), Rotation(angle.cos(), angle.sin(), 0), (draw(*shape), draw(*shape))
+        angle = torch.randn(1, self.n, 1, self.head_dim // 2, device="cuda").repeat_interleave(2, -1)
+        # Tables with one entry per channel, of which diffusers' Wan reads these.
+        rotation = Rotation(angle.cos()[..., 0::2], angle.sin()[..., 1::2], 0)
+        return (q, k), rotation, (draw(*shape), draw(*shape))
 
     def bytes(self, direction: Direction) -> int:
-        """That must be moved: q and k in and out (and their gradients in), the tables once, backward's statistics."""
+        """That must be moved: q and k in and out (and their gradients in), cos and sin once per pair, backward's statistics."""
         rows = (4 if direction == "forward" else 6) * 2 * self.heads * self.head_dim
         statistics_ = 8 * (self.heads if self.op.per_head else 1) if direction == "backward" else 0
         return self.n * (rows + 4 * self.head_dim + statistics_)

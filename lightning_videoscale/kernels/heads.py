@@ -71,8 +71,8 @@ class Rotation:
     """cos and sin of every pair, for the tokens [start, start + T).
 
     Attributes:
-        cos: (B or 1, T, H or 1, P), wide, last dimension contiguous.
-        sin: Likewise.
+        cos: (B or 1, T, H or 1, P), wide, 1 or 2 elements from pair to pair, any other strides.
+        sin: Likewise, as far from pair to pair.
         start: The first rotated token.
     """
 

@@ -69,7 +69,9 @@ def qk_norm_rope(
         per_head: Whether the norm runs over each head's channels, rather than over all D.
         eps: Added to the variance.
         rope: cos and sin, one entry per pair (see `rope_per_pair`): (T, P) or (B or 1, T, H or 1, P), for T tokens from
-            ``rope_start`` on and the first 2P channels of each head. Used in float32 (float64 beside float64).
+            ``rope_start`` on and the first 2P channels of each head. Used in float32 (float64 beside float64). Tables
+            of that dtype are read where they are and kept for backward as they are, views of a model's own too: any
+            strides, 1 or 2 from pair to pair; others are copied.
         rope_layout: "interleaved": channels 2i and 2i + 1 are pair i; "half": channels i and i + P.
         rope_start: The first rotated token: the number of text tokens where those come first.
         rounding: "fp32_once" rounds the norm's result once; "eager" also rounds x · rstd, when the weight is no wider
@@ -96,9 +98,7 @@ def qk_norm_rope(
 
 
 def rope_per_pair(cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Tables with one entry per channel, as most models carry them, to tables with one entry per pair.
-
-    To be done once per forward of a model, not in every block.
+    """Tables with one entry per channel, as most models carry them, seen as tables with one entry per pair.
 
     Args:
         cos: (..., 2P); the two channels of a pair must carry the same value, of which one is kept.
@@ -106,7 +106,7 @@ def rope_per_pair(cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Ten
         layout: Which channels make a pair, as in `qk_norm_rope`.
 
     Returns:
-        cos and sin (..., P), contiguous.
+        cos and sin (..., P): views, which `qk_norm_rope` reads where they are and keeps for backward.
 
     Raises:
         ValueError: If the last dimension is odd or the shapes differ.
@@ -117,7 +117,7 @@ def rope_per_pair(cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Ten
             f"{tuple(sin.shape)}. Tables that already have one entry per pair go into qk_norm_rope as they are."
         )
     kept = slice(0, None, 2) if layout == "interleaved" else slice(0, cos.shape[-1] // 2)
-    return cos[..., kept].contiguous(), sin[..., kept].contiguous()
+    return cos[..., kept], sin[..., kept]
 
 
 def check_sides(q: Tensor, k: Tensor) -> None:
@@ -183,4 +183,4 @@ def rope_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, start: int) -> t
     if start < 0 or start + tokens > s:
         raise ValueError(f"Tables of {tokens} tokens from token {start} on do not fit {s} tokens.")
     wide = wide_dtype(q)
-    return cos.to(wide).contiguous(), sin.to(wide).contiguous()
+    return cos.to(wide), sin.to(wide)

@@ -84,3 +84,28 @@ def check_parts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu
         assert value.dtype is expected.dtype and value.shape == expected.shape
         bound = 2e-6 if value.dtype is torch.float32 else torch.finfo(dtype).eps
         assert relative(value, expected.double()) <= bound or not expected.numel()
+
+
+def check_tables_of_channels(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> None:
+    """Every second channel of a model's tables, wherever they are in memory, gives the bits of tables per pair."""
+    arguments = case.arguments(dtype, device=device)
+    rope = arguments.options["rope"]
+
+    def strided(table: Tensor, phase: int, padding: int) -> Tensor:
+        channels = table.repeat_interleave(2, -1)
+        wider = torch.nn.functional.pad(channels, (0, padding))
+        return wider[..., phase : phase + channels.shape[-1] - phase : 2]
+
+    layouts = [
+        (strided(rope[0], 0, 0), strided(rope[1], 1, 0)),
+        (strided(rope[0], 1, 4), strided(rope[1], 1, 4)),
+        (strided(rope[0], 0, 3), strided(rope[1], 0, 3)),
+        (strided(rope[0], 0, 0), rope[1]),
+        tuple(table.transpose(1, -1).contiguous().transpose(1, -1) for table in rope),
+    ]
+    expected, *others = (
+        gradients(qk_norm_rope, Arguments(arguments.tensors, arguments.options | {"backend": backend, "rope": tables}))
+        for tables in [rope, *layouts]
+    )
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(other, expected, strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope, rope_per_pair
 from lightning_videoscale.kernels.qk_norm_rope_sharded import qk_norm_rope_sharded
-from tests.kernels.qk_checks import gradients, random_like, relative
+from tests.kernels.qk_checks import check_tables_of_channels, gradients, random_like, relative
 from tests.kernels.qk_families import FAMILIES as DIFFUSERS
 from tests.kernels.qk_families import HEAD_DIM, HEADS, Family, fused, watch
 from tests.kernels.qk_oracle import FAMILIES, Arguments, Case, cases, oracle
@@ -255,6 +255,31 @@ def test_heads_spread_over_ranks_give_what_all_heads_give(case: Case, dtype: tor
     for whole, first, second in zip(expected, *parts, strict=True):
         joined = torch.cat([first, second], 2 if whole.ndim == 4 else 0)
         assert relative(joined, whole.double()) < (1e-10 if dtype is torch.float64 else 2**-8)
+
+
+@pytest.mark.parametrize("case", [Case(), Case(layout="half", table_heads=True, table_batch=True)])
+def test_tables_of_channels(case: Case) -> None:
+    check_tables_of_channels(case, torch.float32, "reference")
+
+
+def test_keeps_eight_bytes_per_token_and_the_tables_of_the_model() -> None:
+    """As Wan calls it: beside inputs, only the statistics of q and k."""
+    q, k, q_weight, k_weight, *_ = Case(tokens=64, rotated=64).arguments(torch.bfloat16).tensors
+    angle = torch.randn(1, 64, 1, 4).repeat_interleave(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    assert q is not None and k is not None and q_weight is not None and k_weight is not None
+    inputs = {t.untyped_storage().data_ptr() for t in (q, k, q_weight, k_weight, cos, sin)}
+    kept: dict[int, int] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in inputs:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        qk_norm_rope(q, k, q_weight, k_weight, rope=(cos[..., 0::2], sin[..., 1::2]))
+    assert sum(kept.values()) <= 8 * 2 * 64
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])

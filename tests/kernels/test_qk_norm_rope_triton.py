@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
-from tests.kernels.qk_checks import check_accuracy, check_parts, check_repeats
+from tests.kernels.qk_checks import check_accuracy, check_parts, check_repeats, check_tables_of_channels
 from tests.kernels.qk_oracle import FAMILIES, Case, cases
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -77,6 +77,12 @@ def test_repeats_bitwise(case: Case) -> None:
 )
 def test_parts_of_rows(case: Case) -> None:
     check_parts(case, torch.float32, "triton")
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("case", [Case(), Case(layout="half", table_heads=True, table_batch=True)])
+def test_tables_of_channels(case: Case) -> None:
+    check_tables_of_channels(case, torch.float32, "triton")
 
 
 @in_the_interpreter

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_videoscale.kernels.cuda import toolkit
 from lightning_videoscale.kernels.cuda.launch import Kernel, load
-from lightning_videoscale.kernels.cuda.qk_plan import TYPES, Plan, Variant, device_tuning, too_wide
+from lightning_videoscale.kernels.cuda.qk_plan import TYPES, Plan, Variant, device_tuning, phases, readable, too_wide
 from lightning_videoscale.kernels.cuda.qk_tuning import Direction
 from lightning_videoscale.kernels.heads import HeadOp, Rotation, Side, SideGradients, SideOutputs, as_rows
 
@@ -33,8 +33,6 @@ def objection(op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -
     if max(q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]) > 2**30:
         return f"at most 2³⁰ rows; got {q.shape[0] * q.shape[1]} and {k.shape[0] * k.shape[1]}"
     if rotation is not None:
-        if rotation.cos.data_ptr() % 16 or rotation.sin.data_ptr() % 16:
-            return "cos and sin must begin on 16 bytes"
         pairs = rotation.cos.shape[3]
         distance = pairs // width
         if pairs % 4 or 2 * pairs % width:
@@ -64,10 +62,13 @@ def _variant(
     outside: bool = False, sums_only: bool = False,
 ) -> Variant:  # fmt: skip
     q, k = sides
+    tables = (0, False, 1, (0, 0))
+    if rotation is not None:
+        _, _, heads, pairs = rotation.cos.shape
+        tables = (pairs, heads > 1, rotation.cos.stride(3), phases(rotation))
     return Variant(
         op, direction, q.x.dtype, None if q.weight is None else q.weight.dtype, q.bias is not None,
-        (q.x.shape[2], k.x.shape[2]), q.x.shape[3], 0 if rotation is None else rotation.cos.shape[3],
-        rotation is not None and rotation.cos.shape[2] > 1, outside, sums_only,
+        (q.x.shape[2], k.x.shape[2]), q.x.shape[3], *tables, outside, sums_only,
     )  # fmt: skip
 
 
@@ -75,6 +76,7 @@ def forward(
     op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
 ) -> tuple[SideOutputs, SideOutputs]:
     """See `HeadBackend.forward`."""
+    rotation = readable(rotation)
     plan = _plan(_variant(op, "forward", sides, rotation, outside=sides[0].rstd is not None), sides[0].x.get_device())
     return run_forward(plan, op, sides, rotation, eps)
 
@@ -105,6 +107,7 @@ def backward(
     row_means: tuple[Tensor, Tensor] | None,
 ) -> tuple[SideGradients, SideGradients]:
     """See `HeadBackend.backward`."""
+    rotation = readable(rotation)
     variant = _variant(op, "backward", sides, rotation, outside=row_means is not None)
     return run_backward(_plan(variant, sides[0].x.get_device()), op, gradients, sides, rotation, row_means)
 
@@ -151,6 +154,7 @@ def gradient_sums(
     op: HeadOp, gradients: tuple[Tensor, Tensor], sides: tuple[Side, Side], rotation: Rotation | None
 ) -> tuple[Tensor, Tensor]:
     """See `HeadBackend.gradient_sums`."""
+    rotation = readable(rotation)
     plan = _plan(_variant(op, "backward", sides, rotation, sums_only=True), sides[0].x.get_device())
     sides = (_aligned(sides[0]), _aligned(sides[1]))
     rows = [(as_rows(side.x), as_rows(dy)) for side, dy in zip(sides, gradients, strict=True)]

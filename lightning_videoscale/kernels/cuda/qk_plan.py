@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_videoscale.kernels.cuda.launch import Kernel, load
 from lightning_videoscale.kernels.cuda.qk_tuning import Direction, Tuning, tuning_for
@@ -12,8 +13,8 @@ from lightning_videoscale.kernels.heads import HeadOp, Rotation
 
 TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Layouts of the kernels' arguments: of a side two sources (address, bytes between rows), seven addresses, two sizes; of
-# the tables two addresses, a stride, two sizes.
-_SIDE, _ROPE = "PqPqPPPPPPPii", "PPqii"
+# the tables two addresses, four strides, two sizes.
+_SIDE, _ROPE = "PqPqPPPPPPPii", "PPqqqqii"
 _LAYOUTS = {"forward": f"{_SIDE * 2}{_ROPE}fi", "backward": f"{_SIDE * 2}{_ROPE}i"}
 
 
@@ -30,6 +31,8 @@ class Variant(NamedTuple):
         head_dim: Dh.
         pairs: Rotated pairs per head; 0 rotates nothing.
         table_heads: Whether the tables differ by head.
+        pair_stride: Floats from pair to pair in the tables, 1 or 2.
+        phases: Floats before the first pair in a row of cos and of sin, that begins on 16 bytes.
         outside: Whether rstd (forward) or the rows' means (backward) come from outside.
         sums_only: Whether a row's sum is all that leaves.
     """
@@ -43,6 +46,8 @@ class Variant(NamedTuple):
     head_dim: int
     pairs: int
     table_heads: bool
+    pair_stride: int = 1
+    phases: tuple[int, int] = (0, 0)
     outside: bool = False
     sums_only: bool = False
 
@@ -59,6 +64,9 @@ class Variant(NamedTuple):
             "HALF": int(self.op.layout == "half"),
             "PAIRS": self.pairs,
             "TABLE_HEADS": int(self.table_heads),
+            "PAIR_STRIDE": self.pair_stride,
+            "COS_PHASE": self.phases[0],
+            "SIN_PHASE": self.phases[1],
             "ROUND_X_HAT": int(self.op.round_x_hat),
             "WEIGHT": int(self.parameter is not None),
             "BIAS": int(self.bias),
@@ -72,11 +80,16 @@ class Variant(NamedTuple):
         return max(self.heads) * self.head_dim * self.activation.itemsize // 16
 
     @property
+    def together(self) -> bool:
+        """Whether a block takes a token's q and k at once."""
+        return self.direction == "forward" and self.pairs > 0 and self.heads[0] == self.heads[1]
+
+    @property
     def stage_bytes(self) -> int:
         """Of one row of every input and its tables, on the wider side."""
-        inputs = 2 if self.direction == "backward" and self.op.norm != "none" else 1
-        tables = 2 * 4 * self.pairs * (max(self.heads) if self.table_heads else 1)
-        return inputs * 16 * self.vectors + tables
+        backward = self.direction == "backward" and self.op.norm != "none"
+        tables = 2 * 4 * self.pairs * self.pair_stride * (max(self.heads) if self.table_heads else 1)
+        return (2 if backward or self.together else 1) * 16 * self.vectors + tables
 
 
 class Plan:
@@ -106,7 +119,9 @@ class Plan:
         self._most_blocks = tuning.blocks * torch.cuda.get_device_properties(device).multi_processor_count
 
     def blocks(self, rows: tuple[int, int]) -> tuple[int, int]:
-        """Blocks for q and for k, in proportion to their channels."""
+        """Blocks for q and for k, in proportion to their channels; those for both count as q's."""
+        if self.variant.together:
+            return min(rows[0], self._most_blocks), 0
         work = [n * heads for n, heads in zip(rows, self.variant.heads, strict=True)]
         if not work[1]:
             return min(rows[0], self._most_blocks), 0
@@ -133,7 +148,7 @@ def device_tuning(variant: Variant, device: int) -> Tuning | None:
     """How a variant is launched on a device; None where it cannot be."""
     # Beside the ring a block keeps its barriers and the scratch of its sums.
     limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 1024  # type: ignore[attr-defined]
-    return tuning_for(variant.direction, variant.vectors, variant.stage_bytes, limit)
+    return tuning_for(variant.direction, variant.together, variant.vectors, variant.stage_bytes, limit)
 
 
 def too_wide(variant: Variant) -> str:
@@ -141,10 +156,34 @@ def too_wide(variant: Variant) -> str:
     return f"two rows of every input and their tables ({2 * variant.stage_bytes} bytes) must fit in shared memory"
 
 
+def readable(rotation: Rotation | None) -> Rotation | None:
+    """A rotation whose tables the kernels can read: as they are where a token's row is whole words of 16 bytes."""
+    if rotation is None or (_is_readable(rotation.cos) and _is_readable(rotation.sin) and _alike(rotation)):
+        return rotation
+    cos, sin = (t.clone(memory_format=torch.contiguous_format) for t in (rotation.cos, rotation.sin))
+    return Rotation(cos, sin, rotation.start)
+
+
+def phases(rotation: Rotation) -> tuple[int, int]:
+    """Floats between the last multiple of 16 bytes and the first pair, of cos and of sin."""
+    return rotation.cos.data_ptr() % 16 // 4, rotation.sin.data_ptr() % 16 // 4
+
+
+def _is_readable(table: Tensor) -> bool:
+    sample, token, head, pair = table.stride()
+    packed = table.shape[2] == 1 or head == table.shape[3] * pair
+    return pair in (1, 2) and packed and sample % 4 == token % 4 == 0 and table.data_ptr() % 16 < 4 * pair
+
+
+def _alike(rotation: Rotation) -> bool:
+    return rotation.cos.stride(3) == rotation.sin.stride(3)
+
+
 def _rope(rotation: Rotation | None) -> tuple[int, ...]:
     """The members of the struct Rope."""
     if rotation is None:
-        return (0, 0, 0, 0, 0)
+        return (0,) * 8
     cos, sin = rotation.cos, rotation.sin
-    sample_stride = 0 if cos.shape[0] == 1 else cos.shape[1] * cos.shape[2] * cos.shape[3]
-    return (cos.data_ptr(), sin.data_ptr(), sample_stride, rotation.start, cos.shape[1])
+    several = cos.shape[0] > 1
+    strides = (t.stride(dim) if dim or several else 0 for t in (cos, sin) for dim in (0, 1))
+    return (cos.data_ptr() & -16, sin.data_ptr() & -16, *strides, rotation.start, cos.shape[1])

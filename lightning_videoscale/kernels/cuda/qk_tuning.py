@@ -35,15 +35,18 @@ class Tuning(NamedTuple):
         }
 
 
-# (direction, vectors in a row): best on an H200 for the norm over all heads.
-MEASURED: dict[tuple[Direction, int], Tuning] = {}
+# (direction, q and k together, vectors in a row): best on an H200 for the norm over all heads.
+MEASURED: dict[tuple[Direction, bool, int], Tuning] = {}
 
 
-def tuning_for(direction: Direction, vectors: int, stage_bytes: int, shared_limit: int) -> Tuning | None:
+def tuning_for(
+    direction: Direction, together: bool, vectors: int, stage_bytes: int, shared_limit: int
+) -> Tuning | None:
     """How to launch a variant.
 
     Args:
         direction: Forward or backward.
+        together: Whether a block takes a token's q and k at once.
         vectors: 16-byte vectors in the wider side's row.
         stage_bytes: Of one row of every input, and its tables.
         shared_limit: Bytes of shared memory that one block may have.
@@ -51,14 +54,14 @@ def tuning_for(direction: Direction, vectors: int, stage_bytes: int, shared_limi
     Returns:
         None where not even two stages fit in shared memory.
     """
-    measured = MEASURED.get((direction, vectors))
+    measured = MEASURED.get((direction, together, vectors))
     if measured is not None and measured.stages * stage_bytes <= shared_limit:
         return measured
     most = 6 if direction == "forward" else 4
     whole = [own for own in range(1, most + 1) if vectors % (32 * own) == 0]
     threads = vectors // max(whole) if whole else 32 * math.ceil(vectors / most / 32)
     threads = min(threads, 1024)
-    blocks = max(1, min(16, 512 // threads))
+    blocks = max(1, min(16, (256 if together else 448) // threads))
     budget = min(192 * 1024, shared_limit) // blocks - 1024
     stages = min(6, budget // stage_bytes)
     if stages < 2:

@@ -121,14 +121,15 @@ def _launch(
     q, k = (side.x for side in sides)
     blocks = [_heads_at_once(op, x) for x in (q, k)]
     channels = triton.next_power_of_2(q.shape[3])
-    programs = [_programs(op, x) for x in (q, k)]
+    programs = [_programs(op, x, kernel is forward_kernel) for x in (q, k)]
+    pairs, table_heads = (0, 1) if rotation is None else (rotation.cos.shape[3], rotation.cos.shape[2])
     if not sum(programs):
         return
     with _on(q):
         kernel[(sum(programs),)](
             *arguments, _table(rotation), *scalars, programs[0], q.shape[2], k.shape[2], q.shape[3],
-            0 if rotation is None else rotation.cos.shape[3], *blocks, channels, NORM=op.norm, PER_HEAD=op.per_head,
-            HALF=op.layout == "half", AFFINE=sides[0].weight is not None, BIAS=sides[0].bias is not None, **variant,
+            pairs, *blocks, channels, NORM=op.norm, PER_HEAD=op.per_head,
+            HALF=pairs > 0 and op.layout == "half", TABLE_HEADS=table_heads > 1, AFFINE=sides[0].weight is not None, BIAS=sides[0].bias is not None, **variant,
             num_warps=_warps(max(blocks) * channels),
             # Eager code rounds a · cos and b · sin before it adds them.
             enable_fp_fusion=False,
@@ -137,9 +138,10 @@ def _launch(
 
 def _table(rotation: Rotation | None) -> tuple[Any, ...]:
     if rotation is None:
-        return (None, None, 0, 0, 0, 0, 0)
+        return (None, None, *(0,) * 10)
     cos, sin = rotation.cos, rotation.sin
-    strides = (0 if size == 1 and dim != 1 else cos.stride(dim) for dim, size in enumerate(cos.shape[:3]))
+    several = cos.shape[0] > 1
+    strides = (t.stride(dim) if dim or several else 0 for t in (cos, sin) for dim in range(4))
     return (cos, sin, *strides, rotation.start, cos.shape[1])
 
 
@@ -155,16 +157,20 @@ def _heads_at_once(op: HeadOp, x: Tensor) -> int:
     )
 
 
-def _programs(op: HeadOp, x: Tensor) -> int:
-    units: int = x.shape[0] * x.shape[1] * triton.cdiv(x.shape[2], _heads_at_once(op, x))
-    most = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+def _programs(op: HeadOp, x: Tensor, forward: bool) -> int:
+    """Enough for loads to be on their way while others are worked on; few in backward, where each leaves sums."""
+    heads = _heads_at_once(op, x)
+    units: int = x.shape[0] * x.shape[1] * triton.cdiv(x.shape[2], heads)
+    warps = _warps(heads * triton.next_power_of_2(x.shape[3]))
+    of_multiprocessor = 16 if forward else max(4, 16 // warps)
+    most = of_multiprocessor * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
     return min(units, most)
 
 
 def _partials(op: HeadOp, side: Side, parameter: Tensor | None) -> Tensor | None:
     if parameter is None:
         return None
-    return parameter.new_empty((_programs(op, side.x), *parameter.shape), dtype=torch.float32)
+    return parameter.new_empty((_programs(op, side.x, forward=False), *parameter.shape), dtype=torch.float32)
 
 
 def _total(partials: Tensor | None, parameter: Tensor | None) -> Tensor | None:
@@ -172,7 +178,7 @@ def _total(partials: Tensor | None, parameter: Tensor | None) -> Tensor | None:
 
 
 def _warps(tile: int) -> int:
-    return min(16, max(4, tile // 1024))
+    return min(16, max(2, tile // 1024))
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -1,8 +1,8 @@
 """The kernels of `qk_norm_rope` in Triton.
 
 The first programs walk the rows of q, the others those of k. A program holds a tile of one row: all its heads, or some
-of them where heads are independent. The other channel of each pair is a second load of the same addresses, which the
-L1 cache serves. Sums over rows are kept by program, hence deterministic.
+of them where heads are independent; as two halves, the first and the second channels of its pairs, so that rotating
+moves nothing between threads and every load is wide. Sums over rows are kept by program, hence deterministic.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -14,36 +14,59 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile(block, heads: tl.constexpr, dh: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr):
-    """The heads and channels of one block of heads, and which of them exist."""
-    h = block * BH + tl.arange(0, BH)[:, None]
-    c = tl.arange(0, BC)[None, :]
-    return h, c, (h < heads) & (c < dh)
+def _channels(i, dh: tl.constexpr, pairs: tl.constexpr):
+    """Layout half: the two channels of pair i; past the pairs, the channels that are not rotated by twos."""
+    return tl.where(i < pairs, i, i + pairs), tl.where(i < pairs, i + pairs, i + dh // 2)
 
 
 @triton.jit
-def _other(c, pairs: tl.constexpr, HALF: tl.constexpr):
-    """The other channel of each channel's pair, the pair's number, and -1 for its first channel, 1 for its second."""
+def _load_pairs(pointer, at, exists, dh: tl.constexpr, pairs: tl.constexpr, BC: tl.constexpr, HALF: tl.constexpr):
+    """First and second channels of all pairs, float32, of heads that begin at ``at`` (heads, 1)."""
     if HALF:
-        other = tl.where(c < pairs, c + pairs, c - pairs)
-        pair = tl.where(c < pairs, c, c - pairs)
-        sign = tl.where(c < pairs, -1.0, 1.0)
+        i = tl.arange(0, BC // 2)[None, :]
+        first, second = _channels(i, dh, pairs)
+        a = tl.load(pointer + at + first, exists & (i < dh // 2), 0.0)
+        b = tl.load(pointer + at + second, exists & (i < dh // 2), 0.0)
     else:
-        other = c ^ 1
-        pair = c // 2
-        sign = tl.where(c % 2 == 0, -1.0, 1.0)
-    rotated = c < 2 * pairs
-    return tl.where(rotated, other, c), tl.where(rotated, pair, 0), sign
+        c = tl.arange(0, BC)[None, :]
+        both = tl.load(pointer + at + c, exists & (c < dh), 0.0)
+        a, b = tl.split(tl.reshape(both, (both.shape[0], BC // 2, 2)))
+    return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
-def _turn(row, tokens, h, c, pair, exists, table, pairs: tl.constexpr):
-    """Returns cos and sin of a tile, 1 and 0 where nothing is rotated."""
-    cos, sin, batch_stride, token_stride, head_stride, start, length = table
+def _store_pairs(
+    pointer, at, a, b, exists, dh: tl.constexpr, pairs: tl.constexpr, BC: tl.constexpr, HALF: tl.constexpr
+):
+    like = pointer.dtype.element_ty
+    if HALF:
+        i = tl.arange(0, BC // 2)[None, :]
+        first, second = _channels(i, dh, pairs)
+        tl.store(pointer + at + first, a.to(like), exists & (i < dh // 2))
+        tl.store(pointer + at + second, b.to(like), exists & (i < dh // 2))
+    else:
+        c = tl.arange(0, BC)[None, :]
+        both = tl.reshape(tl.join(a.to(like), b.to(like)), (a.shape[0], BC))
+        tl.store(pointer + at + c, both, exists & (c < dh))
+
+
+@triton.jit
+def _angles(row, tokens, h, exists, table, pairs: tl.constexpr, BC: tl.constexpr, BY_HEAD: tl.constexpr):
+    """Returns cos and sin of all pairs, 1 and 0 where nothing is rotated."""
+    cos, sin, cos_sample, cos_token, cos_head, cos_pair, sin_sample, sin_token, sin_head, sin_pair, start, length = (
+        table
+    )
     token = row % tokens - start
-    at = (row // tokens) * batch_stride + token * token_stride + h * head_stride + pair
-    rotated = exists & (c < 2 * pairs) & (token >= 0) & (token < length)
-    return tl.load(cos + at, rotated, 1.0), tl.load(sin + at, rotated, 0.0)
+    sample = row // tokens
+    i = tl.arange(0, BC // 2)[None, :]
+    rotated = (i < pairs) & (token >= 0) & (token < length)
+    cos_at = sample * cos_sample + token * cos_token + i * cos_pair
+    sin_at = sample * sin_sample + token * sin_token + i * sin_pair
+    if BY_HEAD:
+        cos_at += h * cos_head
+        sin_at += h * sin_head
+        rotated = rotated & exists
+    return tl.load(cos + cos_at, rotated, 1.0), tl.load(sin + sin_at, rotated, 0.0)
 
 
 @triton.jit
@@ -58,152 +81,169 @@ def _affine(x_hat, weight, bias, like, AFFINE: tl.constexpr, BIAS: tl.constexpr,
 
 
 @triton.jit
-def _mean(x, width, PER_HEAD: tl.constexpr):
-    return (tl.sum(x, 1) / width)[:, None] if PER_HEAD else tl.sum(tl.sum(x, 1), 0) / width
+def _mean(a, b, width, PER_HEAD: tl.constexpr):
+    both = tl.sum(a + b, 1)
+    return (both / width)[:, None] if PER_HEAD else tl.sum(both, 0) / width
 
 
 @triton.jit
-def _load_parameter(pointer, h, c, exists, dh: tl.constexpr, PER_HEAD: tl.constexpr, GIVEN: tl.constexpr):
+def _load_parameter(
+    pointer, h, exists, dh: tl.constexpr, pairs: tl.constexpr, BC: tl.constexpr, HALF: tl.constexpr,
+    PER_HEAD: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
     if not GIVEN:
-        values = 0.0
+        values = 0.0, 0.0
     elif PER_HEAD:
-        values = tl.load(pointer + c, c < dh, 0.0).to(tl.float32)
+        one = tl.zeros((1, 1), tl.int32)
+        values = _load_pairs(pointer, one, one == 0, dh, pairs, BC, HALF)
     else:
-        values = tl.load(pointer + h * dh + c, exists, 0.0).to(tl.float32)
+        values = _load_pairs(pointer, h * dh, exists, dh, pairs, BC, HALF)
     return values
 
 
 @triton.jit
 def _forward_side(
     program, programs, side, table, eps, heads: tl.constexpr, dh: tl.constexpr, pairs: tl.constexpr, BH: tl.constexpr,
-    BC: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr, HALF: tl.constexpr, ROUND: tl.constexpr,
-    AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr,
+    BC: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
+    ROUND: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     x, y, weight, bias, mean_out, rstd_out, stride, rows, tokens = side
     width: tl.constexpr = dh if PER_HEAD else heads * dh
     like = y.dtype.element_ty
     blocks: tl.constexpr = (heads + BH - 1) // BH
-    h, c, exists = _tile(0, heads, dh, BH, BC)
-    other, pair, sign = _other(c, pairs, HALF)
-    w = _load_parameter(weight, h, c, exists, dh, PER_HEAD, AFFINE)
-    w_other = _load_parameter(weight, h, other, exists, dh, PER_HEAD, AFFINE)
-    b = _load_parameter(bias, h, c, exists, dh, PER_HEAD, BIAS)
-    b_other = _load_parameter(bias, h, other, exists, dh, PER_HEAD, BIAS)
+    i = tl.arange(0, BC // 2)[None, :]
+    h = tl.arange(0, BH)[:, None]
+    wa, wb = _load_parameter(weight, h, h < heads, dh, pairs, BC, HALF, PER_HEAD, AFFINE)
+    ba, bb = _load_parameter(bias, h, h < heads, dh, pairs, BC, HALF, PER_HEAD, BIAS)
     for unit in range(program, rows * blocks, programs):
         row = tl.cast(unit // blocks, tl.int64)
-        h, c, exists = _tile(unit % blocks, heads, dh, BH, BC)
-        n = tl.load(x + row * stride + h * dh + c, exists, 0.0).to(tl.float32)
-        if pairs > 0:
-            m = tl.load(x + row * stride + h * dh + other, exists, 0.0).to(tl.float32)
+        h = unit % blocks * BH + tl.arange(0, BH)[:, None]
+        exists = h < heads
+        a, b = _load_pairs(x, row * stride + h * dh, exists, dh, pairs, BC, HALF)
         if NORM != "none":
             at = row * heads + h if PER_HEAD else row
-            kept = h < heads if PER_HEAD else True
+            kept = exists if PER_HEAD else True
             if NORM == "layer":
-                mean = _mean(n, width, PER_HEAD)
+                mean = _mean(a, b, width, PER_HEAD)
                 tl.store(mean_out + at, mean, kept)
-                n = tl.where(exists, n - mean, 0.0)
+                a = tl.where(exists & (i < dh // 2), a - mean, 0.0)
+                b = tl.where(exists & (i < dh // 2), b - mean, 0.0)
             if GIVEN:
                 rstd = tl.load(rstd_out + at)
             else:
-                rstd = tl.rsqrt(_mean(n * n, width, PER_HEAD) + eps)
+                rstd = tl.rsqrt(_mean(a * a, b * b, width, PER_HEAD) + eps)
                 tl.store(rstd_out + at, rstd, kept)
-            n = _affine(n * rstd, w, b, like, AFFINE, BIAS, ROUND)
-            if pairs > 0:
-                if NORM == "layer":
-                    m = m - mean
-                m = _affine(m * rstd, w_other, b_other, like, AFFINE, BIAS, ROUND)
+            a = _affine(a * rstd, wa, ba, like, AFFINE, BIAS, ROUND)
+            b = _affine(b * rstd, wb, bb, like, AFFINE, BIAS, ROUND)
         if pairs > 0:
-            cos, sin = _turn(row, tokens, h, c, pair, exists, table, pairs)
-            n = n * cos + sign * m * sin
-        tl.store(y + row * (heads * dh) + h * dh + c, n.to(like), exists)
+            cos, sin = _angles(row, tokens, h, exists, table, pairs, BC, TABLE_HEADS)
+            a, b = a * cos - b * sin, a * sin + b * cos
+        _store_pairs(y, row * (heads * dh) + h * dh, a, b, exists, dh, pairs, BC, HALF)
 
 
 @triton.jit
 def forward_kernel(
     q, k, table, eps, q_programs, q_heads: tl.constexpr, k_heads: tl.constexpr, dh: tl.constexpr, pairs: tl.constexpr,
     Q_BH: tl.constexpr, K_BH: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr,
-    HALF: tl.constexpr, ROUND: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr,
+    HALF: tl.constexpr, TABLE_HEADS: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr,
+    ROUND: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotates the rows of both sides; a side is what `_forward_side` unpacks."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     if program < q_programs:
-        _forward_side(program, q_programs, q, table, eps, q_heads, dh, pairs, Q_BH, BC, NORM, PER_HEAD, HALF, ROUND,
-                      AFFINE, BIAS, GIVEN)  # fmt: skip
+        _forward_side(program, q_programs, q, table, eps, q_heads, dh, pairs, Q_BH, BC, NORM, PER_HEAD, HALF,
+                      TABLE_HEADS, ROUND, AFFINE, BIAS, GIVEN)  # fmt: skip
     else:
         _forward_side(program - q_programs, programs - q_programs, k, table, eps, k_heads, dh, pairs, K_BH, BC, NORM,
-                      PER_HEAD, HALF, ROUND, AFFINE, BIAS, GIVEN)  # fmt: skip
+                      PER_HEAD, HALF, TABLE_HEADS, ROUND, AFFINE, BIAS, GIVEN)  # fmt: skip
+
+
+@triton.jit
+def _store_sums(
+    pointer, program, a, b, heads: tl.constexpr, dh: tl.constexpr, pairs: tl.constexpr, BH: tl.constexpr,
+    BC: tl.constexpr, HALF: tl.constexpr, PER_HEAD: tl.constexpr,
+):  # fmt: skip
+    """A program's sums over its rows, and with statistics per head over its heads."""
+    if PER_HEAD:
+        at = tl.zeros((1, 1), tl.int32) + program * dh
+        a, b = tl.sum(a, 0)[None, :], tl.sum(b, 0)[None, :]
+        _store_pairs(pointer, at, a, b, at >= 0, dh, pairs, BC, HALF)
+    else:
+        h = tl.arange(0, BH)[:, None]
+        _store_pairs(pointer, program * (heads * dh) + h * dh, a, b, h < heads, dh, pairs, BC, HALF)
 
 
 @triton.jit
 def _backward_side(
     program, programs, side, table, heads: tl.constexpr, dh: tl.constexpr, pairs: tl.constexpr, BH: tl.constexpr,
-    BC: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr, HALF: tl.constexpr, AFFINE: tl.constexpr,
-    BIAS: tl.constexpr, GIVEN: tl.constexpr, SUMS_ONLY: tl.constexpr,
+    BC: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
+    AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr, SUMS_ONLY: tl.constexpr,
 ):  # fmt: skip
     dy, x, dx, weight, mean_in, rstd_in, row_means, dweight, dbias, dy_stride, stride, rows, tokens = side
     width: tl.constexpr = dh if PER_HEAD else heads * dh
     blocks: tl.constexpr = (heads + BH - 1) // BH
-    h, c, exists = _tile(0, heads, dh, BH, BC)
-    other, pair, sign = _other(c, pairs, HALF)
-    w = _load_parameter(weight, h, c, exists, dh, PER_HEAD, AFFINE)
-    weight_sum = tl.zeros((BH, BC), tl.float32)
-    bias_sum = tl.zeros((BH, BC), tl.float32)
+    i = tl.arange(0, BC // 2)[None, :]
+    h = tl.arange(0, BH)[:, None]
+    wa, wb = _load_parameter(weight, h, h < heads, dh, pairs, BC, HALF, PER_HEAD, AFFINE)
+    weight_a = tl.zeros((BH, BC // 2), tl.float32)
+    weight_b = tl.zeros((BH, BC // 2), tl.float32)
+    bias_a = tl.zeros((BH, BC // 2), tl.float32)
+    bias_b = tl.zeros((BH, BC // 2), tl.float32)
     for unit in range(program, rows * blocks, programs):
         row = tl.cast(unit // blocks, tl.int64)
-        h, c, exists = _tile(unit % blocks, heads, dh, BH, BC)
-        g = tl.load(dy + row * dy_stride + h * dh + c, exists, 0.0).to(tl.float32)
+        h = unit % blocks * BH + tl.arange(0, BH)[:, None]
+        exists = h < heads
+        a, b = _load_pairs(dy, row * dy_stride + h * dh, exists, dh, pairs, BC, HALF)
+        if NORM != "none":
+            xa, xb = _load_pairs(x, row * stride + h * dh, exists, dh, pairs, BC, HALF)
         if pairs > 0:
-            g_other = tl.load(dy + row * dy_stride + h * dh + other, exists, 0.0).to(tl.float32)
-            cos, sin = _turn(row, tokens, h, c, pair, exists, table, pairs)
-            g = g * cos - sign * g_other * sin
+            cos, sin = _angles(row, tokens, h, exists, table, pairs, BC, TABLE_HEADS)
+            a, b = a * cos + b * sin, b * cos - a * sin
         if NORM != "none":
             at = row * heads + h if PER_HEAD else row
-            kept = h < heads if PER_HEAD else True
-            rstd = tl.load(rstd_in + at, kept)
-            x_hat = tl.load(x + row * stride + h * dh + c, exists, 0.0).to(tl.float32)
+            rstd = tl.load(rstd_in + at, exists if PER_HEAD else True)
             if NORM == "layer":
-                x_hat = tl.where(exists, x_hat - tl.load(mean_in + at, kept), 0.0)
-            x_hat = x_hat * rstd
-            weight_sum += g * x_hat
-            bias_sum += g
+                mean = tl.load(mean_in + at, exists if PER_HEAD else True)
+                xa = tl.where(exists & (i < dh // 2), xa - mean, 0.0)
+                xb = tl.where(exists & (i < dh // 2), xb - mean, 0.0)
+            xa, xb = xa * rstd, xb * rstd
+            weight_a += a * xa
+            weight_b += b * xb
+            bias_a += a
+            bias_b += b
             if AFFINE:
-                g = g * w
+                a, b = a * wa, b * wb
             if SUMS_ONLY:
-                tl.store(row_means + row, tl.sum(tl.sum(g * x_hat, 1), 0))
+                tl.store(row_means + row, _mean(a * xa, b * xb, 1, False))
             else:
-                along = tl.load(row_means + row) if GIVEN else _mean(g * x_hat, width, PER_HEAD)
+                along = tl.load(row_means + row) if GIVEN else _mean(a * xa, b * xb, width, PER_HEAD)
                 if NORM == "layer":
-                    along_one = _mean(g, width, PER_HEAD)
-                    g = g - along_one
-                g = (g - x_hat * along) * rstd
+                    along_one = _mean(a, b, width, PER_HEAD)
+                    a, b = a - along_one, b - along_one
+                a, b = (a - xa * along) * rstd, (b - xb * along) * rstd
         if not SUMS_ONLY:
-            tl.store(dx + row * (heads * dh) + h * dh + c, g.to(dx.dtype.element_ty), exists)
+            _store_pairs(dx, row * (heads * dh) + h * dh, a, b, exists, dh, pairs, BC, HALF)
     if AFFINE and not SUMS_ONLY:
-        if PER_HEAD:
-            tl.store(dweight + program * dh + c, tl.sum(weight_sum, 0)[None, :], c < dh)
-            if BIAS:
-                tl.store(dbias + program * dh + c, tl.sum(bias_sum, 0)[None, :], c < dh)
-        else:
-            h, c, exists = _tile(0, heads, dh, BH, BC)
-            tl.store(dweight + program * (heads * dh) + h * dh + c, weight_sum, exists)
-            if BIAS:
-                tl.store(dbias + program * (heads * dh) + h * dh + c, bias_sum, exists)
+        _store_sums(dweight, program, weight_a, weight_b, heads, dh, pairs, BH, BC, HALF, PER_HEAD)
+        if BIAS:
+            _store_sums(dbias, program, bias_a, bias_b, heads, dh, pairs, BH, BC, HALF, PER_HEAD)
 
 
 @triton.jit
 def backward_kernel(
     q, k, table, q_programs, q_heads: tl.constexpr, k_heads: tl.constexpr, dh: tl.constexpr, pairs: tl.constexpr,
     Q_BH: tl.constexpr, K_BH: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr,
-    HALF: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr, SUMS_ONLY: tl.constexpr,
+    HALF: tl.constexpr, TABLE_HEADS: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr,
+    SUMS_ONLY: tl.constexpr,
 ):  # fmt: skip
     """Differentiates both sides, or, with SUMS_ONLY, leaves their rows' sums of dx̂ · x̂."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     if program < q_programs:
-        _backward_side(program, q_programs, q, table, q_heads, dh, pairs, Q_BH, BC, NORM, PER_HEAD, HALF, AFFINE, BIAS,
-                       GIVEN, SUMS_ONLY)  # fmt: skip
+        _backward_side(program, q_programs, q, table, q_heads, dh, pairs, Q_BH, BC, NORM, PER_HEAD, HALF, TABLE_HEADS,
+                       AFFINE, BIAS, GIVEN, SUMS_ONLY)  # fmt: skip
     else:
         _backward_side(program - q_programs, programs - q_programs, k, table, k_heads, dh, pairs, K_BH, BC, NORM,
-                       PER_HEAD, HALF, AFFINE, BIAS, GIVEN, SUMS_ONLY)  # fmt: skip
+                       PER_HEAD, HALF, TABLE_HEADS, AFFINE, BIAS, GIVEN, SUMS_ONLY)  # fmt: skip
 
 
 @triton.jit
