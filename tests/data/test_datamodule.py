@@ -15,9 +15,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from lightning_videoscale.callbacks import LossWeighting
+from lightning_videoscale.callbacks import LossWeighting as ApplyLossWeights
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import Batch, BatchMeta, VideoDataModule
+from lightning_videoscale.data.planning import Balance, LossWeighting
 from tests.data.clips import clip, npy, write_shard, write_shards
 from tests.data.training import Witness, trainer_with
 
@@ -115,7 +116,7 @@ def test_estimated_stepping_batches_is_the_number_of_steps(shards: str) -> None:
 
     module = Scheduled()
     data = VideoDataModule(shards, budget=BUDGET, micro_batches=3, num_workers=2)
-    trainer = trainer_with(max_epochs=2, accumulate_grad_batches=3, callbacks=[LossWeighting()])
+    trainer = trainer_with(max_epochs=2, accumulate_grad_batches=3, callbacks=[ApplyLossWeights()])
     trainer.fit(module, data)
     assert module.estimate == trainer.global_step == len(module.gradients)
     assert [_ids(module.batches[epoch]) for epoch in range(2)] == [_all_ids()] * 2
@@ -143,24 +144,30 @@ def test_a_run_that_resumes_after_an_epoch_goes_on_with_the_next(shards: str, tm
     assert resumed.batches == {epoch: whole.batches[epoch] for epoch in (1, 2)}
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3])
-def test_the_gradient_is_that_of_one_big_batch(shards: str, micro_batches: int) -> None:
+@pytest.mark.parametrize("balance", ["planned", "dual_constraint", "equal_token"])
+@pytest.mark.parametrize("loss_weighting", ["sample", "token"])
+def test_the_gradient_is_that_of_one_big_batch(shards: str, balance: Balance, loss_weighting: LossWeighting) -> None:
     module = Witness()
-    trainer = trainer_with(accumulate_grad_batches=micro_batches, callbacks=[LossWeighting()])
-    trainer.fit(module, VideoDataModule(shards, budget=BUDGET, micro_batches=micro_batches))
-    batches = module.batches[0]
-    steps = [batches[i : i + micro_batches] for i in range(0, len(batches), micro_batches)]
+    data = VideoDataModule(shards, None, balance, BUDGET, micro_batches=3, loss_weighting=loss_weighting, num_workers=0)
+    trainer_with(accumulate_grad_batches=3, callbacks=[ApplyLossWeights()]).fit(module, data)
+    steps = [slice(i, i + 3) for i in range(0, len(module.metas), 3)]
     assert len({meta.samples for meta in module.metas}) > 2, "the batches differ in size"
-    for ids, gradient in zip(steps, module.gradients, strict=True):
-        x = np.array([int(name[-5:]) / 100 for name in itertools.chain.from_iterable(ids)])
-        assert gradient == pytest.approx(np.mean(2 * x * (0.5 * x - 1)), rel=1e-12)
+    for step, gradient in zip(steps, module.gradients, strict=True):
+        x, tokens = [], []
+        for ids, meta in zip(module.batches[0][step], module.metas[step], strict=True):
+            x += [int(name[-5:]) / 100 for name in ids]
+            tokens += [float(meta.loss_weight > 0) * (meta.sequence_length if loss_weighting == "token" else 1)] * len(
+                ids
+            )
+        expected = np.average([2 * v * (0.5 * v - 1) for v in x], weights=tokens)
+        assert gradient == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
 def test_a_wrong_number_of_micro_batches_is_an_error(shards: str) -> None:
     with pytest.raises(ValueError, match=r"of 4 micro-batches .* of 1: set Trainer\(accumulate_grad_batches=4\)"):
         trainer_with().fit(Witness(), VideoDataModule(shards, budget=BUDGET, micro_batches=4))
     scheduler = GradientAccumulationScheduler({0: 4, 1: 2})
-    trainer = trainer_with(callbacks=[scheduler, LossWeighting()], max_epochs=2)
+    trainer = trainer_with(callbacks=[scheduler, ApplyLossWeights()], max_epochs=2)
     with pytest.raises(ValueError, match=r"GradientAccumulationScheduler changes|of 4 micro-batches"):
         trainer.fit(Witness(), VideoDataModule(shards, budget=BUDGET, micro_batches=4))
 
