@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lightning_videoscale.data.shards import ShardError
 
@@ -26,7 +26,7 @@ IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "bmp"})
 
 _VIDEO_FORMATS = ("mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi")
 _IMAGE_FORMATS = ("jpeg_pipe", "png_pipe", "webp_pipe", "bmp_pipe")
-_MAX_PIXELS = 2**28  # a picture of 16 384 x 16 384; a small file can claim far more and take all memory
+_MAX_PIXELS = 2**27  # a picture of 16 384 x 8 192; a small file can claim far more and take all memory
 _OPTIONS = {
     "format_whitelist": ",".join(_VIDEO_FORMATS + _IMAGE_FORMATS),
     "protocol_whitelist": "none",
@@ -79,8 +79,11 @@ def open_media(file: BinaryIO) -> Iterator[tuple[InputContainer, VideoStream]]:
             if not pictures:
                 kinds = sorted({stream.type for stream in container.streams})
                 raise MediaError(f"it has no video stream (streams: {', '.join(kinds) or 'none'})")
+            decoder: Any = pictures[0].codec_context
+            if decoder is None:
+                raise MediaError("it has a video stream of a codec that FFmpeg does not know")
             # Workers run side by side: threads of FFmpeg's own would fight over their cores.
-            pictures[0].codec_context.thread_count = 1
+            decoder.thread_count = 1
             yield container, pictures[0]
     except (MediaError, ShardError):
         raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import re
 import resource
@@ -14,10 +16,14 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from lightning_videoscale.data import ShardIndex
+from lightning_videoscale.data.frames import decode_clip
 from lightning_videoscale.data.indexing import index_shards
+from lightning_videoscale.data.media import MediaError, probe
 from lightning_videoscale.data.reader import Cut, SampleReader
 from lightning_videoscale.data.shapes import ClipShape, Media
 from tests.data.clips import clip, write_shard
@@ -101,6 +107,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "sound with a cover": (lambda: _sound_only(picture=True), r"no video stream \(streams: audio, video\)"),
     "text": (lambda: b"<html>404 not found</html>" * 50, "does not decode"),
     "noise": (lambda: np.random.default_rng(0).bytes(5000), "does not decode"),
+    "an unknown codec": (lambda: film(_frames(5)).replace(b"avc1", b"zzzz"), "codec that FFmpeg does not know"),
     "a picture larger than memory": (_bomb, "does not decode"),
 }
 
@@ -218,3 +225,39 @@ def test_two_videos_in_one_sample_are_not_guessed_between(tmp_path: Path) -> Non
     assert "it may hold one of them" in index.refused[0][1].reason
     named = _index(tmp_path, film(_frames(3)), "v2.mp4")
     assert next(iter(named.samples[1].members)) == "v2.mp4"
+
+
+SOUND = {
+    "mp4": lambda: film(_frames(12)),
+    "matroska": lambda: film(_frames(12), "matroska"),
+    "webm": lambda: film(_frames(12), "webm", "libvpx"),
+    "avi": lambda: film(_frames(12), "avi", "mpeg4"),
+    "png": lambda: _picture("PNG"),
+    "jpeg": lambda: _picture("JPEG"),
+}
+
+
+def _picture(kind: str) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(numbered(3)).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", SOUND)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_damage_anywhere_is_an_answer_and_nothing_else(kind: str, data: st.DataObject) -> None:
+    content = bytearray(_sound(kind))
+    for _ in range(data.draw(st.integers(1, 8))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    file = io.BytesIO(bytes(content[: data.draw(st.integers(len(content) // 2, len(content)))]))
+    with contextlib.suppress(MediaError):
+        footage = probe(file)
+        assert footage.num_frames >= 1 and footage.height >= 1 and footage.width >= 1
+    with contextlib.suppress(MediaError):
+        assert decode_clip(file, 1, 16, 32).shape == (3, 1, 16, 32)
+
+
+@functools.cache
+def _sound(kind: str) -> bytes:
+    return SOUND[kind]()
