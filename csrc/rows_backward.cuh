@@ -6,6 +6,7 @@
 // Everything is computed in float32 and rounded once. Blocks and columns as in rows_forward.cuh; the sums over rows that
 // are the gradients of the operands stay in registers until their group ends.
 #include "block_sum.cuh"
+#include "cluster.cuh"
 #include "dependent_launch.cuh"
 #include "row_pipeline.cuh"
 #include "row_sums.cuh"
@@ -20,7 +21,7 @@ struct BackwardArguments {
     Activation *dx, *dbranch;      // contiguous
     GateValue* dgate;              // (rows, D), where every row has its own
     ScaleValue *dscale, *dshift;   // likewise
-    float* parts;                  // (blocks + groups, SUM_COUNT, D)
+    float* parts;                  // (blocks + groups, SUM_COUNT, D), or of clusters: (clusters + 1, SUM_COUNT, D)
     RowOrder map;
     float eps;
 };
@@ -312,9 +313,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         pipeline.next();
     }
     if constexpr (SUMMED) {
+        // Clusters are launched only where there is one group, and where the ring, free now, can hold a part.
+        const int size = cluster_size();
+        float* const shared = reinterpret_cast<float*>(ring);
+        float* const to = part(a.parts, blockIdx.x / size, PER_ROW ? 0 : group);
+        if (size > 1) __syncthreads();
 #pragma unroll
         for (int k = 0; k < OWN; ++k)
-            if (owns(k)) parts[k].write(part(a.parts, blockIdx.x, PER_ROW ? 0 : group) + column(k));
+            if (owns(k)) parts[k].write((size > 1 ? shared : to) + column(k));
+        if (size > 1) write_cluster_sum<THREADS>(to, shared, SUM_COUNT * D);
     }
 }
 

@@ -14,7 +14,7 @@ struct FinalizeArguments {
     float *dgate, *dscale, *dshift;  // (groups, D); where every row has its own: (1, D), of the tables
     float *dweight, *dbias;          // (D,)
     RowOrder map;  // of rows_backward
-    int blocks;    // likewise
+    int blocks;    // likewise; where they left a part per cluster: clusters
 };
 
 // A thread adds four columns of every LANES-th part. They come BATCH at a time through shared memory: latency is what this

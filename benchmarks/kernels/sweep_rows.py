@@ -3,7 +3,8 @@
     python -m benchmarks.kernels.sweep_rows --seconds 240 --output sweep.json
 
 Before anything is timed, each candidate must agree with float64 on random data, its outputs poisoned before. Candidates
-are compiled by a pool of processes, screened at one N and the best of them timed at every N. L2 is flushed between
+are compiled by a pool of processes, screened at one N (backward in clusters of `CLUSTER`), the best of them also tried
+with other ways to share the rows and other clusters, and the best of all timed at every N. L2 is flushed between
 repeats. The table at the end and the JSON hold, for each (operation, direction, D, N), the best launch; the last lines
 are what belongs into `MEASURED` of ``kernels/cuda/tuning.py``: per (operation, direction, D) the launch whose worst
 share of its goal over the Ns is best. A kernel that hangs ends the run with a message; results so far are kept.
@@ -32,7 +33,7 @@ from lightning_videoscale.kernels.cuda import rows as cuda_rows
 from lightning_videoscale.kernels.cuda.toolkit import CudaUnavailableError
 from lightning_videoscale.kernels.cuda.tuning import Tuning, tuning_for
 
-SCREENED_AT = 16384
+SCREENED_AT, CLUSTER = 16384, 4
 SHARED_PER_SM, SHARED_PER_BLOCK = 227 * 1024, 227 * 1024 - 4096
 
 
@@ -61,7 +62,7 @@ def candidates(case: Case) -> list[Tuning]:
             continue
         if not 40 * 1024 <= on_the_way <= 150 * 1024 or (rows == 4 and own > 2):
             continue
-        found.append(Tuning(threads, stages, rows, blocks, how))
+        found.append(Tuning(threads, stages, rows, blocks, how, cluster=CLUSTER if case.direction == "backward" else 1))
     return found
 
 
@@ -153,9 +154,9 @@ Screened = tuple[float, Tuning, cuda_rows.Plan, float]
 
 
 def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, deadline: float) -> list[Screened]:
-    """Checks every launch against float64 and itself, times it, and returns the best six and the rule's own.
+    """Checks every launch against float64 and itself, times it, and returns the best eight and `tuning_for`'s own.
 
-    The best three are also tried with a share of the rows for each block instead of turns.
+    The best four are also tried with a share of the rows for each block instead of turns, and in other clusters.
     """
     properties = torch.cuda.get_device_properties(0)
     default = tuning_for(case.variant, case.direction, (properties.major, properties.minor), SHARED_PER_BLOCK)
@@ -187,10 +188,17 @@ def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, 
             screened.append((microseconds, tuning, plan, error))
         return sorted(screened, key=lambda entry: entry[0])
 
-    screened = tried([default, *tunings])
-    deadline += 1.0
-    screened += tried([tuning._replace(in_turns=False) for _, tuning, _, _ in screened[:3]])
-    best = sorted(screened, key=lambda entry: entry[0])[:6]
+    screened = tried([default, *(tuning for tuning in tunings if tuning != default)])
+    deadline += 2.0
+    clusters = (1, 2, 4, 8) if case.direction == "backward" else (1,)
+    seen = {tuning for _, tuning, _, _ in screened}
+    others = {
+        tuning._replace(cluster=cluster, in_turns=in_turns): None
+        for _, tuning, _, _ in screened[:4]
+        for cluster, in_turns in itertools.product(clusters, (True, False))
+    }
+    screened += tried([tuning for tuning in others if tuning not in seen])
+    best = sorted(screened, key=lambda entry: entry[0])[:8]
     return best + [entry for entry in screened if entry[1] == default and entry not in best]
 
 
@@ -251,6 +259,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON of everything that was timed")
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--operations", nargs="*", default=list(OPERATIONS), choices=list(OPERATIONS))
+    parser.add_argument("--directions", nargs="*", default=["forward", "backward"], choices=["forward", "backward"])
     parser.add_argument("--channels", nargs="*", type=int, default=list(CHANNELS))
     parser.add_argument("--smoke", choices=["bulk", "threads"], help="only run one kernel with such copies")
     arguments = parser.parse_args()
@@ -261,7 +270,7 @@ def main() -> None:
     cases = [
         Case(operation, direction, d)
         for operation in arguments.operations
-        for direction in ("forward", "backward")
+        for direction in arguments.directions
         for d in arguments.channels
     ]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -80,6 +80,12 @@ def test_an_early_launch_says_so(launches: list[tuple[Any, ...]]) -> None:
     assert launches[0][5] == [(6, 1)]  # programmatic stream serialization, allowed
 
 
+def test_a_launch_in_clusters_says_so(launches: list[tuple[Any, ...]]) -> None:
+    for early in (False, True):
+        Kernel(b"", "name", "Pqif", 0, early=early)((8, 1, 1), (32, 1, 1), 16, 0, 0, 0.0, cluster=4)
+    assert [launch[5] for launch in launches] == [[(4, 4)], [(6, 1), (4, 4)]]  # cluster dimension
+
+
 def test_an_empty_grid_launches_nothing_and_a_refusal_raises(launches: list[tuple[Any, ...]]) -> None:
     kernel = Kernel(b"", "name", "Pqif", 0)
     kernel((0, 1, 1), (32, 1, 1), 16, 0, 0, 0.0)

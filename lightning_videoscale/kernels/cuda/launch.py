@@ -13,7 +13,7 @@ import torch
 from lightning_videoscale.kernels.cuda import toolkit
 from lightning_videoscale.kernels.cuda.compile import cubin
 
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _CONFIG = "7I4xPPI4x"  # CUlaunchConfig: grid, block, shared bytes, stream, attributes and how many
 _CONFIG_BYTES = struct.calcsize(f"@{_CONFIG}")
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has not used the device yet.
@@ -42,11 +42,7 @@ class Kernel:
         self._launch_kernel = toolkit.launch_kernel()
         self._device = device
         self._shared_bytes = shared_bytes
-        early = early and torch.cuda.get_device_capability(device) >= (9, 0)
-        # A CUlaunchAttribute: its number, padding, a value of 64 bytes.
-        attribute = struct.pack("=i4xi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-        self._attributes = ctypes.create_string_buffer(attribute)
-        self._attribute_list = (ctypes.addressof(self._attributes), 1) if early else (0, 0)
+        self._early = early and torch.cuda.get_device_capability(device) >= (9, 0)
         # One buffer per launch: the configuration, the address of the argument, the argument. "0P" pads its end to the
         # alignment of pointers, as a C compiler does.
         packed = struct.Struct(f"@{_CONFIG}P{layout}0P")
@@ -71,13 +67,31 @@ class Kernel:
         which = getattr(self._driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
         return int(toolkit.check(self._driver.cuFuncGetAttribute(which, self._function), f"Asking for {name}"))
 
-    def __call__(self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: Any) -> None:
+    def most_clusters(self, threads: int, cluster: int) -> int:
+        """How many clusters of so many blocks, of so many threads each, the device runs at once."""
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self._shared_bytes
+        attribute = self._driver.CUlaunchAttribute()
+        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = cluster, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
+        what = f"Asking how many clusters of {cluster} blocks fit"
+        return int(toolkit.check(self._driver.cuOccupancyMaxActiveClusters(self._function, config), what))
+
+    def __call__(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: Any, cluster: int = 1
+    ) -> None:
         """Launches on the device's current stream.
 
         Args:
             grid: Blocks along x, y and z; an empty grid launches nothing.
             block: Threads along x, y and z.
             arguments: The struct's members in order, pointers as integers.
+            cluster: Blocks along x that run side by side and may read each other's shared memory (compute capability
+                9.0 and newer); divides the grid.
 
         Raises:
             CudaUnavailableError: If the driver refuses the launch.
@@ -85,26 +99,40 @@ class Kernel:
         if 0 in grid:
             return
         if torch.cuda.current_device() == self._device:
-            self._launch(grid, block, arguments)
+            self._launch(grid, block, arguments, cluster)
         else:
             with torch.cuda.device(self._device):
-                self._launch(grid, block, arguments)
+                self._launch(grid, block, arguments, cluster)
 
-    def _launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+    def _launch(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: tuple[Any, ...], cluster: int
+    ) -> None:
         buffer = self._buffer()  # Of this launch alone: the driver reads it while other threads run.
         config = ctypes.addressof(buffer)
         pointers = config + _CONFIG_BYTES
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        self._pack_into(
-            buffer, 0, *grid, *block, self._shared_bytes, stream, *self._attribute_list, pointers + 8, *arguments
-        )
+        attributes, count = _attributes(self._early, cluster)
+        address = ctypes.addressof(attributes)
+        self._pack_into(buffer, 0, *grid, *block, self._shared_bytes, stream, address, count, pointers + 8, *arguments)
         status = self._launch_kernel(config, self._handle, pointers, None)
         if status == _INVALID_CONTEXT:
             toolkit.check(self._driver.cuCtxSetCurrent(self._context), "Making the CUDA context current")
             status = self._launch_kernel(config, self._handle, pointers, None)
         if status:
-            what = f"grid {grid}, block {block}, {self._shared_bytes} bytes of shared memory, arguments {arguments}"
+            what = (
+                f"grid {grid} in clusters of {cluster}, block {block}, {self._shared_bytes} bytes of shared memory, "
+                f"arguments {arguments}"
+            )
             toolkit.check((self._driver.CUresult(status),), f"Launching a CUDA kernel with {what}")
+
+
+@functools.cache
+def _attributes(early: bool, cluster: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
+    """Array of a launch's CUlaunchAttributes, and how many: each its number, padding and a value of 64 bytes."""
+    packed = struct.pack("=i4xi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1) if early else b""
+    if cluster > 1:
+        packed += struct.pack("=i4x3I52x", _CLUSTER_DIMENSION, cluster, 1, 1)
+    return ctypes.create_string_buffer(packed), len(packed) // 72
 
 
 def load(

@@ -57,9 +57,23 @@ class Plan:
             self.finalize = load("rows_finalize.cuh", "rows_finalize", _FINALIZE_LAYOUT, constants, device, early=True)
         self._direction, self._tuning = direction, tuning
         self._most_blocks = tuning.blocks * properties.multi_processor_count
+        self._cluster = self._fitting_cluster(variant)
 
-    def blocks_and_run(self, n: int, rows: RowMap) -> tuple[int, int]:
-        """Blocks of the launch, and how many rows each takes at a time (see ``csrc/row_walk.cuh``).
+    def _fitting_cluster(self, variant: Variant) -> int:
+        """Blocks of a cluster; fewer than the tuning says where that would leave multiprocessors empty."""
+        cluster = self._tuning.cluster if self.sums else 1
+        if self.sums * variant.channels * 4 > self._tuning.shared_bytes(variant, self._direction):
+            return 1  # The ring is where a block leaves its part for the others.
+        while cluster > 1:
+            fitting = self.kernel.most_clusters(self._tuning.threads, cluster) * cluster
+            if 16 * fitting >= 15 * self._most_blocks:
+                self._most_blocks = min(self._most_blocks, fitting)
+                break
+            cluster //= 2
+        return cluster
+
+    def shape(self, n: int, rows: RowMap) -> tuple[int, int, int]:
+        """Blocks of the launch, how many rows each takes at a time (see ``csrc/row_walk.cuh``), blocks of a cluster.
 
         Taking turns, every block meets every group: backward would need a part for each, forward loads its modulation
         anew. There it is done only where there is one group, here where a block has several rows of each.
@@ -69,7 +83,8 @@ class Plan:
         few_groups = self._direction == "forward" and rows.index is None and rows.rows_per_group >= 16 * most * run
         if not (self._tuning.in_turns and (one_group or few_groups)):
             run = -(-n // most)
-        return min(most, -(-n // run)), run
+        blocks = min(most, -(-n // run))
+        return blocks, run, self._cluster if one_group and blocks % self._cluster == 0 else 1
 
 
 def objection(op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap) -> str | None:
@@ -171,7 +186,7 @@ def run_forward(
     mean = x.new_empty(n, dtype=torch.float32) if op.norm == "layer" else None
     rstd = x.new_empty(n, dtype=torch.float32) if op.norm else None
     order = _order(rows)
-    blocks, run = plan.blocks_and_run(n, rows)
+    blocks, run, _ = plan.shape(n, rows)
     plan.kernel(
         (blocks, 1, 1),
         plan.block,
@@ -238,8 +253,9 @@ def run_backward(
     dbranch = h.new_empty((n, d)) if branch is not None else None
     # Per row, the operands' own gradients; else those are what the finalize makes of the parts.
     of_rows = tuple(_gradients_of_rows(o, per_row and op.sums, n, d) for o in (gate, scale, scale))
-    blocks, run = plan.blocks_and_run(n, rows)
-    parts = h.new_empty((blocks + rows.groups, plan.sums, d), dtype=torch.float32) if plan.sums else None
+    groups = 1 if per_row else rows.groups
+    blocks, run, cluster = plan.shape(n, rows)
+    parts = h.new_empty((blocks // cluster + groups, plan.sums, d), dtype=torch.float32) if plan.sums else None
     order = _order(rows)
     order_arguments = _order_arguments(order, n, rows, run)
     plan.kernel(
@@ -261,11 +277,11 @@ def run_backward(
         _address(parts),
         *order_arguments,
         eps,
+        cluster=cluster,
     )
     if plan.finalize is None:
         dgate, dscale, dshift = of_rows
         return RowGradients(dx, dbranch, dgate, dscale, dshift, None, None)
-    groups = 1 if per_row else rows.groups
     dgate, dscale, dshift = (
         h.new_empty((groups, d), dtype=torch.float32) if operand else None for operand in (gate, scale, scale)
     )
@@ -285,7 +301,7 @@ def run_backward(
         _address(dweight),
         _address(dbias),
         *order_arguments,
-        blocks,
+        blocks // cluster,
     )
     sums = RowGradients(dx, dbranch, dgate, dscale, dshift, dweight, dbias)
     return _as_table_gradients(sums, of_rows) if per_row else sums

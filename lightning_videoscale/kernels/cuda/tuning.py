@@ -23,6 +23,8 @@ class Tuning(NamedTuple):
         blocks: Resident per multiprocessor.
         bulk: Bulk copies (compute capability 9.0 and newer) rather than copies per thread.
         in_turns: Blocks take a stage's rows in turns, where groups are large, rather than a share of all rows each.
+        cluster: Blocks that add up their sums over rows before they leave them in memory (compute capability 9.0 and
+            newer, one group); a power of two, at most 8.
     """
 
     threads: int
@@ -31,6 +33,7 @@ class Tuning(NamedTuple):
     blocks: int
     bulk: bool
     in_turns: bool = True
+    cluster: int = 1
 
     def constants(self) -> dict[str, str | int]:
         """Returns the macros of ``csrc/row_config.cuh``."""
@@ -99,4 +102,5 @@ def tuning_for(variant: Variant, direction: Direction, capability: tuple[int, in
     stages = min(8, budget // row_bytes)
     if stages < 2:
         blocks, stages = 1, min(2, shared_limit // row_bytes)
-    return Tuning(threads, stages, 1, blocks, bulk) if stages >= 2 else None
+    cluster = 4 if bulk and direction == "backward" else 1
+    return Tuning(threads, stages, 1, blocks, bulk, cluster=cluster) if stages >= 2 else None
