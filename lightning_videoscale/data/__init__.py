@@ -1,9 +1,11 @@
 """From tar shards to balanced batches.
 
-The road of a sample: `shards` (which tars, and what is in them), `index` (a table of all samples), `shapes` and
-`geometry` (what the model sees of each), `planning/` (which samples meet in which micro-batch, on which data-parallel
-rank, in which step), `reader` and `decoding` (bytes to tensors), `batch` (what the training step receives), `loader` (a
-pass over the plan), `progress` (where a run stands in it) and `datamodule` (all of it behind a LightningDataModule).
+The road of a sample: `shards` and `storage` (which tars, and bytes of them), `tars` and `describing` (what is in them),
+`indexing`, `samples` and `index` (a table of all samples), `shapes` and `geometry` (what the model sees of each),
+`planning/` (which samples meet in which micro-batch, on which data-parallel rank, in which step), `reader`, `decoding`,
+`media` and `frames` (bytes to tensors), `batch` (what the training step receives), `loader` (a pass over the plan),
+`progress` (where a run stands in it) and `datamodule` (all of it behind a LightningDataModule). Beside it, `vae` and
+`encoding` make shards of latents of shards of videos.
 """
 
 from lightning_videoscale.data.batch import Batch, BatchMeta
