@@ -49,7 +49,7 @@ class Problem:
         return (q, k), rotation, (draw(*shape), draw(*shape))
 
     def bytes(self, direction: Direction) -> int:
-        """That must be moved: q and k in and out (and their gradients in), cos and sin once per pair, backward's statistics."""
+        """To move: q, k (and their gradients) in and out, cos and sin once per pair, backward's statistics."""
         rows = (4 if direction == "forward" else 6) * 2 * self.heads * self.head_dim
         statistics_ = 8 * (self.heads if self.op.per_head else 1) if direction == "backward" else 0
         return self.n * (rows + 4 * self.head_dim + statistics_)

@@ -216,6 +216,8 @@ def _aligned(side: Side) -> Side:
     """A side whose parameters begin on 16 bytes and whose statistics are contiguous, as the kernels read them."""
     weight, bias = (None if p is None else _at_16_bytes(p) for p in (side.weight, side.bias))
     mean, rstd = (None if t is None else t.contiguous() for t in (side.mean, side.rstd))
+    if weight is side.weight and bias is side.bias and mean is side.mean and rstd is side.rstd:
+        return side
     return replace(side, weight=weight, bias=bias, mean=mean, rstd=rstd)
 
 
