@@ -12,7 +12,7 @@ struct RowOrder {
     int rows;
     int rows_per_group;
     int groups;
-    int run;  // rows; blocks · run covers all rows, or several turns do; no block is without rows
+    int run;  // rows; blocks · run covers all rows, or several turns do; only the last cluster has blocks without rows
 };
 
 // First position of a group.

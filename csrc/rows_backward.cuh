@@ -316,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         // Clusters are launched only where there is one group, and where the ring, free now, can hold a part.
         const int size = cluster_size();
         float* const shared = reinterpret_cast<float*>(ring);
-        float* const to = part(a.parts, blockIdx.x / size, PER_ROW ? 0 : group);
+        float* const to = part(a.parts, blockIdx.x / size, PER_ROW || size > 1 ? 0 : group);
         if (size > 1) __syncthreads();
 #pragma unroll
         for (int k = 0; k < OWN; ++k)

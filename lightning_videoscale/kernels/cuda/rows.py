@@ -67,7 +67,7 @@ class Plan:
         while cluster > 1:
             fitting = self.kernel.most_clusters(self._tuning.threads, cluster) * cluster
             if 16 * fitting >= 15 * self._most_blocks:
-                self._most_blocks = min(self._most_blocks, fitting)
+                self._most_blocks = min(self._most_blocks // cluster * cluster, fitting)
                 break
             cluster //= 2
         return cluster
@@ -83,8 +83,8 @@ class Plan:
         few_groups = self._direction == "forward" and rows.index is None and rows.rows_per_group >= 16 * most * run
         if not (self._tuning.in_turns and (one_group or few_groups)):
             run = -(-n // most)
-        blocks = min(most, -(-n // run))
-        return blocks, run, self._cluster if one_group and blocks % self._cluster == 0 else 1
+        blocks, cluster = min(most, -(-n // run)), self._cluster if one_group else 1
+        return -(-blocks // cluster) * cluster, run, cluster
 
 
 def objection(op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap) -> str | None:
