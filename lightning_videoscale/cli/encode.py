@@ -1,7 +1,6 @@
 """`videoscale encode`: shards of videos and images to shards of latents, on any number of ranks.
 
-    videoscale encode 'films/{000..099}.tar' --output latents --vae Wan-AI/Wan2.1-T2V-1.3B-Diffusers --subfolder vae
-    torchrun --nproc-per-node 8 --no-python videoscale encode …      # after `videoscale index` on the same shards
+On several: first `videoscale index`, then `torchrun --nproc-per-node 8 --no-python videoscale encode …`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``encode`` to the command line."""
     description = (
-        "Encodes videos and images with a VAE of diffusers. Under `torchrun --no-python` every process takes its share; "
-        "a run that was stopped goes on, on any number of processes. Exit status 1 if something is wrong with the settings."
+        "Encodes videos and images with a VAE of diffusers. Under `torchrun --no-python` every process takes its "
+        "share; a run that was stopped goes on, on any number of processes. Exit status 1 if settings are wrong."
     )
     parser = commands.add_parser("encode", help="videos to latents", description=description)
     parser.add_argument("shards", nargs="+", help="tars: paths or URLs, with {000..099} and * as in WebDataset")
