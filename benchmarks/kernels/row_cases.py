@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.cuda import rows as cuda_rows
+from lightning_videoscale.kernels.cuda.row_plan import Plan
 from lightning_videoscale.kernels.cuda.variant import Direction, Variant
 from lightning_videoscale.kernels.reference import rows as reference
 from lightning_videoscale.kernels.rows import Operand, RowMap, RowOp
@@ -95,7 +95,7 @@ class Data:
             self.mean = self.x.float().mean(1)
             self.rstd = torch.rsqrt(self.x.float().var(1, unbiased=False) + 1e-6)
 
-    def run(self, backend: Any, *plan: cuda_rows.Plan) -> tuple[Tensor | None, ...]:
+    def run(self, backend: Any, *plan: Plan) -> tuple[Tensor | None, ...]:
         """Through a backend's functions, or through `run_forward` and `run_backward` with a plan."""
         op, affine, eps = self.case.op, (None, None), 1e-6
         if self.case.direction == "forward":

@@ -30,6 +30,7 @@ import torch
 from benchmarks.kernels.row_cases import CHANNELS, LENGTHS, OPERATIONS, Case, Clock, Data, largest_error, poison
 from lightning_videoscale.kernels.cuda import compile as nvrtc
 from lightning_videoscale.kernels.cuda import rows as cuda_rows
+from lightning_videoscale.kernels.cuda.row_plan import Plan
 from lightning_videoscale.kernels.cuda.toolkit import CudaUnavailableError
 from lightning_videoscale.kernels.cuda.tuning import Tuning, tuning_for
 
@@ -114,7 +115,7 @@ def smoke(bulk: bool) -> None:
     case = Case("norm_modulate", "backward", 5120)
     data = Data(case, 1031)
     tuning = Tuning(320, 3, 2, 1, bulk)
-    error = largest_error(data.run(cuda_rows, cuda_rows.Plan(case.variant, "backward", 0, tuning)), data.expected())
+    error = largest_error(data.run(cuda_rows, Plan(case.variant, "backward", 0, tuning)), data.expected())
     print(f"smoke bulk={bulk}: largest relative error {error:.1e}", flush=True)
 
 
@@ -150,7 +151,7 @@ def sweep(cases: list[Case], arch: str, deadline: float, output: Path) -> list[d
     return rows
 
 
-Screened = tuple[float, Tuning, cuda_rows.Plan, float]
+Screened = tuple[float, Tuning, Plan, float]
 
 
 def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, deadline: float) -> list[Screened]:
@@ -173,7 +174,7 @@ def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, 
             watchdog.report(f"running {case} {tuning}")
             poison(64 << 20)
             try:
-                plan = cuda_rows.Plan(case.variant, case.direction, 0, tuning)
+                plan = Plan(case.variant, case.direction, 0, tuning)
                 got, again = checked.run(cuda_rows, plan), checked.run(cuda_rows, plan)
             except CudaUnavailableError as refused:
                 print(f"  REFUSED {case} {tuning}: {refused}", flush=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.cuda import rows as cuda_rows
-from lightning_videoscale.kernels.cuda.rows import Plan
+from lightning_videoscale.kernels.cuda.row_plan import Plan
 from lightning_videoscale.kernels.cuda.tuning import Tuning
 from lightning_videoscale.kernels.cuda.variant import variant_of
 from lightning_videoscale.kernels.rows import Operand, RowMap, RowOp, RowOutputs

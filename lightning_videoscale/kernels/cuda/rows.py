@@ -8,83 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.cuda import toolkit
-from lightning_videoscale.kernels.cuda.launch import Kernel, load
-from lightning_videoscale.kernels.cuda.tuning import Tuning, tuning_for
-from lightning_videoscale.kernels.cuda.variant import TYPES, Direction, Variant, variant_of
+from lightning_videoscale.kernels.cuda.row_plan import Plan, device_tuning, too_wide
+from lightning_videoscale.kernels.cuda.variant import TYPES, Variant, variant_of
 from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
 
-# Layouts of the kernels' arguments. A source is an address and a stride in bytes; an operand values, table and a stride
-# in elements; an order two addresses and four sizes.
-_SOURCE, _OPERAND, _ORDER = "Pq", "PPq", "PPiiii"
-_FORWARD_LAYOUT = f"{_SOURCE * 2}{_OPERAND * 3}PPPPPP{_ORDER}f"
-_BACKWARD_LAYOUT = f"{_SOURCE * 4}{_OPERAND * 2}PPPPPPPPPP{_ORDER}f"
-_FINALIZE_LAYOUT = f"P{_OPERAND * 2}PPPPPPP{_ORDER}i"
-_FINALIZE_COLUMNS, _FINALIZE_BLOCK = 32, (8, 32, 1)
-_FINALIZE_TUNING = Tuning(threads=32, stages=2, rows=1, blocks=1, bulk=False)  # One for all: it plays no part there.
-_MAX_GRID_Y = 65535
-
-
-class Plan:
-    """One direction of a variant, compiled, and how it is launched. Make it once per variant.
-
-    Args:
-        variant: The variant.
-        direction: Forward or backward.
-        device: Index of the CUDA device.
-        tuning: By default what `tuning_for` says.
-    """
-
-    def __init__(self, variant: Variant, direction: Direction, device: int, tuning: Tuning | None = None) -> None:
-        properties = torch.cuda.get_device_properties(device)
-        tuning = tuning or _tuning(variant, direction, device)
-        if tuning is None:
-            raise NotImplementedError(_too_wide(variant, direction))
-        constants = variant.constants() | tuning.constants()
-        layout = _FORWARD_LAYOUT if direction == "forward" else _BACKWARD_LAYOUT
-        self.kernel: Kernel = load(
-            f"rows_{direction}.cuh",
-            f"rows_{direction}",
-            layout,
-            constants,
-            device,
-            shared_bytes=tuning.shared_bytes(variant, direction),
-        )
-        self.block = (tuning.threads, 1, 1)
-        self.sums = variant.sums if direction == "backward" else 0
-        self.finalize: Kernel | None = None
-        if self.sums:
-            constants = variant.constants() | _FINALIZE_TUNING.constants()
-            self.finalize = load("rows_finalize.cuh", "rows_finalize", _FINALIZE_LAYOUT, constants, device, early=True)
-        self._direction, self._tuning = direction, tuning
-        self._most_blocks = tuning.blocks * properties.multi_processor_count
-        self._cluster = self._fitting_cluster(variant)
-
-    def _fitting_cluster(self, variant: Variant) -> int:
-        """Blocks of a cluster; fewer than the tuning says where that would leave multiprocessors empty."""
-        cluster = self._tuning.cluster if self.sums else 1
-        if self.sums * variant.channels * 4 > self._tuning.shared_bytes(variant, self._direction):
-            return 1  # The ring is where a block leaves its part for the others.
-        while cluster > 1:
-            fitting = self.kernel.most_clusters(self._tuning.threads, cluster) * cluster
-            if 16 * fitting >= 15 * self._most_blocks:
-                self._most_blocks = min(self._most_blocks // cluster * cluster, fitting)
-                break
-            cluster //= 2
-        return cluster
-
-    def shape(self, n: int, rows: RowMap) -> tuple[int, int, int]:
-        """Blocks of the launch, how many rows each takes at a time (see ``csrc/row_walk.cuh``), blocks of a cluster.
-
-        Taking turns, every block meets every group: backward would need a part for each, forward loads its modulation
-        anew. There it is done only where there is one group, here where a block has several rows of each.
-        """
-        most, run = self._most_blocks, self._tuning.rows
-        one_group = rows.groups == 1 or (rows.index is None and rows.rows_per_group == 1)
-        few_groups = self._direction == "forward" and rows.index is None and rows.rows_per_group >= 16 * most * run
-        if not (self._tuning.in_turns and (one_group or few_groups)):
-            run = -(-n // most)
-        blocks, cluster = min(most, -(-n // run)), self._cluster if one_group else 1
-        return -(-blocks // cluster) * cluster, run, cluster
+_FINALIZE_COLUMNS, _FINALIZE_BLOCK, _MAX_GRID_Y = 32, (8, 32, 1), 65535
 
 
 def objection(op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap) -> str | None:
@@ -118,8 +46,8 @@ def _device_objection(op: RowOp, channels: int, dtype: torch.dtype, operand_byte
         op, channels, dtype, gate, None, scale, None, scale, None, None, None, operand is not None, False, op.residual
     )
     for direction in ("forward", "backward"):
-        if _tuning(variant, direction, device) is None:
-            return _too_wide(variant, direction)
+        if device_tuning(variant, direction, device) is None:
+            return too_wide(variant, direction)
     try:
         toolkit.driver()
         toolkit.nvrtc()
@@ -127,20 +55,6 @@ def _device_objection(op: RowOp, channels: int, dtype: torch.dtype, operand_byte
     except toolkit.CudaUnavailableError as error:
         return str(error)
     return None
-
-
-def _tuning(variant: Variant, direction: Direction, device: int) -> Tuning | None:
-    properties = torch.cuda.get_device_properties(device)
-    # Beside the ring a block keeps its barriers and the scratch of its sums.
-    limit: int = properties.shared_memory_per_block_optin - 4096  # type: ignore[attr-defined]
-    return tuning_for(variant, direction, (properties.major, properties.minor), limit)
-
-
-def _too_wide(variant: Variant, direction: Direction) -> str:
-    return (
-        f"two rows of every input ({2 * variant.bytes_per_row(direction)} bytes in {direction}) must fit in a block's "
-        "shared memory"
-    )
 
 
 _plan = functools.cache(Plan)
