@@ -114,6 +114,8 @@ HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_save_checkpoint
 def train(leg: Leg, rank: int, meeting: str, shards: str, folder: Path) -> None:
     """One rank of one leg: from the newest checkpoint in a folder to the end of the epoch, or to the kill."""
     torch.set_num_threads(1)
+    # As in any script; a child of a fork server would start servers of its own for its workers.
+    torch.multiprocessing.set_start_method("fork", force=True)
     strategy = "auto"
     if leg.ranks > 1:
         places = {
