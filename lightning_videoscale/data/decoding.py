@@ -9,11 +9,11 @@ from __future__ import annotations
 import io
 import json
 import math
-from typing import Any
+import re
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.lib import format as npy
 
 from lightning_videoscale.data.frames import decode_image
 from lightning_videoscale.data.media import IMAGE_SUFFIXES
@@ -24,6 +24,9 @@ PICKLED = frozenset({"pyd", "pkl", "pickle", "pth", "pt"})
 
 NPY_HEADER_LIMIT = 16_384
 """More bytes than the header of a `.npy` file of plain numbers can take."""
+
+_ITEM = re.compile(r"'(\w+)'\s*:\s*('[<>|=]?[a-zA-Z]\d*'|True|False|\([\d\s,L]*\))")
+_HEADER = re.compile(rf"\{{\s*{_ITEM.pattern}(?:\s*,\s*{_ITEM.pattern})*\s*,?\s*\}}\s*")
 
 
 def suffix(extension: str) -> str:
@@ -72,25 +75,48 @@ def npy_header(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int]:
         Shape, dtype, and the size in bytes that the whole file must have.
 
     Raises:
-        ValueError: If this is no ``.npy`` header, or the array holds Python objects.
+        ValueError: If this is no ``.npy`` header of plain numbers, or the array holds Python objects.
     """
-    stream = io.BytesIO(data[:NPY_HEADER_LIMIT])
-    try:
-        version = npy.read_magic(stream)
-        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        shape, _, dtype = read(stream)
-    # numpy parses the header as a Python literal and lets that parser's own errors through.
-    except Exception as error:
-        raise ValueError(f"no .npy header of version 1.0 or 2.0 ({error})") from error
-    if dtype.hasobject:
+    header = _read_header(data)
+    return header.shape, header.dtype, header.end
+
+
+class _NpyHeader(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    order: Literal["C", "F"]
+    begin: int
+    end: int
+
+
+def _read_header(data: bytes) -> _NpyHeader:
+    # Not by numpy, which parses the header as Python: in some releases of Python that fails now and then with threads.
+    width = {b"\x01\x00": 2, b"\x02\x00": 4, b"\x03\x00": 4}.get(data[6:8])
+    if data[:6] != b"\x93NUMPY" or width is None:
+        raise ValueError("no .npy header")
+    begin = 8 + width + int.from_bytes(data[8 : 8 + width], "little")
+    text = data[8 + width : begin].decode("latin-1")
+    fields = dict(_ITEM.findall(text)) if begin <= len(data) and _HEADER.fullmatch(text) else {}
+    if fields.keys() != {"descr", "fortran_order", "shape"} or fields["fortran_order"] not in ("True", "False"):
+        raise ValueError("no .npy header of plain numbers")
+    if fields["descr"].strip("'").endswith("O"):
         raise ValueError("the array holds Python objects, which run code when they are loaded; save plain numbers")
-    return shape, dtype, stream.tell() + math.prod(shape) * dtype.itemsize
+    try:
+        dtype = np.dtype(fields["descr"].strip("'"))
+        shape = tuple(int(side.strip().rstrip("L")) for side in fields["shape"].strip("()").split(",") if side.strip())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"no .npy header of plain numbers ({error})") from error
+    order: Literal["C", "F"] = "F" if fields["fortran_order"] == "True" else "C"
+    return _NpyHeader(shape, dtype, order, begin, begin + math.prod(shape) * dtype.itemsize)
 
 
 def _decode_npy(data: bytes) -> torch.Tensor:
-    _, dtype, size = npy_header(data)
-    if size != len(data):
-        raise ValueError(f"the array needs {size} bytes and the member has {len(data)}")
-    array = npy.read_array(io.BytesIO(data), allow_pickle=False)
-    # torch knows neither foreign byte orders nor Fortran order.
-    return torch.from_numpy(np.asarray(array, dtype=dtype.newbyteorder("="), order="C"))
+    header = _read_header(data)
+    if header.end != len(data):
+        raise ValueError(f"the array needs {header.end} bytes and the member has {len(data)}")
+    values = (
+        np.frombuffer(data[header.begin :], header.dtype) if header.end > header.begin else np.empty(0, header.dtype)
+    )
+    array = values.reshape(header.shape, order=header.order)
+    # torch knows neither foreign byte orders nor Fortran order, and wants memory of its own.
+    return torch.from_numpy(np.array(array, dtype=header.dtype.newbyteorder("="), order="C"))

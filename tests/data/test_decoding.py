@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import math
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,23 @@ def test_any_header_is_read_or_refused(rest: bytes) -> None:
     header = b"\x93NUMPY\x01\x00" + min(len(rest), 118).to_bytes(2, "little") + rest
     with contextlib.suppress(ValueError, TypeError):
         decode("npy", header)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (1, 2, 3, 4)])
+def test_headers_are_read_as_numpy_reads_them(shape: tuple[int, ...]) -> None:
+    for version in ((1, 0), (2, 0), (3, 0)):
+        file = io.BytesIO()
+        array = np.arange(math.prod(shape), dtype="<f4").reshape(shape)
+        np.lib.format.write_array(file, array, version=version)
+        assert npy_header(file.getvalue()) == (shape, np.dtype("<f4"), len(file.getvalue()))
+        assert np.array_equal(decode("npy", file.getvalue()).numpy(), array)
+
+
+def test_headers_are_read_by_many_threads_at_once() -> None:
+    header = npy(np.zeros((4, 3, 8, 8), "f2"))
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(npy_header, [header] * 5000))
+    assert found == {((4, 3, 8, 8), np.dtype("<f2"), len(header))}
 
 
 @given(st.binary(max_size=200))
