@@ -3,7 +3,9 @@
 - `inject`: `inject_fused_kernels`, replaces the forward of every block it knows.
 - `report`: `InjectionReport`, what was replaced, what was skipped and why, and the way back.
 - `fused_block`: `FusedBlock`, how one class of blocks is replaced.
-- `wan_blocks`, `wan_attention`: the fused forwards of diffusers' Wan 2.1 / 2.2 / TI2V block and attention.
+- `wan_blocks`, `wan_attention`, `wan_timesteps`: the fused forwards of diffusers' Wan 2.1 / 2.2 / TI2V: its blocks, its
+  attention, and the embedding of timesteps that repeat over tokens.
+- `dit_block`: `dit_block`, the fused forward of DiT's block and of every fork's with the same attributes.
 - `wan`: Wan's split plan and its attention over a split sequence.
 
 Your own block takes a forward, with the parameter names of the original, and one line that says whose it is::
@@ -25,11 +27,14 @@ Your own block takes a forward, with the parameter names of the original, and on
 
 Where the class is somebody else's, give `FusedBlock` also the ``known_forwards`` that yours was written for, by
 `source_hash`: another version is then skipped with a warning instead of being replaced by something else.
+
+A block built like DiT's takes the one line alone: ``dit_block("my_package.model.MyDiTBlock")``.
 """
 
 from lightning_videoscale.injection import wan  # noqa: F401  importing it registers Wan's split plan
+from lightning_videoscale.injection.dit_block import dit_block
 from lightning_videoscale.injection.fused_block import FusedBlock, source_hash
 from lightning_videoscale.injection.inject import inject_fused_kernels
 from lightning_videoscale.injection.report import InjectionReport
 
-__all__ = ["FusedBlock", "InjectionReport", "inject_fused_kernels", "source_hash"]
+__all__ = ["FusedBlock", "InjectionReport", "dit_block", "inject_fused_kernels", "source_hash"]

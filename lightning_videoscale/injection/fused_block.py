@@ -47,6 +47,8 @@ class FusedBlock:
         known_forwards: `source_hash` of every original forward that the new one stands for. None means any, for
             classes whose code you own.
         objection: Returns why one block cannot be replaced, None if it can.
+        only_with: Path of another class, of which no block in the model may keep its own forward; None if this one does
+            not depend on others.
     """
 
     class_path: str
@@ -54,6 +56,7 @@ class FusedBlock:
     what: str
     known_forwards: frozenset[str] | None = None
     objection: Callable[[nn.Module], str | None] = _supports_all
+    only_with: str | None = None
 
     def refusal(self, module: nn.Module) -> str | None:
         """Returns why ``module``, an instance of the named class, must be left as it is, or None."""
@@ -71,6 +74,13 @@ def fused_block_of(module: nn.Module) -> FusedBlock | None:
     """Returns what the module was replaced by, or None where it is an original."""
     block: FusedBlock | None = vars(type(module)).get("_fused_block")
     return block
+
+
+def original_forward(module: nn.Module) -> Callable[..., Any]:
+    """Returns the forward that a fused one took the place of, bound to the module."""
+    fused = next(cls for cls in type(module).__mro__ if "_fused_block" in vars(cls))
+    forward: Callable[..., Any] = fused.__mro__[1].forward.__get__(module)  # type: ignore[attr-defined]
+    return forward
 
 
 @functools.cache

@@ -8,13 +8,15 @@ from typing import get_args
 
 from torch import nn
 
+from lightning_videoscale.injection.dit_block import DIT_BLOCK
 from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, fused_class
 from lightning_videoscale.injection.report import InjectionReport, Skipped
 from lightning_videoscale.injection.wan_attention import WAN_ATTENTION
 from lightning_videoscale.injection.wan_blocks import WAN_BLOCK
+from lightning_videoscale.injection.wan_timesteps import WAN_TIMESTEPS
 from lightning_videoscale.kernels.backend import BackendName
 
-KNOWN_BLOCKS = (WAN_BLOCK, WAN_ATTENTION)
+KNOWN_BLOCKS = (WAN_BLOCK, WAN_ATTENTION, WAN_TIMESTEPS, DIT_BLOCK)
 """The blocks that are known without your help."""
 
 _ALREADY = "uses fused kernels already"
@@ -52,11 +54,10 @@ def inject_fused_kernels(
     blocks = {block.class_path: block for block in (*KNOWN_BLOCKS, *extra_blocks)}
     _refuse_compiled(model, blocks)
     report = InjectionReport(type(model).__name__)
-    for path, module in model.named_modules():
-        block = _block_for(type(module), blocks)
-        if block is None:
-            continue
-        reason = _refusal(module, block)
+    found = [(path, module, _block_for(type(module), blocks)) for path, module in model.named_modules()]
+    known = [(path, module, block) for path, module, block in found if block is not None]
+    for path, module, block in sorted(known, key=lambda entry: entry[2].only_with is not None):
+        reason = _refusal(module, block) or _missing_others(block, model)
         if reason is None:
             fused = fused_class(type(module), block)  # type: ignore[arg-type]  # as in fused_block
             report.replace(path, module, fused, block.what, backend, recompute_norms)
@@ -81,6 +82,16 @@ def _refusal(module: nn.Module, block: FusedBlock) -> str | None:
             "fully_shard made it, inject before sharding"
         )
     return block.refusal(module)
+
+
+def _missing_others(block: FusedBlock, model: nn.Module) -> str | None:
+    """The others were replaced before, where that was possible."""
+    if block.only_with is None:
+        return None
+    for path, module in model.named_modules():
+        if block.only_with in map(class_path, type(module).__mro__) and fused_block_of(module) is None:
+            return f"is replaced together with every {type(module).__name__} only, and {path} was not"
+    return None
 
 
 def _refuse_compiled(model: nn.Module, blocks: Mapping[str, FusedBlock]) -> None:

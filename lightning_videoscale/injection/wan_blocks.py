@@ -19,9 +19,35 @@ _FP32_LAYER_NORM_FORWARDS = frozenset({"eeccdd19b7e90032"})  # diffusers 0.37 to
 _WAN_BLOCK_FORWARDS = frozenset({"e3f915b69532cdf6"})  # diffusers 0.37 to 0.42
 
 
-class _Modulation(NamedTuple):
-    """Shift, scale and gate of one sublayer: the timestep's part, (B, 1 or S, D), and the block's own, (D,)."""
+class GroupedModulation(NamedTuple):
+    """The timestep's part of the modulation for tokens of which many have the same timestep.
 
+    Attributes:
+        values: (U, 6·D) or (U, 6, D), an entry for each different timestep.
+        which: (B, S) integers: which entry each token has.
+    """
+
+    values: Tensor
+    which: Tensor
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> GroupedModulation:
+        """Splits the channels, the last dimension of what this stands for, as diffusers' model does before its blocks.
+
+        Raises:
+            ValueError: If ``dim`` is not that dimension.
+        """
+        if dim not in (-1, 2):
+            raise ValueError(f"Only the channels, dimension 2 of (B, S, 6·D), can be split; got dimension {dim}.")
+        return GroupedModulation(self.values.unflatten(1, sizes), self.which)
+
+
+class _Modulation(NamedTuple):
+    """Shift, scale and gate of one sublayer: the timestep's part and the block's own, (D,).
+
+    The timestep's part is (B, 1 or S, D), or (U, D) and which entry each token has, (B, S).
+    """
+
+    which: Tensor | None
     shift: Tensor
     scale: Tensor
     gate: Tensor
@@ -36,29 +62,40 @@ class _Modulation(NamedTuple):
             "shift": self.shift,
             "scale_table": self.scale_table,
             "shift_table": self.shift_table,
+            "index": self.which,
         }
 
     def of_gate(self) -> dict[str, Any]:
         """What `gate_residual` takes of it."""
-        return {"gate": self.gate, "gate_table": self.gate_table}
+        return {"gate": self.gate, "gate_table": self.gate_table, "index": self.which}
 
 
-def _modulations(table: Tensor, temb: Tensor, batch_size: int) -> tuple[_Modulation, _Modulation]:
+def _modulations(table: Tensor, temb: Tensor | GroupedModulation, batch_size: int) -> tuple[_Modulation, _Modulation]:
     """Returns the modulation of the self-attention and of the feed-forward; nothing is added up here.
 
     Args:
         table: The block's own part, (1, 6, D).
-        temb: The timestep's part: (B, 6, D) per sample or (B, S, 6, D) per token; B may be 1 for all samples.
+        temb: The timestep's part: (B, 6, D) per sample or (B, S, 6, D) per token, or grouped; B may be 1 for all.
         batch_size: B.
     """
-    if temb.ndim == 3:
-        temb = temb.unsqueeze(1)
-    parts = tuple(part.expand(batch_size, -1, -1) for part in temb.unbind(dim=2))
+    parts: tuple[Tensor, ...]
+    which = None
+    if isinstance(temb, GroupedModulation):
+        parts, which = temb.values.unbind(dim=1), temb.which
+    else:
+        per_token = temb.unsqueeze(1) if temb.ndim == 3 else temb
+        parts = tuple(part.expand(batch_size, -1, -1) for part in per_token.unbind(dim=2))
     own = table.squeeze(0).unbind(0)
-    return _Modulation(*parts[:3], *own[:3]), _Modulation(*parts[3:], *own[3:])
+    return _Modulation(which, *parts[:3], *own[:3]), _Modulation(which, *parts[3:], *own[3:])
 
 
-def _forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any) -> Tensor:
+def _forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor | GroupedModulation,
+    rotary_emb: Any,
+) -> Tensor:
     """The fused forward; parameters and result are those of diffusers' ``WanTransformerBlock.forward``.
 
     h is what it is after the last residual, y the norm of that. y is recomputed from h, which is kept anyway.

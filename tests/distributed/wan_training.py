@@ -79,7 +79,8 @@ class RectifiedFlow(pl.LightningModule):
     """An ordinary training module: no line about sequence parallelism.
 
     Args:
-        per_token_timesteps: As Wan 2.2 TI2V, which gives every token a timestep of its own.
+        per_token_timesteps: As Wan 2.2 TI2V, which gives every token a timestep of its own; "repeated": zero for the
+            tokens of the first frame and one for all others.
         checkpointing: Use diffusers' own gradient checkpointing.
         own_noise: Draw noise and time in the step; else they come with the clips, and any number of data-parallel ranks
             together compute what one device computes on all their clips.
@@ -90,7 +91,7 @@ class RectifiedFlow(pl.LightningModule):
 
     def __init__(
         self,
-        per_token_timesteps: bool = False,
+        per_token_timesteps: bool | str = False,
         checkpointing: bool = False,
         own_noise: bool = False,
         masks: bool = False,
@@ -124,6 +125,8 @@ class RectifiedFlow(pl.LightningModule):
             noise, t = torch.randn_like(x), torch.rand_like(t)
         tokens = x.shape[2] * x.shape[3] // 2 * x.shape[4] // 2
         spread = torch.linspace(0.5, 1, tokens, dtype=t.dtype, device=x.device)
+        if self.per_token_timesteps == "repeated":
+            spread = (torch.arange(tokens, device=x.device) >= tokens // x.shape[2]).to(t.dtype)
         timestep = t[:, None] * spread if self.per_token_timesteps else t
         sigma = t.to(x.dtype).view(-1, 1, 1, 1, 1)
         noisy = (1 - sigma) * x + sigma * noise
