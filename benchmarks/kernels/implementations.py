@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_videoscale.kernels import gate_residual, gate_residual_norm_modulate, norm_modulate, qk_norm_rope
+from lightning_videoscale.kernels import gate_residual, gate_residual_norm_modulate, gelu, norm_modulate, qk_norm_rope
 
 EPS = 1e-6
 HEAD = 128
@@ -89,6 +89,26 @@ def _fused_qk(backend: str) -> Function:
     return run
 
 
+class _LinearBias(torch.autograd.Function):
+    """What a bias costs a Linear: in forward nothing, the matrix product adds it; in backward a pass for its sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return dx, dx.flatten(0, -2).sum(0)
+
+
+def _biased_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(_LinearBias.apply(x, bias), approximate="tanh")
+
+
+def _gelu_inputs(n: int, d: int) -> tuple[Tensor, ...]:
+    return _tokens(n, d), torch.zeros(d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
 OPS = {
     "norm_modulate": Op(
         lambda n, d: (_tokens(n, d), _modulation(d), _modulation(d)),
@@ -113,6 +133,13 @@ OPS = {
         _gated,
         lambda backend: lambda residual, branch, gate: gate_residual(residual, branch, gate, backend=backend),
         lambda n, d: 3 * 2 * n * d,
+        lambda n, d: 3 * 2 * n * d,
+    ),
+    "gelu": Op(  # d: channels inside the feed-forward
+        _gelu_inputs,
+        _biased_gelu,
+        lambda backend: lambda x, bias: gelu(x, bias, backend=backend),
+        lambda n, d: 2 * 2 * n * d,
         lambda n, d: 3 * 2 * n * d,
     ),
     "qk_norm_rope": Op(

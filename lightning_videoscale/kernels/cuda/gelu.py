@@ -1,0 +1,119 @@
+"""`gelu` on CUDA: source, see ``csrc/gelu.cuh``; interface, see `GeluBackend`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.kernels.cuda import toolkit
+from lightning_videoscale.kernels.cuda.launch import load
+from lightning_videoscale.kernels.cuda.variant import TYPES
+
+# Layouts of the kernels' arguments. Rows are an address and a stride in bytes.
+_ROWS = "Pq"
+_FORWARD_LAYOUT, _BACKWARD_LAYOUT, _FINALIZE_LAYOUT = f"{_ROWS}Pii", f"{_ROWS * 2}PPii", "PPii"
+_ROWS_AT_ONCE = 4  # of a thread, see the source
+_FINALIZE_COLUMNS, _FINALIZE_BLOCK = 32, (8, 32, 1)
+# Threads of a multiprocessor: backward keeps twice the loads and the sums in its registers.
+_FORWARD_THREADS, _BACKWARD_THREADS = 1024, 768
+
+
+class Plan:
+    """The kernels for rows of one width and dtype, compiled, and how they are launched. Make it once for each.
+
+    Args:
+        columns: F.
+        dtype: Of x.
+        device: Index of the CUDA device.
+    """
+
+    def __init__(self, columns: int, dtype: torch.dtype, device: int) -> None:
+        macros = constants(columns, dtype)
+        threads = threads_for(columns, dtype)
+        self.forward = load("gelu.cuh", "gelu_forward", _FORWARD_LAYOUT, macros, device)
+        self.backward = load("gelu.cuh", "gelu_backward", _BACKWARD_LAYOUT, macros, device)
+        self.finalize = load("gelu.cuh", "gelu_finalize", _FINALIZE_LAYOUT, macros, device, early=True)
+        self.block = (threads, 1, 1)
+        self._tiles = -(-columns * dtype.itemsize // (16 * threads))
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def grid(self, n: int, *, backward: bool) -> tuple[int, int, int]:
+        """Column tiles, and shares of n rows: as many as are resident at once."""
+        of_multiprocessor = (_BACKWARD_THREADS if backward else _FORWARD_THREADS) // self.block[0]
+        shares = max(1, of_multiprocessor * self._multiprocessors // self._tiles)
+        return self._tiles, min(shares, -(-n // _ROWS_AT_ONCE)), 1
+
+
+def threads_for(columns: int, dtype: torch.dtype) -> int:
+    """Threads of a block, each with 16 bytes of a row: the fewest idle ones in a row, then the fewest blocks."""
+    vectors = columns * dtype.itemsize // 16
+    return min(range(256, 0, -32), key=lambda threads: (-(-vectors // threads) * threads, -threads))
+
+
+def constants(columns: int, dtype: torch.dtype) -> dict[str, str | int]:
+    """Returns the macros of ``csrc/gelu.cuh``."""
+    threads = threads_for(columns, dtype)
+    return {
+        "ACTIVATION": TYPES[dtype],
+        "BLOCK_THREADS": threads,
+        "FORWARD_BLOCKS": _FORWARD_THREADS // threads,
+        "BACKWARD_BLOCKS": _BACKWARD_THREADS // threads,
+    }
+
+
+def objection(x: Tensor) -> str | None:
+    """See `GeluBackend.objection`."""
+    if not x.is_cuda:
+        return f"the tensors are on {x.device}"
+    if x.dtype not in TYPES:
+        return f"x must be of {[*TYPES]}; got {x.dtype}"
+    if x.shape[1] % 8:
+        return f"F must be a multiple of 8; got {x.shape[1]}"
+    if x.shape[0] >= 2**31:
+        return f"at most 2³¹ - 1 rows; got {x.shape[0]}"
+    return _device_objection(x.get_device())
+
+
+@functools.cache
+def _device_objection(device: int) -> str | None:
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"compute capability 8.0 or newer is needed; {torch.cuda.get_device_name(device)} is older"
+    try:
+        toolkit.driver()
+        toolkit.nvrtc()
+        toolkit.include_folder()
+    except toolkit.CudaUnavailableError as error:
+        return str(error)
+    return None
+
+
+_plan = functools.cache(Plan)
+
+
+def forward(x: Tensor) -> Tensor:
+    """See `GeluBackend.forward`."""
+    (n, f), y = x.shape, x.new_empty(x.shape)
+    plan = _plan(f, x.dtype, x.get_device())
+    plan.forward(plan.grid(n, backward=False), plan.block, *_rows(x), y.data_ptr(), n, f)
+    return y
+
+
+def backward(dy: Tensor, x: Tensor, *, sums: bool) -> tuple[Tensor, Tensor | None]:
+    """See `GeluBackend.backward`."""
+    (n, f), dx = x.shape, x.new_empty(x.shape)
+    plan = _plan(f, x.dtype, x.get_device())
+    grid = plan.grid(n, backward=True)
+    parts = x.new_empty((grid[1], f), dtype=torch.float32) if sums else None
+    address = 0 if parts is None else parts.data_ptr()
+    plan.backward(grid, plan.block, *_rows(dy), *_rows(x), dx.data_ptr(), address, n, f)
+    if parts is None:
+        return dx, None
+    total = x.new_empty(f, dtype=torch.float32)
+    plan.finalize((-(-f // _FINALIZE_COLUMNS), 1, 1), _FINALIZE_BLOCK, address, total.data_ptr(), grid[1], f)
+    return dx, total
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    return x.data_ptr(), x.stride(0) * x.element_size()

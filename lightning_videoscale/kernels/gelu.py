@@ -1,0 +1,139 @@
+"""GELU after a Linear, whose bias gradient costs no pass of its own.
+
+A Linear's bias is added to every row of its output x = h Wᵀ + b, hence ∂L/∂b is the sum of ∂L/∂x over all rows.
+PyTorch takes that sum in a pass of its own over what the GELU's backward has just written. Here the backward adds it up
+while it writes: the Linear gets its bias detached, and the GELU answers for its gradient::
+
+    y = gelu(F.linear(h, weight, bias.detach()), bias)
+
+Inside: `gelu` (what one calls), the op ``lightning_videoscale::gelu`` and its backward, an op of its own, and the
+interface of the backends. Shapes: N rows of F channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.kernels.backend import BackendName, first_able
+from lightning_videoscale.kernels.dispatch import NAMESPACE, empty, refuse_second_derivative, register_autograd
+from lightning_videoscale.kernels.modulation import as_rows, check_devices
+
+_FORWARD = f"{NAMESPACE}::gelu"
+_BACKWARD = f"{NAMESPACE}::gelu_backward"
+
+
+class GeluBackend(Protocol):
+    """A module with these three functions (``kernels/reference/gelu.py`` and its likes) is a backend.
+
+    Rows of x and dy have elements, are contiguous themselves, and begin on 16 bytes if the row is a multiple of those.
+    """
+
+    def objection(self, x: Tensor) -> str | None:
+        """Returns why it cannot run forward or backward on an x (N, F) like this, or None if it can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns gelu(x), (N, F) in x's dtype, contiguous."""
+
+    def backward(self, dy: Tensor, x: Tensor, *, sums: bool) -> tuple[Tensor, Tensor | None]:
+        """Returns dx, (N, F) in x's dtype, and its sum over the rows.
+
+        That is (F,) in float32, float64 for such an x, added up in a fixed order before dx is rounded; None unless
+        ``sums``.
+        """
+
+
+def gelu(x: Tensor, bias: Tensor | None = None, *, backend: BackendName = "auto") -> Tensor:
+    """The tanh-approximate GELU of a Linear's output; its backward also returns the gradient of that Linear's bias.
+
+    y = x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))), ``F.gelu(x, approximate="tanh")``, computed in float32 (float64
+    for such an x) and rounded once. Keeps only x for backward. Differentiable once. Autocast leaves it as it is: y has
+    x's dtype.
+
+    ``bias`` is not added and its values are not read: it must have been added to every row of x once already, without
+    autograd knowing, as in ``x = F.linear(h, weight, bias.detach())``. Its gradient is then ``dx.sum`` over all rows,
+    taken from dx before that is rounded, in a fixed order, and cast to the bias's dtype once. If x was computed with
+    the bias itself, the gradient is counted twice; if the bias was not added at all, this is not its gradient.
+
+    Args:
+        x: (..., F), any floating dtype; rows at any stride.
+        bias: (F,), any floating dtype, or None for a Linear without one. A frozen bias costs nothing.
+        backend: "auto", or "cuda", "triton" or "reference", which then runs or raises.
+
+    Returns:
+        y, (..., F) in x's dtype, contiguous.
+
+    Raises:
+        ValueError: If shapes, dtypes or devices do not fit.
+        NotImplementedError: If the backend asked for by name cannot run this.
+
+    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, section 2.
+    """
+    if x.ndim == 0 or not x.is_floating_point():
+        raise ValueError(f"x must be floating, (..., F); got {x.dtype} of shape {tuple(x.shape)}.")
+    if bias is not None and (bias.shape != x.shape[-1:] or not bias.is_floating_point()):
+        raise ValueError(
+            f"bias must be that of the Linear that x comes from: floating, {tuple(x.shape[-1:])}; got {bias.dtype} of "
+            f"shape {tuple(bias.shape)}."
+        )
+    check_devices(x, bias)
+    y: Tensor = torch.ops.lightning_videoscale.gelu(x, bias, backend)
+    return y
+
+
+def _choose(asked: str, rows: Tensor) -> GeluBackend:
+    return cast(GeluBackend, first_able(asked, "gelu", "gelu", rows.is_cuda, lambda b: b.objection(rows)))
+
+
+def _forward(x: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    if not x.numel():
+        return x.new_empty(x.shape)
+    rows = as_rows(x)
+    return _choose(backend, rows).forward(rows).view(x.shape)
+
+
+def _forward_fake(x: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _backward(dy: Tensor, x: Tensor, bias_dtype: torch.dtype | None, backend: str) -> tuple[Tensor, Tensor]:
+    if not x.numel():
+        return x.new_empty(x.shape), _no_sums(x, bias_dtype)
+    rows = as_rows(x)
+    dx, dbias = _choose(backend, rows).backward(as_rows(dy), rows, sums=bias_dtype is not None)
+    return dx.view(x.shape), empty(x) if dbias is None else dbias.to(bias_dtype)
+
+
+def _no_sums(x: Tensor, bias_dtype: torch.dtype | None) -> Tensor:
+    return empty(x) if bias_dtype is None else x.new_zeros(x.shape[-1], dtype=bias_dtype)
+
+
+def _backward_fake(dy: Tensor, x: Tensor, bias_dtype: torch.dtype | None, backend: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), _no_sums(x, bias_dtype)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, bias, ctx.backend = inputs
+    ctx.save_for_backward(x)
+    ctx.bias_dtype = bias.dtype if ctx.needs_input_grad[1] else None
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (x,) = ctx.saved_tensors
+    dx, dbias = torch.ops.lightning_videoscale.gelu_backward(dy, x, ctx.bias_dtype, ctx.backend)
+    needs_x, needs_bias = ctx.needs_input_grad[:2]
+    return dx if needs_x else None, dbias if needs_bias else None, None
+
+
+torch.library.define(_FORWARD, "(Tensor x, Tensor? bias, str backend) -> Tensor")
+torch.library.define(
+    _BACKWARD, "(Tensor dy, Tensor x, ScalarType? bias_dtype, str backend) -> (Tensor dx, Tensor dbias)"
+)
+torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
+torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
+torch.library.register_fake(_FORWARD, _forward_fake)
+torch.library.register_fake(_BACKWARD, _backward_fake)
+register_autograd(_FORWARD, _differentiate, _save_for_backward)
+torch.library.register_autograd(_BACKWARD, refuse_second_derivative("gelu"))
