@@ -86,7 +86,7 @@ def prepared(case: Case, dtype: torch.dtype) -> Iterator[tuple[nn.Module, dict[s
     }
     with lifted_float_casts() if dtype is torch.float64 else contextlib.nullcontext():
         model.to(dtype)
-        if dtype is torch.bfloat16:  # the rotary tables stay as they are, as they do when a Wan is loaded
+        if dtype.itemsize == 2:  # the rotary tables stay as they are, as they do when a Wan is loaded
             model.rope = type(model)(**model.config).rope
         yield model, {name: x.to(dtype) for name, x in (defaults | inputs).items()}
 
