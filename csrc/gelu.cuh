@@ -68,55 +68,55 @@ __device__ __forceinline__ float gelu_slope(float x) {
     return fmaf(fmaf(-sigmoid, sigmoid, sigmoid), x_dw, sigmoid);
 }
 
-using Vector = Pack<Activation, WIDTH>;
-
-__device__ __forceinline__ Vector read(const Rows& rows, int row, int column) {
-    const uint4 words = __ldcs(reinterpret_cast<const uint4*>(rows.first + row * rows.stride + column * sizeof(Activation)));
-    return *reinterpret_cast<const Vector*>(&words);
+// WIDTH values of a row.
+__device__ __forceinline__ uint4 read(const Rows& rows, int row, int column) {
+    return __ldcs(reinterpret_cast<const uint4*>(rows.first + row * rows.stride + column * sizeof(Activation)));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS)
     gelu_forward(const __grid_constant__ ForwardArguments a) {
-    const int column = (blockIdx.x * THREADS + threadIdx.x) * WIDTH;
+    const int column = (blockIdx.x * THREADS + threadIdx.x) * WIDTH, last = a.rows - 1;
     if (column >= a.columns) return;
-    for (long long begin = (long long)blockIdx.y * ROWS; begin < a.rows; begin += (long long)gridDim.y * ROWS) {
-        const int first = int(begin), count = min(ROWS, a.rows - first);
-        Vector x[ROWS];
+    for (long long begin = (long long)blockIdx.y * ROWS; begin <= last; begin += (long long)gridDim.y * ROWS) {
+        const int first = int(begin);
+        uint4 x[ROWS];
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            if (r < count) x[r] = read(a.x, first + r, column);
+        for (int r = 0; r < ROWS; ++r) x[r] = read(a.x, first + min(r, last - first), column);  // no branch between loads
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            if (r >= count) break;
-            float y[WIDTH];
+            if (last - first < r) break;
+            float v[WIDTH];
+            load<Activation>(&x[r], v);
 #pragma unroll
-            for (int j = 0; j < WIDTH; ++j) y[j] = gelu(to_float(x[r].lane[j]));
-            store<Activation>(a.y + (long long)(first + r) * a.columns + column, y);
+            for (int j = 0; j < WIDTH; ++j) v[j] = gelu(v[j]);
+            store<Activation>(a.y + (long long)(first + r) * a.columns + column, v);
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
     gelu_backward(const __grid_constant__ BackwardArguments a) {
-    const int column = (blockIdx.x * THREADS + threadIdx.x) * WIDTH;
+    const int column = (blockIdx.x * THREADS + threadIdx.x) * WIDTH, last = a.rows - 1;
     if (column >= a.columns) return;
     float sums[WIDTH] = {};
-    for (long long begin = (long long)blockIdx.y * ROWS; begin < a.rows; begin += (long long)gridDim.y * ROWS) {
-        const int first = int(begin), count = min(ROWS, a.rows - first);
-        Vector dy[ROWS], x[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            if (r < count) {
-                dy[r] = read(a.dy, first + r, column);
-                x[r] = read(a.x, first + r, column);
-            }
+    for (long long begin = (long long)blockIdx.y * ROWS; begin <= last; begin += (long long)gridDim.y * ROWS) {
+        const int first = int(begin);
+        uint4 dy[ROWS], x[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            if (r >= count) break;
-            float dx[WIDTH];
+            const int row = first + min(r, last - first);
+            dy[r] = read(a.dy, row, column);
+            x[r] = read(a.x, row, column);
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (last - first < r) break;
+            float v[WIDTH], dx[WIDTH];
+            load<Activation>(&dy[r], dx);
+            load<Activation>(&x[r], v);
 #pragma unroll
             for (int j = 0; j < WIDTH; ++j) {
-                dx[j] = to_float(dy[r].lane[j]) * gelu_slope(to_float(x[r].lane[j]));
+                dx[j] *= gelu_slope(v[j]);
                 sums[j] += dx[j];
             }
             store<Activation>(a.dx + (long long)(first + r) * a.columns + column, dx);

@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("f", [8, 64, 1128, 5120, 8960, 8968, 13824])
 def test_against_float64(backend: BackendName, dtype: torch.dtype, f: int) -> None:
     """From one row to more than the blocks take at once."""
-    for n in (1, 3, 5, 641, 4099):
+    for n in (1, 3, 5, 30_011 if f <= 64 else 1031):
         x, dy = (draw(n, f, dtype=dtype, device="cuda", seed=seed) for seed in (0, 1))
         assert_close_to_float64(x, dy, backend)
 
