@@ -7,6 +7,7 @@ what failed first, and where. `JobWatch` does, and sees to it that no rank waits
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import re
@@ -33,7 +34,7 @@ _PERIOD = 0.25  # s between looks at the processes of this machine
 _BEAT = 1.0  # s between looks at the store
 _SPARE = 3.0  # s before a collective's timeout at which the missing rank is named: NCCL gives no time afterwards
 _GRACE = 3.0  # s beyond that in which a rank may end by itself
-_TEARDOWN = 15.0  # s that a rank which has raised may take to end
+_TEARDOWN = 8.0  # s that a rank which has raised may take to end
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class JobWatch:
             exception: What this rank failed with; shows the cause at its end when printed.
         """
         self._deadline = time.monotonic() + _TEARDOWN
+        # The thread needs the interpreter's lock, which a main thread that frees memory of a failed GPU does not give.
+        faulthandler.dump_traceback_later(_TEARDOWN + 4 * _PERIOD, exit=True)
         if self._cause is None:
             try:
                 self._cause = self._await_cause(exception)
@@ -99,6 +102,7 @@ class JobWatch:
 
     def close(self) -> None:
         """Ends the watch of a rank that has finished, whether well or not; rank 0 waits until all ranks know it."""
+        faulthandler.cancel_dump_traceback_later()
         if self._stop.is_set():
             return
         try:
