@@ -102,5 +102,4 @@ def tuning_for(variant: Variant, direction: Direction, capability: tuple[int, in
     stages = min(8, budget // row_bytes)
     if stages < 2:
         blocks, stages = 1, min(2, shared_limit // row_bytes)
-    cluster = 4 if bulk and direction == "backward" else 1
-    return Tuning(threads, stages, 1, blocks, bulk, cluster=cluster) if stages >= 2 else None
+    return Tuning(threads, stages, 1, blocks, bulk) if stages >= 2 else None
