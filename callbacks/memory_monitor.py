@@ -1,0 +1,215 @@
+"""Watches the GPUs' memory, and how many more tokens would fit into it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_videoscale.callbacks.batch_load import load_of
+from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge, headroom_tokens
+from lightning_videoscale.cost import Measurement, MemoryModel
+from lightning_videoscale.topology import topology_of
+
+_GIB = 2**30
+_SHAPES_FOR_A_LINE = 3
+
+
+class MemoryMonitor(pl.Callback):
+    """Logs how full the GPUs are, and how many more tokens would fit.
+
+    Every few optimizer steps it logs, each the largest over all ranks,
+
+    - ``memory/allocated_gib`` and ``memory/reserved_gib``, at the end of the step;
+    - ``memory/peak_gib``, the most that was allocated since the last report, validation left out;
+    - ``memory/fragmentation``, the share of the reserved memory that lies in gaps between tensors;
+    - ``memory/headroom_tokens``, what the largest micro-batch of the window could grow by on the fullest GPU: M_mem of
+      a `MemoryModel`, with its reserve kept free, minus its tokens.
+
+    Without a model given, a line is fitted through the largest micro-batch and the peak of every window so far; until
+    three token counts were seen there is no headroom to log. These points and the largest peak are in the checkpoint;
+    points of a run on other GPUs, or another number of them, are dropped with a word, since the model's states take
+    other room there.
+
+    It works on CUDA devices; elsewhere it says so once and logs nothing. Peaks are reset at every report, for every
+    other reader of this process too. Ranks meet once per report, in one gather. Nothing that goes wrong in reading,
+    computing or logging the figures stops the training: it is reported once.
+
+    Attributes:
+        peak_bytes: Largest peak of the run so far on any rank.
+        peaks: Largest peak in bytes by tokens (B * S) of a window's largest micro-batch.
+    """
+
+    def __init__(self, every_n_steps: int = 50, memory_model: MemoryModel | None = None) -> None:
+        """Creates the monitor.
+
+        Args:
+            every_n_steps: Optimizer steps from report to report.
+            memory_model: What a micro-batch takes; None fits it to what is observed.
+
+        Raises:
+            ValueError: ``every_n_steps`` is below 1.
+        """
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be at least 1; got {every_n_steps}.")
+        self.every_n_steps = every_n_steps
+        self.memory_model = memory_model
+        self.peak_bytes = 0.0
+        self.peaks: dict[int, float] = {}
+        self._machine: tuple[object, ...] | None = None
+        self._gauge: MemoryGauge | None = None
+        self._said: set[str] = set()
+        self._failed: set[str] = set()
+
+    def gauge_of(self, device: torch.device) -> MemoryGauge | None:
+        """Returns what reads the device's memory, or None where nothing can."""
+        return MemoryGauge(device) if device.type == "cuda" else None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Opens the first window."""
+        device = trainer.strategy.root_device
+        self._gauge = self.gauge_of(device)
+        if self._gauge is None:
+            self._say_once(f"MemoryMonitor reads the memory of CUDA devices; on {device} it logs nothing.")
+            return
+        self._keep_peaks_of_this_machine(trainer)
+        self._window_begin = trainer.global_step
+        self._tokens = 0
+        self._peak_before_validation = 0.0
+        self._guard("reset the peak", self._gauge.reset_peak)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Notes the micro-batch's tokens, and reports when enough optimizer steps are complete."""
+        if self._gauge is None:
+            return
+        load = load_of(batch)
+        self._tokens = max(self._tokens, load.samples * load.sequence_length if load else 0)
+        if trainer.global_step - self._window_begin >= self.every_n_steps:
+            self._window_begin = trainer.global_step
+            self._report(trainer, self._gauge)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keeps the peak of the training steps so far."""
+        if self._gauge is not None:
+            memory = self._guard("read the memory", self._gauge.read)
+            self._peak_before_validation = max(self._peak_before_validation, memory.peak if memory else 0.0)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forgets the peak of the validation."""
+        if self._gauge is not None:
+            self._guard("reset the peak", self._gauge.reset_peak)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Reports the steps since the last report."""
+        if self._gauge is not None and trainer.global_step > self._window_begin:
+            self._report(trainer, self._gauge)
+        self._gauge = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the run's largest peak, the observed points and the machine that they belong to."""
+        return {"peak_bytes": self.peak_bytes, "peaks": dict(self.peaks), "machine": self._machine}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes them up again; see `on_train_start` for those of another machine."""
+        self.peak_bytes = state_dict["peak_bytes"]
+        self.peaks = dict(state_dict["peaks"])
+        self._machine = state_dict["machine"]
+
+    def _keep_peaks_of_this_machine(self, trainer: pl.Trainer) -> None:
+        """Drops points that were observed on other devices or on another number of ranks."""
+        device = trainer.strategy.root_device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        machine = (name, trainer.world_size, topology_of(trainer).sequence_parallel_size)
+        if self.peaks and machine != self._machine:
+            self._say_once(
+                f"MemoryMonitor drops the peaks of the checkpoint: they are those of (device, ranks, sequence-parallel "
+                f"ranks) = {self._machine}, this run has {machine}."
+            )
+            self.peaks, self.peak_bytes = {}, 0.0
+        self._machine = machine
+
+    def _report(self, trainer: pl.Trainer, gauge: MemoryGauge) -> None:
+        """Gathers the window from all ranks, and logs it."""
+        memory = self._guard("read the memory", gauge.read)
+        self._guard("reset the peak", gauge.reset_peak)
+        if memory is not None:
+            memory = memory._replace(peak=max(memory.peak, self._peak_before_validation))
+        # A rank that could not read takes part all the same: without it the others would wait.
+        row = [math.nan] * len(DeviceMemory._fields) if memory is None else list(memory)
+        ranks = _gather(trainer, torch.tensor([*row, self._tokens], dtype=torch.float64))
+        self._tokens, self._peak_before_validation = 0, 0.0
+        figures = self._guard("compute its figures", lambda: self._figures(ranks))
+        if figures:
+            self._guard("log", lambda: _log(trainer, figures))
+
+    def _figures(self, ranks: Tensor) -> dict[str, float]:
+        """Returns what is logged of all ranks' rows (ranks, 6), and adds them to the run's."""
+        rows = [row for row in ranks.tolist() if not math.isnan(row[0])]
+        if not rows:
+            return {}
+        memories = [DeviceMemory(*row[:-1]) for row in rows]
+        self.peak_bytes = max(self.peak_bytes, *(memory.peak for memory in memories))
+        figures = {
+            "memory/allocated_gib": max(memory.allocated for memory in memories) / _GIB,
+            "memory/reserved_gib": max(memory.reserved for memory in memories) / _GIB,
+            "memory/peak_gib": max(memory.peak for memory in memories) / _GIB,
+            "memory/fragmentation": max(memory.fragmentation for memory in memories),
+        }
+        tokens = [int(row[-1]) for row in rows]
+        if not all(tokens):
+            self._say_once(
+                "MemoryMonitor found no `meta` with samples and sequence_length in the batches (VideoDataModule adds "
+                "it): it logs no headroom."
+            )
+            return figures
+        for count, memory in zip(tokens, memories, strict=True):
+            self.peaks[count] = max(self.peaks.get(count, 0.0), memory.peak)
+        headroom = self._guard("tell the headroom", lambda: self._headroom(memories, tokens))
+        return figures if headroom is None else figures | {"memory/headroom_tokens": float(headroom)}
+
+    def _headroom(self, memories: list[DeviceMemory], tokens: list[int]) -> int | None:
+        """Returns the least headroom, or None while there are too few points for a line."""
+        model = self.memory_model
+        if model is None:
+            if len(self.peaks) < _SHAPES_FOR_A_LINE:
+                return None
+            model = MemoryModel.fit([Measurement(1, count, 0.0, peak) for count, peak in self.peaks.items()])
+        return headroom_tokens(model, min(memory.capacity for memory in memories), max(tokens))
+
+    def _guard(self, what: str, act: Callable[[], Any]) -> Any:
+        """Returns ``act()``, or None after saying what went wrong."""
+        try:
+            return act()
+        except Exception as error:
+            if what not in self._failed:
+                self._failed.add(what)
+                # Not from rank zero only: this may fail on one other rank alone.
+                warnings.warn(f"MemoryMonitor could not {what}, training goes on: {error!r}", stacklevel=2)
+            return None
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            rank_zero_warn(message)
+
+
+def _gather(trainer: pl.Trainer, row: Tensor) -> Tensor:
+    """Returns every rank's row on the host, shape (ranks, *row.shape)."""
+    if trainer.world_size == 1:
+        return row[None]
+    gathered = trainer.strategy.all_gather(row.to(trainer.strategy.root_device))
+    return gathered.cpu()
+
+
+def _log(trainer: pl.Trainer, figures: dict[str, float]) -> None:
+    for logger in trainer.loggers:
+        # `self.log` numbers the steps from 0 too, so that the curves line up.
+        logger.log_metrics(figures, step=trainer.global_step - 1)

@@ -1,0 +1,88 @@
+"""Model FLOPs utilization: which share of the device's arithmetic the model itself uses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+if TYPE_CHECKING:
+    from lightning_videoscale.cost.flops import TransformerFlops
+
+
+class ModelFlopsUtilization(Metric):
+    """MFU = model FLOPs / (seconds · peak FLOP/s), of one device.
+
+    Model FLOPs are those of one forward and one backward pass. What activation checkpointing computes again is no
+    progress and does not count (PaLM, appendix B), whatever the `TransformerFlops` given says about it. Over several
+    steps, and over several ranks when synced, it is all FLOPs over all seconds.
+
+    Example:
+        >>> utilization = ModelFlopsUtilization(peak_flops_per_second=1e15)
+        >>> utilization.update(flops=2e15, seconds=4.0)
+        >>> utilization.compute().item()
+        0.5
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+
+    flops: Tensor
+    seconds: Tensor
+
+    def __init__(self, peak_flops_per_second: float, **kwargs: Any) -> None:
+        """Creates an empty metric.
+
+        Args:
+            peak_flops_per_second: What the device's data sheet promises for the dtype of the matrix products, dense,
+                for example 989e12 for bfloat16 on an H100 or H200.
+            **kwargs: `torchmetrics.Metric`'s own arguments (``sync_on_compute``, ``process_group``, ...).
+
+        Raises:
+            ValueError: ``peak_flops_per_second`` is not above zero.
+        """
+        super().__init__(**kwargs)
+        if not peak_flops_per_second > 0:
+            raise ValueError(f"peak_flops_per_second must be above zero; got {peak_flops_per_second}.")
+        self.peak_flops_per_second = peak_flops_per_second
+        self.add_state("flops", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("seconds", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, flops: float, seconds: float) -> None:
+        """Adds one step of this device.
+
+        Args:
+            flops: Model FLOPs of this device's share of the step; see `training_flops`.
+            seconds: Time of the step, above zero.
+
+        Raises:
+            ValueError: ``flops`` is negative, or ``seconds`` is not above zero.
+        """
+        if not (flops >= 0 and seconds > 0):
+            raise ValueError(f"flops must not be negative and seconds must be above zero; got {flops} in {seconds} s.")
+        self.flops += flops
+        self.seconds += seconds
+
+    def compute(self) -> Tensor:
+        """Returns the MFU, a float64 scalar, 1 at the peak; NaN before the first step."""
+        return self.flops / (self.seconds * self.peak_flops_per_second)
+
+
+def training_flops(
+    transformer: TransformerFlops, batch_size: int, sequence_length: int, sequence_parallel_size: int = 1
+) -> float:
+    """Returns the model FLOPs of one device for one micro-batch, nothing computed twice.
+
+    Args:
+        transformer: The model's sizes; its ``checkpointing`` is left out of account.
+        batch_size: B, samples.
+        sequence_length: S, tokens of one whole sample.
+        sequence_parallel_size: Ranks that share the micro-batch.
+    """
+    once = replace(transformer, checkpointing=False)
+    flops = batch_size * (once.per_token * sequence_length + once.per_pair * sequence_length**2)
+    return flops / sequence_parallel_size

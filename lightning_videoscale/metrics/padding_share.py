@@ -1,0 +1,67 @@
+"""Padding share: how much of the work is done on tokens that nobody needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class PaddingShare(Metric):
+    """Padding share = 1 − useful tokens / processed tokens, over everything seen.
+
+    Padded text, latents padded to a common shape and batches that only fill a gap (``meta.loss_weight`` 0, useful
+    tokens 0) all count. Several steps, and several ranks when synced, add up their tokens.
+
+    Example:
+        >>> padding = PaddingShare()
+        >>> padding.update(torch.tensor([60, 90]), torch.tensor([100, 100]))
+        >>> padding.compute().item()
+        0.25
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+
+    padding: Tensor
+    processed: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Creates an empty metric.
+
+        Args:
+            **kwargs: `torchmetrics.Metric`'s own arguments (``sync_on_compute``, ``process_group``, ...).
+        """
+        super().__init__(**kwargs)
+        self.add_state("padding", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("processed", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, useful_tokens: Tensor, processed_tokens: Tensor) -> None:
+        """Adds samples, micro-batches or ranks.
+
+        Args:
+            useful_tokens: Tokens that carry something, any shape, for example one value per sample.
+            processed_tokens: Tokens that the model works on, padding included, the same shape.
+
+        Raises:
+            ValueError: The shapes differ, or useful tokens are not between 0 and the processed ones.
+        """
+        if useful_tokens.shape != processed_tokens.shape:
+            raise ValueError(
+                "useful_tokens and processed_tokens must have the same shape; "
+                f"got {tuple(useful_tokens.shape)} and {tuple(processed_tokens.shape)}."
+            )
+        if not bool(((useful_tokens >= 0) & (useful_tokens <= processed_tokens)).all()):
+            raise ValueError(
+                "useful tokens must lie between 0 and the processed tokens; "
+                f"got {useful_tokens.tolist()} of {processed_tokens.tolist()}."
+            )
+        self.padding += (processed_tokens.double() - useful_tokens.double()).sum()
+        self.processed += processed_tokens.double().sum()
+
+    def compute(self) -> Tensor:
+        """Returns the padding share, a float64 scalar in ``[0, 1]``; NaN before the first token."""
+        return self.padding / self.processed

@@ -1,0 +1,34 @@
+"""The arithmetic on an allocator's statistics."""
+
+import pytest
+
+from lightning_videoscale.callbacks.device_memory import device_memory, headroom_tokens
+from lightning_videoscale.cost import MemoryModel
+
+STATS = {
+    "allocated_bytes.all.current": 500,
+    "allocated_bytes.all.peak": 700,
+    "reserved_bytes.all.current": 800,
+    "inactive_split_bytes.all.current": 200,
+    "num_ooms": 0,
+}
+
+
+def test_what_the_allocator_says() -> None:
+    memory = device_memory(STATS, free_bytes=200)
+    assert (memory.allocated, memory.reserved, memory.peak, memory.fragmented) == (500, 800, 700, 200)
+    assert memory.capacity == 1000  # held already, and left for anyone
+    assert memory.fragmentation == 0.25
+
+
+def test_nothing_reserved_is_not_fragmented() -> None:
+    assert device_memory(dict.fromkeys(STATS, 0), free_bytes=100).fragmentation == 0.0
+
+
+def test_headroom_is_what_the_largest_micro_batch_lacks_to_m_mem() -> None:
+    model = MemoryModel(fixed=100.0, per_token=2.0, worst_excess=0.0)
+    # 5 % of 1000 stay free: (950 - 100) / 2 = 425 tokens.
+    assert headroom_tokens(model, 1000.0, tokens=400) == 25
+    assert headroom_tokens(model, 1000.0, tokens=450) == -25
+    with pytest.raises(ValueError, match="before the first token"):
+        headroom_tokens(model, 100.0, tokens=1)
