@@ -59,6 +59,8 @@ class JobWatch:
     def __init__(self, host: str, place: Callable[[], str], before_exit: Callable[[], None]) -> None:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._place, self._before_exit = place, before_exit
+        # What went before is no concern of this job's: an earlier one in this process may have left a rank behind.
+        self._earlier = begun_collectives()
         self._cause: str | None = None
         self._deadline = float("inf")
         self._progress: dict[str, tuple[int, float]] = {}
@@ -127,7 +129,7 @@ class JobWatch:
         return cause
 
     def _note_first(self, exception: BaseException) -> None:
-        if _is_timeout(exception) and (late := self._describe_late(begun_collectives())):
+        if _is_timeout(exception) and (late := self._describe_late(self._begun())):
             exception.add_note(late)
         notes = getattr(exception, "__notes__", [])
         mine = "\n".join([f"rank {self._rank}: {type(exception).__name__}: {exception}", *notes])
@@ -170,7 +172,7 @@ class JobWatch:
 
     def _overdue(self) -> str | None:
         """Names who is missing in a collective that will soon have waited as long as its group allows."""
-        counts, timeouts, now = begun_collectives(), timeouts_of_groups(), time.monotonic()
+        counts, timeouts, now = self._begun(), timeouts_of_groups(), time.monotonic()
         waiting = {}
         for name, count in counts.items():
             if self._progress.get(name, (0, 0.0))[0] != count:
@@ -230,7 +232,11 @@ class JobWatch:
         os._exit(1)
 
     def _publish(self) -> None:
-        self._store.set(f"state/{self._rank}", RankState.current(self._place()).dump())
+        self._store.set(f"state/{self._rank}", RankState.current(self._place(), self._begun()).dump())
+
+    def _begun(self) -> dict[str, int]:
+        """How many collectives this rank has begun in each of its groups since the watch began."""
+        return {name: count - self._earlier.get(name, 0) for name, count in begun_collectives().items()}
 
     def _say_farewell(self) -> None:
         """Once for each rank: that it has left, or knows that rank 0 has."""

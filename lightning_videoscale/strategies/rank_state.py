@@ -87,9 +87,9 @@ class RankState:
     time: float
 
     @classmethod
-    def current(cls, place: str) -> RankState:
+    def current(cls, place: str, collectives: dict[str, int]) -> RankState:
         """The state of this rank now."""
-        return cls(place, _line_of_main_thread(), begun_collectives(), time.time())
+        return cls(place, _line_of_main_thread(), collectives, time.time())
 
     def dump(self) -> str:
         """As text, for `load`."""

@@ -7,9 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy, failure
+from tests.distributed.pool import ProcessPool
+from tests.distributed.wan_training import RectifiedFlow
+from tests.strategies.fsdp2.training import clips, trainer
 
 SCRIPT = """
 import sys, time
@@ -103,3 +113,29 @@ def test_ctrl_c_ends_all(tmp_path: Path, receiver: str) -> None:
     assert time.monotonic() - started < 20
     assert process.returncode == 1
     assert "Detected KeyboardInterrupt, attempting graceful shutdown" in output
+
+
+def train_after_a_failed_collective() -> list[str]:
+    """Rank 1 stays away from a collective of an earlier job; then both train for longer than that one's timeout.
+
+    Returns:
+        What the watch said.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=group)
+
+    class Slow(RectifiedFlow):
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            time.sleep(1)
+            return super().training_step(batch)
+
+    said: list[str] = []
+    with patch.object(failure._log, "error", said.append):
+        trainer(SequenceParallelDDPStrategy(), max_steps=3).fit(Slow(), clips())
+    return said
+
+
+def test_who_stayed_away_from_an_earlier_job_is_not_missed(ranks: Callable[[int], ProcessPool]) -> None:
+    assert ranks(2).run(train_after_a_failed_collective) == [[], []]
