@@ -28,6 +28,11 @@ class SequenceParallelSettings:
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):
             raise ValueError(f"transport={self.transport!r} is not one of {get_args(TransportName)}.")
+        if self.compile and self.transport == "symmetric":
+            raise ValueError(
+                "compile= cannot trace the exchanges of transport='symmetric': use transport='collective', or leave "
+                "out compile=."
+            )
         if self.plan is not None and (self.modules is None or len(self.modules) != 1):
             raise ValueError(f"plan= describes one network: name it with modules=[...] (got modules={self.modules}).")
 
