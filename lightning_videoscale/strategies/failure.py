@@ -7,10 +7,12 @@ what failed first, and where. `JobWatch` does, and sees to it that no rank waits
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but missing from the type hints
 
@@ -90,6 +93,8 @@ class JobWatch:
         self._deadline = time.monotonic() + _TEARDOWN
         # The thread needs the interpreter's lock, which a main thread that frees memory of a failed GPU does not give.
         faulthandler.dump_traceback_later(_TEARDOWN + 4 * _PERIOD, exit=True)
+        if isinstance(exception, torch.AcceleratorError):
+            atexit.register(_end_by_alarm)
         if self._cause is None:
             try:
                 self._cause = self._await_cause(exception)
@@ -242,6 +247,12 @@ class JobWatch:
         """Once for each rank: that it has left, or knows that rank 0 has."""
         if self._farewell.acquire(blocking=False):
             self._store.add("farewells", 1)
+
+
+def _end_by_alarm() -> None:
+    """Has the kernel end this process if it does not end by itself: on a failed GPU, libraries may wait for ever."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(round(_TEARDOWN))
 
 
 def _is_timeout(exception: BaseException) -> bool:
