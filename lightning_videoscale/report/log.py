@@ -1,0 +1,111 @@
+"""The log of a run: one JSON object per line, appended while it trains, so that a report outlives a crash.
+
+A callback hands in what it found with `record(trainer, kind, fields)`. Every record has ``v`` (version of this schema),
+``kind``, ``step`` (optimizer steps done) and ``time`` (seconds since 1970), and by kind:
+
+==========  ============================================================================================================
+kind        fields
+==========  ============================================================================================================
+start       A `fit` begins: ``settings``, ``versions``, ``machine`` and ``exchange``, each a flat dict; ``callbacks``,
+            class names; ``module``, its class name; ``parameters``, how many.
+plan        The data's planner is new or changed: ``epoch``, ``balance``, ``dp_size``, ``micro_batches``,
+            ``loss_weighting``, ``seed``, ``budget`` {m_mem, m_comp (null: no limit), p}, ``step_time``
+            (`StepTimeModel.to_dict()`, or null).
+window      Some optimizer steps, all ranks: ``steps``; ``seconds`` on the clock, validation left out; ``tokens`` and
+            ``samples``, a sequence-parallel group counted once, fillers not; one number per step in ``cv_step``
+            ((max - min) / max of compute seconds over data-parallel ranks), ``compute_cv`` (std / mean of B * S²) and
+            ``cost_cv`` (std / mean of predicted cost); ``ranks``, seconds of every global rank by part of the step;
+            ``batches``, rows of [frames, height, width, S, B, micro-batches, of them fillers, median compute seconds].
+memory      `MemoryMonitor`: ``allocated_gib``, ``reserved_gib``, ``peak_gib``, ``fragmentation``, and where known
+            ``headroom_tokens``; each the worst of all ranks.
+bottleneck  `BottleneckAnalyzer`: ``name``, ``share`` of the step time in [0, 1], ``figure`` and ``advice``, sentences.
+budget      `BudgetRecalibrator`: ``adopted``, whether budgets change; ``reason``, a sentence; ``m_mem``, ``m_comp``,
+            ``p`` as they are from then on.
+injection   `FusedKernels`: ``model``; ``replaced`` and ``skipped``, rows of [path, class name, what or why].
+end         `fit` is over: ``status`` (completed, interrupted or failed); ``error``, where it failed.
+==========  ============================================================================================================
+
+Readers skip kinds that they do not know, so that a callback of yours may record its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
+
+LOG_NAME = "run_log.jsonl"
+VERSION = 1
+
+
+class RunLog:
+    """Appends records to a file. A record that cannot be written is lost with a word, once, and nothing is raised.
+
+    Args:
+        folder: Where the file `LOG_NAME` lies; made with the first record.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._has_begun = False
+        self._has_failed = False
+
+    def append(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
+        """Writes one record, which is in the operating system's hands when this returns."""
+        try:
+            line = json.dumps({"v": VERSION, "kind": kind, "step": step, "time": time.time(), **_plain(fields)})
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # Opened for every record: one in a minute or so, and nothing is left open or unwritten by a kill.
+            with (self.folder / LOG_NAME).open("a", encoding="utf-8") as file:
+                # A line that a kill cut short must not swallow the first record of the next run.
+                file.write(line + "\n" if self._has_begun or file.tell() == 0 else "\n" + line + "\n")
+            self._has_begun = True
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                rank_zero_warn(f"The run log in {self.folder} cannot be written, training goes on: {error!r}")
+
+
+@runtime_checkable
+class KeepsRunLog(Protocol):
+    """A callback that owns the run's log: `RunReport`."""
+
+    @property
+    def run_log(self) -> RunLog | None:
+        """The log; None on other ranks than 0, and before the Trainer's setup."""
+
+
+def record(trainer: pl.Trainer, kind: str, fields: Mapping[str, Any]) -> None:
+    """Hands a finding to the run's log; does nothing where no callback keeps one.
+
+    May be called on any rank from the strategy's setup on; rank 0's call is written. Never raises.
+
+    Args:
+        trainer: The Trainer that runs.
+        kind: What the record is, see the module's table.
+        fields: Numbers, strings, lists and dicts; numpy's scalars and arrays will do. What is not finite becomes null.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        if isinstance(callback, KeepsRunLog) and callback.run_log is not None:
+            callback.run_log.append(kind, trainer.global_step, fields)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
