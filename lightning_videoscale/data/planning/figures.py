@@ -4,11 +4,47 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.data.planning.plan import EpochPlan
+
+
+class StepSpreads(NamedTuple):
+    """How unequal the ranks are in each step of a plan, arrays (steps,) of fractions.
+
+    Attributes:
+        cv_step: (max - min) / max of the ranks' cost.
+        compute_cv: std / mean over the ranks of the sum of B * S².
+        cost_cv: std / mean over the ranks of the cost.
+        idle: 1 - mean / max of the ranks' cost: what they wait for the slowest.
+    """
+
+    cv_step: NDArray[np.float64]
+    compute_cv: NDArray[np.float64]
+    cost_cv: NDArray[np.float64]
+    idle: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, plan: EpochPlan, cost: NDArray[np.float64] | None = None) -> StepSpreads:
+        """Computes them.
+
+        Args:
+            plan: The plan.
+            cost: (M,) what each micro-batch costs; None: what the plan predicts.
+        """
+        lengths = plan.table.sequence_lengths[plan.shape_id]
+        load = (np.diff(plan.starts) * lengths * lengths)[plan.grid].sum(axis=2)
+        by_rank = (plan.cost if cost is None else cost)[plan.grid].sum(axis=2)
+        slowest = by_rank.max(axis=1)
+        return cls(
+            cv_step=(slowest - by_rank.min(axis=1)) / slowest,
+            compute_cv=_spread(load),
+            cost_cv=_spread(by_rank),
+            idle=1 - by_rank.mean(axis=1) / slowest,
+        )
 
 
 @dataclass(frozen=True)
@@ -50,12 +86,12 @@ class PlanFigures:
         by_slot = plan.cost[plan.grid]
         by_rank = by_slot.sum(axis=2)
         slowest = by_rank.max(axis=1)
-        load = (tokens * lengths)[plan.grid].sum(axis=2)
+        spreads = StepSpreads.of(plan)
         counted = ~plan.filler
         return cls(
-            cv_step=float(np.mean((slowest - by_rank.min(axis=1)) / slowest)),
-            compute_cv=_spread(load),
-            cost_cv=_spread(by_rank),
+            cv_step=float(spreads.cv_step.mean()),
+            compute_cv=float(spreads.compute_cv.mean()),
+            cost_cv=float(spreads.cost_cv.mean()),
             efficiency=float(by_rank.mean(axis=1).sum() / slowest.sum()),
             slot_time=float(by_slot.max(axis=1).sum() / by_slot.mean(axis=1).sum()),
             padding=float(tokens[plan.filler].sum() / tokens.sum()),
@@ -81,10 +117,11 @@ def delays(plan: EpochPlan) -> NDArray[np.float64]:
     return steps - np.floor(place)
 
 
-def _spread(load: NDArray[np.generic]) -> float:
-    """Mean over the steps of std / mean over the ranks; ``load`` is (steps, ranks)."""
+def _spread(load: NDArray[np.generic]) -> NDArray[np.float64]:
+    """Per step, std / mean over the ranks; ``load`` is (steps, ranks)."""
     values = load.astype(np.float64)
-    return float(np.mean(values.std(axis=1) / values.mean(axis=1)))
+    spread: NDArray[np.float64] = values.std(axis=1) / values.mean(axis=1)
+    return spread
 
 
 def _diversity(plan: EpochPlan) -> float:
