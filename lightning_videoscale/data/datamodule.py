@@ -201,6 +201,11 @@ class VideoDataModule(pl.LightningDataModule):
         if self.trainer is not None:
             self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
 
+    @property
+    def planner(self) -> BucketPlanner | None:
+        """What plans the training: clips, budget and step-time model as they are now; None before it begins."""
+        return None if self._sampler is None else self._sampler.planner
+
     def passes(self) -> dict[str, float]:
         """How often each dataset has been walked through when the current epoch began, by its pattern."""
         table = self._table(self._index("shards"), is_training=True)

@@ -26,6 +26,7 @@ class PlannedSampler(Sampler[MicroBatch]):
         on_resume: Called, when an epoch begins in its middle, with the micro-batches of it that are done.
 
     Attributes:
+        planner: Makes the plan of an epoch.
         progress: Where the run stood when it began, or when the epoch did.
         is_started: Whether the pass of this epoch has begun.
     """
@@ -40,7 +41,7 @@ class PlannedSampler(Sampler[MicroBatch]):
         state: Mapping[str, Any] | None = None,
         on_resume: Callable[[int], None] | None = None,
     ) -> None:
-        self._planner = planner
+        self.planner = planner
         self._dp_rank = dp_rank
         self._repeat_first_epoch = repeat_first_epoch
         self._on_resume = on_resume
@@ -61,7 +62,7 @@ class PlannedSampler(Sampler[MicroBatch]):
         if self._repeat_first_epoch:
             return
         if epoch != self.progress.epoch:
-            self.progress = Progress.start(self._planner, epoch)
+            self.progress = Progress.start(self.planner, epoch)
         elif self.progress.done and self._on_resume is not None:
             self._on_resume(self.progress.done)
 

@@ -52,7 +52,7 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
     def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:
         self._settings = settings
         self._mesh: SequenceMesh | None = None
-        self._transport: CollectiveTransport | None = None
+        self.transport: CollectiveTransport | None = None
         self._transforms: list[ModelTransform] = []
         self._undo_changes: Undo | None = None
         self._watch: JobWatch | None = None
@@ -100,6 +100,18 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
+    def describe(self) -> dict[str, Any]:
+        """What all ranks agreed to run, for reports; from the Trainer's setup of the environment on."""
+        assert self.transport is not None
+        return {
+            "data-parallel ranks": self.mesh.dp.size,
+            "ulysses": self.mesh.ulysses.size,
+            "ring": self.mesh.ring.size,
+            "transport": self.transport.name,
+            "activation checkpointing": self._settings.activation_checkpointing,
+            "compile": bool(self._settings.compile),
+        }
+
     # -- setting up ----------------------------------------------------------------------------------------------
 
     def add_model_transform(self, transform: ModelTransform) -> None:
@@ -134,12 +146,12 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         if self._mesh.sp.size > 1:
             self._sharing = BatchSharing.create(self._mesh, self.root_device, timeout)
         self.lightning_module._device_mesh = self._mesh.device_mesh  # what `LightningModule.device_mesh` returns
-        self._transport = create_transport(
+        self.transport = create_transport(
             self._settings.transport, self._mesh, self.root_device, timeout or default_pg_timeout
         )
-        by_collective = isinstance(self._transport, SymmetricTransport) and ring_size > 1
+        by_collective = isinstance(self.transport, SymmetricTransport) and ring_size > 1
         rank_zero_info(
-            f"Sequence parallelism: {self._mesh} over {self.world_size} ranks, transport {self._transport.name!r}"
+            f"Sequence parallelism: {self._mesh} over {self.world_size} ranks, transport {self.transport.name!r}"
             + (" (the ring's blocks travel by 'collective')." if by_collective else ".")
         )
 
@@ -212,7 +224,7 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         undos: list[Undo] = []
         for path, plan in self._plans(module).items():
             network = module.get_submodule(path)
-            undos.append(parallelize(network, self.mesh, plan, transport=self._transport))
+            undos.append(parallelize(network, self.mesh, plan, transport=self.transport))
             if self._settings.compile:  # a checkpointed block runs its compiled forward a second time
                 undos.append(compile_blocks(network, self._settings.compile))
             if self._settings.activation_checkpointing:
@@ -268,8 +280,8 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         super().on_exception(exception)
         if isinstance(exception, KeyboardInterrupt):  # every rank receives it, and Lightning ends the processes
             return
-        if isinstance(self._transport, SymmetricTransport) and self._transport.failure is not None:
-            exception.add_note(self._transport.failure)  # the exception itself only says that the device failed
+        if isinstance(self.transport, SymmetricTransport) and self.transport.failure is not None:
+            exception.add_note(self.transport.failure)  # the exception itself only says that the device failed
         if self._watch is not None:
             self._watch.report(exception)
         self._end_processes(grace=5.0)  # peers say that they end because of this error, or of the same
