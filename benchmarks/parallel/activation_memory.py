@@ -107,7 +107,7 @@ class Watch(Callback):
         self.before = torch.cuda.memory_allocated()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        transport = trainer.strategy._transport
+        transport = trainer.strategy.transport
         beside = transport.memory_bytes if isinstance(transport, SymmetricTransport) else 0
         self.steps.append((self.before, torch.cuda.max_memory_allocated(), beside))
 

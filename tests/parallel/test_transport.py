@@ -318,7 +318,7 @@ def fit(transport_of_rank: list[Any]) -> str:
         trainer.fit(BoringModel())
     except (RuntimeError, ValueError) as error:
         return str(error)
-    return strategy._transport.name if strategy._transport is not None else "none"
+    return strategy.transport.name if strategy.transport is not None else "none"
 
 
 def test_asked_for_and_not_available_is_an_error_with_the_reasons(ranks: Ranks) -> None:
