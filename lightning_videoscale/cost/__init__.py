@@ -2,15 +2,34 @@
 
 - `budget`: `BucketBudget`, M_mem and M_comp and the batch size that they allow (equation 2).
 - `measurement`: `Measurement`, one point of a shape benchmark.
+- `matrix`: `ShapeMatrix`, all of its points and where they were measured, as a file.
 - `step_time`: `StepTimeModel`, fitted to measurements or derived from FLOPs.
 - `memory`: `MemoryModel`, from measured peaks to M_mem.
+- `calibration`: `Calibration`, costs and budgets under one version.
+- `recalibration`: `Recalibration`, which corrects them by what a run observes.
+- `weighted_fit`: its fit to many noisy points.
 - `flops`: `TransformerFlops`, the work of a transformer by its configuration.
 """
 
 from lightning_videoscale.cost.budget import BucketBudget
+from lightning_videoscale.cost.calibration import Calibration
 from lightning_videoscale.cost.flops import TRANSFORMERS, TransformerFlops
+from lightning_videoscale.cost.matrix import MatrixRow, ShapeMatrix
 from lightning_videoscale.cost.measurement import Measurement
 from lightning_videoscale.cost.memory import MemoryModel
+from lightning_videoscale.cost.recalibration import Observation, Recalibration
 from lightning_videoscale.cost.step_time import StepTimeModel
 
-__all__ = ["TRANSFORMERS", "BucketBudget", "Measurement", "MemoryModel", "StepTimeModel", "TransformerFlops"]
+__all__ = [
+    "TRANSFORMERS",
+    "BucketBudget",
+    "Calibration",
+    "MatrixRow",
+    "Measurement",
+    "MemoryModel",
+    "Observation",
+    "Recalibration",
+    "ShapeMatrix",
+    "StepTimeModel",
+    "TransformerFlops",
+]

@@ -1,0 +1,250 @@
+"""The loop from observed times to budgets, simulated: how fast it finds the true costs, and whether it stays there.
+
+    python benchmarks/callbacks/recalibration.py clips.csv    # columns source, width, height, fps, num_frames
+
+The planner and the recalibration are the package's own; the clock is simulated: true costs times noise, one rank
+slower than the others, a hiccup now and then. The first costs are wrong by a factor of 2 and their p by 0.3. An oracle
+knows the true costs from the start. `recalibration_on_gpus.py` is the same with a Trainer and real times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import provenance
+from lightning_videoscale.cost import StepTimeModel
+from lightning_videoscale.cost.calibration import Calibration
+from lightning_videoscale.cost.recalibration import Observation, Recalibration
+from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw
+from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, SampleTable
+from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, standard_mix
+
+LONGEST = 75_600
+READ_AHEAD = 2  # steps that are read before they are trained: a new plan begins after them
+
+
+@dataclass(frozen=True)
+class World:
+    """What is simulated.
+
+    Args:
+        truth: The costs that the clock goes by.
+        table: The samples.
+        dp_size: Ranks.
+        micro_batches: Micro-batches per step and rank.
+        noise: Standard deviation of the logarithm of a micro-batch's time.
+        slow_rank: Who is slower.
+        slowness: By what factor.
+        hiccups: Share of micro-batches that take three times as long.
+        target_sync: Seconds that a micro-batch may take.
+        seed: Of the noise and of the plans.
+    """
+
+    truth: StepTimeModel
+    table: SampleTable
+    dp_size: int = 16
+    micro_batches: int = 4
+    noise: float = 0.03
+    slow_rank: int = 3
+    slowness: float = 1.3
+    hiccups: float = 0.002
+    target_sync: float = 1.0
+    seed: int = 0
+
+    def calibration(self, step_time: StepTimeModel) -> Calibration:
+        """Budgets by a model of the costs."""
+        return Calibration(step_time.budget(self.target_sync, m_mem=2.0 * LONGEST), step_time)
+
+    def planner(self, calibration: Calibration) -> BucketPlanner:
+        """Plans by a calibration."""
+        return BucketPlanner(
+            self.table,
+            calibration.budget,
+            dp_size=self.dp_size,
+            micro_batches=self.micro_batches,
+            step_time=calibration.step_time,
+            seed=self.seed,
+        )
+
+    def true_costs(self, plan: EpochPlan, step: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(ranks, K, 2) B and S, and (ranks, K) true seconds of one step."""
+        numbers = plan.grid[step]
+        shapes = np.stack([np.diff(plan.starts)[numbers], plan.table.sequence_lengths[plan.shape_id[numbers]]], axis=-1)
+        return shapes.astype(np.float64), self.truth.predict(shapes[..., 0], shapes[..., 1])
+
+
+def power_law(a: float, b: float, p: float) -> StepTimeModel:
+    """A model that is a power law and nothing else."""
+    return StepTimeModel(PowerLaw(a, b, p, 1.0), AdditiveCost(a, 0.0, b), 0.0, 1.0)
+
+
+def world_of(clips: Clips, samples: int, p: float, **settings: Any) -> World:
+    """The standard mix, on a GPU that takes a second for its longest sample."""
+    table = SampleTable.of_clips(standard_mix(clips, samples), STANDARD_POLICY, GEOMETRIES["wan2.1"], 0)
+    return World(power_law(0.02, 0.98 / LONGEST**p, p), table, **settings)
+
+
+def wrong(truth: StepTimeModel, factor: float, p_error: float) -> StepTimeModel:
+    """Costs wrong by a factor for the longest sample, and p by a difference."""
+    law = truth.power_law
+    p = law.p + p_error
+    return power_law(law.a * factor, law.b * factor * LONGEST ** (law.p - p), p)
+
+
+class Walk:
+    """Steps through plans, which may be replaced behind what is read already."""
+
+    def __init__(self, world: World, calibration: Calibration) -> None:
+        self.world = world
+        self.calibration = calibration
+        self._epoch = 0
+        self._plan, self._step = world.planner(calibration).plan(0), 0
+        self._next: tuple[int, EpochPlan] | None = None
+
+    def adopt(self, calibration: Calibration) -> None:
+        """Plans anew what is not read yet."""
+        self.calibration = calibration
+        boundary = self._step + READ_AHEAD
+        if boundary < self._plan.steps:
+            done = self._plan.done_after(boundary)
+            self._next = boundary, self.world.planner(calibration).plan(self._epoch, done)
+
+    def steps(self) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """B and S, and true seconds, step by step without end."""
+        while True:
+            if self._next is not None and self._step == self._next[0]:
+                (_, self._plan), self._step, self._next = self._next, 0, None
+            if self._step == self._plan.steps:
+                self._epoch += 1
+                self._plan, self._step = self.world.planner(self.calibration).plan(self._epoch), 0
+            step, self._step = self._step, self._step + 1
+            yield self.world.true_costs(self._plan, step)
+
+
+def observe(world: World, shapes: NDArray[np.float64], seconds: NDArray[np.float64], step: int) -> list[Observation]:
+    """What the clock says of a step."""
+    draws = np.random.default_rng([world.seed, step])
+    factor = np.exp(world.noise * draws.standard_normal(seconds.shape))
+    factor *= np.where(draws.random(seconds.shape) < world.hiccups, 3.0, 1.0)
+    factor[world.slow_rank] *= world.slowness
+    ranks = np.broadcast_to(np.arange(world.dp_size)[:, None], seconds.shape)
+    rows = np.stack([ranks, shapes[..., 0], shapes[..., 1], seconds * factor], axis=-1).reshape(-1, 4)
+    return [Observation(*row) for row in rows.tolist()]
+
+
+def spread(seconds: NDArray[np.float64]) -> float:
+    """std / mean over the ranks of a step's seconds."""
+    of_rank = seconds.sum(axis=1)
+    return float(of_rank.std() / of_rank.mean())
+
+
+def simulate(
+    world: World, first: StepTimeModel, steps: int, every: int = 20, stop: int | None = None
+) -> dict[str, Any]:
+    """Runs the loop beside the oracle.
+
+    Args:
+        world: What is simulated.
+        first: The costs at the start.
+        steps: Optimizer steps.
+        every: Steps from window to window.
+        stop: A step, a multiple of ``every``, at which the loop goes through JSON, as through a checkpoint.
+
+    Returns:
+        Per step M_comp, p, CV and the oracle's CV; the oracle's M_comp and p; what changed when and why.
+    """
+    loop, oracle = Walk(world, world.calibration(first)), Walk(world, world.calibration(world.truth))
+    recalibration = Recalibration(loop.calibration, world.target_sync)
+    window: list[Observation] = []
+    track: dict[str, list[float]] = {"m_comp": [], "p": [], "cv": [], "oracle_cv": []}
+    changes: list[dict[str, Any]] = []
+    for step, (shapes, seconds), (_, best) in zip(range(1, steps + 1), loop.steps(), oracle.steps(), strict=False):
+        window += observe(world, shapes, seconds, step)
+        budget = loop.calibration.budget
+        for name, value in zip(track, (budget.m_comp, budget.p, spread(seconds), spread(best)), strict=True):
+            track[name].append(value)
+        if step % every == 0:
+            outcome = recalibration.update(window)
+            window = []
+            if outcome.changed:
+                loop.adopt(outcome.calibration)
+                changes.append({"step": step, "version": outcome.calibration.version, "reason": outcome.reason})
+        if step == stop:
+            state = json.loads(json.dumps(recalibration.state_dict()))
+            recalibration = Recalibration(world.calibration(first), world.target_sync)
+            recalibration.load_state_dict(state)
+    right = oracle.calibration.budget
+    return {
+        "oracle_m_comp": right.m_comp,
+        "oracle_p": right.p,
+        "changes": changes,
+        "speeds": recalibration.speeds,
+        "state": hashlib.sha256(json.dumps(recalibration.state_dict(), sort_keys=True).encode()).hexdigest(),
+        **track,
+    }
+
+
+CASES = [
+    {"dp_size": 16, "micro_batches": 4, "p": 1.9, "factor": 2.0, "p_error": 0.3},
+    {"dp_size": 16, "micro_batches": 1, "p": 1.9, "factor": 0.5, "p_error": -0.3},
+    {"dp_size": 4, "micro_batches": 4, "p": 2.0, "factor": 0.5, "p_error": 0.3},
+    {"dp_size": 4, "micro_batches": 1, "p": 2.0, "factor": 2.0, "p_error": -0.3},
+]
+SETTINGS = {"steps": 2000, "every_n_steps": 20, "samples": 40_000, "noise": 0.03, "hiccups": 0.002, "slowness": 1.3}
+
+
+def row(case: dict[str, Any], result: dict[str, Any], every: int) -> dict[str, Any]:
+    """A case's figures; curves by windows of steps."""
+    windows = {name: np.array(result[name]).reshape(-1, every) for name in ("m_comp", "p", "cv", "oracle_cv")}
+    error = windows["m_comp"][:, -1] / result["oracle_m_comp"] - 1
+    after = 200 // every
+    return {
+        **case,
+        "steps": [every * (n + 1) for n in range(len(error))],
+        "m_comp_over_oracle": (1 + error).round(4).tolist(),
+        "p_by_step": windows["p"][:, -1].round(4).tolist(),
+        "cv": windows["cv"].mean(axis=1).round(5).tolist(),
+        "oracle_cv": windows["oracle_cv"].mean(axis=1).round(5).tolist(),
+        "largest_m_comp_error_from_200": round(float(np.abs(error[after - 1 :]).max()), 4),
+        "cv_over_oracle_from_200": round(float(windows["cv"][after:].mean() / windows["oracle_cv"][after:].mean()), 3),
+        "changes_from_200": sum(change["step"] > 200 for change in result["changes"]),
+        "changes": result["changes"],
+        "speed_of_slow_rank": round(result["speeds"][World.slow_rank], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", type=Path)
+    clips = Clips.from_csv(parser.parse_args().shapes)
+    commit = provenance.commit()
+    rows = []
+    for case in CASES:
+        names = ("noise", "hiccups", "slowness")
+        settings = {"dp_size": case["dp_size"], "micro_batches": case["micro_batches"]} | {
+            n: SETTINGS[n] for n in names
+        }
+        world = world_of(clips, SETTINGS["samples"], case["p"], **settings)
+        first = wrong(world.truth, case["factor"], case["p_error"])
+        result = simulate(world, first, SETTINGS["steps"], SETTINGS["every_n_steps"])
+        rows.append(row(case, result, SETTINGS["every_n_steps"]))
+        print({name: value for name, value in rows[-1].items() if not isinstance(value, list)})
+    settings = {**SETTINGS, "clips": len(clips), "slow_rank": World.slow_rank}
+    provenance.write(provenance.path("callbacks", "recalibration"), "callbacks/recalibration", commit, settings, rows)
+
+
+if __name__ == "__main__":
+    main()

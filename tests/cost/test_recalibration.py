@@ -1,0 +1,152 @@
+"""From observed times to budgets; the loop is simulated with the real planner."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.callbacks.recalibration import LONGEST, power_law, simulate, world_of, wrong
+from lightning_videoscale.cost import BucketBudget, Calibration, Observation, Recalibration
+from tests.data.planning.tables import footage
+
+LENGTHS = (256, 1560, 4096, 8190, 14_040, 32_760, 75_600)
+TRUTH = power_law(0.02, 0.98 / LONGEST**1.9, 1.9)
+
+
+def window(
+    speeds: tuple[float, ...], truth: Any = TRUTH, noise: float = 0.02, seed: int = 0, slots: int = 20
+) -> list[Observation]:
+    """Every rank trains the same number of micro-batches of drawn shapes."""
+    draw = np.random.default_rng(seed)
+    observed = []
+    for rank, speed in enumerate(speeds):
+        for length in draw.choice(LENGTHS, slots):
+            samples = draw.integers(1, max(2, LONGEST // length))
+            seconds = truth.predict(samples, length) * speed * math.exp(noise * draw.standard_normal())
+            observed.append(Observation(rank, int(samples), int(length), float(seconds)))
+    return observed
+
+
+def start(step_time: Any = TRUTH, target_sync: float | None = 1.0) -> Recalibration:
+    return Recalibration(Calibration(step_time.budget(1.0, 2 * LONGEST), step_time), target_sync)
+
+
+@pytest.mark.parametrize(("micro_batches", "factor", "p_error"), [(4, 2.0, 0.3), (1, 0.5, -0.3)])
+def test_wrong_costs_are_corrected_and_stay_so(micro_batches: int, factor: float, p_error: float) -> None:
+    world = world_of(footage(), 20_000, 1.9, dp_size=4, micro_batches=micro_batches)
+    result = simulate(world, wrong(world.truth, factor, p_error), steps=2000)
+    m_comp, cv, oracle_cv = (np.array(result[name]) for name in ("m_comp", "cv", "oracle_cv"))
+    assert abs(math.log(m_comp[0] / result["oracle_m_comp"])) > 1
+    assert np.abs(m_comp[199:] / result["oracle_m_comp"] - 1).max() < 0.05
+    assert cv[:20].mean() > 1.3 * oracle_cv[:20].mean()
+    assert cv[200:].mean() < 1.3 * oracle_cv[200:].mean()
+    late = [change for change in result["changes"] if change["step"] > 200]
+    assert len(late) <= 3, late
+    assert result["speeds"][world.slow_rank] == pytest.approx(world.slowness, rel=0.05)
+
+
+def test_a_resumed_calibration_goes_on_as_if_it_had_not_stopped() -> None:
+    world = world_of(footage(), 5_000, 2.0, dp_size=4)
+    first = wrong(world.truth, 2.0, 0.3)
+    whole, resumed = (simulate(world, first, steps=120, stop=stop) for stop in (None, 60))
+    assert resumed == whole
+
+
+def test_a_slow_gpu_is_no_wrong_cost() -> None:
+    for slowness in (1.15, 2.0):
+        loop = start()
+        for n in range(8):
+            outcome = loop.update(window((1.0, 1.0, slowness, 1.0), seed=n))
+            assert not outcome.changed, outcome.reason
+            assert "slow, and no reason to change costs: rank 2" in outcome.reason
+        assert loop.speeds[2] == pytest.approx(slowness, rel=0.03)
+        assert loop.fitted is not None
+        assert loop.fitted.budget(1.0, 1e6).m_comp == pytest.approx(loop.calibration.budget.m_comp, rel=0.03)
+
+
+def test_all_gpus_slower_is_a_wrong_cost() -> None:
+    loop = start()
+    for n in range(12):
+        loop.update(window((1.3, 1.3, 1.3), seed=n))
+    slower = power_law(0.02 * 1.3, TRUTH.power_law.b * 1.3, 1.9)
+    assert loop.calibration.budget.m_comp == pytest.approx(slower.budget(1.0, 1e6).m_comp, rel=0.05)
+    assert all(speed < 1.05 for speed in loop.speeds.values())
+
+
+def test_wild_times_count_nothing() -> None:
+    calm, wild = start(), start()
+    for n in range(3):
+        observed = window((1.0, 1.0, 1.0, 1.0), seed=n)
+        calm.update(observed)
+        wild.update([o._replace(seconds=o.seconds * (20 if i % 10 == 0 else 1)) for i, o in enumerate(observed)])
+    assert wild.fitted is not None and calm.fitted is not None
+    assert wild.fitted.power_law.p == pytest.approx(calm.fitted.power_law.p, abs=0.01)
+    assert wild.fitted.predict(1, LENGTHS) == pytest.approx(calm.fitted.predict(1, LENGTHS), rel=0.02)
+
+
+def test_one_window_moves_p_and_the_budget_a_little() -> None:
+    loop = start(wrong(TRUTH, 4.0, 0.3))
+    before = loop.calibration.budget
+    loop.update(window((1.0, 1.0)))
+    after = loop.calibration.budget
+    assert before.p - after.p == pytest.approx(0.08)
+    room = [budget.m_comp / LONGEST**budget.p for budget in (before, after)]
+    assert 1 < room[1] / room[0] < 3
+
+
+def test_without_a_target_the_longest_sample_keeps_setting_it() -> None:
+    first = Calibration(BucketBudget(2 * LONGEST, LONGEST**2.2, 2.2), wrong(TRUTH, 0.5, 0.3))
+    loop = Recalibration(first)
+    for n in range(8):
+        loop.update(window((1.0, 1.0), seed=n))
+    budget = loop.calibration.budget
+    assert budget.p == pytest.approx(1.9, abs=0.01)
+    assert budget.batch_size(LONGEST - 1) == 1
+    assert budget.m_comp == pytest.approx(LONGEST**budget.p)
+    unlimited = Recalibration(Calibration(BucketBudget(LONGEST, math.inf, 2.0), None))
+    assert unlimited.update(window((1.0, 1.0))).calibration.budget.m_comp == math.inf
+
+
+def test_too_little_to_tell_changes_nothing_and_says_so() -> None:
+    for observed, reason in (
+        ([], "no times were observed"),
+        ([Observation(0, 1, 100, math.nan)], "no times were observed"),
+        ([Observation(0, 1, 100, 0.1)] * 9, "1 shapes of 1 sequence lengths"),
+        (window((1.0,), power_law(2.0, TRUTH.power_law.b, 1.9)), "target_sync=1.0 s is not above the 2"),
+    ):
+        loop = start()
+        outcome = loop.update(observed)
+        assert not outcome.changed and reason in outcome.reason
+
+
+def test_peaks_move_the_memory_budget_step_by_step() -> None:
+    loop = start()
+    peaks = {tokens: 2e10 + 2e5 * tokens for tokens in (20_000, 60_000, 100_000)}
+    fits = (8e10 * 0.92 - 2e10) / 2e5
+    seen = []
+    for _ in range(6):
+        outcome = loop.update(window((1.0, 1.0)), peaks, capacity=8e10)
+        seen.append(outcome.calibration.budget.m_mem)
+    assert seen[0] == 2 * LONGEST * 1.25 and "M_mem from 151200 to 189000" in loop_reason(peaks)
+    assert seen[-1] == pytest.approx(fits, rel=0.1)
+    assert sorted(seen) == seen
+
+
+def loop_reason(peaks: dict[int, float]) -> str:
+    return start().update(window((1.0, 1.0)), peaks, capacity=8e10).reason
+
+
+def test_after_an_out_of_memory_peaks_cannot_raise_the_budget_again() -> None:
+    loop = start()
+    loop.limit_memory(50_000)
+    assert loop.calibration.budget.m_mem == 50_000
+    loop.update(window((1.0, 1.0)), {n: 1e9 + n for n in (1000, 2000, 3000)}, capacity=8e10)
+    assert loop.calibration.budget.m_mem == 50_000
+    resumed = start()
+    resumed.load_state_dict(json.loads(json.dumps(loop.state_dict())))
+    assert resumed.calibration == loop.calibration
+    assert resumed.update([], {n: 1e9 + n for n in (1000, 2000, 3000)}, 8e10).calibration.budget.m_mem == 50_000
