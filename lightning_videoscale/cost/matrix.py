@@ -1,0 +1,107 @@
+"""What a shape benchmark measured, and where: a file that both models are fitted to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_videoscale.cost.measurement import Measurement
+
+Outcome = Literal["measured", "out_of_memory", "not_tried"]
+"""``not_tried``: the peaks of smaller micro-batches say that it does not fit, and a rank that runs out of memory would
+leave the others waiting in a collective."""
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """One micro-batch of the benchmark.
+
+    Attributes:
+        frames: Frames F of its samples, or latent frames.
+        height: Their height H.
+        width: Their width W.
+        samples: Batch size B.
+        sequence_length: Tokens S of one sample.
+        outcome: Whether it could be trained on.
+        seconds: Compute time of forward and backward, without waits: the median over the repeats, then over the ranks.
+        spread: (slowest - fastest) / median of the repeats, the largest of the ranks.
+        wait_seconds: Time at synchronisation with other ranks, median likewise.
+        peak_bytes: Highest memory in use of all ranks; None where it cannot be measured.
+    """
+
+    frames: int
+    height: int
+    width: int
+    samples: int
+    sequence_length: int
+    outcome: Outcome = "measured"
+    seconds: float | None = None
+    spread: float | None = None
+    wait_seconds: float | None = None
+    peak_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class ShapeMatrix:
+    """The rows of a benchmark and what they hold for.
+
+    Attributes:
+        rows: In the order in which they were measured.
+        provenance: Versions, device, strategy, precision, module: what two matrices must share to be comparable. Of
+            these, `differences` compares those that decide over time and memory.
+        capacity_bytes: Memory that a process could use, the least of all ranks; None where there is no such limit.
+    """
+
+    rows: tuple[MatrixRow, ...]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    capacity_bytes: float | None = None
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        """What `StepTimeModel.fit` and `MemoryModel.fit` take."""
+        return [
+            Measurement(row.samples, row.sequence_length, row.seconds, row.peak_bytes)
+            for row in self.rows
+            if row.outcome == "measured" and row.seconds is not None
+        ]
+
+    def differences(self, provenance: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+        """What a run differs in from the one that was measured, as ``name: then, now``."""
+        return [
+            f"{name}: {self.provenance.get(name)!r} measured, {provenance.get(name)!r} now"
+            for name in names
+            if self.provenance.get(name) != provenance.get(name)
+        ]
+
+    def save(self, file: str | Path) -> None:
+        """Writes the matrix as JSON."""
+        content = {
+            "format": _FORMAT,
+            "provenance": dict(self.provenance),
+            "capacity_bytes": self.capacity_bytes,
+            "rows": [asdict(row) for row in self.rows],
+        }
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, file: str | Path) -> ShapeMatrix:
+        """Reads what `save` wrote.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it is no matrix, or one of another format.
+        """
+        try:
+            content = json.loads(Path(file).read_text(encoding="utf-8"))
+            if content["format"] != _FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, this release reads {_FORMAT}")
+            rows = tuple(MatrixRow(**row) for row in content["rows"])
+            return cls(rows, content["provenance"], content["capacity_bytes"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file} is no matrix of `videoscale benchmark-shapes`: {error}.") from error

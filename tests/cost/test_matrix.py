@@ -1,0 +1,70 @@
+"""A benchmark's file, written, read back and fitted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_videoscale.cost import MatrixRow, MemoryModel, ShapeMatrix, StepTimeModel
+
+
+def _matrix() -> ShapeMatrix:
+    """Seconds = 0.01 + 1e-5 S B + 1e-9 S² B, bytes = 1e9 + 5e5 S B, on a device of 20 GB."""
+    rows = [
+        MatrixRow(
+            frames=s // 100,
+            height=20,
+            width=20,
+            samples=b,
+            sequence_length=s,
+            seconds=0.01 + 1e-5 * b * s + 1e-9 * b * s * s,
+            spread=0.01,
+            wait_seconds=0.002,
+            peak_bytes=1e9 + 5e5 * b * s,
+        )
+        for s in (300, 1000, 3000, 10_000, 30_000)
+        for b in (1, 2, 4)
+        if b * s <= 30_000
+    ]
+    rows.append(MatrixRow(300, 20, 20, 2, 30_000, "out_of_memory"))
+    return ShapeMatrix(tuple(rows), {"gpu": "a GPU", "precision": "bf16-mixed"}, capacity_bytes=20e9)
+
+
+def test_what_is_saved_is_read_back_and_fitted(tmp_path: Path) -> None:
+    matrix = _matrix()
+    matrix.save(tmp_path / "folder" / "matrix.json")
+    read = ShapeMatrix.load(tmp_path / "folder" / "matrix.json")
+    assert read == matrix
+
+    step_time = StepTimeModel.fit(read.measurements)
+    assert step_time.predict(3, 5000) == pytest.approx(0.01 + 0.15 + 0.075, rel=1e-6)
+    memory = MemoryModel.fit(read.measurements)
+    # 5 % of 20 GB are kept free, 1 GB is taken before the first token, each of which takes 500 kB.
+    assert memory.m_mem(read.capacity_bytes or 0.0) == pytest.approx((19e9 - 1e9) / 5e5, rel=1e-6)
+
+
+def test_what_did_not_fit_is_no_measurement() -> None:
+    matrix = _matrix()
+    assert len(matrix.measurements) == len(matrix.rows) - 1
+    assert all(m.samples * m.sequence_length <= 30_000 for m in matrix.measurements)
+
+
+def test_the_difference_to_a_run_is_named() -> None:
+    matrix = _matrix()
+    names = ("gpu", "precision")
+    assert matrix.differences({"gpu": "a GPU", "precision": "bf16-mixed"}, names) == []
+    assert matrix.differences({"gpu": "another", "precision": "bf16-mixed"}, names) == [
+        "gpu: 'a GPU' measured, 'another' now"
+    ]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", json.dumps({"format": 99, "rows": []}), '{"format": 1, "rows": [1]}']
+)
+def test_another_file_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "matrix.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"matrix\.json is no matrix of"):
+        ShapeMatrix.load(file)
