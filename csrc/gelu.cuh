@@ -29,7 +29,7 @@ struct ForwardArguments {
 
 struct BackwardArguments {
     Rows dy, x;
-    Activation* dx;
+    Activation *dx, *y;  // y, the forward's output, null where it is not wanted again
     float* parts;  // (shares, columns), or null where no sums are wanted
     int rows, columns;
 };
@@ -61,10 +61,11 @@ __device__ __forceinline__ float sigmoid_of_w(float x, float square) {
 
 __device__ __forceinline__ float gelu(float x) { return x * sigmoid_of_w(x, x * x); }
 
-// σ + x σ' = σ + σ (1 - σ) x dw/dx.
-__device__ __forceinline__ float gelu_slope(float x) {
+// σ + x σ' = σ + σ (1 - σ) x dw/dx. Leaves y in the place of x, with the forward's bits.
+__device__ __forceinline__ float gelu_slope(float& x) {
     const float square = x * x, sigmoid = sigmoid_of_w(x, square);
     const float x_dw = x * fmaf(3.f * CUBIC, square, LINEAR);
+    x *= sigmoid;
     return fmaf(fmaf(-sigmoid, sigmoid, sigmoid), x_dw, sigmoid);
 }
 
@@ -120,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
                 sums[j] += dx[j];
             }
             store<Activation>(a.dx + (long long)(first + r) * a.columns + column, dx);
+            if (a.y != nullptr) store<Activation>(a.y + (long long)(first + r) * a.columns + column, v);
         }
     }
     if (a.parts == nullptr) return;

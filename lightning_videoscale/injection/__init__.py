@@ -5,6 +5,7 @@
 - `fused_block`: `FusedBlock`, how one class of blocks is replaced.
 - `wan_blocks`, `wan_attention`, `wan_timesteps`: the fused forwards of diffusers' Wan 2.1 / 2.2 / TI2V: its blocks, its
   attention, and the embedding of timesteps that repeat over tokens.
+- `feed_forward`: the fused forward of diffusers' feed-forward with the tanh GELU.
 - `dit_block`: `dit_block`, the fused forward of DiT's block and of every fork's with the same attributes.
 - `wan`: Wan's split plan and its attention over a split sequence.
 

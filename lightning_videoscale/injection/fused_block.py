@@ -33,6 +33,10 @@ def _supports_all(module: nn.Module) -> str | None:
     return None
 
 
+def _every_one(module: nn.Module) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class FusedBlock:
     """How blocks of one class get a forward that uses fused kernels.
@@ -47,6 +51,8 @@ class FusedBlock:
         known_forwards: `source_hash` of every original forward that the new one stands for. None means any, for
             classes whose code you own.
         objection: Returns why one block cannot be replaced, None if it can.
+        is_meant: Whether a module of that class is such a block at all, where one class has many uses; the others are
+            not in the report.
         only_with: Path of another class, of which no block in the model may keep its own forward; None if this one does
             not depend on others.
     """
@@ -56,6 +62,7 @@ class FusedBlock:
     what: str
     known_forwards: frozenset[str] | None = None
     objection: Callable[[nn.Module], str | None] = _supports_all
+    is_meant: Callable[[nn.Module], bool] = _every_one
     only_with: str | None = None
 
     def refusal(self, module: nn.Module) -> str | None:

@@ -9,6 +9,7 @@ from typing import get_args
 from torch import nn
 
 from lightning_videoscale.injection.dit_block import DIT_BLOCK
+from lightning_videoscale.injection.feed_forward import FEED_FORWARD
 from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, fused_class
 from lightning_videoscale.injection.report import InjectionReport, Skipped
 from lightning_videoscale.injection.wan_attention import WAN_ATTENTION
@@ -16,7 +17,7 @@ from lightning_videoscale.injection.wan_blocks import WAN_BLOCK
 from lightning_videoscale.injection.wan_timesteps import WAN_TIMESTEPS
 from lightning_videoscale.kernels.backend import BackendName
 
-KNOWN_BLOCKS = (WAN_BLOCK, WAN_ATTENTION, WAN_TIMESTEPS, DIT_BLOCK)
+KNOWN_BLOCKS = (WAN_BLOCK, WAN_ATTENTION, WAN_TIMESTEPS, FEED_FORWARD, DIT_BLOCK)
 """The blocks that are known without your help."""
 
 _ALREADY = "uses fused kernels already"
@@ -55,7 +56,7 @@ def inject_fused_kernels(
     _refuse_compiled(model, blocks)
     report = InjectionReport(type(model).__name__)
     found = [(path, module, _block_for(type(module), blocks)) for path, module in model.named_modules()]
-    known = [(path, module, block) for path, module, block in found if block is not None]
+    known = [(path, module, block) for path, module, block in found if block is not None and block.is_meant(module)]
     for path, module, block in sorted(known, key=lambda entry: entry[2].only_with is not None):
         reason = _refusal(module, block) or _missing_others(block, model)
         if reason is None:

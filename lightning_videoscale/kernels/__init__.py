@@ -3,7 +3,8 @@
 - `norm_modulate`: LayerNorm or RMSNorm, then * (1 + scale) + shift, the adaptive norm of diffusion transformers.
 - `gate_residual`: residual + gate * branch.
 - `gate_residual_norm_modulate`: both in turn, the seam between two branches of a block.
-- `gelu`: the GELU after a Linear, whose bias gradient it takes along.
+- `gelu`: the GELU after a Linear, whose bias gradient it takes along; `gelu_linear`: with the Linear after it, both of
+  which then keep one activation for backward instead of two.
 - `qk_norm_rope`: norm and rotation of q and k; `qk_norm_rope_sharded`: with a token's heads spread over ranks.
 
 The first three share their vocabulary (`rows`), the choice of a backend (`backend`) and the way of the modulation to it
@@ -13,6 +14,7 @@ The first three share their vocabulary (`rows`), the choice of a backend (`backe
 from lightning_videoscale.kernels.gate_residual import gate_residual
 from lightning_videoscale.kernels.gate_residual_norm_modulate import gate_residual_norm_modulate
 from lightning_videoscale.kernels.gelu import gelu
+from lightning_videoscale.kernels.gelu_linear import gelu_linear
 from lightning_videoscale.kernels.norm_modulate import norm_modulate
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope, rope_per_pair
 from lightning_videoscale.kernels.qk_norm_rope_sharded import qk_norm_rope_sharded
@@ -21,6 +23,7 @@ __all__ = [
     "gate_residual",
     "gate_residual_norm_modulate",
     "gelu",
+    "gelu_linear",
     "norm_modulate",
     "qk_norm_rope",
     "qk_norm_rope_sharded",

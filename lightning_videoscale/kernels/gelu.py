@@ -37,11 +37,13 @@ class GeluBackend(Protocol):
     def forward(self, x: Tensor) -> Tensor:
         """Returns gelu(x), (N, F) in x's dtype, contiguous."""
 
-    def backward(self, dy: Tensor, x: Tensor, *, sums: bool) -> tuple[Tensor, Tensor | None]:
-        """Returns dx, (N, F) in x's dtype, and its sum over the rows.
+    def backward(
+        self, dy: Tensor, x: Tensor, *, sums: bool, again: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns dx, (N, F) in x's dtype, its sum over the rows, and what forward returned.
 
-        That is (F,) in float32, float64 for such an x, added up in a fixed order before dx is rounded; None unless
-        ``sums``.
+        The sum is (F,) in float32, float64 for such an x, added up in a fixed order before dx is rounded; None unless
+        ``sums``. The third has forward's bits; None unless ``again``.
         """
 
 
@@ -71,6 +73,17 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, backend: BackendName = "auto"
 
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, section 2.
     """
+    check_gelu(x, bias)
+    y: Tensor = torch.ops.lightning_videoscale.gelu(x, bias, backend)
+    return y
+
+
+def check_gelu(x: Tensor, bias: Tensor | None) -> None:
+    """Checks x, and the bias against it.
+
+    Raises:
+        ValueError: If shapes, dtypes or devices do not fit.
+    """
     if x.ndim == 0 or not x.is_floating_point():
         raise ValueError(f"x must be floating, (..., F); got {x.dtype} of shape {tuple(x.shape)}.")
     if bias is not None and (bias.shape != x.shape[-1:] or not bias.is_floating_point()):
@@ -79,8 +92,6 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, backend: BackendName = "auto"
             f"shape {tuple(bias.shape)}."
         )
     check_devices(x, bias)
-    y: Tensor = torch.ops.lightning_videoscale.gelu(x, bias, backend)
-    return y
 
 
 def _choose(asked: str, rows: Tensor) -> GeluBackend:
@@ -98,20 +109,25 @@ def _forward_fake(x: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _backward(dy: Tensor, x: Tensor, bias_dtype: torch.dtype | None, backend: str) -> tuple[Tensor, Tensor]:
+def _backward(
+    dy: Tensor, x: Tensor, bias_dtype: torch.dtype | None, again: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
     if not x.numel():
-        return x.new_empty(x.shape), _no_sums(x, bias_dtype)
+        return _backward_fake(dy, x, bias_dtype, again, backend)
     rows = as_rows(x)
-    dx, dbias = _choose(backend, rows).backward(as_rows(dy), rows, sums=bias_dtype is not None)
-    return dx.view(x.shape), empty(x) if dbias is None else dbias.to(bias_dtype)
+    dx, dbias, y = _choose(backend, rows).backward(as_rows(dy), rows, sums=bias_dtype is not None, again=again)
+    return (
+        dx.view(x.shape),
+        empty(x) if dbias is None else dbias.to(bias_dtype),
+        empty(x) if y is None else y.view(x.shape),
+    )
 
 
-def _no_sums(x: Tensor, bias_dtype: torch.dtype | None) -> Tensor:
-    return empty(x) if bias_dtype is None else x.new_zeros(x.shape[-1], dtype=bias_dtype)
-
-
-def _backward_fake(dy: Tensor, x: Tensor, bias_dtype: torch.dtype | None, backend: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), _no_sums(x, bias_dtype)
+def _backward_fake(
+    dy: Tensor, x: Tensor, bias_dtype: torch.dtype | None, again: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dbias = empty(x) if bias_dtype is None else x.new_zeros(x.shape[-1], dtype=bias_dtype)
+    return x.new_empty(x.shape), dbias, x.new_empty(x.shape) if again else empty(x)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -122,14 +138,15 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     (x,) = ctx.saved_tensors
-    dx, dbias = torch.ops.lightning_videoscale.gelu_backward(dy, x, ctx.bias_dtype, ctx.backend)
+    dx, dbias, _ = torch.ops.lightning_videoscale.gelu_backward(dy, x, ctx.bias_dtype, False, ctx.backend)
     needs_x, needs_bias = ctx.needs_input_grad[:2]
     return dx if needs_x else None, dbias if needs_bias else None, None
 
 
 torch.library.define(_FORWARD, "(Tensor x, Tensor? bias, str backend) -> Tensor")
 torch.library.define(
-    _BACKWARD, "(Tensor dy, Tensor x, ScalarType? bias_dtype, str backend) -> (Tensor dx, Tensor dbias)"
+    _BACKWARD,
+    "(Tensor dy, Tensor x, ScalarType? bias_dtype, bool again, str backend) -> (Tensor dx, Tensor dbias, Tensor y)",
 )
 torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
 torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)

@@ -48,7 +48,7 @@ def _fit(fused: bool, per_token_timesteps: bool | str) -> tuple[list[float], dic
 def test_two_ranks_with_kernels_equal_one_without(ranks: Ranks, per_token_timesteps: bool | str) -> None:
     losses, gradients, _ = ranks(1).run(_fit, False, per_token_timesteps)[0]
     for got_losses, got_gradients, replaced in ranks(2).run(_fit, True, per_token_timesteps):
-        assert len(replaced) == 7  # two blocks with two attentions each, and the timesteps' embedding
+        assert len(replaced) == 9  # two blocks with three parts each, and the timesteps' embedding
         assert got_losses == pytest.approx(losses, rel=1e-10)
         # Each rank sums scale and shift gradients over its own tokens only; DDP's average must complete them once.
         assert gradient_error(got_gradients, gradients) <= 1e-10

@@ -1,4 +1,4 @@
-"""What a Wan block keeps for backward: fused, no more than compiled; with the norms recomputed, a quarter less."""
+"""What a Wan block keeps for backward: fused, a fifth less than compiled; with the norms recomputed, half."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning_videoscale.injection import inject_fused_kernels
 from tests.injection.kept import ACTIVATION, CHANNELS, FEED_FORWARD, MODES, kept_bytes, kept_storages, wan_block
 from tests.injection.test_wan_blocks import CASES, Case, prepared, run
 
-NO_NORM_OUTPUT = 9 + 2 * FEED_FORWARD / CHANNELS
-"""q, k, v and result of self-attention, q and result of cross-attention, three branches, and the feed-forward's two."""
+NO_NORM_OUTPUT = 9 + FEED_FORWARD / CHANNELS
+"""q, k, v and result of self-attention, q and result of cross-attention, three branches, what the GELU is given."""
 SMALL = 0.35  # statistics, logsumexp, a token of text
 
 
@@ -23,16 +23,16 @@ def activations(mode: str) -> float:
     return kept_bytes(wan_block(**MODES[mode])) / ACTIVATION
 
 
-def test_fused_blocks_keep_no_more_than_compiled_ones() -> None:
-    assert activations("fused") <= activations("compiled") < 0.8 * activations("eager")
-    assert activations("fused, compiled") <= activations("compiled")
+def test_fused_blocks_keep_a_fifth_less_than_compiled_ones() -> None:
+    assert activations("fused") < 0.8 * activations("compiled") < 0.8 * 0.8 * activations("eager")
+    assert activations("fused, compiled") < 0.8 * activations("compiled")  # the GELU's output is not kept
 
 
 def test_recomputed_norm_outputs_are_not_kept() -> None:
     assert activations("fused, norms recomputed") < NO_NORM_OUTPUT + 2 + SMALL  # two states of the residual stream
     assert activations("fused, compiled, norms recomputed") < NO_NORM_OUTPUT + SMALL
     for mode in ("fused, norms recomputed", "fused, compiled, norms recomputed"):
-        assert activations(mode) < 0.8 * activations("compiled")
+        assert activations(mode) < 0.6 * activations("compiled")
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -96,7 +96,7 @@ def test_same_output_and_gradients_in_float64(case: Case) -> None:
     with prepared(case, torch.float64) as (model, inputs):
         output, gradients = run(model, inputs)
         report = inject_fused_kernels(model)
-        assert len(report.replaced) == 7 and not report.skipped  # two blocks with two attentions each, and timesteps
+        assert len(report.replaced) == 9 and not report.skipped  # two blocks with three parts each, and timesteps
         fused_output, fused_gradients = run(model, inputs)
     assert output.dtype is torch.float64
     torch.testing.assert_close(fused_output, output, rtol=1e-12, atol=1e-12)
@@ -205,7 +205,7 @@ def test_an_unknown_version_is_skipped_with_a_warning(monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(model.blocks[0]), "forward", forward)
     with pytest.warns(UserWarning, match=r"skipped 2 WanTransformerBlock .*its forward in diffusers 0\.\d+"):
         report = inject_fused_kernels(model)
-    assert {replaced.class_name for replaced in report.replaced} == {"WanAttention"}
+    assert {replaced.class_name for replaced in report.replaced} == {"WanAttention", "FeedForward"}
     assert [skipped.path for skipped in report.skipped] == ["blocks.0", "blocks.1", "condition_embedder"]
 
 
@@ -216,7 +216,7 @@ def test_a_block_that_someone_changed_is_skipped_with_the_reason() -> None:
     model.blocks[2].forward = model.blocks[2].forward
     with pytest.warns(UserWarning):
         report = inject_fused_kernels(model)
-    assert {replaced.class_name for replaced in report.replaced} == {"WanAttention"}
+    assert {replaced.class_name for replaced in report.replaced} == {"WanAttention", "FeedForward"}
     reasons = [skipped.reason for skipped in report.skipped]
     assert "norm1 is not diffusers' FP32LayerNorm" in reasons[0] and "LayerNorm((48,)" in reasons[0]
     assert "norm3 has forward hooks" in reasons[1]

@@ -143,7 +143,7 @@ def test_opcheck(bias: torch.dtype | None) -> None:
     x = draw(2, 3, 8, dtype=torch.bfloat16).requires_grad_()
     b = None if bias is None else torch.zeros(8, dtype=bias, requires_grad=True)
     torch.library.opcheck(OPS.gelu.default, (x, b, "auto"))
-    torch.library.opcheck(OPS.gelu_backward.default, (torch.ones_like(x), x.detach(), bias, "auto"))
+    torch.library.opcheck(OPS.gelu_backward.default, (torch.ones_like(x), x.detach(), bias, True, "auto"))
 
 
 def test_no_graph_break() -> None:
@@ -213,9 +213,9 @@ def test_a_gradient_that_nobody_asks_for(monkeypatch: pytest.MonkeyPatch) -> Non
     asked: list[bool] = []
     backward = reference.backward
 
-    def spy(dy: Tensor, x: Tensor, *, sums: bool) -> Any:
+    def spy(dy: Tensor, x: Tensor, *, sums: bool, again: bool) -> Any:
         asked.append(sums)
-        return backward(dy, x, sums=sums)
+        return backward(dy, x, sums=sums, again=again)
 
     monkeypatch.setattr(reference, "backward", spy)
     x = draw(4, 8).requires_grad_()

@@ -13,7 +13,7 @@ from lightning_videoscale.kernels.cuda.variant import TYPES
 
 # Layouts of the kernels' arguments. Rows are an address and a stride in bytes.
 _ROWS = "Pq"
-_FORWARD_LAYOUT, _BACKWARD_LAYOUT, _FINALIZE_LAYOUT = f"{_ROWS}Pii", f"{_ROWS * 2}PPii", "PPii"
+_FORWARD_LAYOUT, _BACKWARD_LAYOUT, _FINALIZE_LAYOUT = f"{_ROWS}Pii", f"{_ROWS * 2}PPPii", "PPii"
 _ROWS_AT_ONCE = 4  # of a thread, see the source
 _FINALIZE_COLUMNS, _FINALIZE_BLOCK = 32, (8, 32, 1)
 # Threads of a multiprocessor: backward keeps twice the loads and the sums in its registers.
@@ -100,20 +100,25 @@ def forward(x: Tensor) -> Tensor:
     return y
 
 
-def backward(dy: Tensor, x: Tensor, *, sums: bool) -> tuple[Tensor, Tensor | None]:
+def backward(dy: Tensor, x: Tensor, *, sums: bool, again: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """See `GeluBackend.backward`."""
     (n, f), dx = x.shape, x.new_empty(x.shape)
     plan = _plan(f, x.dtype, x.get_device())
     grid = plan.grid(n, backward=True)
+    y = x.new_empty(x.shape) if again else None
     parts = x.new_empty((grid[1], f), dtype=torch.float32) if sums else None
-    address = 0 if parts is None else parts.data_ptr()
-    plan.backward(grid, plan.block, *_rows(dy), *_rows(x), dx.data_ptr(), address, n, f)
+    plan.backward(grid, plan.block, *_rows(dy), *_rows(x), dx.data_ptr(), _address(y), _address(parts), n, f)
     if parts is None:
-        return dx, None
+        return dx, None, y
     total = x.new_empty(f, dtype=torch.float32)
-    plan.finalize((-(-f // _FINALIZE_COLUMNS), 1, 1), _FINALIZE_BLOCK, address, total.data_ptr(), grid[1], f)
-    return dx, total
+    columns = -(-f // _FINALIZE_COLUMNS)
+    plan.finalize((columns, 1, 1), _FINALIZE_BLOCK, parts.data_ptr(), total.data_ptr(), grid[1], f)
+    return dx, total, y
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.stride(0) * x.element_size()
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

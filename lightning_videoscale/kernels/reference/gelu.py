@@ -17,8 +17,8 @@ def forward(x: Tensor) -> Tensor:
     return F.gelu(x.contiguous(), approximate="tanh")
 
 
-def backward(dy: Tensor, x: Tensor, *, sums: bool) -> tuple[Tensor, Tensor | None]:
+def backward(dy: Tensor, x: Tensor, *, sums: bool, again: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """See `GeluBackend.backward`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     dx = torch.ops.aten.gelu_backward(dy.contiguous().to(wide), x.contiguous().to(wide), approximate="tanh")
-    return dx.to(x.dtype), dx.sum(dim=0) if sums else None
+    return dx.to(x.dtype), dx.sum(dim=0) if sums else None, forward(x) if again else None

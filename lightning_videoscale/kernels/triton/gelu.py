@@ -37,24 +37,25 @@ def forward(x: Tensor) -> Tensor:
     return y
 
 
-def backward(dy: Tensor, x: Tensor, *, sums: bool) -> tuple[Tensor, Tensor | None]:
+def backward(dy: Tensor, x: Tensor, *, sums: bool, again: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """See `GeluBackend.backward`."""
     (n, f), dx = x.shape, x.new_empty(x.shape)
+    y = x.new_empty(x.shape) if again else None
     columns, shares = _launch(x)
     partials = x.new_empty(shares, f, dtype=torch.float32) if sums else None
     with _on(x):
         backward_kernel[(triton.cdiv(f, columns), shares)](
-            dy, x, dx, partials, dy.stride(0), x.stride(0), n, shares,
+            dy, x, dx, y, partials, dy.stride(0), x.stride(0), n, shares,
             F=f, ROWS=_ROWS, COLUMNS=columns, num_warps=_WARPS,
         )  # fmt: skip
         if partials is None:
-            return dx, None
+            return dx, None, y
         total = x.new_empty(f, dtype=torch.float32)
         finalize_kernel[(1, triton.cdiv(f, _FINALIZE_COLUMNS), 1)](
             partials, total, None, None, None, None, None, shares, _ROWS, n, shares,
             D=f, COLUMNS=_FINALIZE_COLUMNS, LINES=_FINALIZE_LINES, ALL_ROWS=True,
         )  # fmt: skip
-    return dx, total
+    return dx, total, y
 
 
 def _launch(x: Tensor) -> tuple[int, int]:

@@ -20,16 +20,16 @@ def forward_kernel(X, Y, x_stride, rows, shares, F: tl.constexpr, ROWS: tl.const
         row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (row < rows) & (columns < F)[None, :]
         x = tl.load(X + row * x_stride + columns[None, :], inside, 0.0).to(tl.float32)
-        y = x / (1 + tl.exp(-x * (_LINEAR + _CUBIC * x * x)))
+        y = x / (1 + tl.exp(-x * (_LINEAR + _CUBIC * (x * x))))
         tl.store(Y + row * F + columns[None, :], y.to(Y.dtype.element_ty), inside)
 
 
 @triton.jit
 def backward_kernel(
-    DY, X, DX, PARTIALS, dy_stride, x_stride, rows, shares,
+    DY, X, DX, Y, PARTIALS, dy_stride, x_stride, rows, shares,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Likewise of dx; share s leaves the sum of its rows in ``PARTIALS[s]`` of (shares, F), where there is one."""
+    """Likewise of dx, and of y where it is wanted; PARTIALS, where there are any, are the sums of each share's rows."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(tl.program_id(1) * ROWS, rows, shares * ROWS):
@@ -38,10 +38,13 @@ def backward_kernel(
         x = tl.load(X + row * x_stride + columns[None, :], inside, 0.0).to(tl.float32)
         dy = tl.load(DY + row * dy_stride + columns[None, :], inside, 0.0).to(tl.float32)
         square = x * x
-        sigmoid = 1 / (1 + tl.exp(-x * (_LINEAR + _CUBIC * square)))
+        denominator = 1 + tl.exp(-x * (_LINEAR + _CUBIC * square))
+        sigmoid = 1 / denominator
         slope = x * (_LINEAR + 3 * _CUBIC * square)  # x · dw/dx
         dx = dy * (sigmoid + sigmoid * (1 - sigmoid) * slope)
         tl.store(DX + row * F + columns[None, :], dx.to(DX.dtype.element_ty), inside)
+        if Y is not None:
+            tl.store(Y + row * F + columns[None, :], (x / denominator).to(Y.dtype.element_ty), inside)
         total += dx
     if PARTIALS is not None:
         share = tl.program_id(1).to(tl.int64)
