@@ -1,0 +1,79 @@
+"""diffusers' feed-forward with the tanh GELU (Wan, and other models) fused.
+
+The bias gradient of its first Linear costs no pass of its own, and its activations are kept once for backward instead
+of twice, before the GELU but not after.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_videoscale.injection.fused_block import FusedBlock, class_path, original_forward, source_hash
+from lightning_videoscale.kernels import gelu_linear
+
+_FEED_FORWARDS = frozenset({"2534be46672c7017"})  # diffusers 0.37 to 0.42
+_GELU_FORWARDS = frozenset({"3640c152cb8c0d01", "d6728e812cd51ebb"})  # diffusers 0.37 to 0.40, 0.41 and 0.42
+
+
+def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The fused forward; where somebody has changed a Linear meanwhile, the original, which calls whatever is there."""
+    if args or kwargs or _changed(self) is not None:
+        unfused: Tensor = original_forward(self)(hidden_states, *args, **kwargs)
+        return unfused
+    first, second = self.net[0].proj, self.net[2]
+    x = F.linear(hidden_states, first.weight, None if first.bias is None else first.bias.detach())
+    return gelu_linear(x, second.weight, second.bias, x_bias=first.bias, backend=self.kernel_backend)
+
+
+def _changed(feed_forward: Any) -> str | None:
+    """Returns which part is not as diffusers makes it, since the fused forward calls none of them; None if all are.
+
+    A Linear may have been given LoRA, parametrizations, a quantised weight, hooks or a home elsewhere.
+    """
+    activation, dropout, second = feed_forward.net
+    for name, linear in (("net.0.proj", activation.proj), ("net.2", second)):
+        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+            return f"{name} is no Linear of its own weight, but {class_path(type(linear))}"
+    if dropout.p and feed_forward.training:
+        return f"net.1 drops {dropout.p} of the activations"
+    for name, part in (("net.0", activation), ("net.0.proj", activation.proj), ("net.2", second)):
+        if _has_hooks(part):
+            return f"{name} has forward hooks, which would not be called"
+    return None
+
+
+def _has_hooks(module: Any) -> bool:
+    """Whether calling it does more than its class says. ZeRO gathers parameters wherever they are read."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return "forward" in module.__dict__ or not all(hook.__module__.startswith("deepspeed.") for hook in hooks)
+
+
+def _is_meant(module: nn.Module) -> bool:
+    """Whether it is a feed-forward around the tanh GELU; diffusers has one class for all its activations."""
+    net: Any = getattr(module, "net", ())
+    return (
+        len(net) == 3
+        and class_path(type(net[0])) == "diffusers.models.activations.GELU"
+        and net[0].approximate == "tanh"
+        and type(net[1]) is nn.Dropout
+    )
+
+
+def _objection(module: nn.Module) -> str | None:
+    activation: Any = module.get_submodule("net.0")
+    if source_hash(type(activation).forward) not in _GELU_FORWARDS:
+        return "the forward of net.0, its GELU, is not one that the fused forward was written for"
+    return _changed(module)
+
+
+FEED_FORWARD = FusedBlock(
+    class_path="diffusers.models.attention.FeedForward",
+    forward=_forward,
+    what="the GELU and the Linear after it: gelu_linear",
+    known_forwards=_FEED_FORWARDS,
+    objection=_objection,
+    is_meant=_is_meant,
+)
