@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_videoscale.cost import BucketBudget, StepTimeModel
+from lightning_videoscale.cost import BucketBudget, Calibration, StepTimeModel
 from lightning_videoscale.data.advice import warn_of_ignored, warn_of_oversized, warn_of_refused, warn_of_shapeless
 from lightning_videoscale.data.agreement import (
     align_counters,
@@ -30,6 +30,7 @@ from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossWeighting, SampleTable
 from lightning_videoscale.data.planning.stream import draws_per_epoch
 from lightning_videoscale.data.reader import MicroBatchReader
+from lightning_videoscale.data.replanning import replan
 from lightning_videoscale.data.shapes import ShapePolicy
 from lightning_videoscale.data.shards import ShardError, expand_shards
 from lightning_videoscale.topology import topology_of
@@ -112,6 +113,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._sources: list[int] = []
         self._sampler: PlannedSampler | None = None
         self._state: Mapping[str, Any] | None = None
+        self._adopted: Calibration | None = None
         if val_shards is None and type(self).val_dataloader is VideoDataModule.val_dataloader:
             # Lightning validates unless the hook is its own: an empty list would be a warning in every run.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -186,20 +188,37 @@ class VideoDataModule(pl.LightningDataModule):
         """Returns what of the epoch is done, the same on every rank; nothing outside of training."""
         if self._sampler is None or self.trainer is None:
             return dict(self._state) if self._state is not None else {}
-        progress = self._sampler.progress
         count: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        state = progress.state_dict(count.processed if self._sampler.is_started else progress.done)
-        return {**state, "shards": contents_of(self._index("shards"))}
+        state = self._sampler.state_dict(count.processed if self._sampler.is_started else self._sampler.taken)
+        calibration = {} if self._adopted is None else {"calibration": self._adopted.to_dict()}
+        return {**state, **calibration, "shards": contents_of(self._index("shards"))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a state: the next train_dataloader begins there."""
+        """Goes on from a state: the next train_dataloader begins there, with what was adopted before."""
         self._state = state_dict
+        if "calibration" in state_dict:
+            self._take(Calibration.from_dict(state_dict["calibration"]))
 
-    def adopt(self, step_time: StepTimeModel) -> None:
-        """Balances by another step-time model from the next epoch on; to be called on every rank alike."""
-        self._step_time = step_time
-        if self.trainer is not None:
-            self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
+    def adopt(self, calibration: Calibration) -> None:
+        """Plans by other costs and budgets, from the first step on that no rank has begun to read.
+
+        Collective: to be called on every rank alike, on ``on_train_start`` or between micro-batches. What was adopted
+        is part of the checkpoint, and goes before the constructor's arguments when a run goes on.
+
+        Raises:
+            ValueError: On every rank, if the ranks' plans differ.
+        """
+        self._take(calibration)
+        if self.trainer is None:
+            return
+        self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
+        if self._sampler is not None:
+            budget, step_time = calibration.budget, calibration.step_time
+            replan(self.trainer, self._sampler, replace(self._sampler.planner, budget=budget, step_time=step_time))
+
+    def _take(self, calibration: Calibration) -> None:
+        self._adopted = calibration
+        self._budget, self._step_time = calibration.budget, calibration.step_time
 
     @property
     def planner(self) -> BucketPlanner | None:

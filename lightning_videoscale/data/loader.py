@@ -27,8 +27,8 @@ class PlannedSampler(Sampler[MicroBatch]):
 
     Attributes:
         planner: Makes the plan of an epoch.
-        progress: Where the run stood when it began, or when the epoch did.
         is_started: Whether the pass of this epoch has begun.
+        taken: Micro-batches of this epoch that were taken to be read, those before a resumed pass included.
     """
 
     def __init__(
@@ -47,9 +47,14 @@ class PlannedSampler(Sampler[MicroBatch]):
         self._on_resume = on_resume
         self.is_started = False
         if state is not None:
-            self.progress = Progress.resume(planner, state)
+            self._begin(Progress.resume(planner, state))
         else:
-            self.progress = Progress.start(planner, 0 if repeat_first_epoch else epoch)
+            self._begin(Progress.start(planner, 0 if repeat_first_epoch else epoch))
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run stood when this pass began; after `replan`, where it stands when the new plan does."""
+        return self._parts[-1]
 
     @property
     def plan(self) -> EpochPlan:
@@ -62,17 +67,51 @@ class PlannedSampler(Sampler[MicroBatch]):
         if self._repeat_first_epoch:
             return
         if epoch != self.progress.epoch:
-            self.progress = Progress.start(self.planner, epoch)
+            self._begin(Progress.start(self.planner, epoch))
         elif self.progress.done and self._on_resume is not None:
             self._on_resume(self.progress.done)
 
+    def replan(self, planner: BucketPlanner, taken: int) -> None:
+        """Plans by another planner from now on: the rest of this pass, and the next ones.
+
+        Args:
+            planner: Makes the plans, for as many ranks and micro-batches.
+            taken: Micro-batches of this epoch that any rank has taken: the steps that they belong to stay.
+        """
+        self.planner = planner
+        rest = self.progress.replan(planner, taken)
+        if rest is None:
+            return
+        if not self.is_started:
+            self._begin(rest)
+        elif rest.counted == self.progress.counted:  # what was to come after these steps never began
+            self._parts[-1] = rest
+        else:
+            self._parts.append(rest)
+
+    def state_dict(self, micro_batches: int) -> dict[str, Any]:
+        """Returns the state of the epoch after a number of micro-batches, see `Progress.state_dict`."""
+        begun = [part for part in self._parts if part.counted <= micro_batches] or self._parts[:1]
+        return begun[-1].state_dict(micro_batches)
+
     def __iter__(self) -> Iterator[MicroBatch]:
         self.is_started = True
-        progress = self.progress
-        yield from progress.plan.micro_batches_of(self._dp_rank, first=progress.steps * progress.micro_batches)
+        part = 0
+        while part < len(self._parts):  # a part may be added meanwhile
+            progress = self._parts[part]
+            for micro_batch in progress.plan.micro_batches_of(self._dp_rank, progress.done - progress.counted):
+                if part + 1 < len(self._parts) and self.taken == self._parts[part + 1].counted:
+                    break
+                self.taken += 1
+                yield micro_batch
+            part += 1
 
     def __len__(self) -> int:
         return len(self.progress)
+
+    def _begin(self, progress: Progress) -> None:
+        self._parts = [progress]
+        self.taken = progress.done
 
 
 class PlannedLoader:

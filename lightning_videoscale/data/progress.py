@@ -72,6 +72,19 @@ class Progress:
         whole_steps = -(-state["micro_batches_done"] // planner.micro_batches)
         return cls(epoch, planner.plan(epoch, done), done, whole_steps * planner.micro_batches)
 
+    def replan(self, planner: BucketPlanner, micro_batches: int) -> Progress | None:
+        """The same epoch with another plan, from the first step on that is not begun; None where nothing is left.
+
+        Args:
+            planner: Plans for as many ranks and micro-batches per step.
+            micro_batches: What any rank has begun of this epoch.
+        """
+        steps = -(-max(self.done - self.counted, micro_batches - self.counted) // self.micro_batches)
+        done = self.plan.done_after(steps)
+        if done.all():
+            return None
+        return Progress(self.epoch, planner.plan(self.epoch, done), done, self.counted + steps * self.micro_batches)
+
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a step and rank."""
