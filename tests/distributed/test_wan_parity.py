@@ -89,12 +89,14 @@ def test_every_pair_of_settings(check: Check, backend: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("checkpointing", TABLE["checkpointing"], ids=str)
 @pytest.mark.parametrize("mesh", TABLE["mesh"], ids=str)
 @pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=needs_deepspeed if name.startswith("zero") else []) for name in FULL_BACKENDS]
 )
-def test_all_combinations(check: Check, backend: str, mesh: Mesh) -> None:
-    check([case for case in FULL if (case.backend, case.mesh) == (backend, mesh)])
+def test_all_combinations(check: Check, backend: str, mesh: Mesh, checkpointing: str | None) -> None:
+    here = backend, mesh, checkpointing
+    check([case for case in FULL if (case.backend, case.mesh, case.checkpointing) == here])
 
 
 @pytest.mark.parametrize(
