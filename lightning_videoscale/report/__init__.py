@@ -1,8 +1,14 @@
 """What a run leaves behind to be read: its log, line by line, and the page drawn from it.
 
 - `log`: `record`, with which callbacks hand in what they found, and `RunLog`, the file that keeps it.
+- `window`, `context`: what `RunReport` itself records.
+- `reading`: the log read back after whatever end.
+- `comparison`: the three balances on the clips that the run saw.
+- `costs`, `findings`, `sections`: from records to what is shown.
+- `charts`, `page` and `templates/`: the page.
 """
 
 from lightning_videoscale.report.log import LOG_NAME, RunLog, record
+from lightning_videoscale.report.page import REPORT_NAME, write_report
 
-__all__ = ["LOG_NAME", "RunLog", "record"]
+__all__ = ["LOG_NAME", "REPORT_NAME", "RunLog", "record", "write_report"]

@@ -1,0 +1,80 @@
+"""What every balance would have done with the clips that a run trained on, planned by the real planner."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from lightning_videoscale.cost import BucketBudget, StepTimeModel
+from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
+from lightning_videoscale.data.planning.figures import StepSpreads
+from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.report.reading import Record
+
+MOST_SAMPLES = 50_000
+"""Of longer runs, as many samples in the same proportions are planned: a second's work."""
+
+
+def budget_of(plan: Record) -> BucketBudget:
+    """The budget of a `plan` record."""
+    budget = plan["budget"]
+    return BucketBudget(budget["m_mem"], math.inf if budget["m_comp"] is None else budget["m_comp"], budget["p"])
+
+
+def seen_samples(windows: Sequence[Record]) -> Counter[tuple[int, int, int, int]]:
+    """How many samples of each (frames, height, width, S) were trained on; fillers, which repeat samples, left out."""
+    seen: Counter[tuple[int, int, int, int]] = Counter()
+    for window in windows:
+        for frames, height, width, tokens, samples, count, fillers, _ in window["batches"]:
+            seen[frames, height, width, tokens] += samples * (count - fillers)
+    return +seen
+
+
+def predict_balances(
+    windows: Sequence[Record], plan: Record, step_time: StepTimeModel | None
+) -> dict[Balance, StepSpreads]:
+    """Plans the samples that a run saw with every balance, by its budget and its step-time model.
+
+    Args:
+        windows: The run's `window` records.
+        plan: Its `plan` record.
+        step_time: What the micro-batches really take, to judge the plans by; None: what the planner balances.
+
+    Returns:
+        Per balance, how unequal the ranks are in each step. Empty with one data-parallel rank, or without samples.
+    """
+    seen = seen_samples(windows)
+    if plan["dp_size"] < 2 or not seen:
+        return {}
+    table = _table(seen)
+    budget = budget_of(plan)
+    model = plan["step_time"] and StepTimeModel.from_dict(plan["step_time"])
+    spreads: dict[Balance, StepSpreads] = {}
+    for balance in get_args(Balance):
+        epoch = BucketPlanner(
+            table,
+            budget,
+            balance,
+            plan["dp_size"],
+            plan["micro_batches"],
+            model,
+            loss_weighting=plan["loss_weighting"],
+            seed=plan["seed"],
+        ).plan(epoch=0)
+        lengths = table.sequence_lengths[epoch.shape_id]
+        cost = None if step_time is None else step_time.predict(np.diff(epoch.starts), lengths)
+        spreads[balance] = StepSpreads.of(epoch, cost)
+    return spreads
+
+
+def _table(seen: Counter[tuple[int, int, int, int]]) -> SampleTable:
+    total = seen.total()
+    share = min(1.0, MOST_SAMPLES / total)
+    counts = [max(1, round(count * share)) for count in seen.values()]
+    shapes: list[Any] = [ClipShape(frames, height, width) for frames, height, width, _ in seen]
+    lengths = np.array([tokens for *_, tokens in seen], np.int64)
+    return SampleTable.create(shapes, lengths, np.repeat(np.arange(len(shapes)), counts).astype(np.int32))

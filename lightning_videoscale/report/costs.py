@@ -1,0 +1,134 @@
+"""What micro-batches took, by shape, and the step-time model that a run's own measurements give."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_videoscale.cost import BucketBudget, Measurement, StepTimeModel
+from lightning_videoscale.data.planning import Balance
+from lightning_videoscale.report.comparison import budget_of
+from lightning_videoscale.report.reading import Record
+
+_ENOUGH = 3
+"""Micro-batches of a kind from which on its median is trusted, where there are kinds enough."""
+
+
+class Kind(NamedTuple):
+    """Micro-batches of one shape and size: how many there were, fillers among them, and their median seconds."""
+
+    frames: int
+    height: int
+    width: int
+    tokens: int
+    samples: int
+    micro_batches: int
+    fillers: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One row of the bucket table: what was trained of one shape.
+
+    Attributes:
+        shape: Frames, height, width.
+        tokens: S of one sample.
+        samples: Samples trained on.
+        share: Of all compute time, in [0, 1].
+        usual: The most frequent kind of micro-batch.
+        before: Batch size by the first budget of the run; None without a plan.
+        after: By the last.
+        predicted: Seconds of the usual micro-batch by the model; None without one.
+    """
+
+    shape: tuple[int, int, int]
+    tokens: int
+    samples: int
+    share: float
+    usual: Kind
+    before: int | None
+    after: int | None
+    predicted: float | None
+
+
+def kinds_of(windows: Sequence[Record]) -> list[Kind]:
+    """The micro-batches of all windows, those of one shape and size together, by sequence length."""
+    found: dict[tuple[int, ...], list[tuple[int, int, float]]] = defaultdict(list)
+    for window in windows:
+        for *shape, count, fillers, seconds in window["batches"]:
+            found[tuple(shape)].append((count, fillers, seconds))
+    kinds = [
+        Kind._make((*shape, sum(n for n, _, _ in seen), sum(n for _, n, _ in seen), _median(seen)))
+        for shape, seen in found.items()
+    ]
+    return sorted(kinds, key=lambda kind: (kind.tokens, kind[:3], kind.samples))
+
+
+def fit(kinds: Sequence[Kind]) -> StepTimeModel | None:
+    """The model of the run's own measurements; None where they are too few, or do not grow with the work."""
+    often = [kind for kind in kinds if kind.micro_batches >= _ENOUGH]
+    for chosen in (often, kinds):
+        try:
+            return StepTimeModel.fit([Measurement(kind.samples, kind.tokens, kind.seconds) for kind in chosen])
+        except ValueError:
+            continue
+    return None
+
+
+def error_of(model: StepTimeModel, kinds: Sequence[Kind]) -> float:
+    """Median relative error of a model over micro-batches, after one factor for the speed of the machine."""
+    ratio = np.array([kind.seconds / model.predict(kind.samples, kind.tokens) for kind in kinds], np.float64)
+    weights = np.array([kind.micro_batches for kind in kinds])
+    ratio /= weighted_median(ratio, weights)
+    return weighted_median(np.abs(ratio - 1), weights)
+
+
+def buckets_of(kinds: Sequence[Kind], plans: Sequence[Record], model: StepTimeModel | None) -> list[Bucket]:
+    """The bucket table, the shape that took the most time first."""
+    total = sum(kind.micro_batches * kind.seconds for kind in kinds)
+    by_shape: dict[tuple[int, int, int, int], list[Kind]] = defaultdict(list)
+    for kind in kinds:
+        by_shape[kind[:4]].append(kind)
+    rows = []
+    for (*shape, tokens), same in by_shape.items():
+        usual = max(same, key=lambda kind: kind.micro_batches)
+        rows.append(
+            Bucket(
+                shape=(shape[0], shape[1], shape[2]),
+                tokens=tokens,
+                samples=sum(kind.samples * (kind.micro_batches - kind.fillers) for kind in same),
+                share=sum(kind.micro_batches * kind.seconds for kind in same) / total,
+                usual=usual,
+                before=batch_size(plans[0], tokens) if plans else None,
+                after=batch_size(plans[-1], tokens) if plans else None,
+                predicted=float(model.predict(usual.samples, tokens)) if model is not None else None,
+            )
+        )
+    return sorted(rows, key=lambda row: -row.share)
+
+
+def batch_size(plan: Record, tokens: int) -> int:
+    """Samples of a full micro-batch under a plan's budget."""
+    budget = budget_of(plan)
+    balance: Balance = plan["balance"]
+    if balance == "equal_token":
+        budget = BucketBudget(budget.m_mem, float("inf"), budget.p)
+    return budget.batch_size(tokens)
+
+
+def weighted_median(values: NDArray[np.float64], weights: NDArray[np.int64]) -> float:
+    """The value that half of the weight lies below."""
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])
+
+
+def _median(seen: Sequence[tuple[int, int, float]]) -> float:
+    """Median of the windows' medians, each with the weight of its micro-batches."""
+    return weighted_median(np.array([s for *_, s in seen]), np.array([n for n, *_ in seen]))

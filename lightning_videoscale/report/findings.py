@@ -1,0 +1,218 @@
+"""What a run's log says in short: is it balanced, what did it cost, what should be done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_videoscale.cost import StepTimeModel
+from lightning_videoscale.data.planning import Balance
+from lightning_videoscale.data.planning.figures import StepSpreads
+from lightning_videoscale.report.comparison import predict_balances
+from lightning_videoscale.report.costs import Kind, error_of, fit, kinds_of
+from lightning_videoscale.report.reading import Record, RunRecords
+
+BALANCED = 0.05
+"""Median CV_step up to which a run is called balanced."""
+NEARLY_BALANCED = 0.15
+
+
+class Verdict(NamedTuple):
+    """The first thing to read; ``tone`` is good, fair, bad or plain."""
+
+    text: str
+    tone: str
+
+
+class Advice(NamedTuple):
+    """Something to do, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Figures of one run, computed from its log when first asked for."""
+
+    run: RunRecords
+
+    @cached_property
+    def start(self) -> Record:
+        """The last `start` record."""
+        return self.run.of("start")[-1]
+
+    @cached_property
+    def windows(self) -> list[Record]:
+        """The `window` records."""
+        return self.run.of("window")
+
+    @cached_property
+    def plans(self) -> list[Record]:
+        """The `plan` records."""
+        return self.run.of("plan")
+
+    @cached_property
+    def status(self) -> str:
+        """How it ended: completed, interrupted or failed; unfinished where nothing says so."""
+        starts = [n for n, record in enumerate(self.run.records) if record["kind"] == "start"]
+        ends = [record for record in self.run.records[starts[-1] :] if record["kind"] == "end"]
+        return str(ends[-1]["status"]) if ends else "unfinished"
+
+    @property
+    def ranks(self) -> int:
+        """Processes, each with a device."""
+        return int(self.start["machine"]["ranks"])
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Distinct streams of batches."""
+        return int(self.start["exchange"]["data-parallel ranks"])
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in the windows."""
+        return sum(window["steps"] for window in self.windows)
+
+    @property
+    def seconds(self) -> float:
+        """Training time, without validation, checkpoints and logging."""
+        return sum(float(window["seconds"]) for window in self.windows)
+
+    def total(self, name: str) -> int | None:
+        """Tokens or samples of the run; None where a window does not tell."""
+        values = [window[name] for window in self.windows]
+        return sum(values) if values and None not in values else None
+
+    def per_step(self, name: str) -> NDArray[np.float64]:
+        """A per-step figure of all windows, (steps,); empty where it is not known."""
+        values = [window[name] for window in self.windows if window[name] is not None]
+        return np.concatenate(values).astype(np.float64) if values else np.zeros(0)
+
+    @cached_property
+    def idle(self) -> float:
+        """Share of the training time that ranks wait for the slowest to compute."""
+        return sum(float(window["idle_seconds"]) for window in self.windows) / self.seconds if self.seconds else 0.0
+
+    @property
+    def compute_idle(self) -> float:
+        """The same as a share of the slowest ranks' compute time, as a plan predicts it."""
+        slowest = sum(float(window["slowest_seconds"]) for window in self.windows)
+        return self.idle * self.seconds / slowest if slowest else 0.0
+
+    @cached_property
+    def kinds(self) -> list[Kind]:
+        """Micro-batches by shape and size."""
+        return kinds_of(self.windows)
+
+    @cached_property
+    def model(self) -> StepTimeModel | None:
+        """The step-time model that the run's own measurements give."""
+        return fit(self.kinds)
+
+    @cached_property
+    def planner_error(self) -> float | None:
+        """Median relative error of the model that the planner balances by; None without one."""
+        if not self.plans or self.plans[-1]["step_time"] is None or not self.kinds:
+            return None
+        return error_of(StepTimeModel.from_dict(self.plans[-1]["step_time"]), self.kinds)
+
+    @cached_property
+    def predicted(self) -> dict[Balance, StepSpreads]:
+        """What every balance would do on the same clips; empty where that cannot be told."""
+        return predict_balances(self.windows, self.plans[-1], self.model) if self.plans else {}
+
+    def parts(self) -> dict[str, list[float]]:
+        """Seconds of every global rank by part of the step, over the whole run."""
+        names = self.windows[0]["ranks"] if self.windows else {}
+        return {name: np.sum([window["ranks"][name] for window in self.windows], axis=0).tolist() for name in names}
+
+    def share_of(self, name: str) -> float:
+        """Share of a part in the time of all ranks."""
+        parts = self.parts()
+        total = sum(map(sum, parts.values()))
+        return sum(parts[name]) / total if total else 0.0
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """Whether the run is balanced, in a sentence."""
+        if not self.windows:
+            return Verdict("No step was recorded", "plain")
+        if self.data_parallel_ranks == 1:
+            return Verdict("One data-parallel rank: there is nothing to balance", "plain")
+        cost = f"waiting for the slowest rank took {100 * self.idle:.1f} % of the time"
+        spread = float(np.median(self.per_step("cv_step")))
+        if spread <= BALANCED:
+            return Verdict(f"Balanced: {cost}", "good")
+        if spread <= NEARLY_BALANCED:
+            return Verdict(f"Nearly balanced: {cost}", "fair")
+        return Verdict(f"Not balanced: {cost}", "bad")
+
+    @cached_property
+    def advice(self) -> list[Advice]:
+        """What to do, the most pressing first; may be empty."""
+        found = [
+            self._of_failure(),
+            self._of_bottleneck(),
+            self._of_balance(),
+            self._of_cost_model(),
+            self._of_memory(),
+        ]
+        return [advice for advice in found if advice is not None]
+
+    def _of_failure(self) -> Advice | None:
+        end = self.run.last("end")
+        if self.status == "unfinished":
+            return Advice("Resume from the last checkpoint, if the run was killed", "The log has no end of this run.")
+        if self.status == "failed" and end is not None:
+            return Advice("Look into the error that ended the run", str(end.get("error", "")))
+        return None
+
+    def _of_bottleneck(self) -> Advice | None:
+        last: dict[str, Any] | None = self.run.last("bottleneck")
+        return None if last is None or not last.get("advice") else Advice(last["advice"], str(last.get("figure", "")))
+
+    def _of_balance(self) -> Advice | None:
+        if not self.predicted or self.plans[-1]["balance"] == "planned":
+            return None
+        now, then = (float(self.predicted[name].idle.mean()) for name in (self.plans[-1]["balance"], "planned"))
+        if now - then < 0.02:
+            return None
+        return Advice(
+            'VideoDataModule(balance="planned")',
+            f"On the same clips ranks would wait for the slowest {100 * then:.1f} % of their compute time instead of "
+            f"{100 * now:.1f} %, by prediction.",
+        )
+
+    def _of_cost_model(self) -> Advice | None:
+        cost_cv, cv_step = self.per_step("cost_cv"), self.per_step("cv_step")
+        if self.planner_error is None or not len(cost_cv) or np.median(cv_step) <= BALANCED:
+            return None
+        if np.median(cost_cv) > 0.5 * np.median(cv_step) or self.planner_error < 0.03:
+            return None
+        remedy = "Measure the shapes (videoscale benchmark-shapes), or add BudgetRecalibrator"
+        if "BudgetRecalibrator" in self.start["callbacks"]:
+            remedy = "Let BudgetRecalibrator go on, or measure the shapes (videoscale benchmark-shapes)"
+        return Advice(
+            remedy,
+            f"The plan balances predicted cost to {100 * np.median(cost_cv):.1f} %, and its predictions are "
+            f"{100 * self.planner_error:.0f} % off the measured times (median).",
+        )
+
+    def _of_memory(self) -> Advice | None:
+        headrooms = [memory["headroom_tokens"] for memory in self.run.of("memory") if "headroom_tokens" in memory]
+        if not headrooms or not self.plans:
+            return None
+        headroom, m_mem = min(headrooms[-10:]), self.plans[-1]["budget"]["m_mem"]
+        if headroom < 0:
+            return Advice(f"Lower m_mem by {-headroom:,.0f} tokens", "The largest micro-batches leave no reserve free.")
+        if headroom < 0.1 * m_mem:
+            return None
+        return Advice(
+            f"Raise m_mem, up to {m_mem + headroom:,.0f} tokens",
+            f"The largest micro-batches could grow by {headroom:,.0f} tokens on the fullest GPU.",
+        )

@@ -1,0 +1,280 @@
+"""The sections of the page, each from the findings to what the template shows; None leaves a section out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lightning_videoscale.report.charts import (
+    Line,
+    Scale,
+    Sign,
+    distributions,
+    line_chart,
+    number,
+    percent,
+    stacked_bars,
+)
+from lightning_videoscale.report.costs import buckets_of
+from lightning_videoscale.report.findings import Findings
+
+Section = dict[str, Any]
+
+PARTS = {
+    "forward": "forward",
+    "backward": "backward",
+    "wait": "wait for ranks",
+    "exchange": "exchange",
+    "data": "wait for data",
+    "optimizer": "optimizer",
+    "other": "between steps",
+}
+_SHOWN_RANKS = 32
+_SHOWN_BUCKETS = 12
+
+
+def throughput(found: Findings) -> Section | None:
+    """Tokens per second over steps."""
+    points = [(w["step"], w["tokens"] / w["seconds"]) for w in found.windows if w["tokens"] is not None]
+    if not points:
+        return None
+    signs = [Sign(plan["step"], "new budget or model") for plan in found.plans[1:] if plan["step"] > 0]
+    signs += [Sign(start["step"], "resumed") for start in found.run.of("start")[1:]]
+    x, y = _steps(points), Scale.over([value for _, value in points], from_zero=True)
+    return {
+        "chart": line_chart("Tokens per second over optimizer steps", [Line("tokens/s", "own", points)], x, y, signs),
+        "best": max(value for _, value in points),
+        "signs": len(signs),
+    }
+
+
+def balance(found: Findings) -> Section | None:
+    """CV_step and Compute CV of the run's steps beside those of the three balances on the same clips."""
+    if found.data_parallel_ranks == 1 or not found.windows:
+        return None
+    own = {name: found.per_step(name) for name in ("cv_step", "compute_cv", "cost_cv")}
+    predicted = found.predicted
+    rows = [("this run, measured", {name: values for name, values in own.items() if len(values)}, found.compute_idle)]
+    rows += [
+        (f"{name}, predicted", {figure: getattr(spreads, figure) for figure in own}, float(spreads.idle.mean()))
+        for name, spreads in predicted.items()
+    ]
+    charts = {}
+    for figure, title in (("cv_step", "CV_step"), ("compute_cv", "Compute CV of B·S²")):
+        drawn = [
+            (name, "own" if n == 0 else "predicted", values[figure].tolist())
+            for n, (name, values, _) in enumerate(rows)
+            if figure in values
+        ]
+        if drawn:
+            charts[title] = distributions(f"{title} of every step: {_medians(drawn)}", drawn)
+    table = [
+        (name, *(percent(float(np.median(values[f]))) if f in values else "not told" for f in own), percent(idle))
+        for name, values, idle in rows
+    ]
+    return {
+        "charts": charts,
+        "rows": table,
+        "predicted": bool(predicted),
+        "balance": found.plans[-1]["balance"] if found.plans else None,
+        "judged_by_run": found.model is not None,
+    }
+
+
+def anatomy(found: Findings) -> Section | None:
+    """Where the time of the ranks went."""
+    parts = found.parts()
+    if not parts:
+        return None
+    names = {part: title for part, title in PARTS.items() if sum(parts[part]) > 0}
+    ranks = range(found.ranks)
+    compute = [parts["forward"][rank] + parts["backward"][rank] for rank in ranks]
+    shown = list(ranks)
+    if found.ranks > _SHOWN_RANKS:
+        by_compute = sorted(ranks, key=lambda rank: -compute[rank])
+        shown = by_compute[: _SHOWN_RANKS // 2] + by_compute[-_SHOWN_RANKS // 2 :]
+    bars = [(f"rank {rank}", [parts[part][rank] for part in names]) for rank in shown]
+    total = sum(map(sum, parts.values()))
+    return {
+        "chart": stacked_bars(
+            "Time of every rank by part of the step", bars, [(title, f"part-{part}") for part, title in names.items()]
+        ),
+        "rows": [(title, percent(sum(parts[part]) / total), f"part-{part}") for part, title in names.items()],
+        "hidden": found.ranks - len(shown),
+    }
+
+
+def buckets(found: Findings) -> Section | None:
+    """What was trained of every shape, and the batch sizes of the budget."""
+    rows = buckets_of(found.kinds, found.plans, found.model)
+    if not rows:
+        return None
+    return {
+        "rows": rows[:_SHOWN_BUCKETS],
+        "more": rows[_SHOWN_BUCKETS:],
+        "changed": any(row.before != row.after for row in rows),
+        "planned": bool(found.plans),
+        "predicted": found.model is not None,
+    }
+
+
+def cost(found: Findings) -> Section | None:
+    """The fitted cost curve over measured points."""
+    kinds, model = found.kinds, found.model
+    if not kinds:
+        return None
+    points = [(kind.tokens, kind.seconds / kind.samples) for kind in kinds]
+    lines = []
+    if model is not None:
+        low, high = min(kind.tokens for kind in kinds), max(kind.tokens for kind in kinds)
+        lengths = np.geomspace(low, high, 60)
+        # A micro-batch's fixed seconds are shared by its samples: batch sizes between the measured ones.
+        samples = np.exp(np.interp(np.log(lengths), *_usual_sizes(found)))
+        curve = model.predict(samples, lengths) / samples
+        lines.append(Line("fitted to this run", "fit", list(zip(lengths.tolist(), curve.tolist(), strict=True))))
+    lines.append(Line("measured", "own", points, joined=False))
+    everything = [point for line in lines for point in line.points]
+    x = Scale.over([a for a, _ in everything], log=True)
+    y = Scale.over([b for _, b in everything], unit=" s", log=True)
+    return {
+        "chart": line_chart("Compute seconds per sample over tokens per sample, measured and fitted", lines, x, y),
+        "model": model,
+        "is_sum": model is not None and model.form is model.additive,
+        "error": None if model is None else min(model.additive_error, model.power_law_error),
+        "planner_error": found.planner_error,
+        "kinds": len(kinds),
+    }
+
+
+def memory(found: Findings) -> Section | None:
+    """Memory over steps."""
+    records = found.run.of("memory")
+    if not records:
+        return None
+    lines = [
+        Line(name, style, [(record["step"], record[field]) for record in records])
+        for name, style, field in (("reserved", "muted", "reserved_gib"), ("peak allocated", "own", "peak_gib"))
+    ]
+    everything = [value for line in lines for _, value in line.points]
+    capacity = found.start["machine"].get("memory_gib")
+    headrooms = [record["headroom_tokens"] for record in records if "headroom_tokens" in record]
+    return {
+        "chart": line_chart(
+            "GiB of the fullest GPU over optimizer steps",
+            lines,
+            _steps(lines[0].points),
+            Scale.over(everything, unit=" GiB", from_zero=True),
+        ),
+        "peak": max(record["peak_gib"] for record in records),
+        "capacity": capacity,
+        "fragmentation": max(record["fragmentation"] for record in records),
+        "headroom": min(headrooms) if headrooms else None,
+    }
+
+
+def recalibration(found: Findings) -> Section | None:
+    """What the recalibrator decided."""
+    records = found.run.of("budget")
+    return {"rows": records, "adopted": sum(bool(record["adopted"]) for record in records)} if records else None
+
+
+def bottlenecks(found: Findings) -> Section | None:
+    """What held the run up, window by window: names with their number of windows, and the last finding."""
+    records = found.run.of("bottleneck")
+    if not records:
+        return None
+    names = [record["name"] for record in records]
+    counts = sorted({name: names.count(name) for name in names}.items(), key=lambda item: -item[1])
+    latest = {record["name"]: record for record in records}
+    return {"rows": [(name, count, latest[name]) for name, count in counts], "windows": len(records)}
+
+
+def injection(found: Findings) -> list[Section]:
+    """What the fused kernels replaced and skipped, alike blocks together."""
+    return [
+        {
+            "model": report["model"],
+            "replaced": _grouped(report["replaced"]),
+            "skipped": _grouped(report["skipped"]),
+        }
+        for report in found.run.of("injection")[-1:]
+    ]
+
+
+def missing(found: Findings) -> list[tuple[str, str]]:
+    """Sections that are left out, and what would fill them."""
+    fillers = {
+        "memory": ("Memory", "MemoryMonitor"),
+        "bottleneck": ("Bottlenecks", "BottleneckAnalyzer"),
+        "budget": ("Recalibration", "BudgetRecalibrator"),
+        "injection": ("Fused kernels", "FusedKernels"),
+    }
+    lines = []
+    for kind, (section, callback) in fillers.items():
+        if found.run.of(kind):
+            continue
+        there = callback in found.start["callbacks"]
+        lines.append((section, f"{callback} ran and recorded nothing." if there else f"Add the callback {callback}."))
+    if not found.plans:
+        lines.append(("Balances and budgets on the same clips", "Train with VideoDataModule."))
+    return lines
+
+
+def _steps(points: Any) -> Scale:
+    last = max(step for step, _ in points)
+    return Scale(0, last if last > 0 else 1)
+
+
+def _medians(drawn: list[tuple[str, str, list[float]]]) -> str:
+    return "; ".join(f"{name} {percent(float(np.median(values)))} in the median" for name, _, values in drawn)
+
+
+def _usual_sizes(found: Findings) -> tuple[list[float], list[float]]:
+    """Logarithms of the sequence lengths and of their mean batch sizes."""
+    lengths = sorted({kind.tokens for kind in found.kinds})
+    sizes = []
+    for length in lengths:
+        same = [kind for kind in found.kinds if kind.tokens == length]
+        batches = sum(kind.micro_batches for kind in same)
+        sizes.append(sum(kind.samples * kind.micro_batches for kind in same) / batches)
+    return np.log(lengths).tolist(), np.log(sizes).tolist()
+
+
+def _grouped(rows: list[list[str]]) -> list[tuple[str, int, str, str]]:
+    """Class, how many, which, and what was done or why not."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path, class_name, text in rows:
+        groups.setdefault((class_name, text), []).append(path)
+    return [
+        (class_name, len(paths), " … ".join(dict.fromkeys((paths[0], paths[-1]))), text)
+        for (class_name, text), paths in groups.items()
+    ]
+
+
+def tiles(found: Findings) -> list[tuple[str, str, str]]:
+    """The figures on top: name, value and what it means."""
+    shown = []
+    tokens, samples = found.total("tokens"), found.total("samples")
+    if tokens is not None and samples is not None and found.seconds:
+        rate = f"{number(samples / found.seconds)} samples/s, {number(tokens)} tokens in all"
+        shown.append(("Throughput", f"{number(tokens / found.seconds)} tokens/s", rate))
+    if found.data_parallel_ranks > 1 and found.windows:
+        spread = found.per_step("cv_step")
+        shown.append(
+            (
+                "CV_step",
+                percent(float(np.median(spread))),
+                "in the median step: how much less the fastest rank computes",
+            )
+        )
+        hours = found.seconds * found.ranks / 3600
+        lost = f"{number(hours * found.idle)} of {number(hours)} device-hours"
+        shown.append(("Waiting for the slowest", percent(found.idle), lost))
+    if found.windows:
+        shown.append(("Waiting for data", percent(found.share_of("data")), "of the time of all ranks"))
+    peaks = [record["peak_gib"] for record in found.run.of("memory")]
+    if peaks:
+        capacity = found.start["machine"].get("memory_gib")
+        shown.append(("Peak memory", f"{max(peaks):.1f} GiB", f"of {capacity} GiB" if capacity else "fullest device"))
+    return shown
