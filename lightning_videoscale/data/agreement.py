@@ -8,10 +8,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_videoscale.cost import StepTimeModel, TransformerFlops
 from lightning_videoscale.data.index import ShardIndex
-from lightning_videoscale.data.planning import EpochPlan
 from lightning_videoscale.data.shards import short_names
 from lightning_videoscale.topology import topology_of
 
@@ -30,16 +30,22 @@ def check_accumulation(trainer: pl.Trainer, micro_batches: int) -> None:
         raise ValueError("GradientAccumulationScheduler changes the micro-batches per step, and the plan does not.")
 
 
-def check_loss_weights(trainer: pl.Trainer, plan: EpochPlan, loss_weighting: str) -> None:
-    """Raises ValueError, with the fix, where the plan's weights matter and nothing applies them."""
+def apply_loss_weights(trainer: pl.Trainer) -> None:
+    """Sees to it that the weights of batches count: adds the callback that applies them, where nothing else would.
+
+    Also where the plan gives all batches the same weight: that of a sample that cannot be read is zero.
+    """
+    # Imported late, since callbacks may import the data.
+    from lightning_videoscale.callbacks.loss_weighting import LossWeighting
+
     applied = topology_of(trainer).applies_loss_weight or any(
         getattr(callback, "applies_loss_weight", False) for callback in _callbacks(trainer)
     )
-    if not applied and plan.needs_weights:
-        raise ValueError(
-            f"The batches of this plan differ in weight and {type(trainer.strategy).__name__} does not apply "
-            "meta.loss_weight: add Trainer(callbacks=[vs.callbacks.LossWeighting()])"
-            + ("." if loss_weighting == "none" else ', or VideoDataModule(loss_weighting="none").')
+    if not applied:
+        _callbacks(trainer).append(LossWeighting())
+        rank_zero_info(
+            f"{type(trainer.strategy).__name__} does not apply meta.loss_weight; VideoDataModule adds the callback "
+            "LossWeighting, which does."
         )
 
 

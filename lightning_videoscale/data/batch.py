@@ -32,8 +32,10 @@ class BatchMeta(NamedTuple):
         samples: Batch size B.
         predicted_cost: Seconds, where a step-time model is known; else B * S^p.
         loss_weight: What the mean-over-batch loss must be multiplied with, so that the mean over ranks and
-            accumulated micro-batches is the mean over all samples (or tokens) of the step. 0 for a batch that only
-            fills a gap.
+            accumulated micro-batches is the mean over all samples (or tokens) of the step; with
+            ``loss_normalization="epoch"``, so that the mean over the steps too is that over the epoch. 0 for a batch
+            that only fills a gap.
+        cost_version: Names the step-time model that predicted the cost; empty where there is none.
     """
 
     frames: int
@@ -43,6 +45,7 @@ class BatchMeta(NamedTuple):
     samples: int
     predicted_cost: float
     loss_weight: float
+    cost_version: str = ""
 
 
 def batch_name(extension: str) -> str:

@@ -16,8 +16,8 @@ from lightning_videoscale.cost import BucketBudget, Calibration, StepTimeModel
 from lightning_videoscale.data.advice import warn_of_ignored, warn_of_oversized, warn_of_refused, warn_of_shapeless
 from lightning_videoscale.data.agreement import (
     align_counters,
+    apply_loss_weights,
     check_accumulation,
-    check_loss_weights,
     check_same_index,
     check_same_plan,
     contents_of,
@@ -27,11 +27,17 @@ from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.index import ShardIndex, default_index_file
 from lightning_videoscale.data.indexing import build_index, index_shards, known_shards
 from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
-from lightning_videoscale.data.planning import Balance, BucketPlanner, LossWeighting, SampleTable
+from lightning_videoscale.data.planning import (
+    Balance,
+    BucketPlanner,
+    LossNormalization,
+    LossWeighting,
+    SampleTable,
+)
 from lightning_videoscale.data.planning.stream import draws_per_epoch
 from lightning_videoscale.data.reader import MicroBatchReader
 from lightning_videoscale.data.replanning import replan
-from lightning_videoscale.data.shapes import ShapePolicy
+from lightning_videoscale.data.shapes import Media, ShapePolicy
 from lightning_videoscale.data.shards import ShardError, expand_shards
 from lightning_videoscale.topology import topology_of
 
@@ -65,11 +71,15 @@ class VideoDataModule(pl.LightningDataModule):
         predict_shards: Tar files to predict on, likewise.
         micro_batches: Micro-batches per optimizer step and rank; must equal the Trainer's ``accumulate_grad_batches``.
         geometry: The model's VAE and patches, by the name of its family or by their factors.
-        shape_policy: Which frames and pixels of a video or an image are read. Latents are read whole.
+        shape_policy: Which frames and pixels of a video or an image are read, drawn anew every epoch. Latents are read
+            whole.
         step_time: Predicts the cost that is balanced. None: the FLOPs of the transformer in the LightningModule; where
             none tells its size, B * S^p with the budget's p.
         loss_weighting: ``sample``: every sample of a step weighs the same in the gradient, whatever the batch sizes.
             ``token``: every token does. ``none``: every micro-batch does, as in plain DDP.
+        loss_normalization: ``step``: a step's gradient is the mean over its samples (or tokens), as of one big batch;
+            a sample of a step of many then counts less. ``epoch``: it is their sum over what a step has on average;
+            no sample of the epoch counts less, and steps of many samples have larger gradients.
         seed: Seed of all draws.
         shard_window: Shards that samples are shuffled over at a time.
         num_workers: Processes per rank that read ahead. 0 reads in the training process.
@@ -89,6 +99,7 @@ class VideoDataModule(pl.LightningDataModule):
         shape_policy: ShapePolicy | None = None,
         step_time: StepTimeModel | None = None,
         loss_weighting: LossWeighting = "sample",
+        loss_normalization: LossNormalization = "step",
         seed: int = 0,
         shard_window: int = 64,
         num_workers: int = 0,
@@ -106,6 +117,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._shape_policy = shape_policy if shape_policy is not None else ShapePolicy()
         self._step_time = step_time
         self._loss_weighting: LossWeighting = loss_weighting
+        self._loss_normalization: LossNormalization = loss_normalization
         self._seed = seed
         self._shard_window = shard_window
         self._num_workers = num_workers
@@ -150,8 +162,8 @@ class VideoDataModule(pl.LightningDataModule):
         """Batches of this rank; a new plan every epoch.
 
         Raises:
-            ValueError: If the Trainer accumulates another number of micro-batches, nothing would apply the plan's loss
-                weights, or a checkpoint was made with other shards. Each message names the fix.
+            ValueError: If the Trainer accumulates another number of micro-batches, or a checkpoint was made with other
+                shards. Each message names the fix.
         """
         index = self._index("shards")
         planner = self._planner(index, self._micro_batches, self._loss_weighting, is_training=True)
@@ -169,8 +181,9 @@ class VideoDataModule(pl.LightningDataModule):
             planner, rank, repeat_first_epoch=overfit, epoch=epoch, state=state, on_resume=on_resume
         )
         if trainer is not None:
-            check_loss_weights(trainer, sampler.plan, self._loss_weighting)
-            if sampler.progress.begun is not None or planner.source_weights is not None:
+            apply_loss_weights(trainer)
+            differs = planner.source_weights is not None or (planner.redraw and self._shape_policy.draws_shapes)
+            if sampler.progress.begun is not None or differs:
                 # The next epochs have another number of steps, which Lightning asks for when it makes the loader.
                 trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
         self._sampler = None if overfit else sampler
@@ -258,11 +271,11 @@ class VideoDataModule(pl.LightningDataModule):
         topology = topology_of(self.trainer)
         return topology.data_parallel_rank, topology.data_parallel_size
 
-    def _table(self, index: ShardIndex, is_training: bool) -> SampleTable:
+    def _table(self, index: ShardIndex, is_training: bool, epoch: int = 0) -> SampleTable:
         clips = index.samples.clips
         if is_training and self._sources:
             clips = replace(clips, source=np.array(self._sources, np.int32)[index.shard_numbers])
-        return SampleTable.of_clips(clips, self._shape_policy, self._geometry, self._seed, index.shard_numbers)
+        return SampleTable.of_clips(clips, self._shape_policy, self._geometry, self._seed, index.shard_numbers, epoch)
 
     def _advise(self, index: ShardIndex) -> None:
         table = self._table(index, is_training=False)
@@ -279,6 +292,7 @@ class VideoDataModule(pl.LightningDataModule):
             step_time = step_time_of(self.trainer.lightning_module)
         budget = self._budget if isinstance(self._budget, BucketBudget) else _budget_of_longest(table, step_time)
         weights = tuple(self._shards.values()) if is_training and isinstance(self._shards, dict) else None
+        has_pixels = bool((index.samples.clips.media != Media.LATENTS).any())
         return BucketPlanner(
             table=table,
             budget=budget,
@@ -287,10 +301,12 @@ class VideoDataModule(pl.LightningDataModule):
             micro_batches=micro_batches,
             step_time=step_time,
             loss_weighting=loss_weighting,
+            loss_normalization=self._loss_normalization,
             seed=self._seed,
             shuffle=is_training,
             shard_window=self._shard_window,
             source_weights=weights,
+            redraw=partial(self._table, index, is_training) if is_training and has_pixels else None,
         )
 
     def _ordered_loader(self, argument: str) -> PlannedLoader:

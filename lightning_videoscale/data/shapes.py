@@ -167,6 +167,11 @@ class ShapePolicy:
                 f"{self.max_frames} and {self.fps}."
             )
 
+    @property
+    def draws_shapes(self) -> bool:
+        """Whether the shape of a video or an image is drawn, so that it differs between epochs."""
+        return len(self.areas) > 1 or self.crop_share > 0 or self.image_share > 0
+
     def shape(self, clips: Clips, geometry: ModelGeometry, seed: int = 0, epoch: int = 0) -> ShapedClips:
         """Gives every clip its shape, as seed and epoch draw it.
 
@@ -217,9 +222,12 @@ class ShapePolicy:
         pixels = clips.height.astype(np.float64) * clips.width
         scale = np.minimum(1.0, np.sqrt(np.asarray(self.areas)[tier] / np.maximum(pixels, 1.0)))
         multiple = geometry.side_multiple
-        # 1e-9: a clip that is as large as its tier must not lose a row to rounding.
-        sides = (np.floor(side * scale / multiple + 1e-9).astype(np.int64) for side in (clips.height, clips.width))
-        height, width = sides
+        # 1e-9: a clip that is as large as its tier must not lose a row to rounding. A clip much longer than wide keeps
+        # one patch, so that whether it is trained on does not depend on the tier that an epoch draws.
+        height, width = (
+            np.maximum(np.floor(side * scale / multiple + 1e-9).astype(np.int64), np.minimum(side // multiple, 1))
+            for side in (clips.height, clips.width)
+        )
         return height * multiple, width * multiple
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +173,38 @@ def test_a_wrong_number_of_micro_batches_is_an_error(shards: str) -> None:
         trainer.fit(Witness(), VideoDataModule(shards, budget=BUDGET, micro_batches=4))
 
 
-def test_weights_that_nobody_applies_are_an_error(shards: str) -> None:
-    data = VideoDataModule(shards, budget=BUDGET, micro_batches=2)
-    with pytest.raises(
-        ValueError, match=r"SingleDeviceStrategy does not apply .*LossWeighting.*loss_weighting=\"none\""
-    ):
-        trainer_with(accumulate_grad_batches=2).fit(Witness(), data)
-    unweighted = VideoDataModule(shards, budget=BUDGET, loss_weighting="none")
-    trainer_with().fit(Witness(), unweighted)
+def test_weights_count_without_a_callback_and_never_twice(shards: str) -> None:
+    def gradients(*callbacks: pl.Callback) -> list[float]:
+        module, trainer = Witness(), trainer_with(accumulate_grad_batches=2, callbacks=list(callbacks), max_epochs=2)
+        trainer.fit(module, VideoDataModule(shards, budget=BUDGET, micro_batches=2))
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, VideoDataModule(shards, budget=BUDGET, micro_batches=2))
+        assert sum(isinstance(callback, ApplyLossWeights) for callback in trainer.callbacks) == 1
+        assert len({meta.loss_weight for meta in module.metas}) > 2
+        return module.gradients
+
+    assert gradients() == gradients(ApplyLossWeights())
+
+
+def test_a_sample_that_cannot_be_read_counts_nothing_where_all_batches_weigh_the_same(tmp_path: Path) -> None:
+    broken = set(range(12)) - {0, 2, 9, 11}
+    clips = [clip(i, mask_npy=b"" if i in broken else npy(np.ones(2))) for i in range(12)]
+    data = VideoDataModule(str(write_shard(tmp_path / "000.tar", clips)), budget=BUDGET)
+    module = Witness()
+    with pytest.warns(UserWarning, match="left out, with weight 0"):
+        trainer_with().fit(module, data)
+    sampler = data.train_dataloader().sampler
+    sampler.set_epoch(0)
+    planned = [micro_batch.samples for micro_batch in sampler]
+    assert {len(samples) for samples in planned} == {3}
+    expected = [_slope(i / 100 for i in rows if i not in broken) / 3 for rows in planned]
+    assert module.gradients == pytest.approx(expected, rel=1e-10)
+    assert 0.0 in module.gradients, "of one batch nothing was left, and its step was made all the same"
+
+
+def _slope(values: Iterable[float]) -> float:
+    """The gradient that `Witness` has of the sum over samples."""
+    return sum(2 * x * (0.5 * x - 1) for x in values)
 
 
 def test_a_sample_above_the_memory_budget_is_warned_of_once(shards: str) -> None:

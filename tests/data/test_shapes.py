@@ -124,6 +124,14 @@ def test_draws_are_seeded_and_every_epoch_draws_anew() -> None:
     assert (np.array(first.shapes)[first.shape_id] != np.array(other.shapes)[other.shape_id]).any()
 
 
+def test_whether_a_clip_is_trained_on_does_not_depend_on_the_draw() -> None:
+    table = clips((4000, 17, 100, 30.0), (30, 2000, 100, 30.0), (15, 2000, 100, 30.0), (640, 360, 9, 30.0))
+    for epoch in range(20):
+        shaped = STANDARD_POLICY.shape(table, WAN, epoch=epoch)
+        assert (shaped.shape_id >= 0).tolist() == [True, True, False, True]
+        assert min(shaped.shapes[shaped.shape_id[0]][1:3]) == 16
+
+
 def test_a_million_clips_take_a_moment() -> None:
     mix = standard_mix(clips((1920, 1080, 300, 30.0), (960, 540, 40, 30.0)), 1_000_000)
     started = time.perf_counter()

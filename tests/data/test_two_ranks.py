@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_videoscale import SequenceParallelDDPStrategy
 from lightning_videoscale.callbacks import LossWeighting
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import VideoDataModule
-from tests.data.clips import clip, write_shard, write_shards
+from tests.data.clips import clip, npy, write_shard, write_shards
 from tests.data.training import Witness, trainer_with
 from tests.distributed.pool import ProcessPool
 
@@ -73,6 +75,41 @@ def _check_gradients(counted: list[list[list[str]]], micro_batches: int, *gradie
         expected = np.mean(2 * x * (0.5 * x - 1))
         for of_rank in gradients:
             assert of_rank[step] == pytest.approx(expected, rel=1e-12)
+
+
+def _fit_broken(shards: str, strategy: str) -> dict[str, Any]:
+    module, data = Witness(), VideoDataModule(shards, budget=BUDGET, micro_batches=2)
+    kinds: dict[str, Any] = {"ddp": "ddp", "ours": SequenceParallelDDPStrategy(ulysses_size=1)}
+    trainer = trainer_with(strategy=kinds[strategy], devices=2, accumulate_grad_batches=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, data)
+    sampler = data.train_dataloader().sampler
+    sampler.set_epoch(0)
+    planned = list(sampler)
+    warned = sum("left out, with weight 0" in str(warning.message) for warning in caught)
+    counted = [list(m.samples) if m.meta.loss_weight else [] for m in planned]
+    return {"planned": counted, "gradients": module.gradients, "warned": warned}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ours"])
+def test_samples_that_cannot_be_read_cost_their_weight_and_no_step(tmp_path: Path, ranks: Ranks, strategy: str) -> None:
+    broken = {0, 3, *range(20, 40)}
+    clips = [clip(i, mask_npy=b"" if i in broken else npy(np.ones(2))) for i in range(SAMPLES)]
+    results = ranks(2).run(_fit_broken, str(write_shard(tmp_path / "000.tar", clips)), strategy)
+    assert sum(result["warned"] for result in results) >= len(broken)
+    slots = [result["planned"] for result in results]
+    steps = [
+        [row for of_rank in slots for rows in of_rank[i : i + 2] for row in rows] for i in range(0, len(slots[0]), 2)
+    ]
+    assert sorted(row for rows in steps for row in rows) == list(range(SAMPLES))
+    expected = [sum(_slope(row / 100) for row in rows if row not in broken) / len(rows) for rows in steps]
+    for result in results:
+        assert result["gradients"] == pytest.approx(expected, rel=1e-10)
+
+
+def _slope(x: float) -> float:
+    return 2 * x * (0.5 * x - 1)
 
 
 def _fit_own_shards(folder: str) -> str:

@@ -8,7 +8,14 @@
 - `figures`: how good a plan is.
 """
 
-from lightning_videoscale.data.planning.plan import Balance, BucketPlanner, EpochPlan, LossWeighting, MicroBatch
+from lightning_videoscale.data.planning.plan import (
+    Balance,
+    BucketPlanner,
+    EpochPlan,
+    LossNormalization,
+    LossWeighting,
+    MicroBatch,
+)
 from lightning_videoscale.data.planning.table import SampleTable
 
-__all__ = ["Balance", "BucketPlanner", "EpochPlan", "LossWeighting", "MicroBatch", "SampleTable"]
+__all__ = ["Balance", "BucketPlanner", "EpochPlan", "LossNormalization", "LossWeighting", "MicroBatch", "SampleTable"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
@@ -22,12 +22,13 @@ from lightning_videoscale.cost import BucketBudget, StepTimeModel
 from lightning_videoscale.data.batch import BatchMeta
 from lightning_videoscale.data.draws import Draws
 from lightning_videoscale.data.planning.arrange import balanced, in_stream_order
-from lightning_videoscale.data.planning.batches import cut
+from lightning_videoscale.data.planning.batches import Batches, cut
 from lightning_videoscale.data.planning.stream import epoch_stream
 from lightning_videoscale.data.planning.table import SampleTable
 
 Balance = Literal["planned", "dual_constraint", "equal_token"]
 LossWeighting = Literal["sample", "token", "none"]
+LossNormalization = Literal["step", "epoch"]
 
 _ARRANGE = 4
 
@@ -60,7 +61,7 @@ class EpochPlan:
         filler: (M,) whether a micro-batch only fills a slot that would stay empty.
         grid: (steps, ranks, micro_batches) numbers of micro-batches.
         weight: (steps, ranks, micro_batches) loss weights.
-        needs_weights: Whether weights other than 1 are possible: in this plan, or in one of another epoch.
+        cost_version: Names the step-time model that predicted the costs; empty where there was none.
     """
 
     table: SampleTable
@@ -72,7 +73,7 @@ class EpochPlan:
     filler: NDArray[np.bool_]
     grid: NDArray[np.int64]
     weight: NDArray[np.float64]
-    needs_weights: bool
+    cost_version: str = ""
 
     @property
     def steps(self) -> int:
@@ -113,7 +114,7 @@ class EpochPlan:
         shape_id = int(self.shape_id[number])
         frames, height, width, _ = self.table.shapes[shape_id]
         length = int(self.table.sequence_lengths[shape_id])
-        meta = BatchMeta(frames, height, width, length, len(rows), float(self.cost[number]), weight)
+        meta = BatchMeta(frames, height, width, length, len(rows), float(self.cost[number]), weight, self.cost_version)
         return MicroBatch(tuple(rows.tolist()), meta, tuple(self.table.start[rows].tolist()))
 
 
@@ -129,12 +130,17 @@ class BucketPlanner:
         dp_size: Data-parallel ranks R.
         micro_batches: Micro-batches K per rank and step.
         step_time: Predicts what is balanced, in seconds. None balances B * S^p with the budget's p.
-        loss_weighting: ``sample``: every sample of a step has the same weight in its gradient. ``token``: every token
-            has. ``none``: every micro-batch has.
+        loss_weighting: ``sample``: every sample has the same weight in the gradient. ``token``: every token has.
+            ``none``: every micro-batch has.
+        loss_normalization: ``step``: the weights of a step's samples (or tokens) sum to one, so its gradient is that of
+            one big batch. ``epoch``: those of the epoch do; a step's gradient is the sum over its samples by what a
+            step has on average, and the mean over the steps is exactly the mean over all samples.
         seed: Seed of all draws.
         shuffle: Whether every epoch is another permutation; else samples stay in the order of the table.
         shard_window: Shards that samples are shuffled over at a time.
         source_weights: Weight per dataset; None draws every sample once per epoch.
+        redraw: The table of an epoch, where every epoch draws shapes anew: the same samples in the same rows. None: it
+            is ``table`` in every epoch.
         max_wait: Steps over which ``planned`` gathers the samples of a micro-batch, and micro-batches of like cost, at
             most, about.
 
@@ -149,10 +155,12 @@ class BucketPlanner:
     micro_batches: int = 1
     step_time: StepTimeModel | None = None
     loss_weighting: LossWeighting = "sample"
+    loss_normalization: LossNormalization = "step"
     seed: int = 0
     shuffle: bool = True
     shard_window: int = 64
     source_weights: Sequence[float] | None = None
+    redraw: Callable[[int], SampleTable] | None = None
     max_wait: float = 120.0
 
     def __post_init__(self) -> None:
@@ -161,11 +169,10 @@ class BucketPlanner:
                 f"micro_batches={self.micro_batches}, dp_size={self.dp_size} and shard_window={self.shard_window} "
                 "must be at least 1."
             )
-        if self.balance not in get_args(Balance) or self.loss_weighting not in get_args(LossWeighting):
-            raise ValueError(
-                f"balance={self.balance!r} must be one of {get_args(Balance)} and "
-                f"loss_weighting={self.loss_weighting!r} one of {get_args(LossWeighting)}."
-            )
+        words = {"balance": Balance, "loss_weighting": LossWeighting, "loss_normalization": LossNormalization}
+        for name, kinds in words.items():
+            if getattr(self, name) not in get_args(kinds):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {get_args(kinds)}.")
 
     def stream(self, epoch: int) -> NDArray[np.int64]:
         """Rows of the table in the order in which an epoch draws them."""
@@ -180,12 +187,13 @@ class BucketPlanner:
             epoch: Its number, from 0.
             done: (draws,) which draws of the epoch's stream are done already, under whatever settings; None: none.
         """
+        if self.redraw is not None:
+            return replace(self, table=self.redraw(epoch), redraw=None).plan(epoch, done)
         stream = self.stream(epoch)
         left = np.arange(len(stream)) if done is None else np.flatnonzero(~done)
-        shapes = self.table.shape_id[stream[left]].astype(np.int64)
+        shapes = self.table.shape_id[stream].astype(np.int64)
         slots = self.dp_size * self.micro_batches
-        max_wait = self.max_wait if self.balance == "planned" else None
-        batches = cut(shapes, self._batch_sizes(), self._costs(1), slots, max_wait)
+        batches = self._cut(shapes[left])
         cost = self._costs(batches.sizes, batches.shape_id)
         fillers = -len(cost) % slots
         # The cheapest micro-batch again, at the end: all of its samples count elsewhere.
@@ -198,7 +206,8 @@ class BucketPlanner:
             grid = in_stream_order(position, self.dp_size, self.micro_batches, draws)
         sizes, filler = batches.sizes[again], np.arange(len(again)) >= len(cost)
         members = np.concatenate([batches.members, *(_span(batches.starts, batches.members, n) for n in again[filler])])
-        weight, needs_weights = self._weights(grid, sizes, batches.shape_id[again], filler)
+        amount = self._amounts(sizes, batches.shape_id[again], filler)[grid]
+        whole = batches if done is None or self.loss_normalization == "step" else self._cut(shapes)
         return EpochPlan(
             table=self.table,
             stream=stream,
@@ -208,9 +217,14 @@ class BucketPlanner:
             cost=cost[again],
             filler=filler,
             grid=grid,
-            weight=weight,
-            needs_weights=needs_weights,
+            weight=self._weights(amount, whole),
+            cost_version="" if self.step_time is None else self.step_time.version,
         )
+
+    def _cut(self, shapes: NDArray[np.int64]) -> Batches:
+        max_wait = self.max_wait if self.balance == "planned" else None
+        slots = self.dp_size * self.micro_batches
+        return cut(shapes, self._batch_sizes(), self._costs(1), slots, max_wait)
 
     def _batch_sizes(self) -> NDArray[np.int64]:
         budget = self.budget
@@ -228,21 +242,28 @@ class BucketPlanner:
         costs: NDArray[np.float64] = unit[shape_id] * samples
         return costs
 
-    def _weights(
-        self,
-        grid: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        shape_id: NDArray[np.int64],
-        filler: NDArray[np.bool_],
-    ) -> tuple[NDArray[np.float64], bool]:
-        """What makes the mean over slots of weighted means the mean over the step's samples, or tokens."""
-        slots = self.dp_size * self.micro_batches
+    def _amounts(
+        self, sizes: NDArray[np.int64], shape_id: NDArray[np.int64], filler: NDArray[np.bool_] | bool = False
+    ) -> NDArray[np.float64]:
+        """What each micro-batch counts: its samples, its tokens, or one; (M,)."""
         tokens = self.table.sequence_lengths[shape_id] if self.loss_weighting == "token" else 1
-        amounts = np.where(filler, 0, 1 if self.loss_weighting == "none" else sizes * tokens).astype(np.float64)
-        amount = amounts[grid]
-        of_step = amount.sum(axis=(1, 2), keepdims=True)
-        scale = 1.0 if self.loss_weighting == "none" else slots / of_step
-        return amount * scale, bool(slots > 1 and len(np.unique(amounts)) > 1)
+        return np.where(filler, 0, 1 if self.loss_weighting == "none" else sizes * tokens).astype(np.float64)
+
+    def _weights(self, amount: NDArray[np.float64], whole: Batches) -> NDArray[np.float64]:
+        """Weights of what each slot counts, (steps, ranks, micro_batches); the epoch as a whole says what is normal.
+
+        A step's gradient is the mean over its slots of weighted means. Where what counts is divided by its sum over the
+        step, that is the mean over the step's samples; but then a sample counts less in a step of many, and steps
+        differ in size by what their shapes are. Divided by the same number in every step, no sample counts less.
+        """
+        if self.loss_weighting == "none":
+            return amount
+        slots = self.dp_size * self.micro_batches
+        normal: NDArray[np.float64] = amount.sum(axis=(1, 2), keepdims=True)
+        if self.loss_normalization == "epoch":
+            normal = self._amounts(whole.sizes, whole.shape_id).sum() / math.ceil(len(whole.sizes) / slots)
+        weights: NDArray[np.float64] = amount * slots / normal
+        return weights
 
 
 def _span(starts: NDArray[np.int64], members: NDArray[np.int64], number: int) -> NDArray[np.int64]:

@@ -67,6 +67,7 @@ class SampleTable:
         geometry: ModelGeometry,
         seed: int = 0,
         shard: NDArray[np.int32] | None = None,
+        epoch: int = 0,
     ) -> SampleTable:
         """The samples in the shapes that they are trained in.
 
@@ -76,11 +77,12 @@ class SampleTable:
             geometry: Says how many tokens that is.
             seed: Seed of the policy's draws.
             shard: (N,) numbers of their shards; None: one.
+            epoch: Every epoch draws anew.
 
         Raises:
             ValueError: If latents cannot be cut into whole patches.
         """
-        shaped = policy.shape(clips, geometry, seed)
+        shaped = policy.shape(clips, geometry, seed, epoch)
         frames, height, width, latents = np.array(shaped.shapes, np.int64).reshape(-1, 4).T
         lengths = geometry.sequence_length(frames, height, width, latents=latents.astype(bool))
         return cls.create(shaped.shapes, lengths, shaped.shape_id, shard, clips.source, shaped.start)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -46,22 +49,78 @@ def test_token_weights_give_every_token_its_share(dp_size: int = 8) -> None:
     assert mean == pytest.approx(np.average(gradients, weights=lengths), rel=1e-12)
 
 
+@pytest.mark.parametrize("balance", ["planned", "dual_constraint", "equal_token"])
+@pytest.mark.parametrize("weighting", ["sample", "token"])
+def test_normalised_over_the_epoch_the_mean_over_steps_is_that_of_one_big_batch(
+    balance: Balance, weighting: LossWeighting
+) -> None:
+    table = mixed(20_000)
+    lengths = table.sequence_lengths[table.shape_id].astype(np.float64)
+    gradients = np.random.default_rng(0).normal(size=20_000) + np.log(lengths)
+    plan = BucketPlanner(
+        table, BUDGET, balance, 16, 2, WAN_14B, loss_weighting=weighting, loss_normalization="epoch"
+    ).plan(0)
+    big_batch = np.average(gradients, weights=lengths if weighting == "token" else None)
+    assert step_gradients(plan, gradients).mean() == pytest.approx(big_batch, rel=1e-10)
+
+
+def test_a_step_is_the_sum_over_its_samples_by_what_a_step_has_on_average() -> None:
+    table = mixed(5000)
+    gradients = np.random.default_rng(0).normal(size=5000)
+    planner = BucketPlanner(table, BUDGET, "planned", 4, 2, WAN_14B)
+    by_step, by_epoch = (replace(planner, loss_normalization=over).plan(0) for over in ("step", "epoch"))
+    share = samples_of(by_step) / (5000 / by_step.steps)
+    assert share.std() > 0.1
+    assert step_gradients(by_epoch, gradients) == pytest.approx(step_gradients(by_step, gradients) * share, abs=1e-12)
+
+
+def test_what_a_step_has_on_average_is_that_of_the_whole_epoch_however_little_is_left() -> None:
+    planner = BucketPlanner(mixed(5000), BUDGET, "planned", 4, 2, WAN_14B, loss_normalization="epoch")
+    whole = planner.plan(0)
+    rest = planner.plan(0, whole.done_after(whole.steps - 3))
+    of_sample = [plan.weight / np.diff(plan.starts)[plan.grid] for plan in (whole, rest)]
+    assert of_sample[1][of_sample[1] > 0] == pytest.approx(of_sample[0][of_sample[0] > 0][0])
+
+
+def of_many_seeds(planner: BucketPlanner, gradients: Values, seeds: int = 40) -> Values:
+    """The gradients of the first eight steps, (seeds, 8): those that a training of this length would make."""
+    return np.array([step_gradients(replace(planner, seed=s).plan(0), gradients)[:8] for s in range(seeds)])
+
+
 @pytest.mark.parametrize("balance", ["planned", "dual_constraint"])
-def test_the_expected_gradient_of_a_step_is_unbiased_where_batches_differ_in_size(balance: Balance) -> None:
+def test_the_expected_gradient_is_unbiased(balance: Balance) -> None:
     # Two shapes of equally many samples and of other gradients, in batches of 24 and of 2: a mean over micro-batches
     # counts the second twelve times as much.
     table = table_of([0] * 1000 + [2] * 1000)
     gradients = np.r_[np.zeros(1000), np.ones(1000)] + np.random.default_rng(0).normal(size=2000)
-    budget = BucketBudget(m_mem=96, m_comp=1e9, p=1.0)
+    planner = BucketPlanner(table, BucketBudget(m_mem=96, m_comp=1e9, p=1.0), balance, 8, 4)
 
-    def of_steps(weighting: LossWeighting) -> Values:
-        plans = (
-            BucketPlanner(table, budget, balance, 8, 4, loss_weighting=weighting, seed=s).plan(0) for s in range(60)
-        )
-        return np.concatenate([step_gradients(plan, gradients) for plan in plans])
+    def bias(**weights: Any) -> tuple[float, float]:
+        """How far the mean of a training's steps is off, and its standard error."""
+        of_seeds = of_many_seeds(replace(planner, **weights), gradients).mean(axis=1)
+        return float(of_seeds.mean() - gradients.mean()), float(of_seeds.std() / np.sqrt(len(of_seeds)))
 
-    by_sample, by_batch = of_steps("sample"), of_steps("none")
-    error = by_sample.std() / np.sqrt(len(by_sample))
-    # A ratio of sums is unbiased up to the variation of its denominator, the samples of a step: below 0.01 here.
-    assert abs(by_sample.mean() - gradients.mean()) < 4 * error + 0.01
-    assert by_batch.mean() - gradients.mean() > 0.4
+    off, error = bias(loss_normalization="epoch")
+    assert abs(off) < 4 * error < 0.05
+    # A mean over a step's samples is a ratio: unbiased up to the variation of how many they are.
+    off, error = bias(loss_normalization="step")
+    assert abs(off) < 4 * error + 0.01
+    off, _ = bias(loss_weighting="none")
+    assert off > 0.4
+
+
+def test_in_a_mix_of_images_and_long_clips_only_the_epoch_gives_images_their_share() -> None:
+    table = mixed(20_000)
+    is_image = np.array([shape.frames == 1 for shape in table.shapes])[table.shape_id].astype(np.float64)
+    planner = BucketPlanner(table, BUDGET, "planned", 16, 1, WAN_14B)
+    share = {
+        over: step_gradients(replace(planner, loss_normalization=over).plan(0), is_image).mean()
+        for over in ("step", "epoch")
+    }
+    assert share["epoch"] == pytest.approx(is_image.mean(), rel=1e-10)
+    assert share["step"] < 0.5 * is_image.mean(), "images come by the hundred, in few steps"
+
+
+def test_a_normalisation_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"loss_normalization='batch' must be one of \('step', 'epoch'\)"):
+        BucketPlanner(table_of([0]), BUDGET, loss_normalization="batch")  # type: ignore[arg-type]
