@@ -25,6 +25,11 @@ from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
 from tests.models import gradient_error, lifted_float_casts
 
 Ranks = Callable[[int], ProcessPool]
+# By default ZeRO leaves parameters as small as these on every rank.
+_EVERYTHING_PARTITIONED = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero_allow_untested_optimizer": True,
+}
 
 
 def _fit(fused: bool, per_token_timesteps: bool | str) -> tuple[list[float], dict[str, Tensor], list[str]]:
@@ -59,7 +64,7 @@ def _losses(backend: str, fused: bool, **options: Any) -> list[float]:
     strategies: dict[str, Callable[..., Any]] = {
         "ddp": SequenceParallelDDPStrategy,
         "fsdp2": SequenceParallelFSDP2Strategy,
-        "zero3": lambda **options: SequenceParallelDeepSpeedStrategy(3, **options),
+        "zero3": lambda **options: SequenceParallelDeepSpeedStrategy(config=_EVERYTHING_PARTITIONED, **options),
     }
     losses: list[float] = []
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from lightning_videoscale.kernels import gelu
+from lightning_videoscale.kernels import gelu, gelu_linear
 from lightning_videoscale.kernels.backend import BackendName
 from tests.kernels.gelu_cases import assert_close_to_float64, draw, feed_forward, relative_error
 
@@ -78,6 +79,31 @@ def test_the_bias_gradient_of_a_linear(backend: BackendName) -> None:
     exact = [t.detach().double().requires_grad_() for t in leaves]
     theirs = torch.autograd.grad(F.gelu(F.linear(*exact), approximate="tanh"), exact, dy.bfloat16().double())
     assert all(relative_error(mine, expected) < 0.01 for mine, expected in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_whole_feed_forward(backend: BackendName, compiled: bool) -> None:
+    shapes = {"h": (3000, 256), "w": (1024, 256), "b": (1024,), "v": (256, 1024), "c": (256,)}
+    leaves = [draw(*s, device="cuda", seed=i, spread=0.1).bfloat16() for i, s in enumerate(shapes.values())]
+    leaves = [t.requires_grad_() for t in leaves]
+    dz = draw(3000, 256, device="cuda", seed=9).bfloat16()
+
+    def fused(h: Tensor, w: Tensor, b: Tensor, v: Tensor, c: Tensor) -> Tensor:
+        return gelu_linear(F.linear(h, w, b.detach()), v, c, x_bias=b, backend=backend)
+
+    torch._dynamo.reset()
+    function = torch.compile(fused, fullgraph=True) if compiled else fused
+    before = torch.cuda.memory_allocated()
+    z = function(*leaves)
+    kept = torch.cuda.memory_allocated() - before - z.nbytes
+    assert 2 * 3000 * 1024 <= kept < 1.1 * 2 * 3000 * 1024  # what the GELU is given
+    ours = torch.autograd.grad(z, leaves, dz)
+    h, w, b, v, c = exact = [t.detach().double().requires_grad_() for t in leaves]
+    expected = F.linear(F.gelu(F.linear(h, w, b), approximate="tanh"), v, c)
+    theirs = torch.autograd.grad(expected, exact, dz.double())
+    assert relative_error(z, expected) < 0.01
+    assert all(relative_error(mine, other) < 0.01 for mine, other in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("backend", FUSED)
