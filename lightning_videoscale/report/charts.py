@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from markupsafe import Markup, escape
+from numpy.typing import NDArray
 
 _SIDE = 1000
 _BINS = 48
@@ -104,11 +105,11 @@ def line_chart(label: str, lines: Sequence[Line], x: Scale, y: Scale, signs: Seq
     )
 
 
-def distributions(label: str, rows: Sequence[tuple[str, str, Sequence[float]]]) -> Markup:
-    """Histograms above one axis of percents: per row a name, a class of colour and shares."""
+def distributions(label: str, rows: Sequence[tuple[str, str, str, Sequence[float]]]) -> Markup:
+    """Histograms above one axis of percents: per row a name, what kind of figure, a class of colour and shares."""
     everything = np.concatenate([np.asarray(values, np.float64) for *_, values in rows])
     scale = Scale(0.0, max(0.02, float(np.quantile(everything, 0.995)) * 1.1))
-    parts = [_distribution(name, style, np.asarray(values, np.float64), scale) for name, style, values in rows]
+    parts = [_distribution(name, how, style, np.asarray(values), scale) for name, how, style, values in rows]
     ticks = _ticks(scale.low, scale.high, 5)
     axis = Markup().join(_tick("left", scale.place(tick), percent(tick) if tick else "0") for tick in ticks)
     return Markup(
@@ -129,12 +130,10 @@ def stacked_bars(label: str, rows: Sequence[tuple[str, Sequence[float]]], parts:
             if value > 0
         )
         drawn.append(Markup('<div class="bar"><span>{}</span><i>{}</i></div>').format(name, pieces))
-    return Markup('<div class="bars" role="img" aria-label="{}">{}{}</div>').format(
-        label, Markup().join(drawn), _legend(parts)
-    )
+    return Markup('<div class="bars" role="img" aria-label="{}">{}</div>').format(label, Markup().join(drawn))
 
 
-def _distribution(name: str, style: str, values: np.ndarray[tuple[int], np.dtype[np.float64]], scale: Scale) -> Markup:
+def _distribution(name: str, how: str, style: str, values: NDArray[np.float64], scale: Scale) -> Markup:
     counts, edges = np.histogram(np.minimum(values, scale.high), bins=_BINS, range=(scale.low, scale.high))
     heights = counts / counts.max()
     outline = "".join(
@@ -143,11 +142,12 @@ def _distribution(name: str, style: str, values: np.ndarray[tuple[int], np.dtype
     )
     median, high = (float(np.quantile(values, q)) for q in (0.5, 0.9))
     at = _SIDE * scale.place(median)
+    figures = Markup("<em>{} <small>median</small>, {} <small>p90</small></em>").format(percent(median), percent(high))
     return Markup(
-        '<div class="ridge {}"><span>{}</span><em>{} <small>median</small>, {} <small>p90</small></em>'
+        '<div class="ridge {}"><span>{} <small>{}</small></span>{}'
         '<svg viewBox="0 0 {} {}" preserveAspectRatio="none"><path class="area" d="M0 {} {}V{}Z"/>'
         '<path class="median" d="M{:.1f} 0V{}"/></svg></div>'
-    ).format(style, name, percent(median), percent(high), _SIDE, _SIDE, _SIDE, outline, _SIDE, at, _SIDE)
+    ).format(style, name, how, figures, _SIDE, _SIDE, _SIDE, outline, _SIDE, at, _SIDE)
 
 
 def _plot(marks: Markup, x: Scale, y: Scale) -> Markup:

@@ -55,23 +55,23 @@ def balance(found: Findings) -> Section | None:
         return None
     own = {name: found.per_step(name) for name in ("cv_step", "compute_cv", "cost_cv")}
     predicted = found.predicted
-    rows = [("this run, measured", {name: values for name, values in own.items() if len(values)}, found.compute_idle)]
+    rows = [("this run", "measured", {name: values for name, values in own.items() if len(values)}, found.compute_idle)]
     rows += [
-        (f"{name}, predicted", {figure: getattr(spreads, figure) for figure in own}, float(spreads.idle.mean()))
+        (name, "predicted", {figure: getattr(spreads, figure) for figure in own}, float(spreads.idle.mean()))
         for name, spreads in predicted.items()
     ]
     charts = {}
     for figure, title in (("cv_step", "CV_step"), ("compute_cv", "Compute CV of B·S²")):
         drawn = [
-            (name, "own" if n == 0 else "predicted", values[figure].tolist())
-            for n, (name, values, _) in enumerate(rows)
+            (name, how, "own" if how == "measured" else "predicted", values[figure].tolist())
+            for name, how, values, _ in rows
             if figure in values
         ]
         if drawn:
             charts[title] = distributions(f"{title} of every step: {_medians(drawn)}", drawn)
     table = [
-        (name, *(percent(float(np.median(values[f]))) if f in values else "not told" for f in own), percent(idle))
-        for name, values, idle in rows
+        (name, how, *(percent(float(np.median(values[f]))) if f in values else "not told" for f in own), percent(idle))
+        for name, how, values, idle in rows
     ]
     return {
         "charts": charts,
@@ -226,8 +226,10 @@ def _steps(points: Any) -> Scale:
     return Scale(0, last if last > 0 else 1)
 
 
-def _medians(drawn: list[tuple[str, str, list[float]]]) -> str:
-    return "; ".join(f"{name} {percent(float(np.median(values)))} in the median" for name, _, values in drawn)
+def _medians(drawn: list[tuple[str, str, str, list[float]]]) -> str:
+    return "; ".join(
+        f"{name}, {how}: {percent(float(np.median(values)))} in the median" for name, how, _, values in drawn
+    )
 
 
 def _usual_sizes(found: Findings) -> tuple[list[float], list[float]]:
@@ -258,14 +260,14 @@ def tiles(found: Findings) -> list[tuple[str, str, str]]:
     tokens, samples = found.total("tokens"), found.total("samples")
     if tokens is not None and samples is not None and found.seconds:
         rate = f"{number(samples / found.seconds)} samples/s, {number(tokens)} tokens in all"
-        shown.append(("Throughput", f"{number(tokens / found.seconds)} tokens/s", rate))
+        shown.append(("Tokens per second", number(tokens / found.seconds), rate))
     if found.data_parallel_ranks > 1 and found.windows:
         spread = found.per_step("cv_step")
         shown.append(
             (
                 "CV_step",
                 percent(float(np.median(spread))),
-                "in the median step: how much less the fastest rank computes",
+                "so much less the fastest rank computes than the slowest, in the median step",
             )
         )
         hours = found.seconds * found.ranks / 3600

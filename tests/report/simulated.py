@@ -1,0 +1,106 @@
+"""Runs that never happened, logged as real ones are: planned by the real planner, timed by a model and noise."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
+from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
+from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.report import RunLog
+from lightning_videoscale.report.context import plan_record
+from lightning_videoscale.report.window import MicroBatchRow, window_record
+from lightning_videoscale.timing import StepTimes
+
+# frames, height, width (pixels), tokens of Wan 2.1, how often
+SHAPES = [
+    (1, 480, 832, 1560, 4000),
+    (1, 720, 1280, 3600, 3000),
+    (17, 480, 832, 7800, 3000),
+    (33, 256, 256, 2304, 3000),
+    (49, 480, 832, 20280, 1500),
+    (81, 256, 256, 5376, 3000),
+    (81, 480, 832, 32760, 1200),
+    (81, 720, 1280, 75600, 300),
+]
+MODEL = StepTimeModel.analytic(TRANSFORMERS["wan2.1-1.3b"])
+
+
+def planner(balance: Balance = "planned", dp_size: int = 8, m_mem: float = 151_200) -> BucketPlanner:
+    """Plans the clips of `SHAPES`."""
+    table = SampleTable.create(
+        [ClipShape(*shape) for *shape, _, _ in SHAPES],
+        np.array([tokens for *_, tokens, _ in SHAPES]),
+        np.repeat(np.arange(len(SHAPES)), [often for *_, often in SHAPES]).astype(np.int32),
+    )
+    p = MODEL.power_law.p
+    return BucketPlanner(table, BucketBudget(m_mem, 75600**p, p), balance, dp_size, micro_batches=2, step_time=MODEL)
+
+
+def start_fields(ranks: int = 8, **overrides: Any) -> dict[str, Any]:
+    """The fields of a `start` record."""
+    fields: dict[str, Any] = {
+        "module": "WanRectifiedFlow",
+        "parameters": 1_418_996_800,
+        "callbacks": ["RunReport", "MemoryMonitor", "FusedKernels", "BudgetRecalibrator", "BottleneckAnalyzer"],
+        "settings": {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "max_steps": 1000},
+        "exchange": {
+            "strategy": "SequenceParallelDDPStrategy",
+            "data-parallel ranks": ranks,
+            "transport": "collective",
+        },
+        "machine": {"ranks": ranks, "nodes": 1, "device": "NVIDIA H200", "memory_gib": 139.8},
+        "versions": {"python": "3.12.3", "torch": "2.11.0", "lightning": "2.6.6"},
+    }
+    return fields | overrides
+
+
+def log_run(
+    folder: Path, balance: Balance = "planned", dp_size: int = 8, steps: int = 150, every: int = 10, seed: int = 0
+) -> RunLog:
+    """Logs the beginning of an epoch, from its start to its end."""
+    plans, log, random = planner(balance, dp_size), RunLog(folder), np.random.default_rng(seed)
+    plan = plans.plan(epoch=0)
+    steps = min(steps, plan.steps)
+    log.append("start", 0, start_fields(dp_size))
+    log.append("plan", 0, plan_record(plans, epoch=0))
+    metas = [[batch.meta for batch in plan.micro_batches_of(rank)] for rank in range(dp_size)]
+    for first in range(0, steps, every):
+        count = min(every, steps - first)
+        span = slice(2 * first, 2 * (first + count))
+        rows = [
+            [(*MicroBatchRow.of(rank, meta), *_times(meta.predicted_cost, rank, random)) for meta in metas[rank][span]]
+            for rank in range(dp_size)
+        ]
+        log.append("window", first + count, window_record(torch.tensor(rows, dtype=torch.float64), [2] * count))
+    log.append("end", steps, {"status": "completed"})
+    return log
+
+
+def _times(cost: float, rank: int, random: np.random.Generator) -> StepTimes:
+    seconds = 0.04 + 1.3 * cost * random.lognormal(0.0, 0.01) * (1.03 if rank == 5 else 1.0)
+    return StepTimes(
+        0.002 * random.random(), seconds / 3, 2 * seconds / 3, 0.01 + 0.02 * random.random(), 0.0, 0.01, 0.004
+    )
+
+
+def add_findings(log: RunLog, steps: int = 150, every: int = 10) -> None:
+    """What the other callbacks would hand in."""
+    random = np.random.default_rng(1)
+    for step in itertools.chain(range(every, steps + 1, every)):
+        peak = 96 + 6 * random.random()
+        fields = {"allocated_gib": 40.0, "reserved_gib": peak + 12, "peak_gib": peak, "fragmentation": 0.04}
+        log.append("memory", step, fields | {"headroom_tokens": 21_000 - 100 * step / every})
+        name = "straggler" if step % 30 == 0 else "kernels"
+        found = {"name": name, "share": 0.11, "figure": f"{name}: 11 % of the time", "advice": "look at rank 5"}
+        log.append("bottleneck", step, found)
+    log.append(
+        "budget", 50, {"adopted": True, "reason": "p fitted to 61 shapes", "m_mem": 9e4, "m_comp": 2.2e9, "p": 1.9}
+    )
+    blocks = [[f"transformer.blocks.{n}", "WanTransformerBlock", "norms, gates and modulation"] for n in range(30)]
+    log.append("injection", 0, {"model": "WanTransformer3DModel", "replaced": blocks, "skipped": []})
