@@ -25,11 +25,6 @@ from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
 from tests.models import gradient_error, lifted_float_casts
 
 Ranks = Callable[[int], ProcessPool]
-# By default ZeRO leaves parameters as small as these on every rank.
-_EVERYTHING_PARTITIONED = {
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "zero_allow_untested_optimizer": True,
-}
 
 
 def _fit(fused: bool, per_token_timesteps: bool | str) -> tuple[list[float], dict[str, Tensor], list[str]]:
@@ -59,12 +54,19 @@ def test_two_ranks_with_kernels_equal_one_without(ranks: Ranks, per_token_timest
         assert gradient_error(got_gradients, gradients) <= 1e-10
 
 
+def _zero3(**options: Any) -> SequenceParallelDeepSpeedStrategy:
+    """With every parameter partitioned; by default ZeRO leaves those as small as here on every rank."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    return SequenceParallelDeepSpeedStrategy(config=config, **options)
+
+
 def _losses(backend: str, fused: bool, **options: Any) -> list[float]:
     """Of four steps: those after the first tell of the gradients of every parameter."""
     strategies: dict[str, Callable[..., Any]] = {
         "ddp": SequenceParallelDDPStrategy,
         "fsdp2": SequenceParallelFSDP2Strategy,
-        "zero3": lambda **options: SequenceParallelDeepSpeedStrategy(config=_EVERYTHING_PARTITIONED, **options),
+        "zero3": _zero3,
     }
     losses: list[float] = []
 
