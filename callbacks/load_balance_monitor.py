@@ -3,121 +3,108 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import nn
 
-from lightning_videoscale.callbacks.batch_load import load_of
-from lightning_videoscale.callbacks.forward_clock import ForwardClock
-from lightning_videoscale.metrics import ComputeCV, StepTimeSpread
-from lightning_videoscale.topology import topology_of
-
-_STEPS_BETWEEN_REPORTS_WITHOUT_LOGGING = 50
+from lightning_videoscale.callbacks.balance_metrics import BalanceMetrics, MicroBatchLoad
+from lightning_videoscale.callbacks.balance_pictures import BalancePictures
+from lightning_videoscale.callbacks.guard import Guard
+from lightning_videoscale.callbacks.step_window import StepWindow, check_interval
+from lightning_videoscale.cost import TransformerFlops
+from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 
 
 class LoadBalanceMonitor(pl.Callback):
     """Logs how evenly the ranks are loaded, and how fast they are together.
 
-    Every few optimizer steps it logs the mean over those steps of
+    Every few optimizer steps it logs, of those steps, each a mean over them,
 
-    - ``balance/cv_step``: (max - min) / max of the data-parallel ranks' forward times (`StepTimeSpread`);
-    - ``balance/compute_cv``: std / mean of their loads B * S**p (`ComputeCV`);
+    - ``balance/cv_step``: (max - min) / max of the data-parallel ranks' compute times (`StepTimeSpread`);
+    - ``balance/compute_cv``: std / mean of their loads B * S**p (`ComputeCV`), ``balance/cost_cv`` of the costs that
+      the planner predicted, ``balance/physical_load`` the mean of B * S**2 (`PhysicalLoad`), and
+      ``balance/padding_share`` the share of tokens that only fill gaps;
+    - ``time/...``, seconds per step of the mean rank: ``compute``, ``data`` (waiting for the loader), ``exchange``
+      (sequence-parallel exchanges that nothing hid), ``reduction`` (gathering parameters and averaging gradients, as
+      far as nothing hid it), ``straggler`` (waiting for slower ranks) and ``optimizer``;
     - ``throughput/tokens_per_second`` and ``throughput/samples_per_second`` of all ranks together, a sequence-parallel
-      group counted once, fillers not at all, validation not timed;
+      group counted once, fillers not at all, validation not timed; ``throughput/efficiency``, latent tokens per second
+      and rank (Θ of `ThroughputEfficiency`); ``throughput/mfu``, if the peak of the devices is given;
 
-    to every logger, and ``cv_step`` and ``tokens/s`` to the progress bar. `summary` gives the same for the whole run.
+    to every logger, and ``cv_step`` and ``tokens/s`` to the progress bar. `summary` gives the same for the whole run,
+    which goes on where a checkpoint is resumed. Every ``pictures_every_n_steps`` steps, and at the end, TensorBoard
+    gets a map of the compute and waiting times of every rank in every step, and a histogram of CV_step.
 
-    The time of a rank is that of its forward pass, from the start of the batch to just before backward. Backward is
-    left out on purpose: under DDP it contains the waiting for the slowest rank, which would make all ranks look alike.
-    Where the forward pass itself communicates it contains waiting too: inside a sequence-parallel group (whose time is
-    that of its slowest rank), in FSDP's gathering of parameters, in DDP's broadcast of buffers. An optimizer step
-    counts the sum over its accumulated micro-batches. On a GPU the time is read from CUDA events without stopping the
-    device.
+    The compute time of a rank is that of its forward and backward passes without what it waited for others (see
+    `timing.StepTimes`): with the waits all ranks would look alike. Inside a sequence-parallel group it is that of the
+    slowest rank. An optimizer step counts the sum over its accumulated micro-batches. On a GPU the times are read from
+    CUDA events without stopping the device.
 
-    Ranks meet once per report, in one float64 gather. Nothing that goes wrong in computing or logging the figures stops
+    Ranks meet once per report, in one float64 gather. Nothing that goes wrong in computing, drawing or logging stops
     the training: it is reported once. Batches without a ``meta`` (see `VideoDataModule`) leave only
-    ``balance/cv_step``, which is said once.
+    ``balance/cv_step`` and ``time/...``, which is said once.
 
     Attributes:
-        step_time_spread: CV_step over the run so far.
-        compute_cv: Compute CV over the run so far.
-        samples: Samples seen so far by all ranks.
-        tokens: Tokens seen so far by all ranks.
-        seconds: Wall time of the reported steps, in seconds.
+        metrics: The figures of the run so far.
     """
 
-    def __init__(self, every_n_steps: int | None = None, p: float = 2.0) -> None:
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        p: float = 2.0,
+        pictures_every_n_steps: int = 500,
+        geometry: str | ModelGeometry = "wan2.1",
+        peak_flops_per_second: float | None = None,
+    ) -> None:
         """Creates the monitor.
 
         Args:
             every_n_steps: Optimizer steps from report to report; None takes the Trainer's ``log_every_n_steps``.
             p: Exponent of the sequence length in the load B * S**p.
+            pictures_every_n_steps: Optimizer steps in one picture, at least; it is drawn with a report.
+            geometry: The model's VAE, by the name of its family or by its factors; needed where batches hold pixels.
+            peak_flops_per_second: What the data sheet promises of one device for the dtype of the matrix products,
+                dense (bfloat16 on an H100 or H200: 989e12); None: no MFU. The work is that of the transformers of
+                diffusers in the LightningModule that are trained.
 
         Raises:
-            ValueError: ``every_n_steps`` is below 1.
+            ValueError: A number of steps is below 1, or the geometry is not known by that name.
         """
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1, or None; got {every_n_steps}.")
-        self.every_n_steps = every_n_steps
-        # Every rank updates with all ranks' figures, so a sync would only cost a collective.
-        self.step_time_spread = StepTimeSpread(sync_on_compute=False)
-        self.compute_cv = ComputeCV(p, sync_on_compute=False)
-        self.samples = 0
-        self.tokens = 0
-        self.seconds = 0.0
-        self._said: set[str] = set()
+        if isinstance(geometry, str) and geometry not in GEOMETRIES:
+            raise ValueError(f"geometry={geometry!r} is none of {sorted(GEOMETRIES)}; give a ModelGeometry instead.")
+        self.every_n_steps = check_interval(every_n_steps)
+        self.geometry = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
+        self.peak_flops_per_second = peak_flops_per_second
+        self.metrics = BalanceMetrics(p)
+        self._pictures = BalancePictures(check_interval(pictures_every_n_steps) or 1)
+        self._guard = Guard("LoadBalanceMonitor")
+        self._window: StepWindow | None = None
 
     def summary(self) -> dict[str, float]:
-        """Returns the figures of the run so far: cv_step, compute_cv, tokens_per_second, samples, tokens.
+        """Returns the figures of the run so far: cv_step, compute_cv, cost_cv, tokens_per_second, samples, tokens, ...
 
         A figure that was never known (no ``meta`` in the batches, no step yet) is left out.
         """
-        figures: dict[str, float] = {}
-        if self.step_time_spread.steps > 0:
-            figures["cv_step"] = self.step_time_spread.compute().item()
-        if self.compute_cv.steps > 0:
-            figures["compute_cv"] = self.compute_cv.compute().item()
-            figures["tokens_per_second"] = self.tokens / self.seconds
-            figures["samples"] = self.samples
-            figures["tokens"] = self.tokens
-        return figures
+        return self.metrics.summary()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Opens the first window."""
-        log_every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        self._interval = self.every_n_steps or log_every_n_steps or _STEPS_BETWEEN_REPORTS_WITHOUT_LOGGING
-        self._clock = ForwardClock(trainer.strategy.root_device)
-        self._global_step = trainer.global_step
+        self._window = StepWindow(trainer, self.every_n_steps)
         self._window_begin = time.perf_counter()
-        self._loads: list[tuple[float, float, float]] = []
-        self._micro_batches_of_step: list[int] = []
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Starts the clock."""
-        self._clock.start()
-
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Stops the clock."""
-        self._clock.stop()
+        if self.peak_flops_per_second is not None:
+            transformer = self._guard.attempt("tell the model's FLOPs", lambda: flops_of(pl_module))
+            self.metrics.flops = None if transformer is None else (transformer, self.peak_flops_per_second)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Notes the micro-batch's load, and reports when enough optimizer steps are complete."""
-        self._clock.stop()
-        self._loads.append(self._load(batch))
-        if trainer.global_step != self._global_step:
-            self._global_step = trainer.global_step
-            self._micro_batches_of_step.append(len(self._loads) - sum(self._micro_batches_of_step))
-        if len(self._micro_batches_of_step) >= self._interval:
-            figures = self._close_window(trainer)
-            self._log(trainer, figures)
-            self._show(pl_module, figures)
+        assert self._window is not None
+        self._window.add(trainer, self._load(batch))
+        if self._window.is_full:
+            self._report(trainer, pl_module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stops counting wall time."""
@@ -125,100 +112,81 @@ class LoadBalanceMonitor(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Goes on counting wall time."""
-        if not trainer.sanity_checking and trainer.state.fn == "fit":
+        if self._window is not None:
             self._window_begin += time.perf_counter() - self._validation_begin
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reports the steps since the last report."""
-        if self._micro_batches_of_step:
-            self._log(trainer, self._close_window(trainer))
+        """Reports the steps since the last report, and draws those since the last picture."""
+        assert self._window is not None
+        if self._window.steps:
+            self._report(trainer, None)
+        self._draw(trainer)
+        self._window.close()
+        self._window = None
 
-    def _load(self, batch: object) -> tuple[float, float, float]:
-        """Returns B, S and whether the samples count (1) or fill up (0); zeros where the batch does not tell."""
-        load = load_of(batch)
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the sums of the run so far."""
+        return self.metrics.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from them."""
+        self.metrics.load_state_dict(state_dict)
+
+    def _load(self, batch: Any) -> MicroBatchLoad:
+        load = self._guard.attempt("read the batch", lambda: MicroBatchLoad.of(batch, self.geometry))
         if load is None:
-            self._say_once(
+            self._guard.say_once(
                 "LoadBalanceMonitor found no `meta` with samples, sequence_length and loss_weight in the batch "
-                "(VideoDataModule adds it): it logs balance/cv_step only."
+                "(VideoDataModule adds it): it logs balance/cv_step and time/... only."
             )
-            return 0.0, 0.0, 0.0
-        return float(load.samples), float(load.sequence_length), float(load.loss_weight != 0.0)
+        return load or MicroBatchLoad()
 
-    def _close_window(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Gathers the window from all ranks and returns its figures."""
-        steps, self._micro_batches_of_step = self._micro_batches_of_step, []
-        loads, self._loads = self._loads, []
-        times = self._clock.drain()
+    def _report(self, trainer: pl.Trainer, progress_of: pl.LightningModule | None) -> None:
+        """Brings the window of all ranks together, and logs its figures."""
+        assert self._window is not None
         now = time.perf_counter()
         seconds, self._window_begin = now - self._window_begin, now
+        # Outside of the guard: a rank that skipped it would leave the others waiting.
+        window = self._window.gather(trainer)
+        figures = self._guard.attempt("compute its figures", lambda: self.metrics.update(window, seconds)) or {}
+        # `self.log` numbers the steps from 0 too, so that the curves line up.
+        step = trainer.global_step - 1
+        self._guard.attempt("log", lambda: _log(trainer, figures, step))
+        if progress_of is not None:
+            self._show(progress_of, figures)
+        if trainer.is_global_zero:
+            self._guard.attempt("note what to draw", lambda: self._pictures.add(window, step))
+            if self._pictures.are_due:
+                self._draw(trainer)
 
-        # The gather stays outside the guard below: a rank that skipped it would leave the others waiting.
-        topology = topology_of(trainer)
-        rows = [(topology.data_parallel_rank, t, *load) for t, load in zip(times, loads, strict=True)][: sum(steps)]
-        everything = _gather(trainer, torch.tensor(rows, dtype=torch.float64))
-        try:
-            return self._figures(everything, steps, seconds)
-        except Exception as error:
-            self._say_once(f"LoadBalanceMonitor could not compute its figures, training goes on: {error!r}")
-            return {}
+    def _draw(self, trainer: pl.Trainer) -> None:
+        if trainer.is_global_zero:
+            self._guard.attempt("draw", lambda: self._pictures.hand_to(trainer.loggers))
 
-    def _figures(self, everything: Tensor, steps: list[int], seconds: float) -> dict[str, float]:
-        """Returns one window's figures, from all ranks' rows (ranks, micro_batches, 5), and adds them to the run's."""
-        times, batch_sizes, lengths, counts = fold_sequence_parallel_peers(everything)
-        spreads = [self.step_time_spread(part.sum(dim=1)) for part in times.split(steps, dim=1)]
-        figures = {"balance/cv_step": float(torch.stack(spreads).mean())}
-        if bool((batch_sizes > 0).all()):
-            parts = zip(batch_sizes.split(steps, dim=1), lengths.split(steps, dim=1), strict=True)
-            cvs = [self.compute_cv(part, part_lengths) for part, part_lengths in parts]
-            samples, tokens = int((batch_sizes * counts).sum()), int((batch_sizes * lengths * counts).sum())
-            self.samples += samples
-            self.tokens += tokens
-            self.seconds += seconds
-            figures["balance/compute_cv"] = float(torch.stack(cvs).mean())
-            figures["throughput/tokens_per_second"] = tokens / seconds
-            figures["throughput/samples_per_second"] = samples / seconds
-        return figures
-
-    def _log(self, trainer: pl.Trainer, figures: dict[str, float]) -> None:
-        try:
-            for logger in trainer.loggers:
-                # `self.log` numbers the steps from 0 too, so that the curves line up.
-                logger.log_metrics(figures, step=trainer.global_step - 1)
-        except Exception as error:
-            self._say_once(f"LoadBalanceMonitor could not log, training goes on: {error!r}")
-
-    def _show(self, pl_module: pl.LightningModule, figures: dict[str, float]) -> None:
+    def _show(self, pl_module: pl.LightningModule, figures: Mapping[str, float]) -> None:
         fields = {"balance/cv_step": "cv_step", "throughput/tokens_per_second": "tokens/s"}
         shown = {field: figures[name] for name, field in fields.items() if name in figures}
         pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
 
-    def _say_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            rank_zero_warn(message)
 
+def flops_of(module: nn.Module) -> TransformerFlops:
+    """Returns the work of the one transformer of diffusers that is trained in a module.
 
-def _gather(trainer: pl.Trainer, rows: Tensor) -> Tensor:
-    """Returns every rank's rows on the host, shape (ranks, *rows.shape)."""
-    if trainer.world_size == 1:
-        return rows[None]
-    gathered = trainer.strategy.all_gather(rows.to(trainer.strategy.root_device))
-    return gathered.cpu()
-
-
-def fold_sequence_parallel_peers(everything: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reduces what all ranks report to one row per data-parallel rank.
-
-    Args:
-        everything: Shape ``(ranks, micro_batches, 5)``; the last dimension holds data-parallel rank, seconds, B, S and
-            whether the samples count.
-
-    Returns:
-        Seconds of the slowest peer, B, S, and the count flags (those of the first peer, as all peers work on one
-        batch), each of shape ``(dp_ranks, micro_batches)``.
+    Raises:
+        ValueError: There is none, or more than one, or its configuration lacks a size.
     """
-    dp_rank_of = everything[:, 0, 0].tolist()
-    groups = [[r for r, dp in enumerate(dp_rank_of) if dp == wanted] for wanted in sorted(set(dp_rank_of))]
-    seconds = torch.stack([everything[group, :, 1].amax(dim=0) for group in groups])
-    batch_sizes, lengths, counts = everything[[group[0] for group in groups], :, 2:].unbind(dim=-1)
-    return seconds, batch_sizes, lengths, counts
+    found = {
+        path: child
+        for path, child in module.named_modules()
+        if isinstance(config := getattr(child, "config", None), Mapping)
+        and "num_attention_heads" in config
+        and any(parameter.requires_grad for parameter in child.parameters())
+    }
+    if len(found) != 1:
+        raise ValueError(f"expected one transformer with a config in the LightningModule, found {sorted(found)}")
+    return TransformerFlops.from_config(dict(next(iter(found.values())).config))
+
+
+def _log(trainer: pl.Trainer, figures: Mapping[str, float], step: int) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(figures), step=step)

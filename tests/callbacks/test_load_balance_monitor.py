@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from lightning_videoscale.callbacks import LoadBalanceMonitor
-from lightning_videoscale.callbacks.load_balance_monitor import fold_sequence_parallel_peers
+from lightning_videoscale.callbacks.step_window import RankTimes
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
+
+TIMES = {f"time/{name}" for name in ("compute", "data", "exchange", "reduction", "straggler", "optimizer")}
 
 
 def test_logs_every_n_steps_and_the_rest_at_the_end() -> None:
@@ -26,7 +28,7 @@ def test_logs_every_n_steps_and_the_rest_at_the_end() -> None:
     summary = monitor.summary()
     assert summary["samples"] == 2 + 1 + 3 + 1 + 4
     assert summary["tokens"] == 20 + 40 + 15 + 1 + 400
-    assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / monitor.seconds)
+    assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / monitor.metrics.seconds)
     assert (summary["cv_step"], summary["compute_cv"]) == (0.0, 0.0)
 
 
@@ -35,8 +37,8 @@ def test_takes_the_trainers_interval_and_counts_optimizer_steps() -> None:
     trainer = trainer_with(monitor, logger=logger, log_every_n_steps=2, accumulate_grad_batches=3)
     trainer.fit(Slope(), batches_of([Meta(1, 10)] * 12))
     assert [step for step, _ in logger.balance()] == [1, 3]
-    assert monitor.step_time_spread.steps == 4
-    assert monitor.samples == 12
+    assert monitor.metrics.step_time_spread.steps == 4
+    assert monitor.metrics.samples == 12
 
 
 def test_progress_bar_fields() -> None:
@@ -51,7 +53,7 @@ def test_fillers_are_work_but_no_samples() -> None:
     trainer_with(monitor).fit(Slope(), batches_of([Meta(2, 10), Meta(1, 10, loss_weight=0.0)]))
     assert monitor.summary()["samples"] == 2
     assert monitor.summary()["tokens"] == 20
-    assert monitor.compute_cv.steps == 2
+    assert monitor.metrics.compute_cv.steps == 2
 
 
 def test_without_meta_it_says_so_once_and_logs_cv_step_only() -> None:
@@ -60,7 +62,7 @@ def test_without_meta_it_says_so_once_and_logs_cv_step_only() -> None:
         warnings.simplefilter("always")
         trainer_with(monitor, logger=logger).fit(Slope(), batches_of([None, None, None]))
     assert len([w for w in caught if "LoadBalanceMonitor found no `meta`" in str(w.message)]) == 1
-    assert [set(row) for _, row in logger.balance()] == [{"balance/cv_step"}] * 3
+    assert [set(row) for _, row in logger.balance()] == [{"balance/cv_step"} | TIMES] * 3
     assert set(monitor.summary()) == {"cv_step"}
 
 
@@ -71,7 +73,7 @@ def test_a_failing_logger_is_reported_once_and_training_goes_on() -> None:
         trainer_with(monitor, logger=MemoryLogger(failing=True)).fit(module, batches_of([Meta(1, 10)] * 3))
     assert len([w for w in caught if "could not log, training goes on: OSError('disk full')" in str(w.message)]) == 1
     assert len(module.gradients) == 3
-    assert monitor.samples == 3
+    assert monitor.metrics.samples == 3
 
 
 def test_validation_is_not_timed() -> None:
@@ -82,45 +84,30 @@ def test_validation_is_not_timed() -> None:
     monitor = LoadBalanceMonitor()
     trainer = trainer_with(monitor, val_check_interval=1)
     trainer.fit(SlowToValidate(), batches_of([Meta(1, 10)] * 3), batches_of([Meta(1, 10)]))
-    assert 0 < monitor.seconds < 0.6
+    assert 0 < monitor.metrics.seconds < 0.6
 
 
-def test_only_the_forward_pass_is_timed() -> None:
-    class SlowBackward(Slope):
+def test_the_time_of_a_step_is_told_apart() -> None:
+    class Slow(Slope):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
             time.sleep(0.05)
             return super().training_step(batch, batch_idx)
 
         def on_after_backward(self) -> None:
-            time.sleep(0.5)
+            time.sleep(0.15)
 
-    seen: list[float] = []
-
-    class Recording(LoadBalanceMonitor):
-        def _figures(self, everything: torch.Tensor, steps: list[int], seconds: float) -> dict[str, float]:
-            seen.extend(everything[0, :, 1].tolist())
-            return super()._figures(everything, steps, seconds)
-
-    trainer_with(Recording()).fit(SlowBackward(), batches_of([Meta(1, 10)] * 2))
-    assert len(seen) == 2
-    assert all(0.05 <= duration < 0.3 for duration in seen)
+    logger = MemoryLogger()
+    trainer_with(LoadBalanceMonitor(every_n_steps=3), logger=logger).fit(Slow(), batches_of([Meta(1, 10)] * 3))
+    [(_, row)] = logger.balance()
+    assert 0.05 <= row["time/compute"] < 0.1 <= 0.15 <= row["time/optimizer"]
+    assert max(row["time/data"], row["time/reduction"], row["time/straggler"]) < 0.05 and row["time/exchange"] == 0.0
 
 
 def test_a_peer_group_counts_once_with_its_slowest_rank() -> None:
-    #                     dp rank, seconds, B, S, counts
-    everything = torch.tensor(
-        [
-            [[1.0, 2.0, 3.0, 100.0, 1.0], [1.0, 1.0, 1.0, 50.0, 0.0]],
-            [[0.0, 1.0, 4.0, 80.0, 1.0], [0.0, 5.0, 2.0, 40.0, 1.0]],
-            [[1.0, 2.5, 3.0, 100.0, 1.0], [1.0, 0.5, 1.0, 50.0, 0.0]],
-            [[0.0, 1.5, 4.0, 80.0, 1.0], [0.0, 4.0, 2.0, 40.0, 1.0]],
-        ]
-    )
-    seconds, batch_sizes, lengths, counts = fold_sequence_parallel_peers(everything)
-    assert seconds.tolist() == [[1.5, 5.0], [2.5, 1.0]]
-    assert batch_sizes.tolist() == [[4.0, 2.0], [3.0, 1.0]]
-    assert lengths.tolist() == [[80.0, 40.0], [100.0, 50.0]]
-    assert counts.tolist() == [[1.0, 1.0], [1.0, 0.0]]
+    window = RankTimes([1, 0, 1, 0], torch.zeros(4, 2, 7), torch.zeros(4, 2, 0), [1, 1])
+    seconds = torch.tensor([[2.0, 1.0], [1.0, 5.0], [2.5, 0.5], [1.5, 4.0]])
+    assert window.of_slowest_peers(seconds).tolist() == [[1.5, 5.0], [2.5, 1.0]]
+    assert window.of_first_peers(seconds).tolist() == [[1.0, 5.0], [2.0, 1.0]]
 
 
 def test_refuses_an_interval_below_one() -> None:
