@@ -7,6 +7,7 @@ it knows how to split and to fuse.
 from lightning_videoscale import callbacks, cost, data, kernels, metrics, parallel, strategies
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data.benchmark import benchmark_shapes
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.strategies import (
     SequenceParallelDDPStrategy,
@@ -21,6 +22,7 @@ __all__ = [
     "SequenceParallelDeepSpeedStrategy",
     "SequenceParallelFSDP2Strategy",
     "VideoDataModule",
+    "benchmark_shapes",
     "callbacks",
     "cost",
     "data",

@@ -23,6 +23,7 @@ from lightning_videoscale.data.agreement import (
     contents_of,
     step_time_of,
 )
+from lightning_videoscale.data.benchmark.synthetic import RepresentativeBatches
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.index import ShardIndex, default_index_file
 from lightning_videoscale.data.indexing import build_index, index_shards, known_shards
@@ -247,6 +248,12 @@ class VideoDataModule(pl.LightningDataModule):
         sizes = np.bincount(table.source[table.shape_id >= 0], minlength=len(names))
         drawn = draws_per_epoch(table, weights)
         return {name: float(epoch * n / size) for name, n, size in zip(names, drawn, sizes, strict=True)}
+
+    def training_shapes(self) -> tuple[SampleTable, RepresentativeBatches]:
+        """The training samples in the shapes of the first epoch, and batches of these to measure with."""
+        index = self._index("shards")
+        table = self._table(index, is_training=True)
+        return table, RepresentativeBatches(MicroBatchReader(index, self._shape_policy.fps), table)
 
     def _patterns(self) -> dict[str, str | list[str]]:
         train = list(self._shards) if isinstance(self._shards, dict) else self._shards

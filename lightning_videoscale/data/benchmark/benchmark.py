@@ -1,0 +1,106 @@
+"""`benchmark_shapes`: what training steps take, for a Trainer that has not begun."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_videoscale.cost import ShapeMatrix
+from lightning_videoscale.data.benchmark.grid import Cell, spread_over_shapes
+from lightning_videoscale.data.benchmark.measuring import measure_shapes
+from lightning_videoscale.data.benchmark.synthetic import RandomBatches, SyntheticBatches
+from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
+from lightning_videoscale.data.shapes import ClipShape
+
+if TYPE_CHECKING:
+    from lightning_videoscale.data.datamodule import VideoDataModule
+
+
+def benchmark_shapes(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    shapes: VideoDataModule | Sequence[ClipShape],
+    *,
+    batches: SyntheticBatches | None = None,
+    geometry: str | ModelGeometry = "wan2.1",
+    max_shapes: int = 12,
+    max_tokens: int | None = None,
+    seconds: float = 1.0,
+    progress: bool = True,
+) -> ShapeMatrix:
+    """Measures time and memory of training steps over (B, S), with the real module under the real strategy.
+
+    Everything is set up as for ``trainer.fit``, forward and backward run on synthetic batches, and nothing is trained:
+    weights and optimizers are afterwards what they were. Compute is told from waiting for other ranks (see
+    `lightning_videoscale.timing`), out of memory is a result like any other. Collective over all ranks.
+
+    Args:
+        trainer: The Trainer of the training to come, or one with the same strategy, devices and precision. Its loggers
+            and checkpoint callbacks rest meanwhile.
+        module: What will be trained; with automatic optimization.
+        shapes: The data, or the shapes of its samples.
+        batches: Makes the batches. None: one sample of each shape, repeated, where the data is given; else random
+            latents (16 channels) or pixels with an empty caption.
+        geometry: How many tokens a shape has, where shapes are given; the data knows its own.
+        max_shapes: Sequence lengths to measure at most.
+        max_tokens: Tokens B * S to measure at most; None: those of two samples of the longest shape. Sequences of
+            20 000 tokens and more are measured in up to 8 samples within that.
+        seconds: Time per shape, about, beside its first run.
+        progress: Whether rank 0 draws a bar.
+
+    Returns:
+        The matrix, the same on all ranks: ``StepTimeModel.fit(matrix.measurements)``,
+        ``MemoryModel.fit(matrix.measurements)``, ``matrix.save("shapes.json")``.
+
+    Raises:
+        ValueError: If there are no shapes, or the module optimizes manually.
+    """
+    found: list[ShapeMatrix] = []
+
+    def run() -> None:
+        cells, make = _grid_and_batches(shapes, batches, geometry, max_shapes, max_tokens)
+        found.append(measure_shapes(trainer, cells, make, seconds, progress))
+
+    with _instead_of_training(trainer) as loop:
+        loop.run = run
+        if isinstance(shapes, pl.LightningDataModule):
+            trainer.fit(module, datamodule=shapes)
+        else:
+            trainer.fit(module, train_dataloaders=[])
+    return found[0]
+
+
+def _grid_and_batches(
+    shapes: VideoDataModule | Sequence[ClipShape],
+    batches: SyntheticBatches | None,
+    geometry: str | ModelGeometry,
+    max_shapes: int,
+    max_tokens: int | None,
+) -> tuple[list[Cell], SyntheticBatches]:
+    if isinstance(shapes, pl.LightningDataModule):
+        table, own = shapes.training_shapes()
+        cells = spread_over_shapes(table.shapes, table.sequence_lengths.tolist(), max_shapes, max_tokens)
+        return cells, batches if batches is not None else own
+    if isinstance(geometry, str):
+        geometry = GEOMETRIES[geometry]
+    lengths = [geometry.sequence_length(f, h, w, latents=latents) for f, h, w, latents in shapes]
+    return spread_over_shapes(shapes, lengths, max_shapes, max_tokens), batches or RandomBatches()
+
+
+@contextmanager
+def _instead_of_training(trainer: pl.Trainer) -> Iterator[Any]:
+    """``fit`` sets everything up and tears it down; in between, the loop's ``run`` is replaced."""
+    loop, callbacks, loggers = trainer.fit_loop, trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
+    sanity_steps = trainer.num_sanity_val_steps
+    trainer.callbacks = [c for c in callbacks if not isinstance(c, Checkpoint)]  # type: ignore[attr-defined]
+    trainer.loggers, trainer.num_sanity_val_steps = [], 0
+    try:
+        yield loop
+    finally:
+        del loop.run
+        trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
+        trainer.num_sanity_val_steps = sanity_steps

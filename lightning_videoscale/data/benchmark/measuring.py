@@ -1,0 +1,129 @@
+"""The loop over the grid: every cell is tried, measured, or known not to fit, on all ranks alike."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from lightning_videoscale.cost import MatrixRow, MemoryModel, ShapeMatrix
+from lightning_videoscale.data.benchmark.grid import Cell
+from lightning_videoscale.data.benchmark.ranks import Ranks
+from lightning_videoscale.data.benchmark.steps import RealSteps, real_steps
+from lightning_videoscale.data.benchmark.synthetic import SyntheticBatches
+from lightning_videoscale.topology import topology_of
+
+DECISIVE = ("gpu", "world_size", "strategy", "sequence_parallel_size", "precision", "module", "parameters")
+"""What of the provenance decides over time and memory: matrices that differ in it hold for other runs."""
+
+_REPEATS = (3, 20)
+
+
+def measure_shapes(
+    trainer: pl.Trainer, cells: Sequence[Cell], batches: SyntheticBatches, seconds: float = 1.0, progress: bool = True
+) -> ShapeMatrix:
+    """Measures what training steps take, under a Trainer that is set up; collective over all ranks.
+
+    A cell that is out of memory is a row like any other, and larger batches of its sequence length are left out. Under
+    strategies whose ranks meet within the forward pass (sharded parameters, split sequences), a cell is not tried where
+    the peaks so far say that it does not fit.
+
+    Args:
+        trainer: A Trainer whose model is wrapped, not in the middle of a step.
+        cells: What to measure, by rising tokens.
+        batches: Makes the batches.
+        seconds: Time per cell, about, beside its first run; 3 repeats at least and 20 at most.
+        progress: Whether rank 0 draws a bar.
+
+    Raises:
+        ValueError: If the module optimizes manually.
+        RuntimeError: If a rank ran out of memory while others are within a step that it has to take part in.
+    """
+    rows: list[MatrixRow] = []
+    full: set[int] = set()
+    shown = progress and trainer.is_global_zero
+    with real_steps(trainer) as steps, closing(Ranks(trainer)) as ranks:
+        capacity = ranks.smallest(steps.capacity_bytes)
+        for cell in tqdm(cells, desc="benchmark", unit=" shapes", disable=not shown, leave=False):
+            if cell.sequence_length in full:
+                continue
+            if steps.meet_inside and _is_beyond(cell, rows, capacity):
+                row = _row(cell, outcome="not_tried")
+            else:
+                row = _measure(steps, ranks, cell, batches, seconds, with_states=not any(r.seconds for r in rows))
+            if row.outcome != "measured":
+                full.add(cell.sequence_length)
+            rows.append(row)
+            steps.drop_gradients()
+    return ShapeMatrix(tuple(rows), provenance_of(trainer), capacity)
+
+
+def provenance_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """What a measurement under this Trainer holds for."""
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    versions = {name: importlib.metadata.version(name) for name in ("lightning-videoscale", "torch", "lightning")}
+    return {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "world_size": trainer.world_size,
+        "strategy": type(trainer.strategy).__name__,
+        "sequence_parallel_size": topology_of(trainer).sequence_parallel_size,
+        "precision": trainer.precision,
+        "module": f"{type(module).__module__}.{type(module).__qualname__}",
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "cuda": torch.version.cuda,
+        **versions,
+    }
+
+
+def _measure(
+    steps: RealSteps, ranks: Ranks, cell: Cell, batches: SyntheticBatches, seconds: float, with_states: bool
+) -> MatrixRow:
+    batch = batches(cell)
+    begin = time.perf_counter()
+    if not ranks.all(steps.fits(batch), f"out of memory at {cell.samples} samples of {cell.sequence_length} tokens"):
+        steps.free_memory()
+        return _row(cell, outcome="out_of_memory")
+    steps.read_times()  # once the device is done
+    first = ranks.largest(time.perf_counter() - begin)
+    if with_states:
+        steps.make_optimizer_states()
+    steps.reset_peak()
+    for _ in range(first < seconds):
+        steps.run(batch)
+    steps.read_times()
+    for _ in range(min(max(math.ceil(seconds / first), _REPEATS[0]), _REPEATS[1])):
+        steps.run(batch)
+    times = steps.read_times()
+    mine = sorted(t.compute + t.exchange for t in times)
+    median = statistics.median(mine)
+    peak = steps.peak_bytes
+    return _row(
+        cell,
+        seconds=ranks.median(median),
+        spread=ranks.largest((mine[-1] - mine[0]) / median),
+        wait_seconds=ranks.median(statistics.median(t.wait for t in times)),
+        peak_bytes=None if peak is None else ranks.largest(peak),
+    )
+
+
+def _row(cell: Cell, **values: Any) -> MatrixRow:
+    frames, height, width, _ = cell.shape
+    return MatrixRow(frames, height, width, cell.samples, cell.sequence_length, **values)
+
+
+def _is_beyond(cell: Cell, rows: Sequence[MatrixRow], capacity: float | None) -> bool:
+    """Whether the peaks of smaller cells say that this one does not fit."""
+    measurements = ShapeMatrix(tuple(rows)).measurements
+    points = {m.samples * m.sequence_length for m in measurements if m.peak_bytes is not None}
+    if capacity is None or len(points) < 3:
+        return False
+    model = MemoryModel.fit(measurements)
+    return model.predict(cell.samples, cell.sequence_length) * (1 + model.worst_excess) > capacity

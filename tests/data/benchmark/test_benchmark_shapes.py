@@ -1,0 +1,209 @@
+"""benchmark_shapes with a tiny Wan in real Trainers: what it measures, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+import lightning_videoscale as vs
+from lightning_videoscale.cost import BucketBudget, ShapeMatrix, StepTimeModel
+from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data.benchmark import RandomBatches
+from lightning_videoscale.data.benchmark.steps import real_steps
+from tests.data.benchmark.flow import SHAPES, Flow, Small
+from tests.data.clips import clip, npy, write_shard
+from tests.data.training import trainer_with
+from tests.distributed.pool import ProcessPool
+
+Ranks = Callable[[int], ProcessPool]
+BUDGET = BucketBudget(160, 160 * 80)
+
+
+def _benchmark(module: pl.LightningModule, trainer: pl.Trainer | None = None, **settings: Any) -> ShapeMatrix:
+    trainer = trainer if trainer is not None else trainer_with()
+    settings = {"batches": RandomBatches(4), "max_tokens": 96, "seconds": 1e-9, "progress": False} | settings
+    return vs.benchmark_shapes(trainer, module, settings.pop("shapes", SHAPES), **settings)
+
+
+class Watching(pl.Callback):
+    """Notes what it is told of training steps."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.told.append("start")
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.told.append("backward")
+
+
+def test_every_cell_is_measured_and_the_models_are_fitted_to_it(tmp_path: Path) -> None:
+    matrix = _benchmark(Flow(), seconds=0.02)
+    cells = [(row.sequence_length, row.samples) for row in matrix.rows]
+    assert cells == [(4, 1), (4, 4), (16, 1), (48, 1), (80, 1), (4, 24), (16, 6), (48, 2)]
+    assert all(row.outcome == "measured" and row.seconds and row.spread is not None for row in matrix.rows)
+    assert matrix.provenance["strategy"] == "SingleDeviceStrategy"
+    assert matrix.provenance["module"].endswith("Flow") and matrix.provenance["precision"] == "32-true"
+
+    matrix.save(tmp_path / "matrix.json")
+    assert StepTimeModel.fit(ShapeMatrix.load(tmp_path / "matrix.json").measurements).predict(1, 80) > 0
+    assert matrix.capacity_bytes is None and all(row.peak_bytes is None for row in matrix.rows)
+
+
+def test_nothing_is_trained_logged_or_drawn(tmp_path: Path) -> None:
+    module, watching = Flow(), Watching()
+    before = copy.deepcopy(module.state_dict())
+    logger = CSVLogger(tmp_path)
+    trainer = trainer_with(logger=logger, enable_checkpointing=True, callbacks=[watching, ModelCheckpoint(tmp_path)])
+    callbacks = list(trainer.callbacks)
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    draws = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+
+    _benchmark(module, trainer)
+
+    after = module.state_dict()
+    assert all(torch.equal(after[name].cpu(), value) for name, value in before.items())
+    assert all(p.grad is None for p in module.parameters())
+    assert [part.training for part in module.modules()] == [part.training for part in Flow().modules()]
+    assert (torch.equal(torch.get_rng_state(), draws[0])) and random.getstate() == draws[1]
+    assert np.random.get_state()[1].tolist() == draws[2]
+    assert not watching.told and trainer.callbacks == callbacks and trainer.loggers == [logger]
+    assert trainer.global_step == 0 and not list(tmp_path.iterdir())
+
+
+def test_training_after_a_benchmark_is_training_without_one(tmp_path: Path) -> None:
+    data = str(write_shard(tmp_path / "000.tar", [clip(i) for i in range(6)]))
+    losses = []
+    for is_benchmarked in (False, True):
+        module, trainer = Flow(), trainer_with(max_epochs=1)
+        if is_benchmarked:
+            _benchmark(module, trainer)
+        pl.seed_everything(5, verbose=False)
+        trainer.fit(module, VideoDataModule(data, budget=BUDGET))
+        losses.append([p.detach().clone() for p in module.parameters()])
+        assert trainer.global_step == 2
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+
+
+def test_optimizers_have_their_states_while_it_is_measured_and_not_after() -> None:
+    class Noting(Flow):
+        def __init__(self) -> None:
+            super().__init__()
+            self.states: list[int] = []
+
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            self.states.append(len(self.optimizers().optimizer.state))
+            return super().training_step(batch, batch_idx)
+
+    module, trainer = Noting(), trainer_with()
+    _benchmark(module, trainer)
+    trained = sum(p.requires_grad for p in module.parameters())
+    assert module.states[0] == 0 and set(module.states[1:]) == {trained}
+    assert not trainer.optimizers[0].state and trainer.optimizers[0].param_groups[0]["lr"] == 1e-2
+
+
+def test_batches_of_the_data_have_all_members(tmp_path: Path) -> None:
+    extra = {"mask_npy": npy(np.ones((3, 2), np.int64))}
+    shard = write_shard(tmp_path / "000.tar", [clip(i, (4, 1 + 2 * (i % 2), 8, 8), **extra) for i in range(4)])
+    module = Flow()
+    data = VideoDataModule(str(shard), budget=BUDGET)
+    matrix = vs.benchmark_shapes(trainer_with(), module, data, seconds=1e-9, progress=False)
+    assert {(row.frames, row.sequence_length) for row in matrix.rows} == {(1, 16), (3, 48)}
+    for batch in module.batches:
+        samples = batch["meta"].samples
+        assert batch["mask"].shape == (samples, 3, 2) and batch["mask"].dtype == torch.int64
+        assert len(batch["caption"]) == len(batch["sample_ids"]) == samples
+        assert batch["caption"][0].startswith("a caption")
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_out_of_memory_is_a_result_and_larger_batches_are_left_out(in_backward: bool) -> None:
+    matrix = _benchmark(Small(50, in_backward=in_backward), shapes=SHAPES[:2], max_tokens=200)
+    outcomes = {(row.sequence_length, row.samples): row.outcome for row in matrix.rows}
+    assert outcomes == {
+        (4, 1): "measured",
+        (4, 4): "measured",
+        (16, 1): "measured",
+        (4, 16): "out_of_memory",  # and 50 of them are not tried any more
+        (16, 4): "out_of_memory",  # nor 12 of these
+    }
+    assert all((row.seconds is None) == (row.outcome != "measured") for row in matrix.rows)
+
+
+def test_other_errors_are_raised() -> None:
+    class Broken(Flow):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            raise RuntimeError("a bug of the user's")
+
+    class Manual(Flow):
+        automatic_optimization = False
+
+    with pytest.raises(RuntimeError, match="a bug of the user's"):
+        _benchmark(Broken())
+    with pytest.raises(ValueError, match="Manual optimizes manually"):
+        _benchmark(Manual())
+
+
+def test_the_module_is_whole_again_after_an_error() -> None:
+    class Broken(Flow):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            raise RuntimeError("a bug of the user's")
+
+    module, trainer = Broken(), trainer_with()
+    with pytest.raises(RuntimeError, match="a bug"):
+        _benchmark(module, trainer)
+    assert "log" not in vars(module) and "run" not in vars(trainer.fit_loop)
+
+
+def _on_two_ranks(in_backward: bool) -> tuple[ShapeMatrix, bool]:
+    module = Small(50, rank=1, in_backward=in_backward)
+    before = copy.deepcopy(module.state_dict())
+    matrix = _benchmark(module, trainer_with(strategy="ddp", devices=2), shapes=SHAPES[:2], max_tokens=200)
+    return matrix, all(torch.equal(value.cpu(), before[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_one_rank_without_memory_speaks_for_all(ranks: Ranks, in_backward: bool) -> None:
+    (matrix, same), (theirs, same_there) = ranks(2).run(_on_two_ranks, in_backward)
+    assert same and same_there and matrix == theirs
+    measured = [row.samples * row.sequence_length for row in matrix.rows if row.outcome == "measured"]
+    assert measured == [4, 16, 16] and [row.outcome for row in matrix.rows[3:]] == ["out_of_memory"] * 2
+    assert matrix.provenance["world_size"] == 2
+
+
+class Where(pl.Callback):
+    """Notes whether ranks meet within a step."""
+
+    meet = False
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with real_steps(trainer) as steps:
+            self.meet = steps.meet_inside
+
+
+def _under(strategy: str) -> tuple[ShapeMatrix, bool]:
+    where = Where()
+    trainer = trainer_with(strategy=strategy, devices=2, callbacks=[where])
+    return _benchmark(Flow(), trainer, shapes=SHAPES[:2], max_tokens=16), where.meet
+
+
+@pytest.mark.parametrize("strategy", ["ulysses_ddp", "ulysses_fsdp2"])
+def test_under_our_strategies(ranks: Ranks, strategy: str) -> None:
+    (matrix, meet), theirs = ranks(2).run(_under, strategy)
+    assert (matrix, meet) == theirs and meet
+    assert [(row.samples, row.outcome) for row in matrix.rows] == [(1, "measured"), (4, "measured"), (1, "measured")]
+    assert all(row.seconds and row.wait_seconds for row in matrix.rows)
+    assert matrix.provenance["sequence_parallel_size"] == 2
