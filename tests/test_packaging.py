@@ -50,7 +50,7 @@ trainer = Trainer(strategy="ulysses_ddp", accelerator="cpu", devices=1, max_step
                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(Line(), torch.utils.data.DataLoader(torch.rand(3, 1)))
 
-optional = ["av", "deepspeed", "diffusers", "jsonargparse", "skvideo", "tensorboard"]
+optional = ["av", "deepspeed", "diffusers", "jsonargparse", "skvideo", "tensorboard", "transformers"]
 print("steps:", trainer.global_step)
 print("strategy:", type(trainer.strategy).__name__)
 print("optional:", [name for name in optional if name in sys.modules or importlib.util.find_spec(name)])
@@ -222,7 +222,7 @@ def test_the_makefile_installs_versions_that_the_package_accepts() -> None:
         canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines) if version
     }
     extras = PROJECT["optional-dependencies"]
-    installed = ["video", "diffusers", "tensorboard", "zero", "demo", "dev"]
+    installed = ["video", "diffusers", "tensorboard", "text", "zero", "demo", "dev"]
     direct = [Requirement(text) for text in PROJECT["dependencies"] + [t for extra in installed for t in extras[extra]]]
     for requirement in direct:
         if requirement.name != PROJECT["name"]:

@@ -5,13 +5,14 @@ The road of a sample: `shards` and `storage` (which tars, and bytes of them), `t
 `planning/` (which samples meet in which micro-batch, on which data-parallel rank, in which step), `reader`, `decoding`,
 `media` and `frames` (bytes to tensors), `batch` (what the training step receives), `loader` (a pass over the plan),
 `progress` (where a run stands in it) and `datamodule` (all of it behind a LightningDataModule). Beside it, `vae` and
-`encoding` make shards of latents of shards of videos.
+`encoding` make shards of latents of shards of videos; `online`, with `vae` and `text`, encodes while training.
 """
 
 from lightning_videoscale.data.batch import Batch, BatchMeta
 from lightning_videoscale.data.datamodule import VideoDataModule
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.index import ShardIndex
+from lightning_videoscale.data.online import BatchEncoder, OnlineEncoder
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBatch, SampleTable
 from lightning_videoscale.data.shapes import Clips, ClipShape, ShapePolicy
 from lightning_videoscale.data.shards import ShardError
@@ -19,6 +20,7 @@ from lightning_videoscale.data.shards import ShardError
 __all__ = [
     "GEOMETRIES",
     "Batch",
+    "BatchEncoder",
     "BatchMeta",
     "BucketPlanner",
     "ClipShape",
@@ -26,6 +28,7 @@ __all__ = [
     "EpochPlan",
     "MicroBatch",
     "ModelGeometry",
+    "OnlineEncoder",
     "SampleTable",
     "ShapePolicy",
     "ShardError",

@@ -23,11 +23,11 @@ from lightning_videoscale.data.agreement import (
     contents_of,
     step_time_of,
 )
-from lightning_videoscale.data.benchmark.synthetic import RepresentativeBatches
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.index import ShardIndex, default_index_file
 from lightning_videoscale.data.indexing import build_index, index_shards, known_shards
 from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
+from lightning_videoscale.data.online import BatchEncoder, check_geometry
 from lightning_videoscale.data.planning import (
     Balance,
     BucketPlanner,
@@ -84,6 +84,8 @@ class VideoDataModule(pl.LightningDataModule):
         seed: Seed of all draws.
         shard_window: Shards that samples are shuffled over at a time.
         num_workers: Processes per rank that read ahead. 0 reads in the training process.
+        encode: Makes latents of videos, embeddings of captions, or anything of a user's own, on the device that trains
+            and once per sequence-parallel group; see `OnlineEncoder`. None: batches stay as they were read.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class VideoDataModule(pl.LightningDataModule):
         seed: int = 0,
         shard_window: int = 64,
         num_workers: int = 0,
+        encode: BatchEncoder | None = None,
     ) -> None:
         super().__init__()
         if isinstance(geometry, str) and geometry not in GEOMETRIES:
@@ -115,6 +118,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._other_shards = {"val_shards": val_shards, "predict_shards": predict_shards}
         self._micro_batches = micro_batches
         self._geometry = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
+        check_geometry(encode, self._geometry)
         self._shape_policy = shape_policy if shape_policy is not None else ShapePolicy()
         self._step_time = step_time
         self._loss_weighting: LossWeighting = loss_weighting
@@ -122,6 +126,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._seed = seed
         self._shard_window = shard_window
         self._num_workers = num_workers
+        self._encode = encode
         self._indices: dict[str, ShardIndex] = {}
         self._sources: list[int] = []
         self._sampler: PlannedSampler | None = None
@@ -249,12 +254,6 @@ class VideoDataModule(pl.LightningDataModule):
         drawn = draws_per_epoch(table, weights)
         return {name: float(epoch * n / size) for name, n, size in zip(names, drawn, sizes, strict=True)}
 
-    def training_shapes(self) -> tuple[SampleTable, RepresentativeBatches]:
-        """The training samples in the shapes of the first epoch, and batches of these to measure with."""
-        index = self._index("shards")
-        table = self._table(index, is_training=True)
-        return table, RepresentativeBatches(MicroBatchReader(index, self._shape_policy.fps), table)
-
     def _patterns(self) -> dict[str, str | list[str]]:
         train = list(self._shards) if isinstance(self._shards, dict) else self._shards
         others = {name: shards for name, shards in self._other_shards.items() if shards is not None}
@@ -325,9 +324,12 @@ class VideoDataModule(pl.LightningDataModule):
         on_gpu = False
         if self.trainer is not None:
             check_same_plan(self.trainer, index.digest + sampler.plan.digest)
-            on_gpu = self.trainer.strategy.root_device.type == "cuda"
+            device = self.trainer.strategy.root_device
+            on_gpu = device.type == "cuda"
+            if self._encode is not None:
+                self._encode.to(device)
         reader = MicroBatchReader(index, self._shape_policy.fps)
-        return PlannedLoader(reader, sampler, self._num_workers, pin_memory=on_gpu)
+        return PlannedLoader(reader, sampler, self._num_workers, pin_memory=on_gpu, encode=self._encode)
 
 
 def _budget_of_longest(table: SampleTable, step_time: StepTimeModel | None) -> BucketBudget:

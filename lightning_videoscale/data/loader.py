@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_videoscale.data.batch import Batch
+from lightning_videoscale.data.online import BatchEncoder
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBatch
 from lightning_videoscale.data.progress import Progress
 from lightning_videoscale.data.reader import MicroBatchReader
@@ -127,6 +128,7 @@ class PlannedLoader:
         pin_memory: Whether tensors are put into page-locked memory, from which GPUs copy faster.
         turn: First micro-batch of the sampler that is read.
         turns: Step from one that is read to the next.
+        encode: Called in this process with every batch; what it returns takes the batch's place.
     """
 
     batch_sampler = None
@@ -139,8 +141,10 @@ class PlannedLoader:
         pin_memory: bool = False,
         turn: int = 0,
         turns: int = 1,
+        encode: BatchEncoder | None = None,
     ) -> None:
         self.sampler = sampler
+        self._encode = encode
         self._reader = reader
         self._turn = turn
         self._turns = turns
@@ -159,7 +163,7 @@ class PlannedLoader:
         Ranks that train on the same batches read them in turn.
         """
         reader, loader = self._reader, self._loader
-        return PlannedLoader(reader, self.sampler, loader.num_workers, loader.pin_memory, turn, turns)
+        return PlannedLoader(reader, self.sampler, loader.num_workers, loader.pin_memory, turn, turns, self._encode)
 
     def __len__(self) -> int:
         """Batches of the whole epoch: of one that is resumed, those that are done count too, as Lightning expects."""
@@ -167,7 +171,7 @@ class PlannedLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator, so that workers start at the first batch: Lightning makes the iterator before it sets the epoch.
-        yield from self._loader
+        yield from self._loader if self._encode is None else map(self._encode, self._loader)
 
 
 class _EveryNth(Sampler[MicroBatch]):

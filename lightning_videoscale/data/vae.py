@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightning_videoscale.data.geometry import ModelGeometry
 
+_PIXELS_AT_ONCE = 81 * 480 * 832
+
 
 class DiffusersVae:
     """Encodes clips with a video VAE of diffusers.
@@ -51,32 +53,44 @@ class DiffusersVae:
         self._vae: Any = vae.eval().requires_grad_(False).to(device)
         self._mean, self._std = (scale.to(device) for scale in _normalisation(vae))
 
-    @torch.inference_mode()
+    def to(self, device: torch.device) -> None:
+        """Encodes there from now on."""
+        self._vae.to(device)
+        self._mean, self._std = self._mean.to(device), self._std.to(device)
+
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes one clip.
+        """Encodes one clip, see `encode_batch`: (3, F, H, W) to (C, f, h, w), on the CPU."""
+        return self.encode_batch(video[None])[0].cpu()
+
+    @torch.no_grad()
+    def encode_batch(self, videos: Tensor) -> Tensor:
+        """Encodes clips of one shape, some at a time, so that many small ones take no more memory than a long one.
 
         Args:
-            video: (3, F, H, W), uint8.
+            videos: (B, 3, F, H, W), uint8.
 
         Returns:
-            (C, f, h, w), float32, on the CPU.
+            (B, C, f, h, w), float32, on the VAE's device.
 
         Raises:
-            ValueError: If the VAE makes another shape of it than the geometry says.
+            ValueError: If the VAE makes another shape of them than the geometry says.
         """
-        pixels = video.to(self._mean.device)[None].to(self._vae.dtype) / 127.5 - 1
+        at_once = max(1, _PIXELS_AT_ONCE // videos[0, 0].numel())
+        return torch.cat([self._encode(some) for some in videos.split(at_once)])
+
+    def _encode(self, videos: Tensor) -> Tensor:
+        pixels = videos.to(self._mean.device, non_blocking=True).to(self._vae.dtype) / 127.5 - 1
         latents: Tensor = self._vae.encode(pixels).latent_dist.mode().float()
-        latents = ((latents - self._mean) / self._std)[0].cpu()
-        _, frames, height, width = video.shape
+        _, _, frames, height, width = videos.shape
         stride = self.geometry.spatial_stride
         expected = (self.geometry.latent_frames(frames), height // stride, width // stride)
-        if tuple(latents.shape[1:]) != expected:
+        if tuple(latents.shape[2:]) != expected:
             raise ValueError(
-                f"The VAE {self.name} makes latents of (f, h, w) = {tuple(latents.shape[1:])} of "
-                f"{tuple(video.shape[1:])} pixels, and the model's geometry says {expected}: name the model that it "
+                f"The VAE {self.name} makes latents of (f, h, w) = {tuple(latents.shape[2:])} of "
+                f"{tuple(videos.shape[2:])} pixels, and the model's geometry says {expected}: name the model that it "
                 "belongs to."
             )
-        return latents
+        return (latents - self._mean) / self._std
 
 
 def _normalisation(vae: Any) -> tuple[Tensor, Tensor]:
