@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
-from lightning_videoscale.callbacks.batch_load import load_of
 from lightning_videoscale.callbacks.fused_kernels import FusedKernels
+from lightning_videoscale.callbacks.guard import Guard
+from lightning_videoscale.callbacks.step_window import StepWindow, check_interval
+from lightning_videoscale.callbacks.window_record import ShapeLoad, window_record
 from lightning_videoscale.data import BucketPlanner
 from lightning_videoscale.report import RunLog, record, write_report
 from lightning_videoscale.report.context import plan_record, start_record
-from lightning_videoscale.report.window import MicroBatchRow, window_record
-from lightning_videoscale.timing import StepWatch, watch_steps
-from lightning_videoscale.topology import topology_of
-
-_STEPS_BETWEEN_RECORDS_WITHOUT_LOGGING = 50
 
 
 class RunReport(pl.Callback):
@@ -52,16 +45,15 @@ class RunReport(pl.Callback):
         Raises:
             ValueError: ``every_n_steps`` is below 1.
         """
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1, or None; got {every_n_steps}.")
         self.folder = None if folder is None else Path(folder)
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = check_interval(every_n_steps)
         self.run_log: RunLog | None = None
         self.path: Path | None = None
-        self._watch: StepWatch | None = None
+        self._window: StepWindow | None = None
         self._is_training = False
+        self._planner: BucketPlanner | None = None
         self._plan: dict[str, Any] | None = None
-        self._said: set[str] = set()
+        self._guard = Guard("RunReport")
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Finds the folder; from here on callbacks may record."""
@@ -73,40 +65,33 @@ class RunReport(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records what the run is, and opens the first window."""
-        log_every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        self._interval = self.every_n_steps or log_every_n_steps or _STEPS_BETWEEN_RECORDS_WITHOUT_LOGGING
-        self._global_step = trainer.global_step
-        self._rows: list[MicroBatchRow] = []
-        self._steps: list[int] = []
-        self._plan = None
         self._is_training = True
-        self._dp_rank = topology_of(trainer).data_parallel_rank
-        self._watch = self._guard("watch the steps", lambda: watch_steps(trainer))
-        self._guard("describe the run", lambda: record(trainer, "start", start_record(trainer, pl_module)))
-        self._guard("describe the injection", lambda: self._record_injection(trainer))
+        self._planner = self._plan = None
+        self._window = self._guard.attempt("watch the steps", lambda: StepWindow(trainer, self.every_n_steps))
+        if trainer.is_global_zero:
+            self._guard.attempt("describe the run", lambda: record(trainer, "start", start_record(trainer, pl_module)))
+            self._guard.attempt("describe the injection", lambda: _record_injection(trainer))
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Records the plan where it is new."""
-        self._guard("describe the plan", lambda: self._record_plan(trainer))
+        if trainer.is_global_zero:
+            self._guard.attempt("describe the plan", lambda: self._record_plan(trainer))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Notes the micro-batch, and records when enough optimizer steps are complete."""
-        if self._watch is None:
-            return
-        row = self._guard("read the batch", lambda: MicroBatchRow.of(self._dp_rank, load_of(batch)))
-        self._rows.append(row or MicroBatchRow.of(self._dp_rank, None))
-        if trainer.global_step != self._global_step:
-            self._global_step = trainer.global_step
-            self._steps.append(len(self._rows) - sum(self._steps))
-        if len(self._steps) >= self._interval:
-            self._record_window(trainer)
+        if self._window is not None:
+            self._window.add(trainer, self._guard.attempt("read the batch", lambda: ShapeLoad.of(batch)) or ShapeLoad())
+            if self._window.is_full:
+                self._record_window(trainer, self._window)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records the steps since the last record."""
-        if self._steps:
-            self._record_window(trainer)
+        if self._window is not None and self._window.steps:
+            self._record_window(trainer, self._window)
         self._close()
         self._is_training = False
 
@@ -125,60 +110,38 @@ class RunReport(pl.Callback):
 
     def _record_plan(self, trainer: pl.Trainer) -> None:
         planner = getattr(getattr(trainer, "datamodule", None), "planner", None)
-        if not isinstance(planner, BucketPlanner):
+        if not isinstance(planner, BucketPlanner) or planner is self._planner:
             return
-        plan = plan_record(planner, trainer.current_epoch)
-        unnumbered = {name: value for name, value in plan.items() if name != "epoch"}
-        if unnumbered != self._plan:
-            self._plan = unnumbered
-            record(trainer, "plan", plan)
+        self._planner = planner
+        plan = plan_record(planner)
+        if plan != self._plan:  # every epoch may have a planner of its own that plans as the one before
+            self._plan = plan
+            record(trainer, "plan", {"epoch": trainer.current_epoch, **plan})
 
-    def _record_injection(self, trainer: pl.Trainer) -> None:
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        for callback in callbacks:
-            if isinstance(callback, FusedKernels) and (report := callback.report) is not None:
-                found = {"model": report.model, "replaced": report.replaced, "skipped": report.skipped}
-                record(trainer, "injection", found)
-
-    def _record_window(self, trainer: pl.Trainer) -> None:
+    def _record_window(self, trainer: pl.Trainer, window: StepWindow) -> None:
         """Gathers the window from all ranks, and records it."""
-        assert self._watch is not None
-        steps, self._steps = self._steps, []
-        rows, self._rows = self._rows, []
-        # The gather stays outside the guard: a rank that skipped it would leave the others waiting.
-        columns = [[*row, *times] for row, times in zip(rows, self._watch.read(), strict=True)]
-        everything = _gather(trainer, torch.tensor(columns[: sum(steps)], dtype=torch.float64))
+        ranks = window.gather(trainer)  # outside the guard: a rank that left it out would keep the others waiting
         if trainer.is_global_zero:
-            self._guard("record", lambda: record(trainer, "window", window_record(everything, steps)))
+            self._guard.attempt("record", lambda: record(trainer, "window", window_record(ranks)))
 
     def _finish(self, trainer: pl.Trainer, end: dict[str, str]) -> None:
         if self.run_log is None:
             return
         record(trainer, "end", end)
         folder = self.run_log.folder
-        self.path = self._guard("draw the report", lambda: write_report(folder))
+        self.path = self._guard.attempt("draw the report", lambda: write_report(folder))
         if self.path is not None:
             rank_zero_info(f"Report of the run: {self.path}")
 
     def _close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-
-    def _guard(self, what: str, act: Callable[[], Any]) -> Any:
-        """Returns ``act()``, or None after saying what went wrong."""
-        try:
-            return act()
-        except Exception as error:
-            if what not in self._said:
-                self._said.add(what)
-                warnings.warn(f"RunReport could not {what}, training goes on: {error!r}", stacklevel=2)
-            return None
+        if self._window is not None:
+            self._window.close()
+            self._window = None
 
 
-def _gather(trainer: pl.Trainer, rows: Tensor) -> Tensor:
-    """Returns every rank's rows on the host, shape (ranks, *rows.shape)."""
-    if trainer.world_size == 1:
-        return rows[None]
-    gathered = trainer.strategy.all_gather(rows.to(trainer.strategy.root_device))
-    return gathered.cpu()
+def _record_injection(trainer: pl.Trainer) -> None:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        if isinstance(callback, FusedKernels) and (report := callback.report) is not None:
+            found = {"model": report.model, "replaced": report.replaced, "skipped": report.skipped}
+            record(trainer, "injection", found)

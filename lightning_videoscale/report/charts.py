@@ -195,4 +195,4 @@ def _log_ticks(low: float, high: float, count: int) -> list[float]:
         inside = [value for value in values if low <= value <= high]
         if len(inside) <= count + 1:
             break
-    return inside if len(inside) > 1 else _ticks(low, high, 3)
+    return inside[:: -(-len(inside) // (count + 1))] if len(inside) > 1 else _ticks(low, high, 3)

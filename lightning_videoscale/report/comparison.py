@@ -55,16 +55,10 @@ def predict_balances(
     model = plan["step_time"] and StepTimeModel.from_dict(plan["step_time"])
     spreads: dict[Balance, StepSpreads] = {}
     for balance in get_args(Balance):
-        epoch = BucketPlanner(
-            table,
-            budget,
-            balance,
-            plan["dp_size"],
-            plan["micro_batches"],
-            model,
-            loss_weighting=plan["loss_weighting"],
-            seed=plan["seed"],
-        ).plan(epoch=0)
+        planner = BucketPlanner(
+            table, budget, balance, plan["dp_size"], plan["micro_batches"], model, seed=plan["seed"]
+        )
+        epoch = planner.plan(epoch=0)
         lengths = table.sequence_lengths[epoch.shape_id]
         cost = None if step_time is None else step_time.predict(np.diff(epoch.starts), lengths)
         spreads[balance] = StepSpreads.of(epoch, cost)

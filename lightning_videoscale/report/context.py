@@ -34,14 +34,14 @@ def start_record(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, A
     }
 
 
-def plan_record(planner: BucketPlanner, epoch: int) -> dict[str, Any]:
-    """Returns the fields of a `plan` record."""
+def plan_record(planner: BucketPlanner) -> dict[str, Any]:
+    """Returns the fields of a `plan` record, but for its epoch."""
     return {
-        "epoch": epoch,
         "balance": planner.balance,
         "dp_size": planner.dp_size,
         "micro_batches": planner.micro_batches,
         "loss_weighting": planner.loss_weighting,
+        "loss_normalization": planner.loss_normalization,
         "seed": planner.seed,
         "budget": asdict(planner.budget),
         "step_time": None if planner.step_time is None else planner.step_time.to_dict(),

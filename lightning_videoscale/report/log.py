@@ -9,8 +9,8 @@ kind        fields
 start       A `fit` begins: ``settings``, ``versions``, ``machine`` and ``exchange``, each a flat dict; ``callbacks``,
             class names; ``module``, its class name; ``parameters``, how many.
 plan        The data's planner is new or changed: ``epoch``, ``balance``, ``dp_size``, ``micro_batches``,
-            ``loss_weighting``, ``seed``, ``budget`` {m_mem, m_comp (null: no limit), p}, ``step_time``
-            (`StepTimeModel.to_dict()`, or null).
+            ``loss_weighting``, ``loss_normalization``, ``seed``, ``budget`` {m_mem, m_comp (null: no limit), p},
+            ``step_time`` (`StepTimeModel.to_dict()`, or null).
 window      Some optimizer steps, all ranks: ``steps``; ``seconds`` they took, validation, checkpoints and logging left
             out; ``tokens`` and ``samples``, a sequence-parallel group counted once, fillers not; one number per step in
             ``cv_step`` ((max - min) / max of compute seconds over data-parallel ranks), ``compute_cv`` (std / mean of
@@ -50,29 +50,39 @@ VERSION = 1
 class RunLog:
     """Appends records to a file. A record that cannot be written is lost with a word, once, and nothing is raised.
 
+    The first record is that of the start: what comes earlier, from callbacks that begin before, is written after it.
+
     Args:
         folder: Where the file `LOG_NAME` lies; made with the first record.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._has_begun = False
+        self._early: list[str] | None = []
         self._has_failed = False
 
     def append(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
         """Writes one record, which is in the operating system's hands when this returns."""
         try:
-            line = json.dumps({"v": VERSION, "kind": kind, "step": step, "time": time.time(), **_plain(fields)})
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # Opened for every record: one in a minute or so, and nothing is left open or unwritten by a kill.
-            with (self.folder / LOG_NAME).open("a", encoding="utf-8") as file:
+            line = json.dumps({"v": VERSION, "kind": kind, "step": step, "time": time.time(), **_plain(fields)}) + "\n"
+            if self._early is None:
+                self._write(line)
+            elif kind != "start":
+                self._early.append(line)
+            else:
+                early, self._early = self._early, None
                 # A line that a kill cut short must not swallow the first record of the next run.
-                file.write(line + "\n" if self._has_begun or file.tell() == 0 else "\n" + line + "\n")
-            self._has_begun = True
+                self._write("".join(["\n", line, *early]))
         except Exception as error:
             if not self._has_failed:
                 self._has_failed = True
                 rank_zero_warn(f"The run log in {self.folder} cannot be written, training goes on: {error!r}")
+
+    def _write(self, lines: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Opened for every record: one in a minute or so, and nothing is left open or unwritten by a kill.
+        with (self.folder / LOG_NAME).open("a", encoding="utf-8") as file:
+            file.write(lines)
 
 
 @runtime_checkable

@@ -174,9 +174,16 @@ def memory(found: Findings) -> Section | None:
 
 
 def recalibration(found: Findings) -> Section | None:
-    """What the recalibrator decided."""
+    """What the recalibrator changed, and why it left the rest."""
     records = found.run.of("budget")
-    return {"rows": records, "adopted": sum(bool(record["adopted"]) for record in records)} if records else None
+    if not records:
+        return None
+    kept = [record for record in records if not record["adopted"]]
+    return {
+        "rows": [record for record in records if record["adopted"]],
+        "kept": len(kept),
+        "last": kept[-1]["reason"] if kept else None,
+    }
 
 
 def bottlenecks(found: Findings) -> Section | None:

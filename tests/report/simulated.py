@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_videoscale.callbacks.step_window import RankTimes
+from lightning_videoscale.callbacks.window_record import ShapeLoad, window_record
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
 from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
 from lightning_videoscale.data.shapes import ClipShape
 from lightning_videoscale.report import RunLog
 from lightning_videoscale.report.context import plan_record
-from lightning_videoscale.report.window import MicroBatchRow, window_record
 from lightning_videoscale.timing import StepTimes
 
 # frames, height, width (pixels), tokens of Wan 2.1, how often
@@ -68,18 +69,21 @@ def log_run(
     plan = plans.plan(epoch=0)
     steps = min(steps, plan.steps)
     log.append("start", 0, start_fields(dp_size))
-    log.append("plan", 0, plan_record(plans, epoch=0))
+    log.append("plan", 0, {"epoch": 0, **plan_record(plans)})
     metas = [[batch.meta for batch in plan.micro_batches_of(rank)] for rank in range(dp_size)]
     for first in range(0, steps, every):
         count = min(every, steps - first)
-        span = slice(2 * first, 2 * (first + count))
-        rows = [
-            [(*MicroBatchRow.of(rank, meta), *_times(meta.predicted_cost, rank, random)) for meta in metas[rank][span]]
-            for rank in range(dp_size)
-        ]
-        log.append("window", first + count, window_record(torch.tensor(rows, dtype=torch.float64), [2] * count))
+        shown = [of_rank[2 * first : 2 * (first + count)] for of_rank in metas]
+        times = [[_times(meta.predicted_cost, rank, random) for meta in part] for rank, part in enumerate(shown)]
+        loads = [[ShapeLoad.of({"meta": meta}) for meta in part] for part in shown]
+        window = RankTimes(list(range(dp_size)), _tensor(times), _tensor(loads), [2] * count)
+        log.append("window", first + count, window_record(window))
     log.append("end", steps, {"status": "completed"})
     return log
+
+
+def _tensor(rows: Any) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def _times(cost: float, rank: int, random: np.random.Generator) -> StepTimes:
@@ -99,8 +103,8 @@ def add_findings(log: RunLog, steps: int = 150, every: int = 10) -> None:
         name = "straggler" if step % 30 == 0 else "kernels"
         found = {"name": name, "share": 0.11, "figure": f"{name}: 11 % of the time", "advice": "look at rank 5"}
         log.append("bottleneck", step, found)
-    log.append(
-        "budget", 50, {"adopted": True, "reason": "p fitted to 61 shapes", "m_mem": 9e4, "m_comp": 2.2e9, "p": 1.9}
-    )
+    for step, adopted in ((20, False), (50, True), (70, False)):
+        reason = "p from 1.80 to 1.87 by 61 shapes" if adopted else "within 3 % of what holds"
+        log.append("budget", step, {"adopted": adopted, "reason": reason, "m_mem": 151_200, "m_comp": 1.3e9, "p": 1.87})
     blocks = [[f"transformer.blocks.{n}", "WanTransformerBlock", "norms, gates and modulation"] for n in range(30)]
     log.append("injection", 0, {"model": "WanTransformer3DModel", "replaced": blocks, "skipped": []})

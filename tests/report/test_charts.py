@@ -1,0 +1,63 @@
+"""Scales, labels and marks of the charts."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_videoscale.report.charts import Line, Scale, distributions, line_chart, number, percent, stacked_bars
+
+values = st.lists(st.floats(1e-6, 1e12), min_size=1, max_size=20)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.00012, "1.2e-04"),
+        (0.5, "0.5"),
+        (999.4, "999"),
+        (999.9, "1 k"),
+        (32_760, "32.8 k"),
+        (2.2e9, "2.2 G"),
+    ],
+)
+def test_numbers(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_percents() -> None:
+    assert [percent(share) for share in (0.0, 0.0312, 0.0999, 0.5)] == ["0.0 %", "3.1 %", "10 %", "50 %"]
+
+
+def test_ticks_are_round_and_where_they_belong() -> None:
+    assert Scale(0, 100).ticks(5) == [(n / 5, str(20 * n)) if n < 6 else None for n in range(6)]
+    assert [text for _, text in Scale(900, 80_000, log=True).ticks()] == ["1 k", "2 k", "5 k", "10 k", "20 k", "50 k"]
+
+
+@settings(deadline=None, max_examples=40)
+@given(values, st.booleans())
+def test_any_values_lie_on_their_scale(found: list[float], log: bool) -> None:
+    scale = Scale.over(found, log=log, from_zero=not log)
+    assert all(0 <= scale.place(value) <= 1 for value in found)
+    ticks = scale.ticks()
+    assert 1 <= len(ticks) <= 8 and all(0 <= place <= 1 for place, _ in ticks)
+    chart = line_chart("any", [Line("a", "own", list(enumerate(found)))], Scale(0, len(found)), scale)
+    assert "nan" not in chart and "inf" not in chart
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
+def test_any_shares_have_a_distribution(shares: list[float]) -> None:
+    chart = distributions("any", [("this run", "measured", "own", shares)])
+    heights = [float(y) for y in re.findall(r"L[\d.]+ (-?[\d.]+)H", chart)]
+    assert min(heights) == 60.0 and max(heights) <= 1000 and not math.isnan(sum(heights))
+
+
+def test_bars_share_one_scale() -> None:
+    chart = stacked_bars("times", [("rank 0", [1.0, 1.0]), ("rank 1", [4.0, 0.0])], [("a", "own"), ("b", "fit")])
+    assert re.findall(r"width:([\d.]+)%", chart) == ["25.000", "25.000", "100.000"]
