@@ -26,7 +26,7 @@ from benchmarks import provenance
 from benchmarks.kernels.implementations import OPS, Function, implementations
 
 SHAPES = [(n, d) for d, ns in ((5120, (8, 16, 32, 64)), (3072, (8, 16, 64)), (1536, (16, 64))) for n in ns]
-FLUSH = 1 << 32  # bytes written before every run: far more than the L2, and a millisecond in which the host queues the run
+FLUSH = 1 << 32  # bytes written before every run: far more than the L2, and 1 ms for the host to queue what follows
 Row = dict[str, Any]
 
 
