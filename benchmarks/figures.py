@@ -145,24 +145,25 @@ def row_ops(result: Result) -> None:
 def wan_step(result: Result) -> None:
     """Where a step's time goes, and its peak memory, by mode."""
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    _, panels = plt.subplots(1, 2 * len(models), figsize=(5 * len(models) + 1, 3.6), squeeze=False)
-    for number, model in enumerate(models):
-        rows = [row for row in result["rows"] if row["model"] == model]
-        modes = [row["mode"].replace(", ", ",\n") for row in rows]
-        times, peaks = panels[0][2 * number], panels[0][2 * number + 1]
-        bottom = np.zeros(len(rows))
+    _, panels = plt.subplots(
+        len(models), 2, figsize=(10, 2.4 * len(models)), squeeze=False, gridspec_kw={"width_ratios": (2, 1)}
+    )
+    for (times, peaks), model in zip(panels, models, strict=True):
+        rows = [row for row in result["rows"] if row["model"] == model][::-1]  # bars are drawn from below
+        modes = [row["mode"] for row in rows]
+        left = np.zeros(len(rows))
         parts = {"attention": "attention_ms", "matrix products": "gemm_ms"}
-        heights = {label: np.array([row[key] for row in rows]) for label, key in parts.items()}
-        heights["everything else"] = np.array([row["median_ms"] for row in rows]) - sum(heights.values())
-        for label, height in heights.items():
-            times.bar(modes, height, bottom=bottom, label=label)
-            bottom += height
-        times.set_title(f"{model}, {rows[0]['tokens']} tokens: ms", fontsize=9)
-        times.legend(fontsize=7, loc="lower right")
-        peaks.bar(modes, [row["peak_bytes"] / GIB for row in rows], color="tab:gray")
-        peaks.set_title("peak GiB", fontsize=9)
-        for panel in (times, peaks):
-            panel.tick_params(axis="x", labelsize=7)
+        widths = {label: np.array([row[key] for row in rows]) for label, key in parts.items()}
+        widths["everything else"] = np.array([row["median_ms"] for row in rows]) - sum(widths.values())
+        for label, width in widths.items():
+            times.barh(modes, width, left=left, label=label)
+            left += width
+        for mode, end in zip(modes, left, strict=True):
+            times.text(end, mode, f" {end:.0f}", va="center", fontsize=8)
+        times.set(xlim=(0, 1.08 * left.max()), title=f"{model}, {rows[0]['tokens']} tokens: ms")
+        peaks.barh(modes, [row["peak_bytes"] / GIB for row in rows], color="tab:gray")
+        peaks.set(yticks=[], title="peak GiB")
+    panels[0][0].legend(fontsize=8, loc="lower left")
 
 
 def kernels_loss_overlay(result: Result) -> None:
