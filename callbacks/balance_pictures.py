@@ -85,7 +85,7 @@ def draw_ranks(compute: Tensor, wait: Tensor, last_step: int) -> Figure:
         )
         axis.set_title(f"{title}, seconds per step", fontsize=10)
         axis.set_xlabel("optimizer step")
-        axis.locator_params(integer=True)
+        axis.locator_params(integer=True, min_n_ticks=1)
         figure.colorbar(image, ax=axis)
     axes[0].set_ylabel("rank")
     return figure
