@@ -1,6 +1,7 @@
 """Lightning callbacks: what is watched, weighed and injected while a Trainer runs. One callback per file.
 
 - `bottleneck_analyzer`: `BottleneckAnalyzer`, names what costs the most, and what to try.
+- `budget_recalibrator`: `BudgetRecalibrator`, corrects costs and budgets by what the ranks really take.
 - `fused_kernels`: `FusedKernels`, injects fused kernels into the model.
 - `load_balance_monitor`: `LoadBalanceMonitor`, logs CV_step, Compute CV and throughput, and sums them up for the run.
 - `loss_weighting`: `LossWeighting`, applies `meta.loss_weight` under strategies that do not.
@@ -10,11 +11,13 @@
 - `bottlenecks`: the judgement behind `BottleneckAnalyzer`.
 - `step_window`, `balance_metrics`, `balance_pictures`: the steps, figures and pictures behind `LoadBalanceMonitor`.
 - `guard`: keeps what a callback does on the side from stopping the training.
+- `peak_memory`, `out_of_memory`: what `BudgetRecalibrator` learns of the memory.
 - `device_memory`: the gauge behind `MemoryMonitor`.
 - `batch_load`: what the callbacks read from a batch's `meta`.
 """
 
 from lightning_videoscale.callbacks.bottleneck_analyzer import BottleneckAnalyzer
+from lightning_videoscale.callbacks.budget_recalibrator import BudgetRecalibrator
 from lightning_videoscale.callbacks.fused_kernels import FusedKernels
 from lightning_videoscale.callbacks.load_balance_monitor import LoadBalanceMonitor
 from lightning_videoscale.callbacks.loss_weighting import LossWeighting
@@ -23,6 +26,7 @@ from lightning_videoscale.callbacks.run_report import RunReport
 
 __all__ = [
     "BottleneckAnalyzer",
+    "BudgetRecalibrator",
     "FusedKernels",
     "LoadBalanceMonitor",
     "LossWeighting",

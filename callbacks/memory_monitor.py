@@ -81,7 +81,7 @@ class MemoryMonitor(pl.Callback):
         self._keep_peaks_of_this_machine(trainer)
         self._window_begin = trainer.global_step
         self._tokens = 0
-        self._peak_before_validation = 0.0
+        self._peak_so_far = 0.0
         self._guard("reset the peak", self._gauge.reset_peak)
 
     def on_train_batch_end(
@@ -96,11 +96,15 @@ class MemoryMonitor(pl.Callback):
             self._window_begin = trainer.global_step
             self._report(trainer, self._gauge)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keeps the peak of the training steps so far."""
+    def keep_peak(self) -> None:
+        """Notes the peak since the last reset; to be called before anyone else resets it."""
         if self._gauge is not None:
             memory = self._guard("read the memory", self._gauge.read)
-            self._peak_before_validation = max(self._peak_before_validation, memory.peak if memory else 0.0)
+            self._peak_so_far = max(self._peak_so_far, memory.peak if memory else 0.0)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keeps the peak of the training steps so far."""
+        self.keep_peak()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forgets the peak of the validation."""
@@ -141,11 +145,11 @@ class MemoryMonitor(pl.Callback):
         memory = self._guard("read the memory", gauge.read)
         self._guard("reset the peak", gauge.reset_peak)
         if memory is not None:
-            memory = memory._replace(peak=max(memory.peak, self._peak_before_validation))
+            memory = memory._replace(peak=max(memory.peak, self._peak_so_far))
         # A rank that could not read takes part all the same: without it the others would wait.
         row = [math.nan] * len(DeviceMemory._fields) if memory is None else list(memory)
         ranks = _gather(trainer, torch.tensor([*row, self._tokens], dtype=torch.float64))
-        self._tokens, self._peak_before_validation = 0, 0.0
+        self._tokens, self._peak_so_far = 0, 0.0
         figures = self._guard("compute its figures", lambda: self._figures(ranks))
         if figures:
             self._guard("log", lambda: _log(trainer, figures))

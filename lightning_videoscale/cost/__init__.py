@@ -7,7 +7,8 @@
 - `memory`: `MemoryModel`, from measured peaks to M_mem.
 - `calibration`: `Calibration`, costs and budgets under one version.
 - `recalibration`: `Recalibration`, which corrects them by what a run observes.
-- `weighted_fit`: its fit to many noisy points.
+- `observations`: `ObservedCosts`, what a run observes, with the ranks' own speeds taken out.
+- `weighted_fit`: the fit to many noisy points.
 - `flops`: `TransformerFlops`, the work of a transformer by its configuration.
 """
 
@@ -17,7 +18,8 @@ from lightning_videoscale.cost.flops import TRANSFORMERS, TransformerFlops
 from lightning_videoscale.cost.matrix import MatrixRow, ShapeMatrix
 from lightning_videoscale.cost.measurement import Measurement
 from lightning_videoscale.cost.memory import MemoryModel
-from lightning_videoscale.cost.recalibration import Observation, Recalibration
+from lightning_videoscale.cost.observations import Observation
+from lightning_videoscale.cost.recalibration import Recalibration
 from lightning_videoscale.cost.step_time import StepTimeModel
 
 __all__ = [

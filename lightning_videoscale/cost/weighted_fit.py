@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_videoscale.cost.least_squares import Vector, nonnegative_least_squares
 from lightning_videoscale.cost.step_time import EXPONENTS, AdditiveCost, PowerLaw, StepTimeModel
@@ -35,7 +36,7 @@ class Points(NamedTuple):
     seconds: Vector
     weights: Vector
 
-    def where(self, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Points:
+    def where(self, chosen: NDArray[np.bool_]) -> Points:
         """The chosen points, by a mask of shape (points,)."""
         return Points(*(column[chosen] for column in self))
 
@@ -84,6 +85,43 @@ def fit_power_law(points: Points, p_bounds: tuple[float, float] = P_BOUNDS) -> P
     residual = float(np.sum(w * (law.predict(points.samples, points.lengths) - t) ** 2))
     total = float(np.sum(w * (t - np.average(t, weights=w)) ** 2))
     return PowerLaw(law.a, law.b, law.p, 1.0 - residual / total if total > 0 else 0.0)
+
+
+class Uncertainty(NamedTuple):
+    """Covariance of a fitted power law's a, log b and p, shape (3, 3), by the linear approximation at the fit."""
+
+    covariance: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, points: Points, law: PowerLaw, noise: float) -> Uncertainty:
+        """Follows from the noise of a point of weight 1, the standard deviation of its logarithm."""
+        slopes = _slopes(points, law)
+        information = slopes.T @ (slopes * points.weights[:, None])
+        return cls(np.asarray(noise**2 * np.linalg.pinv(information, hermitian=True), np.float64))
+
+    def m_comp(self, law: PowerLaw, target_sync: float) -> float:
+        """Standard error of log((target_sync - a) / b)."""
+        return self._of(np.array([-1 / (target_sync - law.a), -1.0, 0.0]))
+
+    def power(self, length: float) -> float:
+        """Standard error of log(length^p)."""
+        return self._of(np.array([0.0, 0.0, np.log(length)]))
+
+    def costs(self, points: Points, law: PowerLaw) -> float:
+        """Standard error of the logarithm of predicted costs, root mean square over the points."""
+        slopes = _slopes(points, law)
+        variances = np.einsum("ni,ij,nj->n", slopes, self.covariance, slopes)
+        return float(np.sqrt(np.average(variances, weights=points.weights)))
+
+    def _of(self, direction: Vector) -> float:
+        return float(np.sqrt(direction @ self.covariance @ direction))
+
+
+def _slopes(points: Points, law: PowerLaw) -> NDArray[np.float64]:
+    """Derivatives of the logarithm of predicted seconds by a, log b and p; (points, 3)."""
+    predicted = law.predict(points.samples, points.lengths)
+    share = (predicted - law.a) / predicted
+    return np.stack([1 / predicted, share, share * np.log(points.lengths)], axis=1)
 
 
 def _fits_at(points: Points, exponents: Vector) -> tuple[Vector, Vector, Vector]:
