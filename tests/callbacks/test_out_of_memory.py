@@ -1,0 +1,98 @@
+"""A rank runs out of memory: all ranks end and say with what; the run goes on from the checkpoint with less."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_videoscale.callbacks import BudgetRecalibrator
+from lightning_videoscale.callbacks.out_of_memory import OutOfMemory, is_out_of_memory, keep, kept_in
+from lightning_videoscale.data import VideoDataModule
+from tests.callbacks.failing_for_memory import BUDGET, HELD, train
+from tests.data.clips import write_shards
+from tests.data.training import Witness, trainer_with
+from tests.distributed.pool import ProcessPool
+
+Ranks = Callable[[int], ProcessPool]
+INCIDENT = OutOfMemory(
+    step=7,
+    rank=3,
+    shape=(5, 8, 8),
+    samples=4,
+    sequence_length=80,
+    m_mem=330.0,
+    allocated_gib=None,
+    capacity_gib=None,
+    machine=("cpu", 1, 1),
+)
+
+
+@pytest.mark.parametrize("strategy", ["sequence_parallel", pytest.param("ddp", marks=pytest.mark.full)])
+def test_the_restart_lowers_the_budget_and_finishes(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    shards, folder = write_shards(tmp_path / "train", 120), tmp_path / "checkpoints"
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.callbacks.failing_for_memory", shards, str(folder), strategy],
+        env=kept | {"OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    output = run.stdout + run.stderr
+    assert run.returncode != 0, output
+    assert "Out of memory on rank 1 at step " in output and "CUDA out of memory" in output, output
+    if strategy == "sequence_parallel":
+        assert "[rank 0] The first error of the job was on rank 1: OutOfMemoryError" in output, output
+
+    (incident,) = kept_in([str(folder)])
+    assert HELD < incident.tokens <= BUDGET.m_mem and f"B * S = {incident.tokens}, M_mem = 320" in output
+    results = ranks(2).run(train, shards, str(folder), strategy, str(folder / "last.ckpt"))
+    for result in results:
+        assert result["m_mem"] == incident.m_mem_after
+        assert result["tokens"] and max(result["tokens"]) <= incident.m_mem_after < HELD
+        assert "M_mem from 320 to" in result["history"][0]["reason"]
+        assert "after: Out of memory on rank 1" in result["history"][0]["reason"]
+    assert len({len(result["tokens"]) for result in results}) == 1
+
+
+def test_notes_are_read_back_and_cut_ones_left_out(tmp_path: Path) -> None:
+    other = replace(INCIDENT, rank=1, shape=())
+    for incident in (INCIDENT, other):
+        keep(incident, str(tmp_path / "new"))
+    (tmp_path / "new" / "out_of_memory-step=8-rank=0.json").write_text('{"step": 8, "ra')
+    assert kept_in([str(tmp_path / "none"), str(tmp_path / "new")]) == [other, INCIDENT]
+    assert INCIDENT.m_mem_after == 288
+    assert "rank 3 at step 7: B = 4 samples of 5x8x8 of S = 80 tokens, B * S = 320, M_mem = 330" in str(INCIDENT)
+    assert "One sample alone does not fit" in str(replace(INCIDENT, samples=1))
+
+
+def test_only_failures_of_this_machine_lower_the_budget(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "train", 20)
+
+    def m_mem_with(incident: OutOfMemory) -> float:
+        keep(incident, str(tmp_path / "run"))
+        recalibrator = BudgetRecalibrator()
+        trainer_with(callbacks=[recalibrator], default_root_dir=tmp_path / "run", max_steps=1).fit(
+            Witness(), VideoDataModule(shards, budget=BUDGET)
+        )
+        assert recalibrator.calibration is not None
+        return recalibrator.calibration.budget.m_mem
+
+    with pytest.warns(UserWarning, match="on another machine: Out of memory on rank 3"):
+        assert m_mem_with(replace(INCIDENT, machine=("cpu", 8, 1))) == 320
+    assert m_mem_with(INCIDENT) == 288
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert not is_out_of_memory(RuntimeError("connection closed"))
+    assert not is_out_of_memory(ValueError("out of memory"))
