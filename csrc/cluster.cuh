@@ -57,22 +57,28 @@ __device__ __forceinline__ float4 load_of_rank(const float* mine, int rank) {
 template <int THREADS>
 __device__ __forceinline__ void write_cluster_sum(float* to, const float* mine, int count) {
     sync_cluster();
-    const int size = cluster_size();
-    for (int i = (cluster_rank() * THREADS + threadIdx.x) * 4; i < count; i += size * THREADS * 4) {
-        float4 of_rank[MOST_IN_CLUSTER];  // All asked for before the first is there.
+    const int size = cluster_size(), last = size - 1, shift = __ffs(size) - 1;  // size is a power of two
+    const int stride = size * THREADS * 4, first = (cluster_rank() * THREADS + threadIdx.x) * 4;
+    // The loads of MOST_IN_CLUSTER / size places are all on their way before the first is there.
+    for (int begin = first; begin < count; begin += stride * MOST_IN_CLUSTER >> shift) {
+        float4 loaded[MOST_IN_CLUSTER], sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-        for (int rank = 0; rank < MOST_IN_CLUSTER; ++rank)
-            if (rank < size) of_rank[rank] = load_of_rank(mine + i, rank);
-        float4 sum = of_rank[0];
-#pragma unroll
-        for (int rank = 1; rank < MOST_IN_CLUSTER; ++rank) {
-            if (rank >= size) continue;
-            sum.x += of_rank[rank].x;
-            sum.y += of_rank[rank].y;
-            sum.z += of_rank[rank].z;
-            sum.w += of_rank[rank].w;
+        for (int i = 0; i < MOST_IN_CLUSTER; ++i) {
+            const int place = begin + (i >> shift) * stride;
+            if (place < count) loaded[i] = load_of_rank(mine + place, i & last);
         }
-        *reinterpret_cast<float4*>(to + i) = sum;
+#pragma unroll
+        for (int i = 0; i < MOST_IN_CLUSTER; ++i) {
+            const int place = begin + (i >> shift) * stride;
+            if (place >= count) continue;
+            sum.x += loaded[i].x;
+            sum.y += loaded[i].y;
+            sum.z += loaded[i].z;
+            sum.w += loaded[i].w;
+            if ((i & last) != last) continue;
+            *reinterpret_cast<float4*>(to + place) = sum;
+            sum = make_float4(0.f, 0.f, 0.f, 0.f);
+        }
     }
     sync_cluster();  // No block ends while others read its shared memory.
 }

@@ -8,6 +8,7 @@
 #include "block_sum.cuh"
 #include "cluster.cuh"
 #include "dependent_launch.cuh"
+#include "ready_flags.cuh"
 #include "row_pipeline.cuh"
 #include "row_sums.cuh"
 
@@ -22,6 +23,7 @@ struct BackwardArguments {
     GateValue* dgate;              // (rows, D), where every row has its own
     ScaleValue *dscale, *dshift;   // likewise
     float* parts;                  // (blocks + groups, SUM_COUNT, D), or of clusters: (clusters + 1, SUM_COUNT, D)
+    int* ready;    // a flag for each block (or cluster), raised when its parts are there; null where nobody asks
     RowOrder map;
     float eps;
 };
@@ -105,8 +107,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                               {a.gate.values, a.gate.stride * int(sizeof(GateValue))},
                               {a.scale.values, a.scale.stride * int(sizeof(ScaleValue))}};
     Pipeline pipeline(a.map, sources, barriers, ring);
+    int* const ready = SUMMED && a.ready != nullptr ? a.ready + blockIdx.x / cluster_size() : nullptr;
+    const bool announces = ready != nullptr && threadIdx.x == 0 && cluster_rank() == 0;
+    if (announces) lower(ready);
+    Sum sum(scratch);  // a barrier, too
     if constexpr (SUMMED) let_dependents_start();
-    Sum sum(scratch);
 
     Columns columns[OWN];
     Parts parts[OWN];
@@ -322,6 +327,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int k = 0; k < OWN; ++k)
             if (owns(k)) parts[k].write((size > 1 ? shared : to) + column(k));
         if (size > 1) write_cluster_sum<THREADS>(to, shared, SUM_COUNT * D);
+        if (ready != nullptr) {
+            if (size == 1) __syncthreads();  // a cluster has just met
+            if (announces) raise(ready);
+        }
     }
 }
 

@@ -3,12 +3,14 @@
 // Grid: (columns, groups); with weight or bias (columns, 1), since their gradients add the groups up, in order too.
 #include "async_copy.cuh"
 #include "dependent_launch.cuh"
+#include "ready_flags.cuh"
 #include "row_sums.cuh"
 
 namespace videoscale {
 
 struct FinalizeArguments {
     const float* parts;
+    const int* ready;  // as in rows_backward; null: wait until that has ended
     OperandView gate, scale;
     const void *weight, *bias;
     float *dgate, *dscale, *dshift;  // (groups, D); where every row has its own: (1, D), of the tables
@@ -30,12 +32,13 @@ __device__ __forceinline__ float at(const void* values, long long i) {
 }
 
 // Adds this thread's columns of the parts that blocks first … last have of a group.
-__device__ __forceinline__ void add_parts(const float* parts, int group, int first, int last, int column, int thread,
-                                          Staged& staged, Sums& sums) {
+__device__ __forceinline__ void add_parts(const float* parts, const int* ready, int group, int first, int last, int column,
+                                          int thread, Staged& staged, Sums& sums) {
     for (int begin = first + threadIdx.y; begin <= last; begin += LANES * BATCH) {
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
             const int block = begin + b * LANES;
+            if (ready != nullptr && block <= last) await_raised(ready + block);
             const float* const from = part(const_cast<float*>(parts), block, group) + column;
 #pragma unroll
             for (int i = 0; i < SUM_COUNT; ++i)
@@ -66,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREAD_COUNT) rows_finalize(const _
     const int c = blockIdx.x * COLUMNS + thread;                // to write, by the first warp
     const int groups = PER_ROW ? 1 : a.map.groups;
     float dweight = 0.f, dbias = 0.f;
-    await_previous_kernel();
+    if (a.ready == nullptr) await_previous_kernel();
     for (int group = blockIdx.y; group < groups; group += gridDim.y) {
         int first = 0, last = a.blocks - 1;
         if constexpr (!PER_ROW) {
@@ -75,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREAD_COUNT) rows_finalize(const _
             last = begin < end ? min((end - 1) / a.map.run, last) : first - 1;
         }
         Sums of_thread = {};
-        if (column < D) add_parts(a.parts, group, first, last, column, thread, staged, of_thread);
+        if (column < D) add_parts(a.parts, a.ready, group, first, last, column, thread, staged, of_thread);
 #pragma unroll
         for (int i = 0; i < SUM_COUNT; ++i)
 #pragma unroll
@@ -133,6 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREAD_COUNT) rows_finalize(const _
         if constexpr (HAS_WEIGHT) a.dweight[c] = dweight;
         if constexpr (HAS_BIAS) a.dbias[c] = dbias;
     }
+    if (a.ready != nullptr) await_previous_kernel();  // What comes next takes this kernel's end for that one's too.
 }
 
 }  // namespace videoscale

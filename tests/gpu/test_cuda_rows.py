@@ -83,9 +83,10 @@ def test_any_launch_equals_float64(stages: int, rows: int, bulk: bool) -> None:
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
-@pytest.mark.parametrize("cluster", [2, 4, 8])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
 @pytest.mark.parametrize("op", [RowOp("layer"), RowOp("layer", True, "tanh"), RowOp(None, True, "identity")])
-def test_clusters_add_the_same_sums(op: RowOp, cluster: int, in_turns: bool) -> None:
+def test_clusters_add_the_same_sums(op: RowOp, cluster: int, overlap: bool, in_turns: bool) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("clusters need compute capability 9.0")
     d = 1920
@@ -104,13 +105,38 @@ def test_clusters_add_the_same_sums(op: RowOp, cluster: int, in_turns: bool) -> 
         outputs = cuda_rows.forward(op, *case.forward_arguments)  # type: ignore[arg-type]
         h = x if outputs.h is None else outputs.h
         variant = variant_of(op, h, gate, scale, None, None, None, frames, has_dh=op.residual)
-        plan = Plan(variant, "backward", 0, Tuning(128, 2, 1, 2, True, in_turns, cluster))
-        assert (plan.shape(n, frames)[2] > 1) == (groups == 1)
+        plan = Plan(variant, "backward", 0, Tuning(128, 2, 1, 2, True, in_turns, cluster, overlap))
+        assert (plan.shape(n, frames)[2] > 1) == (groups == 1 < cluster)
         arguments = case.backward_arguments(h, outputs.mean, outputs.rstd)
         poison()
         gradients = cuda_rows.run_backward(plan, op, *arguments)  # type: ignore[arg-type]
         check_gradients(case, h, gradients)
         assert all(map(same, gradients, cuda_rows.run_backward(plan, op, *arguments)))  # type: ignore[arg-type]
+
+
+def test_overlapped_sums_are_the_same_to_the_bit() -> None:
+    """Many times over, under load: a sum that is taken too early would differ."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("kernels overlap from compute capability 9.0 on")
+    n, d = 8192, 3072
+    x, dy = (torch.randn(n, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    op, rows, scale = RowOp("layer"), RowMap(2, n // 2), Operand(torch.randn(2, d, device="cuda"))
+    _, _, mean, rstd = cuda_rows.forward(op, x, None, None, scale, scale, None, None, rows, EPS)
+    variant = variant_of(op, x, None, scale, None, None, None, rows)
+    plans = [Plan(variant, "backward", 0, Tuning(128, 3, 2, 3, False, overlap=overlap)) for overlap in (False, True)]
+
+    def run(plan: Plan) -> Tensor:
+        poison()
+        return cuda_rows.run_backward(
+            plan, op, None, dy, x, None, None, scale, None, None, mean, rstd, rows, EPS
+        ).dscale  # type: ignore[return-value]
+
+    expected = run(plans[0])
+    other = torch.cuda.Stream()
+    for _ in range(50):
+        with torch.cuda.stream(other):  # so that multiprocessors are taken at any time
+            torch.mm(x, x.t())
+        assert torch.equal(run(plans[1]), expected)
 
 
 def test_more_elements_than_a_32_bit_integer_counts() -> None:

@@ -164,6 +164,7 @@ def test_a_source_comes_with_all_that_it_includes() -> None:
     included = {
         "async_copy.cuh",
         "dependent_launch.cuh",
+        "ready_flags.cuh",
         "row_sums.cuh",
         "row_walk.cuh",
         "row_config.cuh",

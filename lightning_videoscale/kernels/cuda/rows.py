@@ -169,7 +169,9 @@ def run_backward(
     of_rows = tuple(_gradients_of_rows(o, per_row and op.sums, n, d) for o in (gate, scale, scale))
     groups = 1 if per_row else rows.groups
     blocks, run, cluster = plan.shape(n, rows)
-    parts = h.new_empty((blocks // cluster + groups, plan.sums, d), dtype=torch.float32) if plan.sums else None
+    left = (blocks // cluster + groups) * plan.sums * d
+    parts = h.new_empty(left + blocks // cluster, dtype=torch.float32) if plan.sums else None
+    ready = _address(parts) + 4 * left if plan.overlap else 0  # Flags, as wide as the parts' floats.
     order = _order(rows)
     order_arguments = _order_arguments(order, n, rows, run)
     plan.kernel(
@@ -189,6 +191,7 @@ def run_backward(
         _address(dbranch),
         *map(_address, of_rows),
         _address(parts),
+        ready,
         *order_arguments,
         eps,
         cluster=cluster,
@@ -205,6 +208,7 @@ def run_backward(
         (-(-d // _FINALIZE_COLUMNS), 1 if affine else min(groups, _MAX_GRID_Y), 1),
         _FINALIZE_BLOCK,
         _address(parts),
+        ready,
         *_view(gate),
         *_view(scale),
         _address(weight),

@@ -25,6 +25,8 @@ class Tuning(NamedTuple):
         in_turns: Blocks take a stage's rows in turns, where groups are large, rather than a share of all rows each.
         cluster: Blocks that add up their sums over rows before they leave them in memory (compute capability 9.0 and
             newer, one group); a power of two, at most 8.
+        overlap: The sums over rows are finished as the blocks' parts come, not when the last block has ended (compute
+            capability 9.0 and newer).
     """
 
     threads: int
@@ -34,6 +36,7 @@ class Tuning(NamedTuple):
     bulk: bool
     in_turns: bool = True
     cluster: int = 1
+    overlap: bool = False
 
     def constants(self) -> dict[str, str | int]:
         """Returns the macros of ``csrc/row_config.cuh``."""
