@@ -1,4 +1,4 @@
-"""How long a micro-batch takes: the paper's power law, and a sum of a linear and a quadratic term."""
+"""How long a micro-batch takes: the paper's power law, and a sum over tokens, pairs of tokens and samples."""
 
 from __future__ import annotations
 
@@ -58,31 +58,34 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class AdditiveCost:
-    """Seconds = a + linear * ΣS + quadratic * ΣS², sums over the samples of the micro-batch.
+    """Seconds = a + linear * ΣS + quadratic * ΣS² + per_sample * B, sums over the samples of the micro-batch.
 
-    Linear layers take time by the token, attention by the pair of tokens. Fitted on relative errors: on absolute ones
-    the longest shapes alone would decide, and short shapes be wrong by half.
+    Linear layers take time by the token, attention by the pair of tokens, and what every sample brings beside its
+    tokens, such as the keys and values of its text, by the sample. Fitted on relative errors: on absolute ones the
+    longest shapes alone would decide, and short shapes be wrong by half.
 
     Attributes:
         a: Seconds that a step takes however small.
         linear: Seconds per token.
         quadratic: Seconds per pair of tokens.
+        per_sample: Seconds per sample.
     """
 
     a: float
     linear: float
     quadratic: float
+    per_sample: float = 0.0
 
     @classmethod
     def fit(cls, samples: Vector, lengths: Vector, seconds: Vector) -> AdditiveCost:
         """Non-negative least squares of (prediction - seconds) / seconds."""
-        terms = np.stack([np.ones_like(seconds), samples * lengths, samples * lengths**2], axis=1)
+        terms = np.stack([np.ones_like(seconds), samples * lengths, samples * lengths**2, samples], axis=1)
         return cls(*map(float, nonnegative_least_squares(terms / seconds[:, None], np.ones_like(seconds))))
 
     def predict(self, samples: ArrayLike, lengths: ArrayLike) -> Vector:
         """Seconds of B samples of S tokens."""
         b, s = np.asarray(samples, np.float64), np.asarray(lengths, np.float64)
-        return self.a + b * s * (self.linear + self.quadratic * s)
+        return self.a + b * (self.per_sample + s * (self.linear + self.quadratic * s))
 
 
 @dataclass(frozen=True)

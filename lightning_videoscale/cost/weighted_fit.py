@@ -144,7 +144,7 @@ def _fits_at(points: Points, exponents: Vector) -> tuple[Vector, Vector, Vector]
 
 def _fit_additive(points: Points) -> AdditiveCost:
     s, root = points.lengths, np.sqrt(points.weights)
-    terms = np.stack([np.ones_like(s), points.samples * s, points.samples * s**2], axis=1)
+    terms = np.stack([np.ones_like(s), points.samples * s, points.samples * s**2, points.samples], axis=1)
     return AdditiveCost(
         *map(float, nonnegative_least_squares(terms * (root / points.seconds)[:, None], np.asarray(root)))
     )

@@ -34,6 +34,16 @@ def test_a_sum_of_linear_and_quadratic_work_is_found_again_and_wins() -> None:
     assert abs(model.power_law.predict(1, 256) / model.additive.predict(1, 256) - 1) > 0.2
 
 
+def test_what_samples_cost_beside_their_tokens_is_found_again() -> None:
+    per_sample = 58 * 2e-5  # 512 text tokens, of which every block makes keys and values
+    samples = [Measurement(b, s, t + b * per_sample) for b, s, t, _ in measured(0.05, 2e-5, 7e-10)]
+    samples += [Measurement(256, 256, 0.05 + 256 * (per_sample + 2e-5 * 256 + 7e-10 * 256**2))]
+    model = StepTimeModel.fit(samples)
+    assert model.additive.per_sample == pytest.approx(per_sample, rel=1e-6)
+    assert model.predict(200, 300) == pytest.approx(0.05 + 200 * (per_sample + 2e-5 * 300 + 7e-10 * 300**2))
+    assert StepTimeModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+
+
 @pytest.mark.parametrize("p", [1.6, 1.83, 2.2])
 def test_a_power_law_is_found_again(p: float) -> None:
     model = StepTimeModel.fit(measured(0.03, 0.0, 1e-9, p))

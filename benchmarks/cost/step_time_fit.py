@@ -1,0 +1,143 @@
+"""How well the step-time models predict shapes that they were not fitted to, on one GPU.
+
+    python benchmarks/cost/step_time_fit.py --shapes clips.csv    # columns source, width, height, fps, num_frames
+
+Wan-1.3B with random weights, activation checkpointing and bf16-mixed is measured by `benchmark_shapes` over the shapes
+of the standard mix. Some sequence lengths are left out of the fit, with all their batch sizes, and predicted. Takes
+three minutes on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import provenance
+from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_of, trainer_with
+from lightning_videoscale import benchmark_shapes
+from lightning_videoscale.cost import Measurement, MemoryModel, ShapeMatrix, StepTimeModel
+from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.data.planning import SampleTable
+from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
+
+SAMPLES = 20_000
+TINY_SHAPES = [ClipShape(f, h, h, True) for f, h in ((1, 8), (1, 16), (3, 16), (5, 24), (5, 32), (9, 32), (9, 48))]
+
+
+def shapes_of_mix(file: Path) -> list[ClipShape]:
+    """Latents of all shapes that the standard mix has."""
+    mix = standard_mix(Clips.from_csv(file), SAMPLES)
+    return [latents_of(shape) for shape in SampleTable.of_clips(mix, STANDARD_POLICY, GEOMETRIES["wan2.1"]).shapes]
+
+
+def measure(shapes: list[ClipShape], max_shapes: int, seconds: float, tiny: bool) -> ShapeMatrix:
+    trainer, module = trainer_with(1, tiny, max_steps=1), RectifiedFlow(TINY_WAN if tiny else WAN_1_3B)
+    lengths = [GEOMETRIES["wan2.1"].sequence_length(f, h, w, latents=True) for f, h, w, _ in shapes]
+    return benchmark_shapes(trainer, module, shapes, max_shapes=max_shapes, max_tokens=max(lengths), seconds=seconds)
+
+
+def split(measurements: list[Measurement]) -> tuple[list[Measurement], list[Measurement]]:
+    """Every second sequence length is held out, but neither the shortest nor the longest: nothing is extrapolated."""
+    out = set(sorted({m.sequence_length for m in measurements})[1:-1:2])
+    kept = [m for m in measurements if m.sequence_length not in out]
+    return kept, [m for m in measurements if m.sequence_length in out]
+
+
+def columns(measurements: list[Measurement]) -> tuple[Any, Any, Any]:
+    b, s, seconds = (np.array(column, np.float64) for column in zip(*(m[:3] for m in measurements), strict=True))
+    return b, s, seconds
+
+
+def summary(model: StepTimeModel, measurements: list[Measurement], held_out: list[Measurement]) -> dict[str, Any]:
+    b, s, seconds = columns(measurements)
+    p = model.power_law.p
+    found: dict[str, Any] = {
+        "p": p,
+        "power_law": vars(model.power_law),
+        "additive": vars(model.additive),
+        "chosen": "additive" if model.form is model.additive else "power law",
+        "correlation_with_b_s_p": float(np.corrcoef(b * s**p, seconds)[0, 1]),
+        "correlation_with_tokens": float(np.corrcoef(b * s, seconds)[0, 1]),
+    }
+    b, s, seconds = columns(held_out)
+    for name, form in (("chosen", model), ("power_law", model.power_law), ("additive", model.additive)):
+        errors = np.abs(form.predict(b, s) / seconds - 1)
+        found |= {f"{name}_median_error": float(np.median(errors)), f"{name}_worst_error": float(errors.max())}
+    return found
+
+
+def rows_of(model: StepTimeModel, matrix: ShapeMatrix, held_out: list[Measurement]) -> list[dict[str, Any]]:
+    """Every cell of the matrix, with what is predicted of it."""
+    out = {(m.samples, m.sequence_length) for m in held_out}
+    rows = []
+    for row in matrix.rows:
+        cell: dict[str, Any] = vars(row) | {"held_out": (row.samples, row.sequence_length) in out}
+        if row.seconds is not None:
+            cell["predicted_seconds"] = float(model.predict(row.samples, row.sequence_length))
+            cell["error"] = cell["predicted_seconds"] / row.seconds - 1
+        rows.append(cell)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=Path, help="table of clips; needed but for --tiny")
+    parser.add_argument("--max-shapes", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--tiny", action="store_true", help="dry run on a CPU: nothing to publish")
+    parser.add_argument("--matrix", type=Path, help="where to write the matrix; left out, beside the result")
+    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
+    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
+    options = parser.parse_args()
+    commit = options.commit or provenance.commit()
+    shapes = TINY_SHAPES if options.tiny else shapes_of_mix(options.shapes)
+    matrix = measure(shapes, options.max_shapes, options.seconds, options.tiny)
+    output = options.output or provenance.path("cost", "step_time_fit")
+    matrix.save(options.matrix or output.with_name(output.name.replace("step_time_fit", "shape_matrix")))
+
+    fitted_to, held_out = split(matrix.measurements)
+    model = StepTimeModel.fit(fitted_to)
+    settings = {
+        "dry_run": options.tiny,
+        "model": TINY_WAN if options.tiny else WAN_1_3B,
+        "precision": "bf16-mixed",
+        "activation_checkpointing": True,
+        "mix": {"samples": SAMPLES, "seed": 0},
+        "seconds_per_shape": options.seconds,
+        "provenance": dict(matrix.provenance),
+        **summary(model, matrix.measurements, held_out),
+    }
+    if any(m.peak_bytes for m in matrix.measurements):
+        settings["memory"] = vars(MemoryModel.fit(matrix.measurements))
+    rows = rows_of(model, matrix, held_out)
+    show(rows, settings)
+    provenance.write(output, "cost/step_time_fit", commit, settings, rows)
+    print(f"written to {output}")
+
+
+def show(rows: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+    print(f"{'S':>7} {'B':>4} {'seconds':>9} {'spread':>7} {'predicted':>9} {'error':>7}  peak GiB")
+    for row in rows:
+        if row["seconds"] is None:
+            print(f"{row['sequence_length']:>7} {row['samples']:>4} {row['outcome']}")
+            continue
+        peak = f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "-"
+        print(
+            f"{row['sequence_length']:>7} {row['samples']:>4} {row['seconds']:>9.4f} {row['spread']:>7.1%} "
+            f"{row['predicted_seconds']:>9.4f} {row['error']:>+7.1%}  {peak}{'  held out' * row['held_out']}"
+        )
+    for name in ("p", "chosen", "power_law", "additive"):
+        print(f"{name}: {settings[name]}")
+    for name, value in settings.items():
+        if name.endswith("_error") or name.startswith("correlation"):
+            print(f"{name}: {value:.4f}")
+
+
+if __name__ == "__main__":
+    main()
