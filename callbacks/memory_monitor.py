@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_videoscale.callbacks.batch_load import load_of
 from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge, headroom_tokens
 from lightning_videoscale.cost import Measurement, MemoryModel
+from lightning_videoscale.report import record
 from lightning_videoscale.topology import topology_of
 
 _GIB = 2**30
@@ -152,6 +153,7 @@ class MemoryMonitor(pl.Callback):
         self._tokens, self._peak_so_far = 0, 0.0
         figures = self._guard("compute its figures", lambda: self._figures(ranks))
         if figures:
+            record(trainer, "memory", {name.removeprefix("memory/"): value for name, value in figures.items()})
             self._guard("log", lambda: _log(trainer, figures))
 
     def _figures(self, ranks: Tensor) -> dict[str, float]:

@@ -174,7 +174,16 @@ class Findings:
 
     def _of_bottleneck(self) -> Advice | None:
         last: dict[str, Any] | None = self.run.last("bottleneck")
-        return None if last is None or not last.get("advice") else Advice(last["advice"], str(last.get("figure", "")))
+        if last is None or last["name"] == "kernels":  # no loss, but the work itself
+            return None
+        return Advice(last["advice"], last["figure"])
+
+    def _of_kernels(self) -> list[Advice]:
+        """What is left where nothing else is to be done."""
+        last = self.run.last("bottleneck")
+        if last is None or "FusedKernels" in self.start["callbacks"]:
+            return []
+        return [Advice(last["advice"], last["figure"])]
 
     def _of_balance(self) -> Advice | None:
         if not self.predicted or self.plans[-1]["balance"] == "planned":

@@ -16,12 +16,19 @@ import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_videoscale.callbacks import FusedKernels, LossWeighting, RunReport
+from lightning_videoscale.callbacks import (
+    BottleneckAnalyzer,
+    BudgetRecalibrator,
+    FusedKernels,
+    LossWeighting,
+    RunReport,
+)
 from lightning_videoscale.cli import main
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.report import LOG_NAME, record
 from lightning_videoscale.report.charts import number
+from tests.callbacks.test_memory_monitor import Scripted
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
 from tests.data.clips import write_shards
 from tests.data.training import Witness
@@ -135,6 +142,31 @@ def test_an_exception_leaves_a_report_that_names_it(tmp_path: Path) -> None:
     assert end["status"] == "failed" and end["error"] == "RuntimeError('<the disk> is full')"
     assert [window["step"] for window in records_of(tmp_path, "window")] == [1, 2]
     assert report.path is not None and "failed" in read_page(report.path).text["span"]
+
+
+def test_every_callback_fills_its_section(tmp_path: Path) -> None:
+    recalibrator, analyzer = BudgetRecalibrator(every_n_steps=2), BottleneckAnalyzer(every_n_steps=4)
+    report = RunReport(tmp_path / "run", every_n_steps=2)
+    memory = Scripted([300.0 + n for n in range(20)], every_n_steps=2)
+    callbacks = [memory, analyzer, recalibrator, report, LossWeighting()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer_with(*callbacks, max_epochs=2).fit(Witness(), data_in(tmp_path))
+    bottlenecks = records_of(tmp_path / "run", "bottleneck")
+    assert [found["name"] for found in bottlenecks] == [found["name"] for found in analyzer.history]
+    adopted = [row for row in records_of(tmp_path / "run", "budget") if row["adopted"]]
+    assert [row["m_comp"] for row in adopted] == [change["m_comp"] for change in recalibrator.history]
+    peaks = [row["peak_gib"] for row in records_of(tmp_path / "run", "memory")]
+    assert len(peaks) > 2 and max(peaks) == memory.peak_bytes / 2**30
+    assert report.path is not None
+    ids = {value for _, name, value in read_page(report.path).attributes if name == "id"}
+    assert {"bottlenecks", "recalibration", "memory", "buckets"} <= ids
+    # The plans follow the budgets: the first is the user's, the last the recalibrator's.
+    plans = records_of(tmp_path / "run", "plan")
+    assert plans[0]["budget"]["m_comp"] == 160 * 80
+    followed = [plan["budget"]["m_comp"] for plan in plans[1:]]
+    assert followed == [row["m_comp"] for row in adopted][: len(followed)]
+    assert len(followed) >= len(adopted) - 1  # what is adopted with the last step plans nothing any more
 
 
 def test_without_meta_times_are_reported_all_the_same(tmp_path: Path) -> None:
