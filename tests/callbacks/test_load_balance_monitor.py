@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_videoscale.callbacks import LoadBalanceMonitor
 from lightning_videoscale.callbacks.step_window import RankTimes
+from lightning_videoscale.cost import TransformerFlops
+from lightning_videoscale.metrics import training_flops
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
+from tests.models import tiny_wan
 
 TIMES = {f"time/{name}" for name in ("compute", "data", "exchange", "reduction", "straggler", "optimizer")}
 
@@ -110,6 +116,92 @@ def test_a_peer_group_counts_once_with_its_slowest_rank() -> None:
     assert window.of_first_peers(seconds).tolist() == [[1.0, 5.0], [2.0, 1.0]]
 
 
+class Figures(MemoryLogger):
+    """Takes figures, as TensorBoard's logger does."""
+
+    def __init__(self, failing: bool = False) -> None:
+        super().__init__()
+        self.fails_to_draw = failing
+        self.figures: list[tuple[str, int, Any]] = []
+
+    @property
+    def experiment(self) -> Figures:
+        return self
+
+    def add_figure(self, tag: str, figure: Any, step: int) -> None:
+        if self.fails_to_draw:
+            raise OSError("no canvas")
+        self.figures.append((tag, step, figure))
+
+
+def test_pictures_of_every_few_steps_and_of_the_rest() -> None:
+    logger = Figures()
+    monitor = LoadBalanceMonitor(every_n_steps=2, pictures_every_n_steps=3)
+    trainer_with(monitor, logger=logger).fit(Slope(), batches_of([Meta(1, 10)] * 5))
+    names = ["balance/ranks", "balance/cv_step_histogram"]
+    assert [figure[:2] for figure in logger.figures] == [(name, step) for step in (3, 4) for name in names]
+    ranks, histogram = logger.figures[0][2], logger.figures[1][2]
+    compute, wait = (axis.images[0].get_array() for axis in ranks.axes[:2])
+    assert compute.shape == wait.shape == (1, 4)  # one rank, steps 0 to 3
+    assert ranks.axes[0].images[0].get_extent() == [-0.5, 3.5, 0.5, -0.5]
+    assert sum(bar.get_height() for bar in histogram.axes[0].patches) == 4
+
+
+def test_a_failing_canvas_is_reported_once_and_training_goes_on() -> None:
+    monitor, module = LoadBalanceMonitor(every_n_steps=1, pictures_every_n_steps=1), Slope()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_with(monitor, logger=Figures(failing=True)).fit(module, batches_of([Meta(1, 10)] * 3))
+    assert len([w for w in caught if "could not draw, training goes on: OSError('no canvas')" in str(w.message)]) == 1
+    assert len(module.gradients) == monitor.metrics.samples == 3
+
+
+def test_tensorboard_gets_pictures(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    trainer_with(LoadBalanceMonitor(every_n_steps=2), logger=logger).fit(Slope(), batches_of([Meta(1, 10)] * 3))
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert events.Tags()["images"] == ["balance/ranks", "balance/cv_step_histogram"]
+    [image] = events.Images("balance/ranks")
+    assert image.encoded_image_string.startswith(b"\x89PNG") and image.width > 500
+
+
+def test_the_figures_of_the_run_go_on_in_a_resumed_one(tmp_path: Path) -> None:
+    first = LoadBalanceMonitor(every_n_steps=1)
+    trainer = trainer_with(first)
+    trainer.fit(Slope(), batches_of([Meta(2, 10)] * 3))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = LoadBalanceMonitor(every_n_steps=1)
+    trainer = trainer_with(resumed, max_epochs=2)
+    trainer.fit(Slope(), batches_of([Meta(2, 10)] * 3), ckpt_path=tmp_path / "last.ckpt")
+    assert resumed.summary()["samples"] == 2 * first.summary()["samples"] == 12
+    assert resumed.metrics.step_time_spread.steps == 6
+
+
+def test_the_mfu_is_that_of_the_transformer_that_trains() -> None:
+    class WithWan(Slope):
+        def __init__(self, *names: str) -> None:
+            super().__init__()
+            for name in names:
+                setattr(self, name, tiny_wan())
+
+    monitor = LoadBalanceMonitor(peak_flops_per_second=1e9)
+    trainer_with(monitor).fit(WithWan("transformer"), batches_of([Meta(2, 10)] * 2))
+    flops = training_flops(TransformerFlops(layers=2, width=48, ffn_width=64), 4, 10)
+    assert monitor.summary()["mfu"] == pytest.approx(flops / (monitor.metrics.seconds * 1e9))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = LoadBalanceMonitor(peak_flops_per_second=1e9)
+        trainer_with(monitor).fit(WithWan("first", "second"), batches_of([Meta(2, 10)]))
+    assert "mfu" not in monitor.summary() and "samples" in monitor.summary()
+    assert any("found ['first', 'second']" in str(warning.message) for warning in caught)
+
+
 def test_refuses_an_interval_below_one() -> None:
     with pytest.raises(ValueError, match="at least 1, or None; got 0"):
         LoadBalanceMonitor(every_n_steps=0)
+
+
+def test_refuses_an_unknown_geometry() -> None:
+    with pytest.raises(ValueError, match="geometry='wan9' is none of"):
+        LoadBalanceMonitor(geometry="wan9")

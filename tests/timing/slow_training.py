@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -41,10 +42,22 @@ class Pace:
 def pause(seconds: float, device: torch.device) -> None:
     """Keeps the device busy: a GPU spins, and the host goes on."""
     if device.type == "cuda":
-        clock_rate = torch.cuda.get_device_properties(device).clock_rate * 1e3  # cycles per second at full speed
-        torch.cuda._sleep(int(seconds * clock_rate))
+        torch.cuda._sleep(int(seconds * _cycles_per_second(device)))
     else:
         time.sleep(seconds)
+
+
+@functools.cache
+def _cycles_per_second(device: torch.device) -> float:
+    cycles = 200_000_000
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(cycles)  # the clock rises with work
+    begin.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return cycles / milliseconds * 1e3
 
 
 class _PauseInBackward(torch.autograd.Function):
@@ -173,6 +186,8 @@ def train(
     """
     pace, reading = paces[dist.get_rank()], ReadingTheClock()
     on_gpus = dist.get_backend() == "nccl"
+    if on_gpus:
+        pause(0.0, torch.device("cuda", dist.get_rank()))  # measures the clock, which is not for a step to do
     with ExitStack() as contexts:
         if strategy.startswith("zero") and not on_gpus:
             contexts.enter_context(deepspeed_on_cpu())
