@@ -57,9 +57,9 @@ class StepClock:
 
         @wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            outer = self._phase
-            if torch.compiler.is_compiling() or outer not in within:
+            if torch.compiler.is_compiling() or self._phase not in within:
                 return call(*args, **kwargs)
+            outer = self._phase
             self.enter(phase)
             try:
                 return call(*args, **kwargs)
