@@ -1,0 +1,257 @@
+"""What the three balances make of real training steps on several GPUs.
+
+    python benchmarks/data/balances.py --shapes clips.csv    # columns source, width, height, fps, num_frames
+
+Wan-1.3B's blocks with random weights, trained under `ulysses_ddp` with ulysses_size = 1 and activation checkpointing on
+the standard mix: every step runs through VideoDataModule, planner, strategy and Trainer, on shards of zeros. A step of
+the whole model on this mix takes seconds; 3 of its 30 blocks take a tenth, and neither the distribution of sequence
+lengths nor the cost of a token or a pair of tokens beside each other changes. What is balanced is a model of the step
+time that is measured first, on the same GPUs.
+
+M_mem is twice the longest sample, M_comp what the longest sample alone costs: the same for all balances. SDPA is held
+to FlashAttention, as cuDNN builds a plan for every shape that a rank has not seen, which in a short run is most of them.
+Every finished run is in the output file at once; a call goes on where an earlier one ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import provenance
+from benchmarks.data.sparse_shards import write_sparse_shards
+from benchmarks.launch import finish, launch, task_of_worker
+from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_of, trainer_with
+from lightning_videoscale import VideoDataModule, benchmark_shapes
+from lightning_videoscale.cost import BucketBudget, StepTimeModel
+from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.data.planning import SampleTable
+from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
+from lightning_videoscale.timing import watch_steps
+
+RANKS = 4
+RUNS = [(balance, k) for k in (1, 4) for balance in ("equal_token", "dual_constraint", "planned")]
+STEPS = {1: 60, 4: 20}
+WARM_UP = 3
+TINY_POLICY = replace(STANDARD_POLICY, areas=(64 * 64, 96 * 96, 128 * 128), max_frames=17, crop_min_frames=5)
+FIELDS = ("compute", "wait", "total", "samples", "sequence_length", "predicted_cost", "counts")
+Columns = dict[str, NDArray[np.float64]]
+
+
+def mix(file: Path, samples: int, tiny: bool) -> list[ClipShape]:
+    """Latents of the draws of the standard mix, in their order."""
+    policy = TINY_POLICY if tiny else STANDARD_POLICY
+    table = SampleTable.of_clips(standard_mix(Clips.from_csv(file), samples), policy, GEOMETRIES["wan2.1"])
+    shapes = [latents_of(shape) for shape in table.shapes]
+    return [shapes[number] for number in table.shape_id if number >= 0]
+
+
+class Record(pl.Callback):
+    """What each micro-batch of this rank was, and where its time went."""
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[float, ...]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._watch = watch_steps(trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        meta = batch["meta"]
+        self.loads.append((meta.samples, meta.sequence_length, meta.predicted_cost, meta.loss_weight != 0))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        times = [(t.compute, t.wait, t.total) for t in self._watch.read()]
+        self.rows = [(*t, *load) for t, load in zip(times, self.loads, strict=True)]
+        self._watch.close()
+
+
+def train(
+    module: RectifiedFlow, shards: str, balance: Any, k: int, steps: int, step_time: StepTimeModel, tiny: bool
+) -> Columns:
+    """Trains some steps; every field of the micro-batches, (steps, ranks, micro-batches), warm-up left out."""
+    longest, p = longest_of(shards), step_time.power_law.p
+    data = VideoDataModule(
+        shards,
+        balance=balance,
+        budget=BucketBudget(2 * longest, longest**p, p),
+        micro_batches=k,
+        step_time=step_time,
+        num_workers=0 if tiny else 4,
+    )
+    record = Record()
+    trainer = trainer_with(
+        int(os.environ["WORLD_SIZE"]), tiny, max_steps=WARM_UP + steps, accumulate_grad_batches=k, callbacks=[record]
+    )
+    trainer.fit(module, data)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, record.rows)
+    table = np.array(everyone, np.float64)  # ranks, micro-batches, fields
+    by_step = table.reshape(len(table), WARM_UP + steps, k, len(FIELDS)).transpose(1, 0, 2, 3)[WARM_UP:]
+    return {name: by_step[..., number] for number, name in enumerate(FIELDS)}
+
+
+def longest_of(shards: str) -> int:
+    """Tokens of the longest sample."""
+    data = VideoDataModule(shards)
+    data.setup("fit")
+    return int(data.training_shapes()[0].sequence_lengths.max())
+
+
+def row_of(balance: str, k: int, c: Columns) -> dict[str, Any]:
+    """The figures of one run."""
+    tokens = c["samples"] * c["sequence_length"]
+    compute, cost = c["compute"].sum(axis=2), c["predicted_cost"].sum(axis=2)  # steps, ranks
+    load = (tokens * c["sequence_length"]).sum(axis=2)
+    wall = c["total"].sum(axis=2).mean(axis=1)  # ranks leave a step together
+    counted = float((tokens * c["counts"]).sum())
+    cv_step = (compute.max(axis=1) - compute.min(axis=1)) / compute.max(axis=1)
+    ceiling = counted / float(cost.mean(axis=1).sum())
+    waits = compute.max(axis=1, keepdims=True) - compute
+    errors = np.abs(c["predicted_cost"] / c["compute"] - 1)
+    return {
+        "balance": balance,
+        "micro_batches": k,
+        "steps": len(wall),
+        "tokens_per_second": counted / float(wall.sum()),
+        "ceiling_tokens_per_second": ceiling,
+        "share_of_ceiling": counted / float(wall.sum()) / ceiling,
+        "share_of_measured_compute": float(compute.mean(axis=1).sum() / wall.sum()),
+        "predicted_mean_over_max": float(cost.mean(axis=1).sum() / cost.max(axis=1).sum()),
+        "cv_step_median": float(np.median(cv_step)),
+        "cv_step_p95": float(np.quantile(cv_step, 0.95)),
+        "compute_cv": _spread(compute),
+        "cost_cv": _spread(cost),
+        "b_s2_cv": _spread(load),
+        "cost_error_median": float(np.median(errors)),
+        "cost_error_p95": float(np.quantile(errors, 0.95)),
+        "step_seconds_median": float(np.median(wall)),
+        "wait_seconds_median": float(np.median(c["wait"].sum(axis=2))),
+        "behind_slowest_seconds_median": float(np.median(waits)),
+        "step_seconds": _rounded(wall),
+        "compute_seconds": _rounded(compute),
+        "wait_seconds": _rounded(c["wait"].sum(axis=2)),
+        "predicted_seconds": _rounded(cost),
+    }
+
+
+def _spread(x: NDArray[np.float64]) -> float:
+    return float(np.mean(x.std(axis=1) / x.mean(axis=1)))
+
+
+def _rounded(x: NDArray[np.float64]) -> Any:
+    return np.round(x, 4).tolist()
+
+
+def measure(shards: str, runs: list[tuple[str, int]], cost: dict[str, Any] | None, **task: Any) -> None:
+    """All runs in one process group; after each, rank 0 writes what there is."""
+    tiny, output = task["tiny"], Path(task["output"])
+    config = TINY_WAN if tiny else WAN_1_3B | {"num_layers": task["layers"]}
+    module = RectifiedFlow(config, attention="default" if tiny else "flash")
+    rows = task["rows"]
+    if cost is None:
+        trainer = trainer_with(int(os.environ["WORLD_SIZE"]), tiny, max_steps=1)
+        data = VideoDataModule(shards, budget=BucketBudget(1, 1))
+        matrix = benchmark_shapes(trainer, module, data, max_shapes=8, seconds=task["seconds"], progress=False)
+        cost = StepTimeModel.fit(matrix.measurements).to_dict()
+    for balance, k in runs:
+        begin = time.perf_counter()
+        steps = task["steps"].get(str(k))
+        columns = train(module, shards, balance, k, steps, StepTimeModel.from_dict(cost), tiny)
+        rows = [*rows, row_of(balance, k, columns)]
+        if dist.get_rank() == 0:
+            write(output, task["commit"], task["settings"] | {"cost": cost}, rows)
+            show(rows[-1], time.perf_counter() - begin)
+    finish(rows)
+
+
+def write(output: Path, commit: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """The rows so far, each planned one beside equal_token's where there is one."""
+    base = {row["micro_batches"]: row["tokens_per_second"] for row in rows if row["balance"] == "equal_token"}
+    for row in rows:
+        if row["micro_batches"] in base:
+            row["over_equal_token"] = row["tokens_per_second"] / base[row["micro_batches"]]
+    provenance.write(output, "data/balances", commit, settings, rows)
+
+
+def show(row: dict[str, Any], seconds: float) -> None:
+    print(
+        f"{row['balance']:16} K={row['micro_batches']}: {row['tokens_per_second']:9.0f} tokens/s, "
+        f"{row.get('over_equal_token', float('nan')):.3f} x equal_token, {row['share_of_ceiling']:.1%} of the ceiling, "
+        f"CV_step {row['cv_step_median']:.1%} (p95 {row['cv_step_p95']:.1%}), cost CV {row['cost_cv']:.1%}, "
+        f"B·S² CV {row['b_s2_cv']:.1%}, cost error {row['cost_error_median']:.1%}, "
+        f"step {row['step_seconds_median']:.3f} s; took {seconds:.0f} s",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=Path, required=True, help="table of clips")
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--layers", type=int, default=3, help="of Wan-1.3B's 30")
+    parser.add_argument("--samples", type=int, default=8000, help="draws of the mix")
+    parser.add_argument("--steps", type=int, nargs=2, default=[STEPS[1], STEPS[4]], help="for K = 1 and K = 4")
+    parser.add_argument("--seconds", type=float, default=0.3, help="per shape of the cost model's measurement")
+    parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
+    parser.add_argument("--output", type=Path, help="file to write, or to go on with")
+    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
+    options = parser.parse_args()
+    commit = options.commit or provenance.commit()
+    output = options.output or provenance.path("data", "balances")
+    settings = {
+        "dry_run": options.tiny,
+        "ranks": options.ranks,
+        "model": TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers},
+        "attention": "default" if options.tiny else "flash",
+        "precision": "bf16-mixed",
+        "activation_checkpointing": True,
+        "mix": {"samples": options.samples, "seed": 0},
+        "m_mem": "2 x the longest sample",
+        "m_comp": "the longest sample",
+        "warm_up_steps": WARM_UP,
+    }
+    done = json.loads(output.read_text()) if output.exists() else {"rows": [], "settings": {}}
+    if done["rows"] and {name: done["settings"].get(name) for name in settings} != settings:
+        parser.error(f"{output} holds runs of other settings: name another --output.")
+    found = {(row["balance"], row["micro_batches"]) for row in done["rows"]}
+    with tempfile.TemporaryDirectory() as folder:
+        shards = write_sparse_shards(Path(folder), mix(options.shapes, options.samples, options.tiny), shards=32)
+        data = VideoDataModule(shards)
+        data.prepare_data()
+        launch(
+            __file__,
+            options.ranks,
+            shards=shards,
+            runs=[run for run in RUNS if run not in found],
+            cost=done["settings"].get("cost"),
+            rows=done["rows"],
+            settings=settings,
+            steps=dict(zip(("1", "4"), options.steps, strict=True)),
+            layers=options.layers,
+            seconds=options.seconds,
+            tiny=options.tiny,
+            output=str(output),
+            commit=commit,
+        )
+    print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    if (task := task_of_worker()) is not None:
+        measure(**task)
+    else:
+        main()
