@@ -34,7 +34,20 @@ INCIDENT = OutOfMemory(
 )
 
 
-@pytest.mark.parametrize("strategy", ["sequence_parallel", pytest.param("ddp", marks=pytest.mark.full)])
+def test_the_error_says_what_did_not_fit_and_the_restart_takes_less(tmp_path: Path) -> None:
+    shards, folder = write_shards(tmp_path / "train", 120), str(tmp_path / "checkpoints")
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        train(shards, folder, "auto", devices=1)
+    (incident,) = kept_in([folder])
+    assert raised.value.__notes__[0] == str(incident)
+    assert HELD < incident.tokens <= BUDGET.m_mem and incident.m_mem == 320
+    result = train(shards, folder, "auto", f"{folder}/last.ckpt", devices=1)
+    assert result["m_mem"] == incident.m_mem_after
+    assert result["tokens"] and max(result["tokens"]) <= incident.m_mem_after < HELD
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["sequence_parallel", "ddp"])
 def test_the_restart_lowers_the_budget_and_finishes(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     shards, folder = write_shards(tmp_path / "train", 120), tmp_path / "checkpoints"
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
