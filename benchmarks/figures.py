@@ -182,6 +182,28 @@ def kernels_loss_overlay(result: Result) -> None:
     differences.legend(fontsize=8)
 
 
+def recalibration(result: Result) -> None:
+    """M_comp, p and the ranks' spread over the steps, of every case over its oracle's."""
+    _, (budgets, exponents, spreads) = plt.subplots(1, 3, figsize=(13, 3.6))
+    for row in result["rows"]:
+        ranks = row.get("dp_size", result["settings"].get("ranks"))
+        label = f"{ranks} ranks, K = {row.get('micro_batches', 1)}, p {row['p_error']:+.1f}"
+        (line,) = budgets.plot(row["steps"], row["m_comp_over_oracle"], ".-", linewidth=1, label=label)
+        color = line.get_color()
+        exponents.plot(row["steps"], np.array(row["p_by_step"]) - row["p"], ".-", linewidth=1, color=color)
+        spreads.plot(row["steps"], np.array(row["cv"]) / row["oracle_cv"], ".-", linewidth=1, color=color)
+    budgets.axhspan(0.95, 1.05, color="gray", alpha=0.2)
+    budgets.set(title="M_comp over the oracle's", yscale="log")
+    exponents.set(title="p minus the true p")
+    spreads.axhline(1.3, color="gray", linestyle=":", linewidth=1)
+    spreads.set(title="CV of the ranks' costs over the oracle's", yscale="log")
+    for panel in (budgets, exponents, spreads):
+        panel.set_xlabel("step")
+        if row["steps"][-1] > 500:
+            panel.set_xscale("log")
+    budgets.legend(fontsize=7)
+
+
 FIGURES: dict[str, Callable[[Result], None]] = {
     "kernels-loss_overlay": kernels_loss_overlay,
     "kernels-row_ops": row_ops,
@@ -190,6 +212,8 @@ FIGURES: dict[str, Callable[[Result], None]] = {
     "parallel-activation_memory": activation_memory,
     "parallel-attention_layer": attention_layer,
     "data-plan": plan,
+    "callbacks-recalibration": recalibration,
+    "callbacks-recalibration_on_gpus": recalibration,
 }
 
 

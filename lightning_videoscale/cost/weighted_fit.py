@@ -16,8 +16,8 @@ from lightning_videoscale.cost.least_squares import Vector, nonnegative_least_sq
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw, StepTimeModel
 
 P_BOUNDS = 1.0, 2.4
-"""Where p is searched: from linear layers alone to where the paper's search ends. The paper's begins at 1.6; on relative
-errors, and with short samples among them, the best p is often below."""
+"""Where p is searched: from linear layers alone to where the paper's search ends. The paper's begins at 1.6; on
+relative errors, and with short samples among them, the best p is often below."""
 
 _FOLDS = 5
 
