@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_videoscale.cost import BucketBudget, Calibration, StepTimeModel
 from lightning_videoscale.data.advice import warn_of_ignored, warn_of_oversized, warn_of_refused, warn_of_shapeless
@@ -193,6 +193,9 @@ class VideoDataModule(pl.LightningDataModule):
                 # The next epochs have another number of steps, which Lightning asks for when it makes the loader.
                 trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
         self._sampler = None if overfit else sampler
+        if planner.source_weights is not None:
+            walked = ", ".join(f"{name} {passes:.2f} times" for name, passes in self.passes().items())
+            rank_zero_info(f"Epoch {sampler.progress.epoch} begins; of each dataset was drawn before: {walked}.")
         return self._loader(index, sampler)
 
     def val_dataloader(self) -> PlannedLoader:

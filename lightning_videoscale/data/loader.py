@@ -129,6 +129,11 @@ class PlannedLoader:
         turn: First micro-batch of the sampler that is read.
         turns: Step from one that is read to the next.
         encode: Called in this process with every batch; what it returns takes the batch's place.
+
+    Attributes:
+        reader: Reads micro-batches. With it and ``sampler``, any DataLoader reads the same batches:
+            ``DataLoader(loader.reader, batch_size=None, sampler=loader.sampler)``, or webdataset's ``WebLoader``.
+        sampler: Says which.
     """
 
     batch_sampler = None
@@ -145,7 +150,7 @@ class PlannedLoader:
     ) -> None:
         self.sampler = sampler
         self._encode = encode
-        self._reader = reader
+        self.reader = reader
         self._turn = turn
         self._turns = turns
         self._loader: DataLoader[Batch] = DataLoader(
@@ -162,8 +167,10 @@ class PlannedLoader:
 
         Ranks that train on the same batches read them in turn.
         """
-        reader, loader = self._reader, self._loader
-        return PlannedLoader(reader, self.sampler, loader.num_workers, loader.pin_memory, turn, turns, self._encode)
+        loader = self._loader
+        return PlannedLoader(
+            self.reader, self.sampler, loader.num_workers, loader.pin_memory, turn, turns, self._encode
+        )
 
     def __len__(self) -> int:
         """Batches of the whole epoch: of one that is resumed, those that are done count too, as Lightning expects."""

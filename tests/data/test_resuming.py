@@ -135,14 +135,16 @@ def test_overfitting_goes_on_with_the_same_batches(shards: str, tmp_path: Path) 
     assert whole.batches[0] == whole.batches[1] == resumed.batches[2]
 
 
-def test_datasets_are_mixed_by_weight_over_epochs_and_resumes(tmp_path: Path) -> None:
+def test_datasets_are_mixed_by_weight_over_epochs_and_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     few = write_shard(tmp_path / "few.tar", [clip(i) for i in range(10)])
     many = write_shard(tmp_path / "many.tar", [clip(i) for i in range(10, 50)])
 
     def data() -> VideoDataModule:
         return VideoDataModule({str(few): 1.0, str(many): 1.0}, budget=BUDGET)
 
-    whole = fit(data(), 1, None, SaveAfter(4, tmp_path / "four.ckpt"), max_epochs=4)
+    with caplog.at_level("INFO"):
+        whole = fit(data(), 1, None, SaveAfter(4, tmp_path / "four.ckpt"), max_epochs=4)
+    assert f"Epoch 2 begins; of each dataset was drawn before: {few} 5.00 times, {many} 1.25 times." in caplog.messages
     drawn = [ids(whole.batches[epoch]) for epoch in range(4)]
     assert [sum(name.startswith("few") for name in names) for names in drawn] == [25] * 4
     seen = list(itertools.chain.from_iterable(drawn))

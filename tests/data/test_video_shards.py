@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from lightning_videoscale.cost import BucketBudget
-from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data import Batch, VideoDataModule
 from lightning_videoscale.data.shapes import ShapePolicy
 from tests.data.clips import write_shard
 from tests.data.films import film, numbered, numbers
 from tests.data.servers import serving
+from tests.data.training import Witness, trainer_with
 
 POLICY = ShapePolicy(areas=(32 * 48,), fps=25.0, max_frames=9, crop_min_frames=1)
 
@@ -81,3 +83,51 @@ def test_a_server_that_fails_now_and_then_costs_nothing(tmp_path: Path) -> None:
         assert server.failures < 1, "it did fail"
     assert sorted(name[-6:] for batch in seen for name in batch["sample_ids"]) == [f"film{i:02}" for i in range(8)]
     assert all(batch["meta"].loss_weight > 0 for batch in seen)
+
+
+class Shapes(Witness):
+    """Remembers the shapes of its batches, by epoch; trains on pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: dict[int, list[tuple[int, ...]]] = {}
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return ((self.slope * batch["video"].double().mean(dim=(1, 2, 3, 4)) / 255 - 1) ** 2).mean()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.shapes.setdefault(self.current_epoch, []).append(tuple(batch["video"].shape))
+        return super().training_step(batch, batch_idx)
+
+
+class SaveAt(Callback):
+    """Saves a checkpoint in the middle of an epoch."""
+
+    def __init__(self, epoch: int, batch: int, file: Path) -> None:
+        self.place, self.file = (epoch, batch), file
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == self.place:
+            trainer.save_checkpoint(self.file)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_every_epoch_draws_shapes_anew_and_a_resumed_one_the_same(tmp_path: Path) -> None:
+    shards = _shards(tmp_path / "shards")
+    policy = ShapePolicy((16 * 32, 32 * 48), fps=25.0, max_frames=9, crop_min_frames=1, crop_share=0.5, image_share=0.3)
+
+    def fit(checkpoint: Path | None = None, *callbacks: Callback) -> Shapes:
+        module, budget = Shapes(), BucketBudget(40, 1e9, 2.0)
+        data = VideoDataModule(shards, budget=budget, shape_policy=policy, micro_batches=2)
+        trainer = trainer_with(max_epochs=4, accumulate_grad_batches=2, callbacks=list(callbacks))
+        trainer.fit(module, data, ckpt_path=checkpoint)
+        assert trainer.global_step * 2 == trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        return module
+
+    whole = fit(None, SaveAt(1, 1, tmp_path / "within.ckpt"))
+    for batches in whole.batches.values():
+        assert {name for ids in batches for name in ids} == {f"00{i // 4}.tar/film{i:02}" for i in range(8)}
+    assert len({tuple(sorted(shapes)) for shapes in whole.shapes.values()}) == 4
+    resumed = fit(tmp_path / "within.ckpt")
+    assert resumed.shapes == {1: whole.shapes[1][2:], 2: whole.shapes[2], 3: whole.shapes[3]}
+    assert resumed.batches[1] == whole.batches[1][2:] and resumed.batches[3] == whole.batches[3]
