@@ -134,9 +134,12 @@ class BalanceMetrics:
         if self.flops is not None:
             transformer, peak = self.flops
             # Fillers are left out: they are no progress.
+            shapes, counts = (
+                torch.stack([counted, loads["tokens"]], dim=2).flatten(0, 1).unique(dim=0, return_counts=True)
+            )
             flops = sum(
-                training_flops(transformer, int(batch), int(length))
-                for batch, length in zip(counted.flatten(), loads["tokens"].flatten(), strict=True)
+                count * training_flops(transformer, int(batch), int(length))
+                for (batch, length), count in zip(shapes.tolist(), counts.tolist(), strict=True)
             )
             self.model_flops += flops
             figures["throughput/mfu"] = flops / (seconds * ranks * peak)

@@ -26,7 +26,9 @@ class BalancePictures:
 
     def __init__(self, every_n_steps: int) -> None:
         self._every_n_steps = every_n_steps
-        self._windows: list[RankTimes] = []
+        self._compute: list[Tensor] = []
+        self._wait: list[Tensor] = []
+        self._spreads: list[Tensor] = []
         self._step = 0
 
     def add(self, window: RankTimes, step: int) -> None:
@@ -36,34 +38,28 @@ class BalancePictures:
             window: The steps.
             step: The number of the last of them.
         """
-        self._windows.append(window)
+        compute = window.part("compute")
+        of_groups = window.per_step(window.of_slowest_peers(compute))
+        self._compute.append(window.per_step(compute))
+        self._wait.append(window.per_step(window.part("wait")))
+        self._spreads.append(1 - of_groups.amin(dim=0) / of_groups.amax(dim=0))
         self._step = step
 
     @property
     def are_due(self) -> bool:
         """Whether there are enough steps."""
-        return sum(len(window.micro_batches) for window in self._windows) >= self._every_n_steps
+        return sum(map(len, self._spreads)) >= self._every_n_steps
 
     def hand_to(self, loggers: Iterable[Any]) -> None:
         """Draws the steps since the last picture for the loggers that take figures, such as TensorBoard's."""
-        windows, self._windows = self._windows, []
-        takers = [logger for logger in loggers if hasattr(getattr(logger, "experiment", None), "add_figure")]
-        if not windows or not takers:
-            return
-        compute, wait = (_per_step(windows, phase) for phase in ("compute", "wait"))
-        spreads = torch.cat([_spreads(window) for window in windows])
-        for taker in takers:
-            taker.experiment.add_figure("balance/ranks", draw_ranks(compute, wait, self._step), self._step)
-            taker.experiment.add_figure("balance/cv_step_histogram", draw_histogram(spreads), self._step)
-
-
-def _per_step(windows: list[RankTimes], phase: str) -> Tensor:
-    return torch.cat([window.per_step(window.part(phase)) for window in windows], dim=1)
-
-
-def _spreads(window: RankTimes) -> Tensor:
-    compute = window.per_step(window.of_slowest_peers(window.part("compute")))
-    return (compute.amax(dim=0) - compute.amin(dim=0)) / compute.amax(dim=0)
+        compute, wait, spreads = self._compute, self._wait, self._spreads
+        self._compute, self._wait, self._spreads = [], [], []
+        for logger in loggers if spreads else ():
+            experiment = getattr(logger, "experiment", None)
+            if experiment is not None and hasattr(experiment, "add_figure"):
+                ranks = draw_ranks(torch.cat(compute, dim=1), torch.cat(wait, dim=1), self._step)
+                experiment.add_figure("balance/ranks", ranks, self._step)
+                experiment.add_figure("balance/cv_step_histogram", draw_histogram(torch.cat(spreads)), self._step)
 
 
 def draw_ranks(compute: Tensor, wait: Tensor, last_step: int) -> Figure:

@@ -20,7 +20,8 @@ class StepTimes(NamedTuple):
         backward: Backward pass, recomputation included, without what it waited and exchanged.
         wait: At synchronisation with other ranks: gathers of parameters, reductions of gradients. Part of it is the
             transfer itself; what exceeds the least wait of all ranks is waiting for a slower one.
-        exchange: Sequence-parallel exchanges that nothing hid.
+        exchange: Sequence-parallel exchanges that nothing hid. Those inside of compiled blocks are part of forward and
+            backward.
         optimizer: From the end of backward to the end of the micro-batch: clipping and the optimizer's step.
         other: Between micro-batches, but for the data: validation, checkpoints, logging.
     """
