@@ -9,7 +9,7 @@ lengths nor the cost of a token or a pair of tokens beside each other changes. W
 time that is measured first, on the same GPUs.
 
 M_mem is twice the longest sample, M_comp what the longest sample alone costs: the same for all balances. SDPA is held
-to FlashAttention, as cuDNN builds a plan for every shape that a rank has not seen, which in a short run is most of them.
+to FlashAttention, as cuDNN builds a plan for every shape that a rank has not seen: in a short run, for most of them.
 Every finished run is in the output file at once; a call goes on where an earlier one ended.
 """
 

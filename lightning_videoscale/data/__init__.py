@@ -8,6 +8,7 @@ The road of a sample: `shards` and `storage` (which tars, and bytes of them), `t
 `encoding` make shards of latents of shards of videos; `online`, with `vae` and `text`, encodes while training.
 """
 
+from lightning_videoscale.data.auto_budget import AutoBudget
 from lightning_videoscale.data.batch import Batch, BatchMeta
 from lightning_videoscale.data.datamodule import VideoDataModule
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
@@ -19,6 +20,7 @@ from lightning_videoscale.data.shards import ShardError
 
 __all__ = [
     "GEOMETRIES",
+    "AutoBudget",
     "Batch",
     "BatchEncoder",
     "BatchMeta",

@@ -23,6 +23,8 @@ from lightning_videoscale.data.agreement import (
     contents_of,
     step_time_of,
 )
+from lightning_videoscale.data.auto_budget import AutoBudget, BudgetSearch
+from lightning_videoscale.data.benchmark.synthetic import RepresentativeBatches
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.index import ShardIndex, default_index_file
 from lightning_videoscale.data.indexing import build_index, index_shards, known_shards
@@ -67,15 +69,16 @@ class VideoDataModule(pl.LightningDataModule):
         index: Where the table of all samples is kept. None: beside the first shard.
         balance: ``planned``: every rank's step costs the same. ``dual_constraint``: each rank draws alone, batches
             within memory and compute. ``equal_token``: each rank draws alone, batches within memory.
-        budget: Memory and compute that a micro-batch may take. ``auto``: no more than the longest sample alone takes.
+        budget: Memory and compute that a micro-batch may take. ``auto``: found when ``fit`` begins, see `AutoBudget`.
+            Batches that nothing is trained on then hold no more tokens than the longest of them.
         val_shards: Tar files to validate on, likewise. None: no validation.
         predict_shards: Tar files to predict on, likewise.
         micro_batches: Micro-batches per optimizer step and rank; must equal the Trainer's ``accumulate_grad_batches``.
         geometry: The model's VAE and patches, by the name of its family or by their factors.
         shape_policy: Which frames and pixels of a video or an image are read, drawn anew every epoch. Latents are read
             whole.
-        step_time: Predicts the cost that is balanced. None: the FLOPs of the transformer in the LightningModule; where
-            none tells its size, B * S^p with the budget's p.
+        step_time: Predicts the cost that is balanced. None: what ``budget="auto"`` has measured, else the FLOPs of the
+            transformer in the LightningModule; where none tells its size, B * S^p with the budget's p.
         loss_weighting: ``sample``: every sample of a step weighs the same in the gradient, whatever the batch sizes.
             ``token``: every token does. ``none``: every micro-batch does, as in plain DDP.
         loss_normalization: ``step``: a step's gradient is the mean over its samples (or tokens), as of one big batch;
@@ -93,7 +96,7 @@ class VideoDataModule(pl.LightningDataModule):
         shards: Shards,
         index: str | Path | None = None,
         balance: Balance = "planned",
-        budget: BucketBudget | Literal["auto"] = "auto",
+        budget: BucketBudget | AutoBudget | Literal["auto"] = "auto",
         *,
         val_shards: str | list[str] | None = None,
         predict_shards: str | list[str] | None = None,
@@ -114,7 +117,8 @@ class VideoDataModule(pl.LightningDataModule):
         self._shards = shards
         self._index_file = index
         self._balance: Balance = balance
-        self._budget = budget
+        self._auto = None if isinstance(budget, BucketBudget) else AutoBudget() if budget == "auto" else budget
+        self._budget = budget if isinstance(budget, BucketBudget) else None
         self._other_shards = {"val_shards": val_shards, "predict_shards": predict_shards}
         self._micro_batches = micro_batches
         self._geometry = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
@@ -132,6 +136,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._sampler: PlannedSampler | None = None
         self._state: Mapping[str, Any] | None = None
         self._adopted: Calibration | None = None
+        self._found: Calibration | None = None
         if val_shards is None and type(self).val_dataloader is VideoDataModule.val_dataloader:
             # Lightning validates unless the hook is its own: an empty list would be a warning in every run.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -172,6 +177,10 @@ class VideoDataModule(pl.LightningDataModule):
                 shards. Each message names the fix.
         """
         index = self._index("shards")
+        if self._budget is None and self._auto is not None:
+            self._found = self._search(self._auto).run(self.trainer)
+            self._budget, self._step_time = self._found.budget, self._found.step_time
+            warn_of_oversized(self._table(index, is_training=True), self._budget)
         planner = self._planner(index, self._micro_batches, self._loss_weighting, is_training=True)
         trainer, state, on_resume, overfit, epoch = self.trainer, None, None, False, 0
         if trainer is not None:
@@ -213,11 +222,16 @@ class VideoDataModule(pl.LightningDataModule):
         count: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         state = self._sampler.state_dict(count.processed if self._sampler.is_started else self._sampler.taken)
         calibration = {} if self._adopted is None else {"calibration": self._adopted.to_dict()}
+        if self._found is not None:
+            calibration["found_budget"] = self._found.to_dict()
         return {**state, **calibration, "shards": contents_of(self._index("shards"))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a state: the next train_dataloader begins there, with what was adopted before."""
         self._state = state_dict
+        if "found_budget" in state_dict and self._auto is not None and self._auto.matrix is None:
+            self._found = Calibration.from_dict(state_dict["found_budget"])
+            self._budget, self._step_time = self._found.budget, self._found.step_time
         if "calibration" in state_dict:
             self._take(Calibration.from_dict(state_dict["calibration"]))
 
@@ -257,6 +271,22 @@ class VideoDataModule(pl.LightningDataModule):
         drawn = draws_per_epoch(table, weights)
         return {name: float(epoch * n / size) for name, n, size in zip(names, drawn, sizes, strict=True)}
 
+    def training_shapes(self) -> tuple[SampleTable, RepresentativeBatches]:
+        """The training samples in the shapes of the first epoch, and batches of these to measure with."""
+        index = self._index("shards")
+        table = self._table(index, is_training=True)
+        return table, RepresentativeBatches(MicroBatchReader(index, self._shape_policy.fps), table)
+
+    def _search(self, auto: AutoBudget) -> BudgetSearch:
+        table, batches = self.training_shapes()
+        return BudgetSearch(auto, table, batches, self.matrix_file, self._step_time)
+
+    @property
+    def matrix_file(self) -> Path:
+        """Where ``budget="auto"`` looks for what `videoscale benchmark-shapes` has measured."""
+        file = self._shards_and_file()[1]
+        return file.with_name(f"{file.stem}-shapes.json")
+
     def _patterns(self) -> dict[str, str | list[str]]:
         train = list(self._shards) if isinstance(self._shards, dict) else self._shards
         others = {name: shards for name, shards in self._other_shards.items() if shards is not None}
@@ -289,7 +319,7 @@ class VideoDataModule(pl.LightningDataModule):
     def _advise(self, index: ShardIndex) -> None:
         table = self._table(index, is_training=False)
         warn_of_shapeless(index, table)
-        if isinstance(self._budget, BucketBudget):
+        if self._budget is not None:
             warn_of_oversized(table, self._budget)
 
     def _planner(
@@ -299,7 +329,9 @@ class VideoDataModule(pl.LightningDataModule):
         step_time = self._step_time
         if step_time is None and self.trainer is not None:
             step_time = step_time_of(self.trainer.lightning_module)
-        budget = self._budget if isinstance(self._budget, BucketBudget) else _budget_of_longest(table, step_time)
+        budget = self._budget if is_training or self._auto is None else None
+        if budget is None:
+            budget = _budget_of_longest(table, step_time)
         weights = tuple(self._shards.values()) if is_training and isinstance(self._shards, dict) else None
         has_pixels = bool((index.samples.clips.media != Media.LATENTS).any())
         return BucketPlanner(
