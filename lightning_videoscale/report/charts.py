@@ -83,6 +83,23 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
 
 
+def seconds(value: float) -> str:
+    """A time in the unit that fits it."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"), (1e-12, "ps")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value:.2g} s"
+
+
+def duration(value: float) -> str:
+    """A time in two units at most."""
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{value:.3g} s"
+
+
 def percent(share: float) -> str:
     """A share in percent, to one decimal where that says something."""
     return f"{100 * share:.0f} %" if abs(share) >= 0.0995 else f"{100 * share:.1f} %"

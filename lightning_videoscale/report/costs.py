@@ -10,13 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.cost import BucketBudget, Measurement, StepTimeModel
+from lightning_videoscale.cost import BucketBudget, StepTimeModel
+from lightning_videoscale.cost.weighted_fit import Points, fit_step_time
 from lightning_videoscale.data.planning import Balance
 from lightning_videoscale.report.comparison import budget_of
 from lightning_videoscale.report.reading import Record
-
-_ENOUGH = 3
-"""Micro-batches of a kind from which on its median is trusted, where there are kinds enough."""
 
 
 class Kind(NamedTuple):
@@ -72,13 +70,11 @@ def kinds_of(windows: Sequence[Record]) -> list[Kind]:
 
 def fit(kinds: Sequence[Kind]) -> StepTimeModel | None:
     """The model of the run's own measurements; None where they are too few, or do not grow with the work."""
-    often = [kind for kind in kinds if kind.micro_batches >= _ENOUGH]
-    for chosen in (often, kinds):
-        try:
-            return StepTimeModel.fit([Measurement(kind.samples, kind.tokens, kind.seconds) for kind in chosen])
-        except ValueError:
-            continue
-    return None
+    names = ("samples", "tokens", "seconds", "micro_batches")
+    try:
+        return fit_step_time(Points(*(np.array([getattr(kind, name) for kind in kinds], np.float64) for name in names)))
+    except ValueError:
+        return None
 
 
 def error_of(model: StepTimeModel, kinds: Sequence[Kind]) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from lightning_videoscale.report import sections
-from lightning_videoscale.report.charts import number, percent
+from lightning_videoscale.report.charts import duration, number, percent, seconds
 from lightning_videoscale.report.findings import Findings
 from lightning_videoscale.report.reading import RunRecords, read_run
 
@@ -48,7 +48,9 @@ def render(run: RunRecords) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=number, percent=percent, duration=duration, moment=moment, said=said)
+    environment.filters.update(
+        number=number, percent=percent, seconds=seconds, duration=duration, moment=moment, said=said
+    )
     found = Findings(run)
     return environment.get_template("page.html").render(
         found=found,
@@ -67,15 +69,6 @@ def render(run: RunRecords) -> str:
         missing=sections.missing(found),
         notes=run.notes,
     )
-
-
-def duration(seconds: float) -> str:
-    """Two units at most."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"
 
 
 def moment(seconds: float) -> str:

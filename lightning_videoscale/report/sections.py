@@ -11,6 +11,7 @@ from lightning_videoscale.report.charts import (
     Scale,
     Sign,
     distributions,
+    duration,
     line_chart,
     number,
     percent,
@@ -194,7 +195,7 @@ def bottlenecks(found: Findings) -> Section | None:
     names = [record["name"] for record in records]
     counts = sorted({name: names.count(name) for name in names}.items(), key=lambda item: -item[1])
     latest = {record["name"]: record for record in records}
-    return {"rows": [(name, count, latest[name]) for name, count in counts], "windows": len(records)}
+    return {"rows": [(name, count, latest[name]) for name, count in counts]}
 
 
 def injection(found: Findings) -> list[Section]:
@@ -277,8 +278,8 @@ def tiles(found: Findings) -> list[tuple[str, str, str]]:
                 "so much less the fastest rank computes than the slowest, in the median step",
             )
         )
-        hours = found.seconds * found.ranks / 3600
-        lost = f"{number(hours * found.idle)} of {number(hours)} device-hours"
+        paid = found.seconds * found.ranks
+        lost = f"{duration(paid * found.idle)} of {duration(paid)} of device time"
         shown.append(("Waiting for the slowest", percent(found.idle), lost))
     if found.windows:
         shown.append(("Waiting for data", percent(found.share_of("data")), "of the time of all ranks"))

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_videoscale.report.charts import Line, Scale, distributions, line_chart, number, percent, stacked_bars
+from lightning_videoscale.report.charts import (
+    Line,
+    Scale,
+    distributions,
+    duration,
+    line_chart,
+    number,
+    percent,
+    seconds,
+    stacked_bars,
+)
 
 values = st.lists(st.floats(1e-6, 1e12), min_size=1, max_size=20)
 
@@ -28,6 +38,17 @@ values = st.lists(st.floats(1e-6, 1e12), min_size=1, max_size=20)
 )
 def test_numbers(value: float, text: str) -> None:
     assert number(value) == text
+
+
+def test_times() -> None:
+    assert [seconds(value) for value in (0.0, 3.2e-5, 2.4e-9, 0.25, 16.2)] == [
+        "0 s",
+        "32 µs",
+        "2.4 ns",
+        "250 ms",
+        "16.2 s",
+    ]
+    assert [duration(value) for value in (0.31, 61, 3 * 3600 + 59)] == ["0.31 s", "1 min 1 s", "3 h 0 min"]
 
 
 def test_percents() -> None:
