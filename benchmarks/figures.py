@@ -191,12 +191,12 @@ def recalibration(result: Result) -> None:
         (line,) = budgets.plot(row["steps"], row["m_comp_over_oracle"], ".-", linewidth=1, label=label)
         color = line.get_color()
         exponents.plot(row["steps"], np.array(row["p_by_step"]) - row["p"], ".-", linewidth=1, color=color)
-        spreads.plot(row["steps"], np.array(row["cv"]) / row["oracle_cv"], ".-", linewidth=1, color=color)
+        spreads.plot(row["steps"], np.array(row["cv"]) / row["oracle_cv"], linewidth=1, color=color)
     budgets.axhspan(0.95, 1.05, color="gray", alpha=0.2)
     budgets.set(title="M_comp over the oracle's", yscale="log")
     exponents.set(title="p minus the true p")
     spreads.axhline(1.3, color="gray", linestyle=":", linewidth=1)
-    spreads.set(title="CV of the ranks' costs over the oracle's", yscale="log")
+    spreads.set(title="CV of the ranks' costs over the oracle's", ylim=(0, None))
     for panel in (budgets, exponents, spreads):
         panel.set_xlabel("step")
         if row["steps"][-1] > 500:

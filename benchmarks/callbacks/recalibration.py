@@ -97,11 +97,11 @@ def world_of(clips: Clips, samples: int, p: float, **settings: Any) -> World:
     return World(power_law(0.02, 0.98 / LONGEST**p, p), table, **settings)
 
 
-def wrong(truth: StepTimeModel, factor: float, p_error: float, longest: int = LONGEST) -> StepTimeModel:
+def wrong(truth: StepTimeModel, factor: float, p_error: float) -> StepTimeModel:
     """Costs wrong by a factor for the longest sample, and p by a difference."""
     law = truth.power_law
     p = law.p + p_error
-    return power_law(law.a * factor, law.b * factor * longest ** (law.p - p), p)
+    return power_law(law.a * factor, law.b * factor * LONGEST ** (law.p - p), p)
 
 
 class Walk:

@@ -7,7 +7,7 @@ Trainer with `BudgetRecalibrator`, three times:
 
 1. from costs by FLOPs, to find the true ones: their power law is the oracle's, and the time of the longest sample the
    target that a micro-batch may take;
-2. from costs that are wrong by a factor of 2, and their p by 0.3;
+2. from costs whose b * S^p is wrong by a factor of 2 for the longest sample, and p by 0.3;
 3. from the oracle's costs, to see which balance they lead to, and whether the loop leaves them alone.
 
 M_comp has the unit tokens^p, so that one of another p looks more wrong than it is: beside the plain ratio to the
@@ -31,7 +31,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
-from benchmarks.callbacks.recalibration import wrong
+from benchmarks.callbacks.recalibration import power_law
 from benchmarks.data.sparse_shards import write_sparse_shards
 from benchmarks.launch import finish, launch, task_of_worker
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_of, trainer_with
@@ -128,7 +128,9 @@ def measure(shards: str, longest: int, layers: int, tiny: bool) -> None:
     found = run(by_flops, None, steps=STEPS_OF_ORACLE, seed=0)
     truth = StepTimeModel.from_dict(found["fitted"])
     target_sync = float(truth.power_law.predict(1, longest))
-    loop = run(wrong(truth, FACTOR, P_ERROR, longest), target_sync, steps=STEPS, seed=1)
+    law, p = truth.power_law, truth.power_law.p + P_ERROR
+    wrong = power_law(law.a, FACTOR * law.b * longest ** (law.p - p), p)
+    loop = run(wrong, target_sync, steps=STEPS, seed=1)
     oracle = run(truth, target_sync, steps=STEPS_OF_ORACLE, seed=1)
     finish({"truth": found["fitted"], "target_sync": target_sync, "found": found, "loop": loop, "oracle": oracle})
 
@@ -172,9 +174,7 @@ def main() -> None:
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
     shapes = mix(options.shapes, SAMPLES // 10 if options.tiny else SAMPLES, options.tiny)
-    longest = max(
-        int(GEOMETRIES["wan2.1"].sequence_length(*np.array(shape[:3])[:, None], latents=True)) for shape in set(shapes)
-    )
+    longest = max(int(GEOMETRIES["wan2.1"].sequence_length(*shape[:3], latents=True)) for shape in set(shapes))
     with tempfile.TemporaryDirectory() as folder:
         shards = write_sparse_shards(Path(folder), shapes, shards=16)
         VideoDataModule(shards).prepare_data()
