@@ -132,6 +132,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._num_workers = num_workers
         self._encode = encode
         self._indices: dict[str, ShardIndex] = {}
+        self._readers: dict[str, MicroBatchReader] = {}
         self._sources: list[int] = []
         self._sampler: PlannedSampler | None = None
         self._state: Mapping[str, Any] | None = None
@@ -162,6 +163,7 @@ class VideoDataModule(pl.LightningDataModule):
             self._indices[name] = ShardIndex(index.shards[begin:end])
             if not len(self._indices[name]):
                 raise ShardError(f"No samples found in {name}.")
+            self._readers[name] = MicroBatchReader(self._indices[name], self._shape_policy.fps)
             begin = end
             self._advise(self._indices[name])
         if isinstance(self._shards, dict):
@@ -205,7 +207,7 @@ class VideoDataModule(pl.LightningDataModule):
         if planner.source_weights is not None:
             walked = ", ".join(f"{name} {passes:.2f} times" for name, passes in self.passes().items())
             rank_zero_info(f"Epoch {sampler.progress.epoch} begins; of each dataset was drawn before: {walked}.")
-        return self._loader(index, sampler)
+        return self._loader("shards", sampler)
 
     def val_dataloader(self) -> PlannedLoader:
         """Validation batches of this rank, the same ones every time. Needs ``val_shards``."""
@@ -353,18 +355,17 @@ class VideoDataModule(pl.LightningDataModule):
     def _ordered_loader(self, argument: str) -> PlannedLoader:
         index = self._index(argument)
         planner = self._planner(index, micro_batches=1, loss_weighting="none", is_training=False)
-        return self._loader(index, PlannedSampler(planner, self._dp_rank_and_size()[0], repeat_first_epoch=True))
+        return self._loader(argument, PlannedSampler(planner, self._dp_rank_and_size()[0], repeat_first_epoch=True))
 
-    def _loader(self, index: ShardIndex, sampler: PlannedSampler) -> PlannedLoader:
+    def _loader(self, argument: str, sampler: PlannedSampler) -> PlannedLoader:
         on_gpu = False
         if self.trainer is not None:
-            check_same_plan(self.trainer, index.digest + sampler.plan.digest)
+            check_same_plan(self.trainer, self._index(argument).digest + sampler.plan.digest)
             device = self.trainer.strategy.root_device
             on_gpu = device.type == "cuda"
             if self._encode is not None:
                 self._encode.to(device)
-        reader = MicroBatchReader(index, self._shape_policy.fps)
-        return PlannedLoader(reader, sampler, self._num_workers, pin_memory=on_gpu, encode=self._encode)
+        return PlannedLoader(self._readers[argument], sampler, self._num_workers, pin_memory=on_gpu, encode=self._encode)
 
 
 def _budget_of_longest(table: SampleTable, step_time: StepTimeModel | None) -> BucketBudget:

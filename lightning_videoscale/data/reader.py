@@ -158,7 +158,7 @@ class MicroBatchReader(Dataset[Batch]):
 
     A sample that cannot be read costs its own weight and nothing else: it is left out of its batch, whose loss weight
     shrinks by its share. Where nothing of a batch is left, another sample of the same shape takes its place with weight
-    0. Each member, or each shard as a whole, is warned of once.
+    0. Each sample, or each shard as a whole, is warned of once per rank, whichever worker reads it.
 
     Args:
         index: Says where the samples lie.
@@ -169,7 +169,8 @@ class MicroBatchReader(Dataset[Batch]):
         self._index = index
         self._fps = fps
         self._samples = SampleReader(index)
-        self._warned: set[str] = set()
+        # In shared memory, so that workers know what another has said, in this epoch or before.
+        self._warned = torch.zeros(len(index) + len(index.shards), dtype=torch.bool).share_memory_()
 
     def __getitem__(self, micro_batch: MicroBatch) -> Batch:
         """Reads and decodes the samples of one micro-batch.
@@ -206,9 +207,9 @@ class MicroBatchReader(Dataset[Batch]):
 
     def _warn_once(self, number: int, error: ShardError) -> None:
         is_member = isinstance(error, MemberError)
-        subject = self._index.sample_id(number) if is_member else self._index.shard_of(number).url
-        if subject not in self._warned:
-            self._warned.add(subject)
+        subject = number if is_member else len(self._index) + int(self._index.shard_numbers[number])
+        if not self._warned[subject]:
+            self._warned[subject] = True
             left_out = "The sample is" if is_member else "Its samples are"
             warnings.warn(f"{error} {left_out} left out, with weight 0.", stacklevel=2)
 

@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 from torch._utils import ExceptionWrapper
 
-from lightning_videoscale.data import BatchMeta, MicroBatch, ShardError
+from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.data import BatchMeta, MicroBatch, ShardError, VideoDataModule
 from lightning_videoscale.data.indexing import index_shards
 from lightning_videoscale.data.reader import Cut, MicroBatchReader, OpenShards, SampleReader
 from lightning_videoscale.data.shapes import ClipShape, Media
@@ -190,3 +191,25 @@ def test_a_fork_while_shards_are_open_disturbs_nobody(tmp_path: Path) -> None:
     assert read_all()
     assert os.waitpid(child, 0)[1] == 0
     assert read_all()
+
+
+def test_each_sample_is_warned_of_once_whichever_workers_read_it_in_however_many_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = (1, 4, 6)
+    clips = [clip(i, mask_npy=b"" if i in broken else npy(np.ones(2))) for i in range(8)]
+    data = VideoDataModule(str(write_shard(tmp_path / "000.tar", clips)), budget=BucketBudget(96, 1e9), num_workers=2)
+    data.prepare_data()
+    data.setup("fit")
+
+    def note(message: Warning | str, *_: object) -> None:
+        with (tmp_path / "said").open("a") as file:  # of all processes
+            file.write(f"{message}\n")
+
+    monkeypatch.setattr(warnings, "showwarning", note)
+    for epoch in range(3):
+        loader = data.train_dataloader()
+        loader.sampler.set_epoch(epoch)
+        assert sum(batch["meta"].loss_weight < 1 for batch in loader) >= 2
+    said = (tmp_path / "said").read_text()
+    assert [said.count(f"'clip{i:05}.mask.npy' cannot be decoded") for i in range(8)] == [i in broken for i in range(8)]
