@@ -3,6 +3,7 @@
 `videoscale doctor`   checks versions, GPUs and links, and says what to do about what it finds
 `videoscale index`    looks at shards, and keeps a table of what is in them and of what cannot be used
 `videoscale encode`   turns shards of videos into shards of latents with a VAE of diffusers
+`videoscale benchmark-shapes`  measures time and memory of training steps over the shapes of some data
 `videoscale plan`     simulates the balances on an index or a table of clips
 `videoscale report`   draws the page about a run from what it logged
 `videoscale export`   writes the trained weights of a checkpoint for diffusers' ``from_pretrained``
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 
-from lightning_videoscale.cli import doctor, encode, export, index, plan, report
+from lightning_videoscale.cli import benchmark_shapes, doctor, encode, export, index, plan, report
 
 
 def main(args: list[str] | None = None) -> int:
@@ -22,6 +23,7 @@ def main(args: list[str] | None = None) -> int:
     doctor.add_command(commands)
     index.add_command(commands)
     encode.add_command(commands)
+    benchmark_shapes.add_command(commands)
     plan.add_command(commands)
     report.add_command(commands)
     export.add_command(commands)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
+from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, ShapeMatrix, StepTimeModel
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, SampleTable
@@ -60,7 +60,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--m-mem", type=float, default=2 * LONGEST, help="tokens per micro-batch (default: %(default)s)"
     )
     parser.add_argument("--m-comp", type=float, help="tokens to the power p (default: one clip of 81 frames in 720p)")
-    parser.add_argument("--cost", type=Path, help="step-time model as JSON (default: FLOPs of --transformer)")
+    parser.add_argument(
+        "--cost",
+        type=Path,
+        help="matrix of `videoscale benchmark-shapes`, or a step-time model (default: FLOPs of --transformer)",
+    )
     parser.add_argument(
         "--geometry", choices=GEOMETRIES, default="wan2.1", help="VAE and patches (default: %(default)s)"
     )
@@ -115,7 +119,10 @@ def _table(options: argparse.Namespace) -> SampleTable:
 def _step_time(options: argparse.Namespace) -> StepTimeModel:
     if options.cost is None:
         return StepTimeModel.analytic(TRANSFORMERS[options.transformer], longest=LONGEST)
-    return StepTimeModel.from_dict(json.loads(options.cost.read_text(encoding="utf-8")))
+    content = json.loads(options.cost.read_text(encoding="utf-8"))
+    if "rows" in content:
+        return StepTimeModel.fit(ShapeMatrix.load(options.cost).measurements)
+    return StepTimeModel.from_dict(content)
 
 
 def _print(

@@ -277,7 +277,9 @@ class VideoDataModule(pl.LightningDataModule):
         """The training samples in the shapes of the first epoch, and batches of these to measure with."""
         index = self._index("shards")
         table = self._table(index, is_training=True)
-        return table, RepresentativeBatches(MicroBatchReader(index, self._shape_policy.fps), table)
+        if self._encode is not None and self.trainer is not None:
+            self._encode.to(self.trainer.strategy.root_device)
+        return table, RepresentativeBatches(MicroBatchReader(index, self._shape_policy.fps), table, self._encode)
 
     def _search(self, auto: AutoBudget) -> BudgetSearch:
         table, batches = self.training_shapes()

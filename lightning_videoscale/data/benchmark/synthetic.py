@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -52,11 +52,15 @@ class RepresentativeBatches:
     Args:
         reader: Reads the shards of an index.
         table: The samples of that index.
+        encode: Makes of a batch what the training step receives; None: it is that.
     """
 
-    def __init__(self, reader: MicroBatchReader, table: SampleTable) -> None:
+    def __init__(
+        self, reader: MicroBatchReader, table: SampleTable, encode: Callable[[Batch], Batch] | None = None
+    ) -> None:
         self._reader = reader
         self._table = table
+        self._encode = encode
         self._samples: dict[ClipShape, dict[str, Any]] = {}
 
     def __call__(self, cell: Cell) -> Batch:
@@ -67,7 +71,8 @@ class RepresentativeBatches:
         """
         if cell.shape not in self._samples:
             self._samples[cell.shape] = self._read(cell)
-        return _repeat(self._samples[cell.shape], cell)
+        batch = _repeat(self._samples[cell.shape], cell)
+        return batch if self._encode is None else self._encode(batch)
 
     def _read(self, cell: Cell) -> dict[str, Any]:
         shape_id = self._table.shapes.index(cell.shape)

@@ -1,0 +1,134 @@
+"""`videoscale benchmark-shapes`: what training steps of the shapes in some data take, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from lightning.pytorch.cli import LightningCLI
+from rich.console import Console
+from rich.table import Table
+
+from lightning_videoscale.cost import MemoryModel, ShapeMatrix, StepTimeModel
+from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data.benchmark import benchmark_shapes
+
+_GIB = 2**30
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``benchmark-shapes`` to the command line."""
+    description = (
+        "Runs the module of a LightningCLI config under its Trainer, forward and backward, on batches of the shapes in "
+        "its data, and writes time and memory of each as a matrix. Nothing is trained. budget='auto' finds the matrix "
+        "beside the index; `videoscale plan --cost` reads it too. Under torchrun, or with several devices, the "
+        "processes measure together."
+    )
+    parser = commands.add_parser("benchmark-shapes", help="time and memory of training steps", description=description)
+    parser.add_argument("--config", type=Path, required=True, help="what `fit --config` takes")
+    parser.add_argument("--model", help="package.Class, where the config names no class_path of the model")
+    parser.add_argument("--data", help="package.Class, likewise (default: VideoDataModule)")
+    parser.add_argument("--output", type=Path, help="the matrix (default: where budget='auto' looks for it)")
+    parser.add_argument("--max-shapes", type=int, default=12, help="sequence lengths (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, help="B * S (default: those of two of the longest samples)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="per shape, about (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("overrides", nargs="*", help="after --: settings of the config, as --trainer.devices 2")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    console = Console(stderr=True, soft_wrap=True)
+    try:
+        trainer, module, data = _from_config(options)
+        matrix = benchmark_shapes(
+            trainer,
+            module,
+            data,
+            max_shapes=options.max_shapes,
+            max_tokens=options.max_tokens,
+            seconds=options.seconds,
+        )
+        if trainer.is_global_zero:
+            output = options.output if options.output is not None else data.matrix_file
+            matrix.save(output)
+            _report(matrix, output, options.json)
+    except (ValueError, OSError, ImportError, AttributeError) as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    return 0
+
+
+def _from_config(options: argparse.Namespace) -> tuple[Any, Any, VideoDataModule]:
+    """The Trainer, the module and the data that the config describes."""
+    sys.path.insert(0, "")  # as `python script.py` does: a console script does not see the working directory
+    config: Any = yaml.safe_load(options.config.read_text(encoding="utf-8"))
+    if not isinstance(config, dict) or "model" not in config or "data" not in config:
+        raise ValueError(f"{options.config} is no config of LightningCLI with trainer:, model: and data:.")
+    named = {part: isinstance(config[part], dict) and "class_path" in config[part] for part in ("model", "data")}
+    if not named["model"] and options.model is None:
+        raise ValueError(f"{options.config} has no class_path of its model: name it with --model package.Class.")
+    data_class = _class(options.data) if options.data else VideoDataModule
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
+        cli = LightningCLI(
+            None if named["model"] else _class(options.model),
+            data_class,
+            subclass_mode_model=named["model"],
+            subclass_mode_data=named["data"],
+            save_config_callback=None,
+            run=False,
+            args=["--config", str(options.config), *options.overrides],
+        )
+    if not isinstance(cli.datamodule, VideoDataModule):
+        raise ValueError(
+            f"{type(cli.datamodule).__name__} is no VideoDataModule, whose shapes are known: call benchmark_shapes "
+            "with your shapes instead."
+        )
+    return cli.trainer, cli.model, cli.datamodule
+
+
+def _class(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ValueError(f"{path!r} is no package.Class.")
+    return getattr(importlib.import_module(module), name)
+
+
+def _report(matrix: ShapeMatrix, output: Path, as_json: bool) -> None:
+    report: dict[str, Any] = {"matrix": str(output), "provenance": dict(matrix.provenance), **_fits(matrix)}
+    if as_json:
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    table = Table("shape", "S", "B", "seconds", "spread", "wait", "peak GiB")
+    for row in matrix.rows:
+        shape = [f"{row.frames}x{row.height}x{row.width}", str(row.sequence_length), str(row.samples)]
+        if row.seconds is None or row.spread is None or row.wait_seconds is None:
+            table.add_row(*shape, row.outcome.replace("_", " "))
+            continue
+        peak = "" if row.peak_bytes is None else f"{row.peak_bytes / _GIB:.2f}"
+        table.add_row(*shape, f"{row.seconds:.4f}", f"{row.spread:.1%}", f"{row.wait_seconds:.4f}", peak)
+    console.print(table)
+    for name in ("step_time", "memory"):
+        console.print(f"{name.replace('_', ' ')}: {report[name]}", markup=False)
+    console.print(f"-> {output}", markup=False)
+
+
+def _fits(matrix: ShapeMatrix) -> dict[str, Any]:
+    """What the models make of the matrix, or why they do not."""
+    found: dict[str, Any] = {}
+    for name, model in (("step_time", StepTimeModel), ("memory", MemoryModel)):
+        try:
+            fit: Any = model.fit(matrix.measurements)
+        except ValueError as error:
+            found[name] = str(error)
+            continue
+        found[name] = fit.to_dict() if isinstance(fit, StepTimeModel) else vars(fit)
+    return found

@@ -1,0 +1,69 @@
+"""`videoscale benchmark-shapes` on a LightningCLI config, and what reads its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_videoscale.cli import main
+from lightning_videoscale.cost import ShapeMatrix
+from lightning_videoscale.data import VideoDataModule
+from tests.data.clips import write_shards
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_model_summary": False}
+    content = {
+        "trainer": trainer | quiet,
+        "model": {"class_path": "tests.data.benchmark.flow.Flow"},
+        "data": {"shards": write_shards(tmp_path, 24)},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def test_the_matrix_lies_where_auto_budgets_look(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["benchmark-shapes", "--config", str(config), "--seconds", "0.001", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    data = VideoDataModule(yaml.safe_load(config.read_text())["data"]["shards"])
+    assert report["matrix"] == str(data.matrix_file)
+    matrix = ShapeMatrix.load(data.matrix_file)
+    assert {row.sequence_length for row in matrix.rows} == {4, 16, 48, 80}
+    assert report["provenance"]["module"] == "tests.data.benchmark.flow.Flow"
+    assert "peaks" in report["memory"]  # none on a CPU
+
+
+def test_a_table_and_a_place_for_it(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = yaml.safe_load(config.read_text())
+    content["model"] = {}
+    config.write_text(yaml.safe_dump(content))
+    arguments = ["benchmark-shapes", "--config", str(config), "--seconds", "0.001", "--max-shapes", "2"]
+    arguments += ["--max-tokens", "80", "--output", str(tmp_path / "here.json")]
+    assert main([*arguments, "--model", "tests.data.benchmark.flow.Small", "--", "--model.tokens", "60"]) == 0
+    out = capsys.readouterr().out
+    assert "out of memory" in out and "here.json" in out
+    assert [row.outcome for row in ShapeMatrix.load(tmp_path / "here.json").rows] == ["measured"] * 2 + [
+        "out_of_memory"
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {}}, "name it with --model package.Class"),
+        ({"data": None}, "is no config of LightningCLI"),
+    ],
+)
+def test_what_is_missing_is_said(
+    config: Path, change: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = {k: v for k, v in (yaml.safe_load(config.read_text()) | change).items() if v is not None}
+    config.write_text(yaml.safe_dump(content))
+    assert main(["benchmark-shapes", "--config", str(config)]) == 1
+    assert message in capsys.readouterr().err
