@@ -66,22 +66,12 @@ def fit_step_time(points: Points, p_bounds: tuple[float, float] = P_BOUNDS) -> S
 
 
 def fit_power_law(points: Points, p_bounds: tuple[float, float] = P_BOUNDS) -> PowerLaw:
-    """Fits a + b * B * S**p with a, b >= 0: a grid over p, then the vertex of the parabola through its best three."""
+    """Fits a + b * B * S**p with a, b >= 0: p by a coarse and a fine grid."""
     low, high = p_bounds
-    grid = np.linspace(low, high, 41) if high > low else np.array([low])
-    for _ in range(2):
-        loss, a, b = _fits_at(points, grid)
-        best = int(np.argmin(loss))
-        if len(grid) < 3:
-            break
-        step = grid[1] - grid[0]
-        center = float(grid[best])
-        if 0 < best < len(grid) - 1:
-            left, middle, right = loss[best - 1 : best + 2]
-            bend = left - 2 * middle + right
-            center += float(0.5 * step * (left - right) / bend) if bend > 0 else 0.0
-        grid = np.clip(center + step * np.linspace(-0.2, 0.2, 5), low, high)
-    law = PowerLaw(float(a[best]), float(b[best]), float(grid[best]), 0.0)
+    p = _vertex(points, np.linspace(low, high, 41)) if high > low else low
+    p = _vertex(points, np.linspace(max(p - 0.02, low), min(p + 0.02, high), 5)) if high > low else low
+    _, a, b = _fits_at(points, np.array([p]))
+    law = PowerLaw(float(a[0]), float(b[0]), p, 0.0)
     w, t = points.weights, points.seconds
     residual = float(np.sum(w * (law.predict(points.samples, points.lengths) - t) ** 2))
     total = float(np.sum(w * (t - np.average(t, weights=w)) ** 2))
@@ -123,6 +113,18 @@ def _slopes(points: Points, law: PowerLaw) -> NDArray[np.float64]:
     predicted = law.predict(points.samples, points.lengths)
     share = (predicted - law.a) / predicted
     return np.stack([1 / predicted, share, share * np.log(points.lengths)], axis=1)
+
+
+def _vertex(points: Points, exponents: Vector) -> float:
+    """The best p of an even grid, moved to where the parabola through it and its neighbours is lowest."""
+    loss, _, _ = _fits_at(points, exponents)
+    best = int(np.argmin(loss))
+    if 0 < best < len(exponents) - 1:
+        left, middle, right = loss[best - 1 : best + 2]
+        bend = float(left - 2 * middle + right)
+        if bend > 0:
+            return float(exponents[best] + 0.5 * (exponents[1] - exponents[0]) * (left - right) / bend)
+    return float(exponents[best])
 
 
 def _fits_at(points: Points, exponents: Vector) -> tuple[Vector, Vector, Vector]:
