@@ -109,6 +109,31 @@ def test_lightnings_switches_work(shards: str, tmp_path: Path) -> None:
     assert reloaded.batches == fit().batches
 
 
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+@pytest.mark.parametrize("switch", [{"limit_train_batches": 4}, {"fast_dev_run": 4}, {"overfit_batches": 4}])
+def test_lightnings_switches_count_micro_batches(shards: str, switch: dict[str, int]) -> None:
+    module = Witness()
+    trainer = trainer_with(accumulate_grad_batches=2, max_epochs=2, num_sanity_val_steps=2, **switch)
+    trainer.fit(module, VideoDataModule(shards, budget=BUDGET, micro_batches=2, val_shards=shards))
+    epochs = 1 if "fast_dev_run" in switch else 2
+    assert [len(module.batches[epoch]) for epoch in range(epochs)] == [4] * epochs
+    assert len(module.gradients) == trainer.global_step == 2 * epochs
+
+
+def test_predictions_come_once_and_in_the_order_of_the_shards(shards: str) -> None:
+    class Predicts(Witness):
+        def predict_step(self, batch: Batch, batch_idx: int) -> list[str]:
+            return batch["sample_ids"]
+
+    def predict(**kwargs: Any) -> list[list[str]]:
+        predicted: Any = trainer_with(**kwargs).predict(Predicts(), VideoDataModule(shards, predict_shards=shards))
+        return predicted
+
+    whole = predict()
+    assert _ids(whole) == _all_ids()
+    assert predict(limit_predict_batches=3) == whole[:3]
+
+
 def test_estimated_stepping_batches_is_the_number_of_steps(shards: str) -> None:
     class Scheduled(Witness):
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -162,6 +187,18 @@ def test_the_gradient_is_that_of_one_big_batch(shards: str, balance: Balance, lo
             )
         expected = np.average([2 * v * (0.5 * v - 1) for v in x], weights=tokens)
         assert gradient == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_normalised_over_the_epoch_the_mean_over_steps_is_that_of_one_big_batch(
+    shards: str, micro_batches: int
+) -> None:
+    module = Witness()
+    data = VideoDataModule(shards, budget=BUDGET, micro_batches=micro_batches, loss_normalization="epoch")
+    trainer_with(accumulate_grad_batches=micro_batches).fit(module, data)
+    assert len({meta.samples for meta in module.metas}) > 2 and len(module.gradients) > 3
+    big_batch = _slope(i / 100 for i in range(SAMPLES)) / SAMPLES
+    assert np.mean(module.gradients) == pytest.approx(big_batch, rel=1e-10)
 
 
 def test_a_wrong_number_of_micro_batches_is_an_error(shards: str) -> None:
@@ -306,12 +343,17 @@ trainer: {{accelerator: cpu, max_epochs: 1, accumulate_grad_batches: 2, logger: 
 data:
   shards: {shards}
   val_shards: null
+  predict_shards: null
   budget: {{m_mem: 160, m_comp: 12800.0, p: 2.0}}
   index: {tmp_path}/index.json
   balance: dual_constraint
   geometry: wan2.1
   shape_policy: {{areas: [399360], fps: 16.0}}
+  step_time: null
   loss_weighting: token
+  loss_normalization: epoch
+  shard_window: 8
+  encode: null
   seed: 3
   num_workers: 0
 """
