@@ -107,14 +107,15 @@ def _report(matrix: ShapeMatrix, output: Path, as_json: bool) -> None:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
         return
     console = Console(soft_wrap=True, highlight=False)
-    table = Table("shape", "S", "B", "seconds", "spread", "wait", "peak GiB")
+    table = Table("shape", "S", "B", "seconds", "spread", "wait", "tokens/s", "peak GiB")
     for row in matrix.rows:
         shape = [f"{row.frames}x{row.height}x{row.width}", str(row.sequence_length), str(row.samples)]
         if row.seconds is None or row.spread is None or row.wait_seconds is None:
             table.add_row(*shape, row.outcome.replace("_", " "))
             continue
+        speed = f"{row.samples * row.sequence_length / row.seconds:.0f}"
         peak = "" if row.peak_bytes is None else f"{row.peak_bytes / _GIB:.2f}"
-        table.add_row(*shape, f"{row.seconds:.4f}", f"{row.spread:.1%}", f"{row.wait_seconds:.4f}", peak)
+        table.add_row(*shape, f"{row.seconds:.4f}", f"{row.spread:.1%}", f"{row.wait_seconds:.4f}", speed, peak)
     console.print(table)
     for name in ("step_time", "memory"):
         console.print(f"{name.replace('_', ' ')}: {report[name]}", markup=False)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_videoscale.cli import main
-from lightning_videoscale.cost import Measurement, StepTimeModel
+from lightning_videoscale.cost import MatrixRow, Measurement, ShapeMatrix, StepTimeModel
 from lightning_videoscale.data.indexing import build_index
 from tests.data.clips import write_shards
 from tests.data.planning.tables import footage
@@ -68,6 +68,9 @@ def test_budgets_and_a_measured_model_are_taken(
     analytic = run(capsys, *mix)
     fitted = run(capsys, *mix, "--cost", str(tmp_path / "cost.json"))
     assert fitted["cost_cv"] != analytic["cost_cv"]
+    rows = tuple(MatrixRow(1, 2, 2, b, s, seconds=seconds) for b, s, seconds, _ in measured)
+    ShapeMatrix(rows).save(tmp_path / "matrix.json")
+    assert run(capsys, *mix, "--cost", str(tmp_path / "matrix.json")) == fitted
     small = run(capsys, *mix, "--m-mem", "1", "--m-comp", "1")
     assert small["steps"] == -(-5000 // 16), "nothing fits, so every sample is a micro-batch"
     assert small["padding"] > 0

@@ -1,0 +1,103 @@
+"""benchmark_shapes and budget="auto" on CUDA: peaks, memory that runs out, a benchmark at the start of fit."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_videoscale as vs
+from lightning_videoscale.cost import MemoryModel, ShapeMatrix, StepTimeModel
+from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data.benchmark import RandomBatches
+from lightning_videoscale.data.shapes import ClipShape
+from tests.data.benchmark.flow import Flow
+from tests.data.clips import write_shards
+from tests.data.training import trainer_with
+from tests.distributed.pool import ProcessPool
+from tests.models import tiny_wan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+Ranks = Callable[[int], ProcessPool]
+
+# 64 to 9216 tokens.
+SHAPES = [ClipShape(f, side, side, True) for f, side in ((1, 16), (3, 16), (3, 32), (5, 48), (9, 64))]
+GIB = 2**30
+
+
+class Wider(Flow):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = tiny_wan(num_layers=4, attention_head_dim=64, ffn_dim=1024)
+
+
+@pytest.fixture
+def capped() -> Iterator[Callable[[float], None]]:
+    """Lets this process have so many bytes only."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    yield lambda size: torch.cuda.set_per_process_memory_fraction(size / total)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _benchmark(**settings: Any) -> tuple[ShapeMatrix, bool]:
+    module = Wider()
+    before = copy.deepcopy(module.state_dict())
+    trainer = trainer_with(accelerator="cuda", devices=1)
+    matrix = vs.benchmark_shapes(
+        trainer, module, SHAPES, batches=RandomBatches(4), seconds=0.05, progress=False, **settings
+    )
+    return matrix, all(torch.equal(value.cpu(), before[name].cpu()) for name, value in module.state_dict().items())
+
+
+def test_times_and_peaks_grow_with_the_tokens() -> None:
+    matrix, same = _benchmark()
+    assert same and matrix.provenance["gpu"] == torch.cuda.get_device_name(0)
+    measurements = matrix.measurements
+    assert len(measurements) == len(matrix.rows) and all(m.peak_bytes for m in measurements)
+    memory = MemoryModel.fit(measurements)
+    assert memory.worst_excess < 0.5
+    assert matrix.capacity_bytes is not None
+    assert max(m.samples * m.sequence_length for m in measurements) < memory.m_mem(matrix.capacity_bytes)
+    assert StepTimeModel.fit(measurements).predict(4, 9216) > StepTimeModel.fit(measurements).predict(1, 9216)
+
+
+def test_memory_that_runs_out_is_a_result(capped: Callable[[float], None]) -> None:
+    free, _ = _benchmark(max_tokens=4 * 9216)
+    largest = max(free.rows, key=lambda row: row.peak_bytes or 0.0)
+    middle = [row.peak_bytes for row in free.rows if row.samples * row.sequence_length <= 9216]
+    torch.cuda.empty_cache()
+    limit = (max(peak or 0.0 for peak in middle) + (largest.peak_bytes or 0.0)) / 2
+    capped(limit)
+    matrix, same = _benchmark(max_tokens=4 * 9216)
+    assert same
+    outcomes = {(row.samples, row.sequence_length): row.outcome for row in matrix.rows}
+    assert "out_of_memory" in outcomes.values() and outcomes[1, 64] == "measured"
+    assert outcomes[1, 9216] == "measured", "what is smaller is measured after memory has run out"
+
+
+def test_a_benchmark_at_the_start_of_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    data = VideoDataModule(write_shards(tmp_path, 40))
+    trainer_with(accelerator="cuda", devices=1).fit(Flow(), data)
+    assert "budget='auto', measured on" in caplog.text
+    assert data.planner is not None and data.planner.step_time is not None
+    assert data.planner.budget.m_mem > 80, "this GPU holds more than the longest clip"
+
+
+def _auto_on_two(shards: str) -> tuple[Any, bool]:
+    module, data = Flow(), VideoDataModule(shards)
+    trainer = trainer_with(accelerator="cuda", strategy="ddp", devices=2)
+    trainer.fit(module, data)
+    assert data.planner is not None
+    return (data.planner.budget, data.planner.step_time), all(bool(p.isfinite().all()) for p in module.parameters())
+
+
+def test_two_gpus_find_one_budget(tmp_path: Path, gpu_ranks: Ranks) -> None:
+    mine, theirs = gpu_ranks(2).run(_auto_on_two, write_shards(tmp_path, 40))
+    assert mine == theirs and mine[1]
