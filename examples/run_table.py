@@ -9,7 +9,7 @@ from reconstruction_figure import ReconstructionFigure
 from rich.console import Console
 from rich.table import Table
 
-from lightning_videoscale.callbacks import LoadBalanceMonitor
+from lightning_videoscale.callbacks import LoadBalanceMonitor, RunReport
 from lightning_videoscale.topology import topology_of
 
 
@@ -79,9 +79,11 @@ class RunTable(pl.Callback):
 
 def _artefacts(trainer: pl.Trainer) -> dict[str, str]:
     figures = [callback.path for callback in trainer.callbacks if isinstance(callback, ReconstructionFigure)]
+    reports = [callback.path for callback in trainer.callbacks if isinstance(callback, RunReport)]
     found = {
         "checkpoint": trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path,
         "TensorBoard": trainer.logger and trainer.logger.log_dir,
         "picture": figures[0] if figures else None,
+        "report": reports[0] if reports else None,
     }
     return {name: str(path) for name, path in found.items() if path}

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 _SIDE = 1000
 _BINS = 48
+_GAP = "\N{NO-BREAK SPACE}"
 
 
 class Line(NamedTuple):
@@ -79,7 +80,7 @@ def number(value: float) -> str:
         return "0" if value == 0 else "∞"
     for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor * 0.9995:
-            return f"{value / factor:.3g} {suffix}"
+            return f"{value / factor:.3g}{_GAP}{suffix}"
     return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
 
 
@@ -87,8 +88,8 @@ def seconds(value: float) -> str:
     """A time in the unit that fits it."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"), (1e-12, "ps")):
         if abs(value) >= factor:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value:.2g} s"
+            return f"{value / factor:.3g}{_GAP}{unit}"
+    return f"{value:.2g}{_GAP}s"
 
 
 def duration(value: float) -> str:
@@ -96,13 +97,13 @@ def duration(value: float) -> str:
     minutes, rest = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{value:.3g} s"
+        return f"{hours}{_GAP}h {minutes}{_GAP}min"
+    return f"{minutes}{_GAP}min {rest}{_GAP}s" if minutes else f"{value:.3g}{_GAP}s"
 
 
 def percent(share: float) -> str:
     """A share in percent, to one decimal where that says something."""
-    return f"{100 * share:.0f} %" if abs(share) >= 0.0995 else f"{100 * share:.1f} %"
+    return f"{100 * share:.{0 if abs(share) >= 0.0995 else 1}f}{_GAP}%"
 
 
 def line_chart(label: str, lines: Sequence[Line], x: Scale, y: Scale, signs: Sequence[Sign] = ()) -> Markup:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.data.planning import Balance
 from lightning_videoscale.data.planning.figures import StepSpreads
+from lightning_videoscale.report.charts import percent
 from lightning_videoscale.report.comparison import predict_balances
 from lightning_videoscale.report.costs import Kind, error_of, fit, kinds_of
 from lightning_videoscale.report.reading import Record, RunRecords
@@ -144,7 +145,7 @@ class Findings:
             return Verdict("No step was recorded", "plain")
         if self.data_parallel_ranks == 1:
             return Verdict("One data-parallel rank: there is nothing to balance", "plain")
-        cost = f"waiting for the slowest rank took {100 * self.idle:.1f} % of the time"
+        cost = f"waiting for the slowest rank took {percent(self.idle)} of the time"
         spread = float(np.median(self.per_step("cv_step")))
         if spread <= BALANCED:
             return Verdict(f"Balanced: {cost}", "good")
@@ -193,8 +194,8 @@ class Findings:
             return None
         return Advice(
             'VideoDataModule(balance="planned")',
-            f"On the same clips ranks would wait for the slowest {100 * then:.1f} % of their compute time instead of "
-            f"{100 * now:.1f} %, by prediction.",
+            f"On the same clips ranks would wait for the slowest {percent(then)} of their compute time instead of "
+            f"{percent(now)}, by prediction.",
         )
 
     def _of_cost_model(self) -> Advice | None:
@@ -208,8 +209,8 @@ class Findings:
             remedy = "Let BudgetRecalibrator go on, or measure the shapes (videoscale benchmark-shapes)"
         return Advice(
             remedy,
-            f"The plan balances predicted cost to {100 * np.median(cost_cv):.1f} %, and its predictions are "
-            f"{100 * self.planner_error:.0f} % off the measured times (median).",
+            f"The plan balances predicted cost to {percent(float(np.median(cost_cv)))}, and its predictions are "
+            f"{percent(self.planner_error)} off the measured times (median).",
         )
 
     def _of_memory(self) -> Advice | None:

@@ -39,6 +39,7 @@ def test_the_demo_trains_in_two_processes(tmp_path, run_example, prepare):
     assert (paths["checkpoint"] / "meta.pt").is_file()
     with Image.open(paths["picture"]) as picture:
         assert min(picture.size) > 500
+    assert "8 steps in" in paths["report"].read_text()
     events = EventAccumulator(str(paths["TensorBoard"])).Reload()
     assert {"train/loss", "val/loss", "balance/cv_step", "throughput/tokens_per_second"} <= set(
         events.Tags()["scalars"]

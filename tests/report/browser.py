@@ -29,7 +29,8 @@ class Page:
         assert CHROMIUM is not None
         to_browser, self._commands = os.pipe()
         self._answers, from_browser = os.pipe()
-        options = f"--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --user-data-dir={profile}"
+        options = "--headless=new --no-sandbox --disable-gpu --hide-scrollbars --disable-dev-shm-usage"
+        options += f" --user-data-dir={profile}"
         # The browser reads commands from descriptor 3 and answers on 4.
         line = f"exec {CHROMIUM} {options} --remote-debugging-pipe about:blank 3<&{to_browser} 4>&{from_browser}"
         descriptors = (to_browser, from_browser)
