@@ -47,7 +47,7 @@ def tokens(meta: Any) -> int:
     return int(meta.samples * meta.sequence_length)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_the_rest_of_the_epoch_is_planned_anew(shards: str, num_workers: int) -> None:
     plain = fit(data(shards), 2, max_epochs=2)
     module = fit(data(shards, num_workers=num_workers), 2, None, Adopting({2: LARGE}), max_epochs=2)
@@ -80,7 +80,7 @@ def test_the_trainer_validates_at_the_end_of_the_epoch(shards: str, tmp_path: Pa
 @pytest.mark.parametrize("stop", [3, 4, 5, 6, 9])
 def test_a_run_goes_on_with_what_was_adopted(shards: str, tmp_path: Path, stop: int) -> None:
     file = tmp_path / "run.ckpt"
-    first = fit(data(shards, num_workers=2), 2, None, Adopting({2: LARGE}), SaveAfter(stop, file), max_epochs=1)
+    first = fit(data(shards), 2, None, Adopting({2: LARGE}), SaveAfter(stop, file), max_epochs=1)
     resumed = fit(data(shards), 2, file, max_epochs=1)
     done = first.batches[0][: stop // 2 * 2]
     assert ids([*done, *resumed.batches[0]]) == everything(SAMPLES)
