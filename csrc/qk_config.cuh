@@ -13,7 +13,7 @@ namespace videoscale {
 using Activation = ACTIVATION;
 using Parameter = PARAMETER;
 constexpr bool LAYER_NORM = NORM == 1, RMS_NORM = NORM == 2, NORMED = NORM != 0;
-constexpr bool BY_HEAD = PER_HEAD, ROUND = ROUND_X_HAT, HAS_WEIGHT = WEIGHT, HAS_BIAS = BIAS;
+constexpr bool BY_HEAD = PER_HEAD, ROUND = ROUND_X_HAT, ROUND_NORM = ROUND_NORMED, HAS_WEIGHT = WEIGHT, HAS_BIAS = BIAS;
 constexpr bool OUTSIDE = GIVEN;  // rstd in forward, the rows' means in backward
 constexpr bool SPLIT = HALF, ROTATED = PAIRS > 0, TABLES_BY_HEAD = TABLE_HEADS;
 constexpr bool TOGETHER = Q_HEADS == K_HEADS && ROTATED;  // Forward takes a token's q and k at once.

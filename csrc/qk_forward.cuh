@@ -34,12 +34,17 @@ __device__ __forceinline__ void affine(float (&v)[WIDTH], const Pack<Parameter, 
         if constexpr (ROUND) v[j] = rounded<Activation>(v[j]);
         if constexpr (HAS_WEIGHT) v[j] = __fmul_rn(v[j], to_float(weight.lane[j]));
         if constexpr (HAS_BIAS) v[j] = __fadd_rn(v[j], to_float(bias.lane[j]));
-        v[j] = rounded<Activation>(v[j]);
+        if constexpr (ROUND_NORM) v[j] = rounded<Activation>(v[j]);
     }
 }
 
 // The vector of the thread that owns the other channels of this one's pairs; for all threads of a warp at once.
 __device__ __forceinline__ void exchange(const float (&v)[WIDTH], float (&partner)[WIDTH]) {
+    if constexpr (!ROUND_NORM) {
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) partner[j] = __shfl_xor_sync(0xffffffffu, v[j], DISTANCE);
+        return;
+    }
     union {
         Vector vector;
         unsigned words[4];

@@ -19,6 +19,8 @@ from lightning_videoscale.kernels.recompute import recomputed, run_norm
 _MODULE = "diffusers.models.transformers.transformer_wan"
 _ATTENTION_FORWARDS = frozenset({"a8981ab4ef376ff2"})  # diffusers 0.37 to 0.42
 _PROCESSOR_CALLS = frozenset({"6bfcee2af4a77d09"})  # diffusers 0.37 to 0.42
+# From then on autocast runs rms_norm in float32 on CUDA, and q and k stay that until attention.
+_AUTOCAST_WIDENS_NORMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 _IMAGE_CONTEXT_REST = 512  # tokens of text behind those of the image, which diffusers takes for granted
 
 
@@ -63,6 +65,7 @@ def fused_query_key(
         attn.norm_k.weight,
         eps=attn.norm_q.eps,
         rope=rope,
+        rounding="at_end" if _AUTOCAST_WIDENS_NORMS and _under_autocast_on_cuda(query) else "fp32_once",
         backend=attn.kernel_backend,
         recompute=attn.recompute_norms,
     )
@@ -123,6 +126,10 @@ def _attend(processor: Any, query: Tensor, key: Tensor, value: Tensor, mask: Ten
         parallel_config=processor._parallel_config if own else None,
     )
     return attended.flatten(2, 3).type_as(query)
+
+
+def _under_autocast_on_cuda(x: Tensor) -> bool:
+    return x.is_cuda and torch.is_autocast_enabled("cuda")
 
 
 def _is_plain(processor: Any) -> bool:

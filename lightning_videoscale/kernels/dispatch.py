@@ -20,7 +20,7 @@ from lightning_videoscale.kernels.rows import Operand, RowGradients, RowOp, RowO
 NAMESPACE = "lightning_videoscale"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Operands:
     """The values and tables of an operation's gate, scale and shift, as it was called, and its index."""
 
@@ -133,7 +133,9 @@ def none_where_unneeded(gradients: Sequence[Tensor | None], needs: Sequence[bool
     return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
 
 
-def register_autograd(name: str, differentiate: Callable[..., Any], save_for_backward: Callable[..., None]) -> None:
+def register_autograd(
+    name: str, differentiate: Callable[..., Any], save_for_backward: Callable[..., None]
+) -> Callable[..., Any]:
     """Makes an op differentiable, as `torch.library.register_autograd` does at 40 µs less per call.
 
     That one reads the schema for default values every time; the schema of ``name`` must have none.
@@ -142,9 +144,12 @@ def register_autograd(name: str, differentiate: Callable[..., Any], save_for_bac
         name: Of an op that is defined already, such as "lightning_videoscale::norm_modulate".
         differentiate: Called with the context and the gradient of every output; returns one per input.
         save_for_backward: Called with the context, the inputs and the output.
+
+    Returns:
+        The op.
     """
     namespace, short = name.split("::")
-    op = getattr(getattr(torch.ops, namespace), short).default
+    op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), short).default
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -166,10 +171,11 @@ def register_autograd(name: str, differentiate: Callable[..., Any], save_for_bac
         return Differentiable.apply(*inputs) if needed else below_autograd(*inputs)  # type: ignore[no-untyped-call]
 
     torch.library.impl(name, "Autograd", autograd)
+    return op
 
 
-def refuse_second_derivative(operation: str) -> Callable[..., None]:
-    """Returns the backward of a backward."""
+def refuse_second_derivative(name: str, operation: str) -> Callable[..., Any]:
+    """Makes the gradient of an op that computes ``operation``'s gradient an error; returns the op."""
 
     def refuse(ctx: object, *gradients: Tensor) -> None:
         raise NotImplementedError(
@@ -177,7 +183,7 @@ def refuse_second_derivative(operation: str) -> Callable[..., None]:
             "model without fused kernels."
         )
 
-    return refuse
+    return register_autograd(name, refuse, lambda ctx, inputs, output: None)
 
 
 def _flat_operands(operands: Operands) -> tuple[Operand | None, Operand | None, Operand | None]:

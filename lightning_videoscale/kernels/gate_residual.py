@@ -71,9 +71,7 @@ def gate_residual(
     check_branch(residual, branch)
     check_modulation(residual, {"gate": gate}, {"gate": gate_table}, index)
     check_devices(residual, branch, gate, gate_table, index)
-    h: Tensor = torch.ops.lightning_videoscale.gate_residual(
-        residual, branch, gate, gate_table, index, eps, gate_activation, branch_norm, rounding, backend
-    )
+    h: Tensor = _op(residual, branch, gate, gate_table, index, eps, gate_activation, branch_norm, rounding, backend)
     return h
 
 
@@ -153,9 +151,7 @@ def _differentiate(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         branch, *saved = ctx.saved_tensors
         if branch is None:  # only the gate's gradient has a use for its values
             branch = dh.to(ctx.branch_dtype)
-        dbranch, *gradients = torch.ops.lightning_videoscale.gate_residual_backward(
-            dh, branch, *saved, *ctx.settings, needs
-        )
+        dbranch, *gradients = _backward_op(dh, branch, *saved, *ctx.settings, needs)
         dgate, dgate_table = none_where_unneeded(gradients, needs)
     return dh if needs_residual else None, dbranch if needs_branch else None, dgate, dgate_table, *(None,) * 6
 
@@ -174,5 +170,5 @@ torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
 torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
 torch.library.register_fake(_FORWARD, _forward_fake)
 torch.library.register_fake(_BACKWARD, _backward_fake)
-register_autograd(_FORWARD, _differentiate, _save_for_backward)
-torch.library.register_autograd(_BACKWARD, refuse_second_derivative("gate_residual"))
+_op = register_autograd(_FORWARD, _differentiate, _save_for_backward)
+_backward_op = refuse_second_derivative(_BACKWARD, "gate_residual")

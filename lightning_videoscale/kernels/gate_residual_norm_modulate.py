@@ -95,7 +95,7 @@ def gate_residual_norm_modulate(
     check_modulation(residual, dict(zip(names, values, strict=True)), dict(zip(names, tables, strict=True)), index)
     check_norm(residual, norm, scale, shift, weight, bias)
     check_devices(residual, branch, *values, weight, bias, *tables, index)
-    h, y, _, _ = torch.ops.lightning_videoscale.gate_residual_norm_modulate(
+    h, y, _, _ = _op(
         residual, branch, *values, weight, bias, *tables, index, eps, norm, gate_activation, branch_norm, rounding,
         backend,
     )  # fmt: skip
@@ -218,9 +218,7 @@ def _differentiate(
     dbranch = None
     gradients: Sequence[Tensor | None] = (None,) * 8
     if dy is not None:
-        dresidual, dbranch, *gradients = torch.ops.lightning_videoscale.gate_residual_norm_modulate_backward(
-            dh, dy, *saved, *ctx.settings, needs
-        )
+        dresidual, dbranch, *gradients = _backward_op(dh, dy, *saved, *ctx.settings, needs)
     elif dh is not None and gate is not None:
         dresidual, (dbranch, *gradients) = dh, _gradients_without_norm(dh, saved, ctx.settings, needs)
     else:
@@ -261,5 +259,5 @@ torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
 torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
 torch.library.register_fake(_FORWARD, _forward_fake)
 torch.library.register_fake(_BACKWARD, _backward_fake)
-register_autograd(_FORWARD, _differentiate, _save_for_backward)
-torch.library.register_autograd(_BACKWARD, refuse_second_derivative("gate_residual_norm_modulate"))
+_op = register_autograd(_FORWARD, _differentiate, _save_for_backward)
+_backward_op = refuse_second_derivative(_BACKWARD, "gate_residual_norm_modulate")

@@ -74,7 +74,7 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, backend: BackendName = "auto"
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, section 2.
     """
     check_gelu(x, bias)
-    y: Tensor = torch.ops.lightning_videoscale.gelu(x, bias, backend)
+    y: Tensor = _op(x, bias, backend)
     return y
 
 
@@ -138,7 +138,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     (x,) = ctx.saved_tensors
-    dx, dbias, _ = torch.ops.lightning_videoscale.gelu_backward(dy, x, ctx.bias_dtype, False, ctx.backend)
+    dx, dbias, _ = _backward_op(dy, x, ctx.bias_dtype, False, ctx.backend)
     needs_x, needs_bias = ctx.needs_input_grad[:2]
     return dx if needs_x else None, dbias if needs_bias else None, None
 
@@ -152,5 +152,5 @@ torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
 torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
 torch.library.register_fake(_FORWARD, _forward_fake)
 torch.library.register_fake(_BACKWARD, _backward_fake)
-register_autograd(_FORWARD, _differentiate, _save_for_backward)
-torch.library.register_autograd(_BACKWARD, refuse_second_derivative("gelu"))
+_op = register_autograd(_FORWARD, _differentiate, _save_for_backward)
+_backward_op = refuse_second_derivative(_BACKWARD, "gelu")

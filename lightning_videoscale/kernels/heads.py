@@ -10,7 +10,6 @@ Every backend computes exactly this; the PyTorch reference is the oracle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -19,10 +18,10 @@ from torch import Tensor
 from lightning_videoscale.kernels import modulation
 
 Layout = Literal["interleaved", "half"]
+HeadRounding = Literal["fp32_once", "eager", "at_end"]
 
 
-@dataclass(frozen=True)
-class HeadOp:
+class HeadOp(NamedTuple):
     """One variant, a constant at compile time.
 
     Attributes:
@@ -30,12 +29,14 @@ class HeadOp:
         per_head: Statistics, weight and bias belong to each head's Dh channels rather than to all D.
         layout: Which channels of a head make pair i of P: "interleaved" (2i, 2i + 1) or "half" (i, i + P).
         round_x_hat: Round x · rstd to the activations' dtype before the weight multiplies it.
+        round_normed: Round n to the activations' dtype before it is rotated.
     """
 
     norm: Literal["none", "rms", "layer"]
     per_head: bool
     layout: Layout
     round_x_hat: bool
+    round_normed: bool = True
 
     @property
     def channels(self) -> tuple[int, ...]:
@@ -47,8 +48,7 @@ class HeadOp:
         return tuple(x.shape[: 3 if self.per_head else 2])
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """q or k, and what belongs to it.
 
     Attributes:
@@ -66,8 +66,7 @@ class Side:
     rstd: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Rotation:
+class Rotation(NamedTuple):
     """cos and sin of every pair, for the tokens [start, start + T).
 
     Attributes:

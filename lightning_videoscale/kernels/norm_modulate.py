@@ -82,9 +82,7 @@ def norm_modulate(
     check_modulation(x, {"scale": scale, "shift": shift}, {"scale": scale_table, "shift": shift_table}, index)
     check_norm(x, norm, scale, shift, weight, bias)
     check_devices(x, scale, shift, weight, bias, scale_table, shift_table, index)
-    y: Tensor = torch.ops.lightning_videoscale.norm_modulate(
-        x, scale, shift, weight, bias, eps, scale_table, shift_table, index, norm, rounding, backend
-    )[0]
+    y: Tensor = _op(x, scale, shift, weight, bias, eps, scale_table, shift_table, index, norm, rounding, backend)[0]
     return y
 
 
@@ -207,9 +205,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, dmean: None, drstd: None) -> tup
         return (None,) * 12
     needs_x, *affine_and_modulation = ctx.needs_input_grad[:5]
     needs = [*affine_and_modulation, *ctx.needs_input_grad[6:8]]
-    dx, *gradients = torch.ops.lightning_videoscale.norm_modulate_backward(
-        dy, *ctx.saved_tensors, ctx.norm, ctx.backend, needs
-    )
+    dx, *gradients = _backward_op(dy, *ctx.saved_tensors, ctx.norm, ctx.backend, needs)
     dscale, dshift, dweight, dbias, dscale_table, dshift_table = none_where_unneeded(gradients, needs)
     return (
         dx if needs_x else None, dscale, dshift, dweight, dbias, None, dscale_table, dshift_table, None, None, None,
@@ -234,5 +230,5 @@ torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
 torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
 torch.library.register_fake(_FORWARD, _forward_fake)
 torch.library.register_fake(_BACKWARD, _backward_fake)
-register_autograd(_FORWARD, _differentiate, _save_for_backward)
-torch.library.register_autograd(_BACKWARD, refuse_second_derivative("norm_modulate"))
+_op = register_autograd(_FORWARD, _differentiate, _save_for_backward)
+_backward_op = refuse_second_derivative(_BACKWARD, "norm_modulate")

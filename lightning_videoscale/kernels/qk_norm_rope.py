@@ -14,13 +14,13 @@ Which arguments a model family wants, and how its eager code (diffusers) rounds 
 | Cosmos | "rms" | yes | "half" | "eager" |
 | CogVideoX | "layer" | yes | "interleaved" | "fp32_once" |
 
-n is always rounded before it is rotated, as eager code does, so that norm without rotation plus rotation without norm
-give the same bits as both at once. Eager code whose norm weight is float32 returns float32 where this op returns x's
-dtype.
+n is rounded before it is rotated, as eager code does, so that norm without rotation plus rotation without norm give the
+same bits as both at once; but with "at_end". Eager code whose norm weight is float32 returns float32 where this op
+returns x's dtype.
 
 Autocast changes nothing here: dtypes go in and out as they are. Eager code may differ under it: where autocast runs
-``rms_norm`` in float32 (CUDA, torch 2.12 and newer), n stays float32 until y is rounded for attention, once, where this
-op rounds n too (an error of q and k 1.4 times as large in bfloat16).
+``rms_norm`` in float32 (CUDA, torch 2.12 and newer), n stays float32 until y is rounded for attention. So does
+"at_end"; rounding n makes the error of q and k 1.4 times as large in bfloat16.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from torch import Tensor
 
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.heads import Layout, wide_dtype
-from lightning_videoscale.kernels.rows import Rounding
+from lightning_videoscale.kernels.heads import HeadRounding, Layout, wide_dtype
 
 
 def qk_norm_rope(
@@ -50,7 +49,7 @@ def qk_norm_rope(
     rope: tuple[Tensor, Tensor] | None = None,
     rope_layout: Layout = "interleaved",
     rope_start: int = 0,
-    rounding: Rounding = "fp32_once",
+    rounding: HeadRounding = "fp32_once",
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Normalises q and k, then rotates them.
@@ -78,8 +77,9 @@ def qk_norm_rope(
             strides, 1 or 2 from pair to pair; others are copied.
         rope_layout: "interleaved": channels 2i and 2i + 1 are pair i; "half": channels i and i + P.
         rope_start: The first rotated token: the number of text tokens where those come first.
-        rounding: "fp32_once" rounds the norm's result once; "eager" also rounds x · rstd, when the weight is no wider
-            than x, as diffusers' own ``RMSNorm`` does. Float32 and LayerNorm know no difference.
+        rounding: "fp32_once" rounds the norm's result once, and y; "eager" also rounds x · rstd, when the weight is no
+            wider than x, as diffusers' own ``RMSNorm`` does, where LayerNorm knows no difference; "at_end" rounds y
+            alone. Float32 knows no difference at all.
         backend: "auto", or "cuda", "triton" or "reference", which then run or raise; see `choose_backend`.
 
     Returns:
@@ -96,7 +96,7 @@ def qk_norm_rope(
     round_x_hat = rounding == "eager" and norm == "rms" and q_weight is not None and q_weight.dtype is q.dtype
     outputs = ops.forward(
         q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, None, None, eps,
-        norm, per_head, rope_layout, rope_start, round_x_hat, backend,
+        norm, per_head, rope_layout, rope_start, round_x_hat, rounding != "at_end", backend,
     )  # fmt: skip
     return outputs[0], outputs[1]
 

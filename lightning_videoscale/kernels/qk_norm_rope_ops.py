@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.backend import first_able
+from lightning_videoscale.kernels.dispatch import refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.heads import HeadBackend, HeadOp, Layout, Rotation, Side, wide_dtype
 
 _NAMES = ("qk_norm_rope", "qk_norm_rope_backward", "qk_square_sums", "qk_gradient_sums")
 _FORWARD, _BACKWARD, _SQUARE_SUMS, _GRADIENT_SUMS = (f"lightning_videoscale::{name}" for name in _NAMES)
-_VARIANT = "str norm, bool per_head, str layout, int start, bool round_x_hat, str backend"
+_VARIANT = "str norm, bool per_head, str layout, int start, bool round_x_hat, bool round_normed, str backend"
 _AFFINE = "Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias"
 _STATISTICS = "Tensor q_mean, Tensor k_mean, Tensor q_rstd, Tensor k_rstd"
 
@@ -42,9 +43,10 @@ def _forward(
     layout: Layout,
     start: int,
     round_x_hat: bool,
+    round_normed: bool,
     backend: str,
 ) -> tuple[Tensor, ...]:
-    op, rotation = HeadOp(norm, per_head, layout, round_x_hat), _rotation(cos, sin, start)
+    op, rotation = HeadOp(norm, per_head, layout, round_x_hat, round_normed), _rotation(cos, sin, start)
     sides = Side(q, q_weight, q_bias, rstd=q_rstd), Side(k, k_weight, k_bias, rstd=k_rstd)
     return _paired(_choose(backend, op, sides, rotation).forward(op, sides, rotation, eps), wide_dtype(q))
 
@@ -84,9 +86,10 @@ def _backward(
     layout: Layout,
     start: int,
     round_x_hat: bool,
+    round_normed: bool,
     backend: str,
 ) -> tuple[Tensor, ...]:
-    op, rotation = HeadOp(norm, per_head, layout, round_x_hat), _rotation(cos, sin, start)
+    op, rotation = HeadOp(norm, per_head, layout, round_x_hat, round_normed), _rotation(cos, sin, start)
     sides = _side(op, q, q_weight, q_bias, q_mean, q_rstd), _side(op, k, k_weight, k_bias, k_mean, k_rstd)
     row_means = None if q_row_means is None or k_row_means is None else (q_row_means, k_row_means)
     return _paired(_choose(backend, op, sides, rotation).backward(op, (dq, dk), sides, rotation, row_means), q.dtype)
@@ -170,13 +173,6 @@ def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, *statistics: None) -> tuple
     return *(g if needs else None for g, needs in zip(gradients, needed[:6], strict=True)), *(None,) * (len(needed) - 6)
 
 
-def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError(
-        "qk_norm_rope has no second derivative. If you need one (a gradient penalty, for example), leave this model "
-        "without fused kernels."
-    )
-
-
 def _refuse_derivative(ctx: Any, *gradients: Tensor) -> None:
     raise NotImplementedError("Sums over a row have no gradient of their own: qk_norm_rope_sharded exchanges them.")
 
@@ -206,11 +202,9 @@ torch.library.register_fake(_FORWARD, _forward_fake)
 torch.library.register_fake(_BACKWARD, _backward_fake)
 torch.library.register_fake(_SQUARE_SUMS, _square_sums_fake)
 torch.library.register_fake(_GRADIENT_SUMS, _gradient_sums_fake)
-torch.library.register_autograd(_FORWARD, _differentiate, setup_context=_save_for_backward)
-torch.library.register_autograd(_BACKWARD, _refuse_second_derivative)
-torch.library.register_autograd(_SQUARE_SUMS, _refuse_derivative)
-torch.library.register_autograd(_GRADIENT_SUMS, _refuse_derivative)
-
-forward, backward, square_sums, gradient_sums = (
-    getattr(torch.ops.lightning_videoscale, name).default for name in _NAMES
+forward = register_autograd(_FORWARD, _differentiate, _save_for_backward)
+backward = refuse_second_derivative(_BACKWARD, "qk_norm_rope")
+square_sums, gradient_sums = (
+    register_autograd(name, _refuse_derivative, lambda ctx, inputs, output: None)
+    for name in (_SQUARE_SUMS, _GRADIENT_SUMS)
 )

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.heads import Layout
+from lightning_videoscale.kernels.heads import HeadRounding, Layout
 from lightning_videoscale.kernels.qk_norm_rope import check_parameters, check_sides, rope_tables
-from lightning_videoscale.kernels.rows import Rounding
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -34,7 +33,7 @@ def qk_norm_rope_sharded(
     rope: tuple[Tensor, Tensor] | None = None,
     rope_layout: Layout = "interleaved",
     rope_start: int = 0,
-    rounding: Rounding = "fp32_once",
+    rounding: HeadRounding = "fp32_once",
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
     """RMS over all heads of q and k, of which this rank has some, then RoPE.
@@ -67,7 +66,7 @@ def qk_norm_rope_sharded(
     check_parameters(q, k, "rms", False, q_weight, k_weight, None, None)
     cos, sin = (None, None) if rope is None else rope_tables(q, k, *rope, rope_start)
     round_x_hat = rounding == "eager" and q_weight is not None and q_weight.dtype is q.dtype
-    variant = ("rms", False, rope_layout, rope_start, round_x_hat, backend)
+    variant = ("rms", False, rope_layout, rope_start, round_x_hat, rounding != "at_end", backend)
     outputs: tuple[Tensor, Tensor] = _Sharded.apply(  # type: ignore[no-untyped-call]
         q, k, q_weight, k_weight, cos, sin, widths, sum_over_ranks, eps, variant
     )
@@ -102,7 +101,7 @@ class _Sharded(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd = ctx.saved_tensors
-        _, _, layout, start, _, backend = ctx.variant
+        _, _, layout, start, *_, backend = ctx.variant
         sums = ops.gradient_sums(dq, dk, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, layout, start, backend)
         means = _exchanged(sums, ctx.widths, ctx.sum_over_ranks)
         none = q_rstd.new_empty(0)

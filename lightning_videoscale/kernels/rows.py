@@ -23,8 +23,7 @@ Rounding = Literal["fp32_once", "eager"]
 Activation = Literal["identity", "tanh"]
 
 
-@dataclass(frozen=True)
-class RowOp:
+class RowOp(NamedTuple):
     """One variant of a row operation, a constant at compile time.
 
     Attributes:
@@ -65,8 +64,7 @@ class RowMap:
     index: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One of gate, scale and shift: ``values[group] + table``, added in registers, so that no sum is materialised.
 
     Attributes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_videoscale.injection import inject_fused_kernels
 from tests.injection.test_wan_blocks import prepared, run, text_to_video
-from tests.models import tiny_wan
+from tests.models import gradient_error, tiny_wan
+
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
@@ -54,15 +58,86 @@ def test_selective_activation_checkpointing_sees_the_kernels(recompute_norms: bo
     assert all(torch.equal(selective[name], gradient) for name, gradient in gradients.items())
 
 
-def test_lora() -> None:
-    peft = pytest.importorskip("peft", reason="needs peft")
+def with_lora(targets: list[str], *, inject_first: bool | None) -> WanTransformer3DModel:
+    """A Wan with an adapter that changes something; injected before, after (False) or not at all (None)."""
+    import peft
+
     model = tiny_wan()
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
-    with prepared(text_to_video, torch.float32) as (_, inputs):
-        output, gradients = run(model, inputs)
+    torch.manual_seed(4)
+    if inject_first:
         inject_fused_kernels(model)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    if inject_first is False:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # feed-forwards with an adapter are skipped
+            inject_fused_kernels(model)
+    return model
+
+
+ATTENTION, EVERYTHING = ["to_q", "to_k", "to_v", "to_out.0"], ["to_q", "to_out.0", "net.0.proj", "net.2"]
+
+
+@needs_peft
+@pytest.mark.parametrize("inject_first", [True, False])
+@pytest.mark.parametrize("targets", [ATTENTION, EVERYTHING])
+def test_lora_before_and_after(targets: list[str], inject_first: bool) -> None:
+    with prepared(text_to_video, torch.float32) as (_, inputs):
+        output, gradients = run(with_lora(targets, inject_first=None), inputs)
+        model = with_lora(targets, inject_first=inject_first)
         fused_output, fused_gradients = run(model, inputs)
+        assert torch.equal(fused_output, output)
+        assert gradients and all("lora" in name for name in gradients)
+        assert gradient_error(fused_gradients, gradients) < 1e-5
+        model.fuse_lora()
+        merged_output, _ = run(model.requires_grad_(), inputs)
+    torch.testing.assert_close(merged_output, output, rtol=1e-4, atol=1e-4)
+    assert (merged_output - run(tiny_wan(), inputs)[0]).abs().max() > 1e-2  # the adapter did something
+
+
+@needs_peft
+def test_an_adapter_in_the_feed_forward_is_reported() -> None:
+    import peft
+
+    model = tiny_wan()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["net.2"]))
+    with pytest.warns(UserWarning, match=r"skipped 2 FeedForward .*net\.2 is no Linear of its own weight, but peft"):
+        report = inject_fused_kernels(model)
+    assert {skipped.path for skipped in report.skipped} == {"blocks.0.ffn", "blocks.1.ffn"}
+
+
+@pytest.mark.parametrize("inject_first", [True, False])
+def test_layerwise_casting(inject_first: bool) -> None:
+    """Weights in float8, cast up by a hook of each layer's own."""
+    outputs = []
+    for fused in (False, True):
+        model = tiny_wan()
+        if fused and inject_first:
+            inject_fused_kernels(model)
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+        if fused and not inject_first:
+            with pytest.warns(UserWarning, match="FeedForward"):
+                inject_fused_kernels(model)
+        assert model.blocks[0].ffn.net[2].weight.dtype is torch.float8_e4m3fn
+        with prepared(text_to_video, torch.float32) as (_, inputs), torch.no_grad():
+            outputs.append(model(**inputs, return_dict=False)[0])
+    assert torch.equal(*outputs)
+
+
+def test_loaded_with_a_device_map(tmp_path: Path) -> None:
+    tiny_wan().save_pretrained(tmp_path, max_shard_size="10KB")
+    model = WanTransformer3DModel.from_pretrained(tmp_path, device_map={"": "cpu"})
+    with prepared(text_to_video, torch.float32) as (original, inputs):
+        output, gradients = run(original, inputs)
+        assert not inject_fused_kernels(model).skipped
+        fused_output, fused_gradients = run(model.train(), inputs)
     assert torch.equal(fused_output, output)
-    assert gradients and all("lora" in name for name in gradients)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(fused_gradients[name], gradient, rtol=1e-4, atol=1e-6)
+    assert gradient_error(fused_gradients, gradients) < 1e-5
+
+
+def test_with_an_attention_backend_of_diffusers() -> None:
+    with prepared(text_to_video, torch.float32) as (model, inputs):
+        model.set_attention_backend("_native_math")
+        output, _ = run(model, inputs)
+        inject_fused_kernels(model)
+        assert torch.equal(run(model, inputs)[0], output)
+        assert {type(processor).__name__ for processor in model.attn_processors.values()} == {"WanAttnProcessor"}

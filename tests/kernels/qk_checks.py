@@ -77,7 +77,7 @@ def check_parts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu
     none = torch.empty(0, device=device)
 
     def run(name: str) -> list[Tensor]:
-        variant = ("rms", False, case.layout, case.start, False, name)
+        variant = ("rms", False, case.layout, case.start, False, True, name)
         affine = (q_weight, k_weight, None, None, cos, sin)
         return [
             *ops.square_sums(q, k, name),

@@ -154,6 +154,8 @@ FAMILIES = {
     "Flux": Case(per_head=True),
     "HunyuanVideo": Case(per_head=True, rotated=3, extra={"rounding": "eager"}),
     "Cosmos": Case(per_head=True, layout="half", extra={"rounding": "eager"}),
+    "Wan under autocast": Case(extra={"rounding": "at_end"}),
+    "halves, rounded at the end": Case(per_head=True, layout="half", extra={"rounding": "at_end"}),
     "CogVideoX": Case(norm="layer", per_head=True, start=2, rotated=3),
     "Mochi": Case(per_head=True, table_heads=True),
     "cross-attention": Case(pairs=0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -153,5 +153,5 @@ def _draw_map(rng: random.Random, device: str) -> tuple[RowMap, int]:
 
 def _double(value: object) -> object:
     if isinstance(value, Operand):
-        return replace(value, values=value.values.double(), table=_double(value.table))
+        return Operand(value.values.double(), _double(value.table))  # type: ignore[arg-type]
     return value.double() if isinstance(value, Tensor) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -218,7 +217,7 @@ def _aligned(side: Side) -> Side:
     mean, rstd = (None if t is None else t.contiguous() for t in (side.mean, side.rstd))
     if weight is side.weight and bias is side.bias and mean is side.mean and rstd is side.rstd:
         return side
-    return replace(side, weight=weight, bias=bias, mean=mean, rstd=rstd)
+    return side._replace(weight=weight, bias=bias, mean=mean, rstd=rstd)
 
 
 def _at_16_bytes(x: Tensor) -> Tensor:

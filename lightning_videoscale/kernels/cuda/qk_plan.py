@@ -68,6 +68,7 @@ class Variant(NamedTuple):
             "COS_PHASE": self.phases[0],
             "SIN_PHASE": self.phases[1],
             "ROUND_X_HAT": int(self.op.round_x_hat),
+            "ROUND_NORMED": int(self.op.round_normed),
             "WEIGHT": int(self.parameter is not None),
             "BIAS": int(self.bias),
             "GIVEN": int(self.outside),

@@ -56,7 +56,8 @@ def _forward(op: HeadOp, side: Side, rotation: Rotation | None, eps: float) -> S
         n = n * _per_channel(op, side.weight, x)
     if side.bias is not None:
         n = n + _per_channel(op, side.bias, x)
-    n = _round(n, side.x)
+    if op.round_normed:
+        n = _round(n, side.x)
     y = n if rotation is None else _rotate(op, n, rotation, rotation.sin)
     return SideOutputs(_as_input(y, side.x), mean, None if side.rstd is not None else rstd)
 

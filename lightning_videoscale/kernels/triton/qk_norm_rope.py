@@ -41,7 +41,17 @@ def forward(
         read_or_written = side.rstd if given else rstd
         arguments.append((rows, y, side.weight, side.bias, mean, read_or_written, rows.stride(0), *_extent(x)))
         outputs.append(SideOutputs(y, mean, rstd))
-    _launch(forward_kernel, op, sides, rotation, arguments, (eps,), GIVEN=given, ROUND=op.round_x_hat)
+    _launch(
+        forward_kernel,
+        op,
+        sides,
+        rotation,
+        arguments,
+        (eps,),
+        GIVEN=given,
+        ROUND=op.round_x_hat,
+        ROUND_NORMED=op.round_normed,
+    )
     return outputs[0], outputs[1]
 
 

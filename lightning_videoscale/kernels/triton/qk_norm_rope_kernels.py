@@ -70,14 +70,19 @@ def _angles(row, tokens, h, exists, table, pairs: tl.constexpr, BC: tl.constexpr
 
 
 @triton.jit
-def _affine(x_hat, weight, bias, like, AFFINE: tl.constexpr, BIAS: tl.constexpr, ROUND: tl.constexpr):
+def _affine(
+    x_hat, weight, bias, like, AFFINE: tl.constexpr, BIAS: tl.constexpr, ROUND: tl.constexpr,
+    ROUND_NORMED: tl.constexpr,
+):  # fmt: skip
     if ROUND:
         x_hat = x_hat.to(like).to(tl.float32)
     if AFFINE:
         x_hat = x_hat * weight
     if BIAS:
         x_hat = x_hat + bias
-    return x_hat.to(like).to(tl.float32)
+    if ROUND_NORMED:
+        x_hat = x_hat.to(like).to(tl.float32)
+    return x_hat
 
 
 @triton.jit
@@ -105,7 +110,7 @@ def _load_parameter(
 def _forward_side(
     program, programs, side, table, eps, heads: tl.constexpr, dh: tl.constexpr, pairs: tl.constexpr, BH: tl.constexpr,
     BC: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
-    ROUND: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr,
+    ROUND: tl.constexpr, ROUND_NORMED: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     x, y, weight, bias, mean_out, rstd_out, stride, rows, tokens = side
     width: tl.constexpr = dh if PER_HEAD else heads * dh
@@ -133,8 +138,8 @@ def _forward_side(
             else:
                 rstd = tl.rsqrt(_mean(a * a, b * b, width, PER_HEAD) + eps)
                 tl.store(rstd_out + at, rstd, kept)
-            a = _affine(a * rstd, wa, ba, like, AFFINE, BIAS, ROUND)
-            b = _affine(b * rstd, wb, bb, like, AFFINE, BIAS, ROUND)
+            a = _affine(a * rstd, wa, ba, like, AFFINE, BIAS, ROUND, ROUND_NORMED)
+            b = _affine(b * rstd, wb, bb, like, AFFINE, BIAS, ROUND, ROUND_NORMED)
         if pairs > 0:
             cos, sin = _angles(row, tokens, h, exists, table, pairs, BC, TABLE_HEADS)
             a, b = a * cos - b * sin, a * sin + b * cos
@@ -146,16 +151,16 @@ def forward_kernel(
     q, k, table, eps, q_programs, q_heads: tl.constexpr, k_heads: tl.constexpr, dh: tl.constexpr, pairs: tl.constexpr,
     Q_BH: tl.constexpr, K_BH: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr,
     HALF: tl.constexpr, TABLE_HEADS: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr,
-    ROUND: tl.constexpr,
+    ROUND: tl.constexpr, ROUND_NORMED: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotates the rows of both sides; a side is what `_forward_side` unpacks."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     if program < q_programs:
         _forward_side(program, q_programs, q, table, eps, q_heads, dh, pairs, Q_BH, BC, NORM, PER_HEAD, HALF,
-                      TABLE_HEADS, ROUND, AFFINE, BIAS, GIVEN)  # fmt: skip
+                      TABLE_HEADS, ROUND, ROUND_NORMED, AFFINE, BIAS, GIVEN)  # fmt: skip
     else:
         _forward_side(program - q_programs, programs - q_programs, k, table, eps, k_heads, dh, pairs, K_BH, BC, NORM,
-                      PER_HEAD, HALF, TABLE_HEADS, ROUND, AFFINE, BIAS, GIVEN)  # fmt: skip
+                      PER_HEAD, HALF, TABLE_HEADS, ROUND, ROUND_NORMED, AFFINE, BIAS, GIVEN)  # fmt: skip
 
 
 @triton.jit
