@@ -71,8 +71,15 @@ class _Attachment(pl.Callback):
 
     def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         """Puts a call in front of a method, on this one object."""
+        before = vars(owner).get(name)
         setattr(owner, name, call)
-        self._undo.append(lambda: delattr(owner, name))
+
+        def undo() -> None:
+            delattr(owner, name)
+            if before is not None:
+                setattr(owner, name, before)
+
+        self._undo.append(undo)
 
     def _noting_fetches(self, start: Callable[[str], None]) -> Callable[[str], None]:
         @wraps(start)

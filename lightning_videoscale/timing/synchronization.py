@@ -31,13 +31,12 @@ def synchronizing_calls(strategy: Any) -> Iterator[Call]:
     Raises:
         RuntimeError: If the installed versions of the frameworks have none of the methods known here.
     """
-    engine = getattr(strategy, "model", None)
-    if isinstance(engine, DistributedDataParallel):
-        yield from _calls(engine, "wait", "_sync_buffers")
+    if isinstance(strategy.model, DistributedDataParallel):
+        yield from _calls(strategy.model, "wait", "_sync_buffers")
     for group in _sharded_groups(strategy.lightning_module):
         yield from _calls(group, "wait", "pre_forward", "pre_backward", "post_backward")
     if hasattr(strategy, "deepspeed_engine"):
-        yield from _zero_calls(engine.optimizer) if engine is not None else ()
+        yield from _zero_calls(strategy.deepspeed_engine.optimizer)
     transport = getattr(strategy, "transport", None)
     if transport is not None:
         yield from _calls(transport, "exchange", "exchange", "wait", "all_gather")
@@ -45,20 +44,21 @@ def synchronizing_calls(strategy: Any) -> Iterator[Call]:
 
 def _sharded_groups(module: nn.Module) -> Iterator[Any]:
     """FSDP2's groups of parameters: what is gathered and reduced at a time."""
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            state: Any = child._get_fsdp_state()
-            group = getattr(state, "_fsdp_param_group", None)  # torch 2.13 may have several
-            yield from getattr(state, "_fsdp_param_groups", [group] if group is not None else [])
+    # Modules that were sharded together share a state.
+    states: list[Any] = [child._get_fsdp_state() for child in module.modules() if isinstance(child, FSDPModule)]
+    for state in dict.fromkeys(states):
+        group = getattr(state, "_fsdp_param_group", None)  # torch 2.13 may have several
+        yield from getattr(state, "_fsdp_param_groups", [group] if group is not None else [])
 
 
 def _zero_calls(optimizer: Any) -> Iterator[Call]:
     offload = getattr(optimizer, "parameter_offload", None)
-    if offload is None:  # stages 1 and 2
-        yield from _calls(optimizer, "wait", "reduce_ipg_grads")
-    else:
+    if offload is not None:  # stage 3
         yield from _calls(offload.get_param_coordinator(), "wait", "fetch_sub_module")
         yield from _calls(optimizer, "wait", "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads")
+    elif any(base.__name__ == "DeepSpeedZeroOptimizer" for base in type(optimizer).__mro__):  # stages 1 and 2
+        yield from _calls(optimizer, "wait", "reduce_ipg_grads")
+    # DeepSpeed's other optimizers reduce at the end of backward only.
 
 
 def _calls(owner: Any, phase: Phase, *names: str) -> Iterator[Call]:

@@ -20,7 +20,9 @@ STRATEGIES = [
     "plain_ddp",
     "ddp",
     "fsdp2",
-    *(pytest.param(name, marks=needs_deepspeed) for name in ("zero1", "zero2", "zero3")),
+    pytest.param("zero1", marks=[needs_deepspeed, pytest.mark.full]),  # stage 2 waits in the same places
+    pytest.param("zero2", marks=needs_deepspeed),
+    pytest.param("zero3", marks=needs_deepspeed),
 ]
 
 
@@ -35,7 +37,7 @@ def waits(times: list[StepTimes]) -> float:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_slow_rank_computes_and_the_other_waits(ranks: Ranks, strategy: str) -> None:
-    fast, slow = ranks(2).run(train, strategy, [FAST, SLOW], micro_batches=5)
+    fast, slow = ranks(2).run(train, strategy, [FAST, SLOW], micro_batches=4)
     assert 0.10 <= least(slow).forward < 0.16 and 0.06 <= least(slow).backward < 0.12
     assert 0.02 <= least(fast).forward < 0.06 and 0.02 <= least(fast).backward < 0.06
     assert waits(fast) > 0.08  # 160 ms of the slow rank against 40 ms
@@ -60,7 +62,7 @@ def test_accumulated_and_recomputed_micro_batches_with_validation_in_between(ran
 
 
 def test_waiting_for_data_is_not_waiting_for_ranks(ranks: Ranks) -> None:
-    late, early = ranks(2).run(train, "ddp", [Pace(data=0.1), Pace()], micro_batches=5)
+    late, early = ranks(2).run(train, "ddp", [Pace(data=0.1), Pace()], micro_batches=4)
     assert least(late).data >= 0.1 > 0.05 > least(early).data
     assert waits(early) > 0.05 > least(late).wait
     assert max(least(late).compute, least(early).compute) < 0.05

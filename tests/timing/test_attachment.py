@@ -95,3 +95,12 @@ def test_a_run_that_fails_leaves_nothing_behind() -> None:
 def test_it_needs_the_wrapped_model() -> None:
     with pytest.raises(RuntimeError, match="call watch_steps in on_fit_start, or later"):
         watch_steps(trainer_with())
+
+
+def test_a_profiler_of_ones_own_gets_back_what_it_had() -> None:
+    seen: list[str] = []
+    trainer: Any = trainer_with(Reading())
+    trainer.profiler.start = seen.append
+    trainer.fit(Slow(), batches_of([Meta(1, 10)] * 2))
+    assert trainer.profiler.start == seen.append
+    assert seen.count("[_TrainingEpochLoop].train_dataloader_next") == 2
