@@ -367,7 +367,9 @@ class VideoDataModule(pl.LightningDataModule):
             on_gpu = device.type == "cuda"
             if self._encode is not None:
                 self._encode.to(device)
-        return PlannedLoader(self._readers[argument], sampler, self._num_workers, pin_memory=on_gpu, encode=self._encode)
+        return PlannedLoader(
+            self._readers[argument], sampler, self._num_workers, pin_memory=on_gpu, encode=self._encode
+        )
 
 
 def _budget_of_longest(table: SampleTable, step_time: StepTimeModel | None) -> BucketBudget:

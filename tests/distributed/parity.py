@@ -98,16 +98,18 @@ class Errors(NamedTuple):
 def train(case: Case) -> Outcome:
     """Trains in float64; under ZeRO with the parameters and gradients in float32, or all in float32."""
     record = (ZeroRecord if case.is_zero else Record)()
+    accelerator = "cuda" if dist.get_backend() == "nccl" else "cpu"
     with ExitStack() as contexts:
         contexts.enter_context(reused_groups())
+        contexts.enter_context(torch.backends.cudnn.flags(allow_tf32=False))
         if not case.float32:
             contexts.enter_context(float64_inside() if case.is_zero else lifted_float_casts())
-        if case.is_zero:
+        if case.is_zero and accelerator == "cpu":
             contexts.enter_context(deepspeed_on_cpu())
         torch.manual_seed(3)
         trainer = pl.Trainer(
             strategy=_strategy(case),
-            accelerator="cpu",
+            accelerator=accelerator,
             devices=dist.get_world_size(),
             plugins=[] if case.is_zero or case.float32 else [DoublePrecision()],
             accumulate_grad_batches=case.accumulation,
@@ -141,7 +143,9 @@ def compare(cases: list[Case], folder: Path) -> list[Errors]:
     """Trains every case on all ranks; collective over them."""
     errors = []
     for case in cases:
-        got, expected = train(case), Outcome(*torch.load(case.file(folder)))
+        got = train(case)
+        device = next(iter(got.parameters.values())).device
+        expected = Outcome(*torch.load(case.file(folder), map_location=device))
         assert len(got.gradients) == len(expected.gradients) == STEPS
         gradients = max(map(gradient_error, got.gradients, expected.gradients))
         errors.append(Errors(got.losses, gradients, gradient_error(got.parameters, expected.parameters)))

@@ -30,10 +30,13 @@ from lightning_videoscale.strategies import (
     SequenceParallelFSDP2Strategy,
 )
 from tests.distributed.groups import reused_groups
-from tests.distributed.parity import Record, ZeroRecord
+from tests.distributed.parity import Case, Outcome, Record, ZeroRecord, train_alone
+from tests.distributed.parity import compare as compare_with_one
 from tests.distributed.pool import ProcessPool
+from tests.distributed.test_wan_parity import TABLE, check_one
 from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.models import gradient_error, lifted_float_casts
+from tests.pairwise import pairwise_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -252,3 +255,21 @@ def test_bf16_is_as_near_to_float64_as_unsplit(
     record_property("error over that with whole sequences", ratio)
     assert 1e-4 < unsplit < 1e-1
     assert ratio <= 1.05
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=needs_deepspeed if name.startswith("zero") else []) for name in BACKENDS]
+)
+def test_every_pair_of_settings_in_float32(gpu_ranks: Ranks, alone: Path, backend: str, gpus: int) -> None:
+    ranks = gpu_ranks(gpus)
+    table = TABLE | {"backend": BACKENDS, "mesh": [mesh for mesh in MESHES if math.prod(mesh) == gpus]}
+    cases = [Case(**settings, float32=True) for settings in pairwise_cases(table) if settings["backend"] == backend]
+    gpu_ranks(1).run(train_alone, list({case.alone: case for case in cases}.values()), alone)
+    for case, *errors in zip(cases, *ranks.run(compare_with_one, cases, alone), strict=True):
+        check_one(case, errors, Outcome(*torch.load(case.file(alone), map_location="cpu")))
