@@ -162,6 +162,11 @@ def _held_out_error(points: Points, p_bounds: tuple[float, float], of_power_law:
         others = points.where(~out)
         form = fit_power_law(others, p_bounds) if of_power_law else _fit_additive(others)
         errors[out] = np.abs(form.predict(points.samples[out], points.lengths[out]) / points.seconds[out] - 1)
-    order = np.argsort(errors, kind="stable")
-    middle = np.searchsorted(np.cumsum(points.weights[order]), 0.5 * points.weights.sum())
-    return float(errors[order][middle])
+    return weighted_median(errors, points.weights)
+
+
+def weighted_median(values: Vector, weights: NDArray[np.float64] | NDArray[np.int64]) -> float:
+    """The least value that half of the weight lies at or below; both of shape (values,)."""
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])

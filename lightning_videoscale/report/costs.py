@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_videoscale.cost import BucketBudget, StepTimeModel
-from lightning_videoscale.cost.weighted_fit import Points, fit_step_time
+from lightning_videoscale.cost.weighted_fit import Points, fit_step_time, weighted_median
 from lightning_videoscale.data.planning import Balance
 from lightning_videoscale.report.comparison import budget_of
 from lightning_videoscale.report.reading import Record
@@ -116,13 +115,6 @@ def batch_size(plan: Record, tokens: int) -> int:
     if balance == "equal_token":
         budget = BucketBudget(budget.m_mem, float("inf"), budget.p)
     return budget.batch_size(tokens)
-
-
-def weighted_median(values: NDArray[np.float64], weights: NDArray[np.int64]) -> float:
-    """The value that half of the weight lies below."""
-    order = np.argsort(values, kind="stable")
-    reached = np.cumsum(weights[order])
-    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])
 
 
 def _median(seen: Sequence[tuple[int, int, float]]) -> float:
