@@ -4,6 +4,7 @@
 - `stream`: in which order an epoch draws them.
 - `batches`: which samples meet in a micro-batch.
 - `arrange`: in which step, on which data-parallel rank a micro-batch is trained.
+- `diversity`: how many different shapes meet in a step.
 - `plan`: `BucketPlanner` and `EpochPlan`, all of it together.
 - `figures`: how good a plan is.
 """

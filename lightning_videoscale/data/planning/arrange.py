@@ -7,8 +7,8 @@ costliest to the rank that has least so far (LPT), rows that differ most first.
 
 Micro-batches of nearly equal cost are found without leaving the order of the stream far behind: all are sorted by cost
 and cut into *bands*; each band, back in the order of the stream, is cut into rows, and rows follow each other by their
-place in the stream. A wide band mixes more shapes in a row, a narrow one balances better; what is in a band with few
-others waits longer for company.
+place in the stream. A wide band mixes more shapes in a row, a narrow one balances better: bands are as narrow as a
+given diversity of the steps allows. What is in a band with few others waits longer for company.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.data.draws import Draws
+from lightning_videoscale.data.planning.diversity import diversity
 
-# Relative width of a band for K = 1. A step of K rows mixes K bands, so each may be narrower. With 16 ranks on the mix
-# of benchmarks/data/plan.py, this gives 80 % of the shapes per step that random draws have.
-_BAND_WIDTH = 0.235
+# Costs of a band differ by these factors at least and at most, e to the power of them.
+_NARROWEST, _WIDEST = 0.005, 0.405
+_BISECTIONS = 6
 
 
 def in_stream_order(position: NDArray[np.float64], dp_size: int, micro_batches: int, draws: Draws) -> NDArray[np.int64]:
@@ -47,9 +48,11 @@ def in_stream_order(position: NDArray[np.float64], dp_size: int, micro_batches: 
 def balanced(
     cost: NDArray[np.float64],
     position: NDArray[np.float64],
+    shape_id: NDArray[np.int64],
     dp_size: int,
     micro_batches: int,
     max_wait: float,
+    min_diversity: float,
     draws: Draws,
 ) -> NDArray[np.int64]:
     """Equal cost on every rank, in every step and in every row of it.
@@ -57,28 +60,43 @@ def balanced(
     Args:
         cost: (M,) predicted cost of every micro-batch, above zero.
         position: (M,) place in the stream; M is a multiple of ``dp_size * micro_batches``.
+        shape_id: (M,) shapes.
         dp_size: Data-parallel ranks R.
         micro_batches: Micro-batches K of a rank and step.
         max_wait: Every band makes a row at least this often, in steps.
+        min_diversity: Different shapes in a step over how many random draws would have, where the samples and a
+            bearable spread of costs allow as many.
         draws: Which rank gets which of the equal shares is drawn: ties would always favour the same.
 
     Returns:
         (steps, R, K) numbers of micro-batches.
     """
     by_cost = np.argsort(-cost, kind="stable")
-    band = _bands(cost[by_cost], dp_size, micro_batches, max_wait)
-    rows = by_cost[np.lexsort((position[by_cost], band))].reshape(-1, dp_size)
-    in_time = np.argsort(position[rows].mean(axis=1), kind="stable")
-    steps = _deal(rows[in_time].reshape(-1, micro_batches, dp_size), cost)
+
+    def with_bands(width: float) -> NDArray[np.int64]:
+        band = _bands(cost[by_cost], dp_size, micro_batches, max_wait, width)
+        rows = by_cost[np.lexsort((position[by_cost], band))].reshape(-1, dp_size)
+        in_time = np.argsort(position[rows].mean(axis=1), kind="stable")
+        return rows[in_time].reshape(-1, micro_batches, dp_size)
+
+    too_narrow, wide_enough = _NARROWEST, _WIDEST
+    for _ in range(_BISECTIONS):
+        width = (too_narrow + wide_enough) / 2
+        if diversity(shape_id[with_bands(width)].reshape(-1, micro_batches * dp_size)) < min_diversity:
+            too_narrow = width
+        else:
+            wide_enough = width
+    steps = _deal(with_bands(wide_enough), cost)
     ranks = np.argsort(draws.uniform(len(steps) * dp_size).reshape(-1, dp_size), axis=1, kind="stable")
     return np.take_along_axis(steps, ranks[:, None, :], axis=2).transpose(0, 2, 1)
 
 
-def _bands(cost: NDArray[np.float64], dp_size: int, micro_batches: int, max_wait: float) -> NDArray[np.int64]:
+def _bands(
+    cost: NDArray[np.float64], dp_size: int, micro_batches: int, max_wait: float, width: float
+) -> NDArray[np.int64]:
     """Number of the band of each micro-batch, by falling cost; every band is a whole number of rows."""
     total = len(cost)
     logarithm = -np.log(cost)
-    width = _BAND_WIDTH / math.sqrt(micro_batches)
     least = total / (micro_batches * max_wait)
     edges = [0]
     while (start := edges[-1]) < total:

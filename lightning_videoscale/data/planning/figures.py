@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_videoscale.data.planning.diversity import diversity
 from lightning_videoscale.data.planning.plan import EpochPlan
 
 
@@ -95,7 +95,7 @@ class PlanFigures:
             efficiency=float(by_rank.mean(axis=1).sum() / slowest.sum()),
             slot_time=float(by_slot.max(axis=1).sum() / by_slot.mean(axis=1).sum()),
             padding=float(tokens[plan.filler].sum() / tokens.sum()),
-            diversity=_diversity(plan),
+            diversity=diversity(plan.shape_id[plan.grid].reshape(plan.steps, -1)),
             delay_p99=float(np.quantile(delays(plan), 0.99)),
             steps=plan.steps,
             samples=int(sizes[counted].sum()),
@@ -122,20 +122,3 @@ def _spread(load: NDArray[np.generic]) -> NDArray[np.float64]:
     values = load.astype(np.float64)
     spread: NDArray[np.float64] = values.std(axis=1) / values.mean(axis=1)
     return spread
-
-
-def _diversity(plan: EpochPlan) -> float:
-    in_step = np.sort(plan.shape_id[plan.grid].reshape(plan.steps, -1), axis=1)
-    distinct = 1 + (np.diff(in_step, axis=1) != 0).sum(axis=1)
-    # Of n micro-batches drawn without replacement, the chance that none has a shape is hypergeometric.
-    total, drawn = in_step.size, in_step.shape[1]
-    expected = sum(1 - _none_of(total, int(count), drawn) for count in np.bincount(in_step.ravel()) if count)
-    return float(distinct.mean() / expected)
-
-
-def _none_of(total: int, marked: int, drawn: int) -> float:
-    """Probability that ``drawn`` of ``total`` things hold none of the ``marked``."""
-    if marked > total - drawn:
-        return 0.0
-    ways = [(total - marked, 1), (total - drawn, 1), (total - marked - drawn, -1), (total, -1)]
-    return math.exp(sum(sign * math.lgamma(n + 1) for n, sign in ways))

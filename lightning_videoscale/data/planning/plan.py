@@ -143,6 +143,8 @@ class BucketPlanner:
             is ``table`` in every epoch.
         max_wait: Steps over which ``planned`` gathers the samples of a micro-batch, and micro-batches of like cost, at
             most, about.
+        min_diversity: Different shapes in a step of ``planned`` over how many random draws would have. More of them in
+            a step cost differently, so ranks are as equal as this allows.
 
     Raises:
         ValueError: If a number is below 1 or a word is unknown.
@@ -162,6 +164,7 @@ class BucketPlanner:
     source_weights: Sequence[float] | None = None
     redraw: Callable[[int], SampleTable] | None = None
     max_wait: float = 120.0
+    min_diversity: float = 0.8
 
     def __post_init__(self) -> None:
         if min(self.micro_batches, self.dp_size, self.shard_window) < 1:
@@ -201,7 +204,8 @@ class BucketPlanner:
         position = np.r_[batches.position, np.full(fillers, 1.0)]
         draws = Draws(self.seed, epoch if self.shuffle else 0, len(left), _ARRANGE)
         if self.balance == "planned":
-            grid = balanced(cost[again], position, self.dp_size, self.micro_batches, self.max_wait, draws)
+            shape_id, ranks, k = batches.shape_id[again], self.dp_size, self.micro_batches
+            grid = balanced(cost[again], position, shape_id, ranks, k, self.max_wait, self.min_diversity, draws)
         else:
             grid = in_stream_order(position, self.dp_size, self.micro_batches, draws)
         sizes, filler = batches.sizes[again], np.arange(len(again)) >= len(cost)
