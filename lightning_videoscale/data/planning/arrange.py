@@ -22,7 +22,7 @@ from lightning_videoscale.data.draws import Draws
 from lightning_videoscale.data.planning.diversity import diversity
 
 # Costs of a band differ by these factors at least and at most, e to the power of them.
-_NARROWEST, _WIDEST = 0.005, 0.405
+_NARROWEST, _WIDEST = 0.005, 0.25
 _BISECTIONS = 6
 
 
