@@ -1,0 +1,12 @@
+"""What workers on CPUs need, imported once in the process that they are forked from."""
+
+import os
+
+import lightning.pytorch  # noqa: F401
+from diffusers.models.transformers import transformer_wan  # noqa: F401
+
+import lightning_videoscale  # noqa: F401
+
+os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
+
+import deepspeed  # noqa: F401
