@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lightning.pytorch as pl
@@ -69,7 +69,6 @@ def measure_shapes(
 def provenance_of(trainer: pl.Trainer) -> dict[str, Any]:
     """What a measurement under this Trainer holds for."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
-    versions = {name: importlib.metadata.version(name) for name in ("lightning-videoscale", "torch", "lightning")}
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "world_size": trainer.world_size,
@@ -79,8 +78,16 @@ def provenance_of(trainer: pl.Trainer) -> dict[str, Any]:
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
         "parameters": sum(p.numel() for p in module.parameters()),
         "cuda": torch.version.cuda,
-        **versions,
+        **{name: _version(name) for name in ("lightning-videoscale", "torch", "lightning")},
     }
+
+
+def _version(package: str) -> str | None:
+    """None where it runs from a folder of sources, which nobody has installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _measure(

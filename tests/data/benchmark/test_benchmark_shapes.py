@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,17 @@ def test_every_cell_is_measured_and_the_models_are_fitted_to_it(tmp_path: Path) 
     matrix.save(tmp_path / "matrix.json")
     assert StepTimeModel.fit(ShapeMatrix.load(tmp_path / "matrix.json").measurements).predict(1, 80) > 0
     assert matrix.capacity_bytes is None and all(row.peak_bytes is None for row in matrix.rows)
+
+
+def test_from_a_folder_of_sources_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        if package == "lightning-videoscale":
+            raise PackageNotFoundError(package)
+        return "2.0"
+
+    monkeypatch.setattr("lightning_videoscale.data.benchmark.measuring.version", version)
+    provenance = _benchmark(Flow(), shapes=SHAPES[:2], max_tokens=16).provenance
+    assert provenance["lightning-videoscale"] is None and provenance["torch"] == "2.0"
 
 
 def test_nothing_is_trained_logged_or_drawn(tmp_path: Path) -> None:
