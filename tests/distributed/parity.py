@@ -101,7 +101,7 @@ def train(case: Case) -> Outcome:
     accelerator = "cuda" if dist.get_backend() == "nccl" else "cpu"
     with ExitStack() as contexts:
         contexts.enter_context(reused_groups())
-        contexts.enter_context(torch.backends.cudnn.flags(allow_tf32=False))
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         if not case.float32:
             contexts.enter_context(float64_inside() if case.is_zero else lifted_float_casts())
         if case.is_zero and accelerator == "cpu":
@@ -144,12 +144,15 @@ def compare(cases: list[Case], folder: Path) -> list[Errors]:
     errors = []
     for case in cases:
         got = train(case)
-        device = next(iter(got.parameters.values())).device
-        expected = Outcome(*torch.load(case.file(folder), map_location=device))
+        expected = Outcome(*torch.load(case.file(folder), map_location="cpu"))
         assert len(got.gradients) == len(expected.gradients) == STEPS
-        gradients = max(map(gradient_error, got.gradients, expected.gradients))
-        errors.append(Errors(got.losses, gradients, gradient_error(got.parameters, expected.parameters)))
+        gradients = max(map(gradient_error, map(_on_host, got.gradients), expected.gradients))
+        errors.append(Errors(got.losses, gradients, gradient_error(_on_host(got.parameters), expected.parameters)))
     return errors
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.cpu() for name, x in tensors.items()}
 
 
 def _strategy(case: Case) -> Any:

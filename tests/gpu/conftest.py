@@ -18,7 +18,7 @@ def gpu_ranks() -> Iterator[Callable[[int], ProcessPool]]:
     def get(size: int) -> ProcessPool:
         if torch.cuda.device_count() < size:
             pytest.skip(f"needs {size} GPUs")
-        return pools.setdefault(size, ProcessPool(size, "nccl"))
+        return pools.setdefault(size, ProcessPool(size, "nccl", timeout=300.0))
 
     yield get
     for pool in pools.values():

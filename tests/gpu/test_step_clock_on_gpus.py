@@ -27,7 +27,8 @@ pytestmark = [
 
 Ranks = Callable[[int], ProcessPool]
 
-FAST, SLOW = Pace(forward=0.02, backward=0.02), Pace(forward=0.10, backward=0.06)
+# Long beside what the host does for a step, on a machine with other work too.
+FAST, SLOW = Pace(forward=0.04, backward=0.04), Pace(forward=0.20, backward=0.12)
 STRATEGIES = [
     "plain_ddp",
     "ddp",
@@ -55,43 +56,49 @@ def test_the_clock_times_the_device_without_stopping_it() -> None:
         clock.end_micro_batch()
     enqueued = time.perf_counter() - begin
     short, long = watch.read()
-    assert 5 < long.forward / short.forward < 20
-    assert enqueued < long.forward  # the host was done before the device
+    figures = f"{short=}\n{long=}\n{enqueued=}"
+    assert 5 < long.forward / short.forward < 20, figures
+    assert enqueued < long.forward, figures  # the host was done before the device
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_slow_rank_computes_and_the_other_waits(gpu_ranks: Ranks, strategy: str) -> None:
     fast, slow = (typical(times) for times in gpu_ranks(2).run(train, strategy, [FAST, SLOW], micro_batches=8))
-    assert slow.forward == pytest.approx(0.10, abs=0.02) and slow.backward == pytest.approx(0.06, abs=0.02)
-    assert fast.forward == pytest.approx(0.02, abs=0.015) and fast.backward == pytest.approx(0.02, abs=0.015)
-    assert fast.wait == pytest.approx(0.12, abs=0.03)
-    assert slow.wait < 0.02
-    assert fast.exchange == slow.exchange == 0.0
+    figures = f"{fast=}\n{slow=}"
+    assert slow.forward == pytest.approx(SLOW.forward, rel=0.2), figures
+    assert slow.backward == pytest.approx(SLOW.backward, rel=0.25), figures
+    assert fast.forward == pytest.approx(FAST.forward, abs=0.03), figures
+    assert fast.backward == pytest.approx(FAST.backward, abs=0.03), figures
+    assert fast.wait == pytest.approx(slow.compute - fast.compute, rel=0.2), figures
+    assert slow.wait < fast.wait / 4, figures
+    assert fast.exchange == slow.exchange == 0.0, figures
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_accumulated_and_recomputed_micro_batches(gpu_ranks: Ranks, strategy: str) -> None:
-    pace = Pace(forward=0.06, backward=0.04, validation=0.05)
+    pace = Pace(forward=0.12, backward=0.08, validation=0.1)
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 2}
     settings = {"activation_checkpointing": True}
-    fast, slow = gpu_ranks(2).run(train, strategy, [Pace(), pace], micro_batches=8, settings=settings, **options)
-    assert typical(slow).forward == pytest.approx(0.06, abs=0.02)
-    assert typical(slow).backward == pytest.approx(0.10, abs=0.02)  # the forward pass is computed again
-    assert typical(fast).compute < 0.04
-    steps = [add_up(fast[n : n + 2]) for n in (2, 4, 6)]
-    # Two micro-batches of 160 ms, and the validation, for which the other rank is waited as well.
-    assert 0.28 < median(step.wait for step in steps) < 0.42
+    fast, slow = gpu_ranks(2).run(train, strategy, [Pace(), pace], micro_batches=10, settings=settings, **options)
+    steps = [add_up(fast[n : n + 2]) for n in (2, 4, 6, 8)]
+    waited = median(step.wait for step in steps)
+    figures = f"{waited=}\n{typical(fast)=}\n{typical(slow)=}\n{fast=}\n{slow=}"
+    assert typical(slow).forward == pytest.approx(0.12, rel=0.2), figures
+    assert typical(slow).backward == pytest.approx(0.20, rel=0.2), figures  # the forward pass is computed again
+    assert typical(fast).compute < 0.06, figures
+    # Two micro-batches of 320 ms, and the validation, for which the other rank is waited as well.
+    assert 0.55 < waited < 0.95, figures
 
 
 def test_what_the_device_does_not_notice_of_the_loader_is_no_waiting() -> None:
-    """The host waits 20 ms for each batch while the device has 60 ms of work before it."""
-    pace = Pace(data=0.02, forward=0.06)
+    """The host waits 30 ms for each batch while the device has 120 ms of work before it; then the other way round."""
+    pace = Pace(data=0.03, forward=0.12)
     hidden, seen = ReadingTheClock(), ReadingTheClock()
     trainer_with(hidden, accelerator="gpu").fit(Paced(pace), DataLoader(Rows(pace, 8)))
-    assert max(times.data for times in hidden.times[2:]) < 0.01
-    pace = Pace(data=0.06, forward=0.02)
+    assert typical(hidden.times).data < 0.01, hidden.times
+    pace = Pace(data=0.12, forward=0.03)
     trainer_with(seen, accelerator="gpu").fit(Paced(pace), DataLoader(Rows(pace, 8)))
-    assert typical(seen.times).data == pytest.approx(0.04, abs=0.015)
+    assert typical(seen.times).data == pytest.approx(0.09, abs=0.03), seen.times
 
 
 def exchanging() -> list[StepTimes]:
@@ -113,6 +120,6 @@ def exchanging() -> list[StepTimes]:
 
 def test_exchanges_of_a_group_are_told_apart(gpu_ranks: Ranks) -> None:
     for times in gpu_ranks(2).run(exchanging):
-        assert len(times) == 4
-        assert all(0.0 < time.exchange < time.total for time in times)
-        assert all(time.compute > 0.0 for time in times)
+        assert len(times) == 4, times
+        assert all(0.0 < time.exchange < time.total for time in times), times
+        assert all(time.compute > 0.0 for time in times), times

@@ -271,5 +271,10 @@ def test_every_pair_of_settings_in_float32(gpu_ranks: Ranks, alone: Path, backen
     table = TABLE | {"backend": BACKENDS, "mesh": [mesh for mesh in MESHES if math.prod(mesh) == gpus]}
     cases = [Case(**settings, float32=True) for settings in pairwise_cases(table) if settings["backend"] == backend]
     gpu_ranks(1).run(train_alone, list({case.alone: case for case in cases}.values()), alone)
+    wrong = []
     for case, *errors in zip(cases, *ranks.run(compare_with_one, cases, alone), strict=True):
-        check_one(case, errors, Outcome(*torch.load(case.file(alone), map_location="cpu")))
+        try:
+            check_one(case, errors, Outcome(*torch.load(case.file(alone), map_location="cpu")))
+        except AssertionError as error:
+            wrong.append(f"{error}\n{errors}")
+    assert not wrong, f"{len(wrong)} of {len(cases)} cases differ:\n" + "\n".join(wrong)

@@ -49,15 +49,17 @@ def pause(seconds: float, device: torch.device) -> None:
 
 @functools.cache
 def _cycles_per_second(device: torch.device) -> float:
-    cycles = 200_000_000
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(cycles)  # the clock rises with work
-    begin.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    end.synchronize()
-    milliseconds: float = begin.elapsed_time(end)
-    return cycles / milliseconds * 1e3
+    cycles = 100_000_000
+    rates = []
+    with torch.cuda.device(device):
+        for _ in range(6):  # the clock rises with work
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            torch.cuda._sleep(cycles)
+            end.record()
+            end.synchronize()
+            rates.append(cycles / begin.elapsed_time(end) * 1e3)
+    return max(rates)
 
 
 class _PauseInBackward(torch.autograd.Function):
@@ -187,6 +189,7 @@ def train(
     pace, reading = paces[dist.get_rank()], ReadingTheClock()
     on_gpus = dist.get_backend() == "nccl"
     if on_gpus:
+        _cycles_per_second.cache_clear()
         pause(0.0, torch.device("cuda", dist.get_rank()))  # measures the clock, which is not for a step to do
     with ExitStack() as contexts:
         if strategy.startswith("zero") and not on_gpus:
