@@ -4,7 +4,6 @@
 - `budget_recalibrator`: `BudgetRecalibrator`, corrects costs and budgets by what the ranks really take.
 - `fused_kernels`: `FusedKernels`, injects fused kernels into the model.
 - `load_balance_monitor`: `LoadBalanceMonitor`, logs CV_step, Compute CV and throughput, and sums them up for the run.
-- `loss_weighting`: `LossWeighting`, applies `meta.loss_weight` under strategies that do not.
 - `memory_monitor`: `MemoryMonitor`, logs how full the GPUs are and how many more tokens would fit.
 - `run_report`: `RunReport`, keeps a log of the run and draws a page from it.
 - `window_record`: what `RunReport` records of some steps.
@@ -13,16 +12,18 @@
 - `guard`: keeps what a callback does on the side from stopping the training.
 - `peak_memory`, `out_of_memory`: what `BudgetRecalibrator` learns of the memory.
 - `device_memory`: the gauge behind `MemoryMonitor`.
-- `batch_load`: what the callbacks read from a batch's `meta`.
+
+`LossWeighting`, which applies `meta.loss_weight` under strategies that do not, lives in `data/loss_weighting`, because
+`VideoDataModule` adds it where it is needed.
 """
 
 from lightning_videoscale.callbacks.bottleneck_analyzer import BottleneckAnalyzer
 from lightning_videoscale.callbacks.budget_recalibrator import BudgetRecalibrator
 from lightning_videoscale.callbacks.fused_kernels import FusedKernels
 from lightning_videoscale.callbacks.load_balance_monitor import LoadBalanceMonitor
-from lightning_videoscale.callbacks.loss_weighting import LossWeighting
 from lightning_videoscale.callbacks.memory_monitor import MemoryMonitor
 from lightning_videoscale.callbacks.run_report import RunReport
+from lightning_videoscale.data.loss_weighting import LossWeighting
 
 __all__ = [
     "BottleneckAnalyzer",

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_videoscale.callbacks.batch_load import load_of
 from lightning_videoscale.callbacks.step_window import RankTimes
-from lightning_videoscale.cost import TransformerFlops
+from lightning_videoscale.cost import TransformerFlops, training_flops
+from lightning_videoscale.data.batch_load import load_of
 from lightning_videoscale.data.geometry import ModelGeometry
-from lightning_videoscale.metrics import ComputeCV, PaddingShare, PhysicalLoad, StepTimeSpread, training_flops
+from lightning_videoscale.metrics import ComputeCV, PaddingShare, PhysicalLoad, StepTimeSpread
 
 
 class MicroBatchLoad(NamedTuple):

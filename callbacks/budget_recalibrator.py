@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_videoscale.callbacks.batch_load import BatchLoad, load_of
 from lightning_videoscale.callbacks.guard import Guard
 from lightning_videoscale.callbacks.memory_monitor import MemoryMonitor
 from lightning_videoscale.callbacks.out_of_memory import (
@@ -24,6 +23,7 @@ from lightning_videoscale.callbacks.out_of_memory import (
 from lightning_videoscale.callbacks.peak_memory import PeakMemory
 from lightning_videoscale.cost import Calibration, Observation, Recalibration
 from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data.batch_load import BatchLoad, load_of
 from lightning_videoscale.report import record
 from lightning_videoscale.timing import StepWatch, watch_steps
 from lightning_videoscale.topology import topology_of

@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_videoscale.callbacks.batch_load import load_of
 from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge, headroom_tokens
 from lightning_videoscale.cost import Measurement, MemoryModel
+from lightning_videoscale.data.batch_load import load_of
 from lightning_videoscale.report import record
 from lightning_videoscale.topology import topology_of
 

@@ -11,7 +11,7 @@ import fsspec  # type: ignore[import-untyped]
 import lightning.pytorch as pl
 import torch
 
-from lightning_videoscale.callbacks.batch_load import BatchLoad
+from lightning_videoscale.data.batch_load import BatchLoad
 from lightning_videoscale.topology import topology_of
 
 _KEPT_FREE = 0.1

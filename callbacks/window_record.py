@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_videoscale.callbacks.batch_load import load_of
 from lightning_videoscale.callbacks.step_window import RankTimes
+from lightning_videoscale.data.batch_load import load_of
 from lightning_videoscale.timing import StepTimes
 
 

@@ -44,7 +44,7 @@ class Line(LightningModule):
 
 for module in pkgutil.walk_packages(lightning_videoscale.__path__, "lightning_videoscale."):
     importlib.import_module(module.name)
-assert {"lightning_videoscale.callbacks.loss_weighting", "lightning_videoscale.parallel.ulysses"} <= set(sys.modules)
+assert {"lightning_videoscale.callbacks.run_report", "lightning_videoscale.parallel.ulysses"} <= set(sys.modules)
 
 trainer = Trainer(strategy="ulysses_ddp", accelerator="cpu", devices=1, max_steps=3, logger=False,
                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)

@@ -9,12 +9,12 @@
 - `recalibration`: `Recalibration`, which corrects them by what a run observes.
 - `observations`: `ObservedCosts`, what a run observes, with the ranks' own speeds taken out.
 - `weighted_fit`: the fit to many noisy points.
-- `flops`: `TransformerFlops`, the work of a transformer by its configuration.
+- `flops`: `TransformerFlops`, the work of a transformer by its configuration, and `training_flops` of a micro-batch.
 """
 
 from lightning_videoscale.cost.budget import BucketBudget
 from lightning_videoscale.cost.calibration import Calibration
-from lightning_videoscale.cost.flops import TRANSFORMERS, TransformerFlops
+from lightning_videoscale.cost.flops import TRANSFORMERS, TransformerFlops, training_flops
 from lightning_videoscale.cost.matrix import MatrixRow, ShapeMatrix
 from lightning_videoscale.cost.measurement import Measurement
 from lightning_videoscale.cost.memory import MemoryModel
@@ -34,4 +34,5 @@ __all__ = [
     "ShapeMatrix",
     "StepTimeModel",
     "TransformerFlops",
+    "training_flops",
 ]

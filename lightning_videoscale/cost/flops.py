@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _TRAINING = 3
@@ -59,6 +59,22 @@ class TransformerFlops:
     @property
     def _passes(self) -> int:
         return _TRAINING + self.checkpointing
+
+
+def training_flops(
+    transformer: TransformerFlops, batch_size: int, sequence_length: int, sequence_parallel_size: int = 1
+) -> float:
+    """Returns the model FLOPs of one device for one micro-batch, nothing computed twice.
+
+    Args:
+        transformer: The model's sizes; its ``checkpointing`` is left out of account.
+        batch_size: B, samples.
+        sequence_length: S, tokens of one whole sample.
+        sequence_parallel_size: Ranks that share the micro-batch.
+    """
+    once = replace(transformer, checkpointing=False)
+    flops = batch_size * (once.per_token * sequence_length + once.per_pair * sequence_length**2)
+    return flops / sequence_parallel_size
 
 
 TRANSFORMERS = {

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_videoscale.cost import StepTimeModel, TransformerFlops
 from lightning_videoscale.data.index import ShardIndex
+from lightning_videoscale.data.loss_weighting import LossWeighting
 from lightning_videoscale.data.shards import short_names
 from lightning_videoscale.topology import topology_of
 
@@ -35,9 +36,6 @@ def apply_loss_weights(trainer: pl.Trainer) -> None:
 
     Also where the plan gives all batches the same weight: that of a sample that cannot be read is zero.
     """
-    # Imported late, since callbacks may import the data.
-    from lightning_videoscale.callbacks.loss_weighting import LossWeighting
-
     applied = topology_of(trainer).applies_loss_weight or any(
         getattr(callback, "applies_loss_weight", False) for callback in _callbacks(trainer)
     )

@@ -10,7 +10,7 @@
 """
 
 from lightning_videoscale.metrics.compute_cv import ComputeCV
-from lightning_videoscale.metrics.model_flops_utilization import ModelFlopsUtilization, training_flops
+from lightning_videoscale.metrics.model_flops_utilization import ModelFlopsUtilization
 from lightning_videoscale.metrics.padding_share import PaddingShare
 from lightning_videoscale.metrics.physical_load import PhysicalLoad
 from lightning_videoscale.metrics.step_time_spread import StepTimeSpread
@@ -23,5 +23,4 @@ __all__ = [
     "PhysicalLoad",
     "StepTimeSpread",
     "ThroughputEfficiency",
-    "training_flops",
 ]

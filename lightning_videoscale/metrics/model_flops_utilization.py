@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-
-if TYPE_CHECKING:
-    from lightning_videoscale.cost.flops import TransformerFlops
 
 
 class ModelFlopsUtilization(Metric):
     """MFU = model FLOPs / (seconds · peak FLOP/s), of one device.
 
     Model FLOPs are those of one forward and one backward pass. What activation checkpointing computes again is no
-    progress and does not count (PaLM, appendix B), whatever the `TransformerFlops` given says about it. Over several
-    steps, and over several ranks when synced, it is all FLOPs over all seconds.
+    progress and does not count (PaLM, appendix B); `cost.training_flops` leaves it out. Over several steps, and over
+    several ranks when synced, it is all FLOPs over all seconds.
 
     Example:
         >>> utilization = ModelFlopsUtilization(peak_flops_per_second=1e15)
@@ -56,7 +52,7 @@ class ModelFlopsUtilization(Metric):
         """Adds one step of this device.
 
         Args:
-            flops: Model FLOPs of this device's share of the step; see `training_flops`.
+            flops: Model FLOPs of this device's share of the step; see `cost.training_flops`.
             seconds: Time of the step, above zero.
 
         Raises:
@@ -70,19 +66,3 @@ class ModelFlopsUtilization(Metric):
     def compute(self) -> Tensor:
         """Returns the MFU, a float64 scalar, 1 at the peak; NaN before the first step."""
         return self.flops / (self.seconds * self.peak_flops_per_second)
-
-
-def training_flops(
-    transformer: TransformerFlops, batch_size: int, sequence_length: int, sequence_parallel_size: int = 1
-) -> float:
-    """Returns the model FLOPs of one device for one micro-batch, nothing computed twice.
-
-    Args:
-        transformer: The model's sizes; its ``checkpointing`` is left out of account.
-        batch_size: B, samples.
-        sequence_length: S, tokens of one whole sample.
-        sequence_parallel_size: Ranks that share the micro-batch.
-    """
-    once = replace(transformer, checkpointing=False)
-    flops = batch_size * (once.per_token * sequence_length + once.per_pair * sequence_length**2)
-    return flops / sequence_parallel_size

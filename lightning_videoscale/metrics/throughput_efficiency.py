@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-
-if TYPE_CHECKING:
-    from lightning_videoscale.data.geometry import ModelGeometry
 
 
 class ThroughputEfficiency(Metric):
@@ -37,6 +34,8 @@ class ThroughputEfficiency(Metric):
     def __init__(self, temporal_stride: int = 4, height_stride: int = 8, width_stride: int = 8, **kwargs: Any) -> None:
         """Creates an empty metric.
 
+        The strides are those of the model's VAE; `data.GEOMETRIES` lists those of several families.
+
         Args:
             temporal_stride: λ, frames that the VAE makes into one latent frame, the first frame standing alone.
             height_stride: η, rows of pixels per latent cell.
@@ -53,11 +52,6 @@ class ThroughputEfficiency(Metric):
         self.temporal_stride, self.height_stride, self.width_stride = strides
         self.add_state("tokens", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("seconds", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    @classmethod
-    def from_geometry(cls, geometry: ModelGeometry, **kwargs: Any) -> ThroughputEfficiency:
-        """Creates an empty metric with the strides of a model's VAE (see `data.geometry.GEOMETRIES`)."""
-        return cls(geometry.temporal_stride, geometry.spatial_stride, geometry.spatial_stride, **kwargs)
 
     def update(self, batch_size: int, frames: int, height: int, width: int, seconds: float) -> None:
         """Adds one micro-batch of this rank.

@@ -14,8 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_videoscale.callbacks import LoadBalanceMonitor
 from lightning_videoscale.callbacks.step_window import RankTimes
-from lightning_videoscale.cost import TransformerFlops
-from lightning_videoscale.metrics import training_flops
+from lightning_videoscale.cost import TransformerFlops, training_flops
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
 from tests.models import tiny_wan
 

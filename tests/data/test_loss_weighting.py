@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_videoscale.callbacks import LossWeighting
+from lightning_videoscale.data.loss_weighting import LossWeighting
 from tests.callbacks.toy import Meta, Slope, batches_of, trainer_with
 
 

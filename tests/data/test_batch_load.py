@@ -1,7 +1,7 @@
 """What the callbacks take for a batch's meta."""
 
-from lightning_videoscale.callbacks.batch_load import load_of
 from lightning_videoscale.data import BatchMeta
+from lightning_videoscale.data.batch_load import load_of
 from tests.callbacks.toy import Meta
 
 

@@ -1,4 +1,4 @@
-"""What the callbacks read from a batch: the members of `batch["meta"]` that `VideoDataModule` writes there."""
+"""What callbacks read from any batch: the members of `batch["meta"]` that `VideoDataModule` writes there."""
 
 from __future__ import annotations
 
