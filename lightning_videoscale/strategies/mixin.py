@@ -140,15 +140,17 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
             self._watch = JobWatch(self.cluster_environment.main_address, self._place, lambda: self._end_processes(0.0))
         self._settings.check_agreement()
         ulysses_size, ring_size = self._settings.sizes(devices_per_node)
-        self._mesh = SequenceMesh.create(
-            self.root_device.type, ulysses_size=ulysses_size, ring_size=ring_size, timeout=timeout
-        )
-        if self._mesh.sp.size > 1:
-            self._sharing = BatchSharing.create(self._mesh, self.root_device, timeout)
+        # When a Trainer fits and then tests, the second finds the communicators and buffers of the first.
+        if self._mesh is None or self.transport is None:
+            self._mesh = SequenceMesh.create(
+                self.root_device.type, ulysses_size=ulysses_size, ring_size=ring_size, timeout=timeout
+            )
+            if self._mesh.sp.size > 1:
+                self._sharing = BatchSharing.create(self._mesh, self.root_device, timeout)
+            self.transport = create_transport(
+                self._settings.transport, self._mesh, self.root_device, timeout or default_pg_timeout
+            )
         self.lightning_module._device_mesh = self._mesh.device_mesh  # what `LightningModule.device_mesh` returns
-        self.transport = create_transport(
-            self._settings.transport, self._mesh, self.root_device, timeout or default_pg_timeout
-        )
         by_collective = isinstance(self.transport, SymmetricTransport) and ring_size > 1
         rank_zero_info(
             f"Sequence parallelism: {self._mesh} over {self.world_size} ranks, transport {self.transport.name!r}"

@@ -30,6 +30,7 @@ def run_all_loops(strategy: Callable[..., Strategy], settings: dict[str, Any]) -
     with lifted_float_casts():
         runner = trainer(strategy(**settings), plugins=[DoublePrecision()], limit_val_batches=2, val_check_interval=1)
         runner.fit(module, loader, clips(torch.float64))
+        mesh = runner.strategy.mesh
         values.append(float(runner.callback_metrics["val_loss"]))
         values.append(runner.validate(module, loader, verbose=False)[0]["val_loss"])
         values.append(runner.test(module, loader, verbose=False)[0]["test_loss"])
@@ -38,6 +39,7 @@ def run_all_loops(strategy: Callable[..., Strategy], settings: dict[str, Any]) -
         runner.fit_loop.epoch_loop.max_steps = 4
         runner.fit(module, loader)
         values.append(float(runner.callback_metrics["loss"]))
+    assert runner.strategy.mesh is mesh, "communicators are made once"
     return values
 
 
