@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,15 @@ _TASK, _RESULT = "VIDEOSCALE_BENCHMARK_TASK", "VIDEOSCALE_BENCHMARK_RESULT"
 
 def task_of_worker() -> dict[str, Any] | None:
     """The arguments that `launch` was given, in the processes that it started; None in others."""
-    task: dict[str, Any] | None = json.loads(os.environ.get(_TASK, "null"))
+    if _TASK not in os.environ:
+        return None
+    task: dict[str, Any] = json.loads(Path(os.environ[_TASK]).read_text())
     return task
+
+
+def say(text: str) -> None:
+    """Prints with the time, at once: of a run that is cut off, the last line says where it was."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 def finish(result: Any) -> None:
@@ -38,10 +46,11 @@ def launch(script: str, ranks: int, **task: Any) -> Any:
         RuntimeError: If rank 0 did not finish with anything.
     """
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
+        arguments, result = Path(folder) / "task.json", Path(folder) / "result.json"
+        arguments.write_text(json.dumps(task))
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script],
-            env=os.environ | {_TASK: json.dumps(task), _RESULT: str(result)},
+            env=os.environ | {_TASK: str(arguments), _RESULT: str(result)},
         )
         if not result.exists():
             raise RuntimeError(f"{script} with {task} on {ranks} ranks ended with {done.returncode}; see above.")

@@ -4,7 +4,8 @@
 
 One training, in which rounds of steps with and without take turns; a round's report is part of it. Under `ulysses_ddp`
 a micro-batch has a handful of marks; under `ulysses_fsdp2` there are six for every transformer block, as many as any
-strategy sets. The sequence is short, as the marks of a long one are the same.
+strategy sets. The sequence is short, as the marks of a long one are the same, but not so short that the host would be
+slower than the device.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
+from benchmarks.launch import say
 from lightning_videoscale.callbacks import BottleneckAnalyzer, LoadBalanceMonitor
 from lightning_videoscale.data.batch import BatchMeta
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
@@ -124,6 +126,7 @@ class TakingTurns(pl.Callback):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[was_on].append((time.perf_counter() - self._begin) / self.steps)
+        say(f"  {'watched' if was_on else 'without'}: {1e3 * self.seconds[was_on][-1]:.3f} ms a step")
 
 
 def measure(strategy: str, frames: int, rounds: int, steps: int, tiny: bool, folder: str) -> Row:
@@ -161,8 +164,8 @@ def measure(strategy: str, frames: int, rounds: int, steps: int, tiny: bool, fol
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--frames", type=int, default=3, help="latent frames of a clip, 1560 tokens each")
-    parser.add_argument("--rounds", type=int, default=8, help="pairs of rounds")
+    parser.add_argument("--frames", type=int, default=5, help="latent frames of a clip, 1560 tokens each")
+    parser.add_argument("--rounds", type=int, default=6, help="pairs of rounds")
     parser.add_argument("--steps", type=int, default=20, help="steps of a round")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES))
     parser.add_argument("--tiny", action="store_true", help="a model of two layers, on a CPU too: tries the script")
@@ -170,27 +173,26 @@ def main() -> None:
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     commit = "not measured" if options.tiny else options.commit or provenance.commit()
-    rows = []
-    with TemporaryDirectory() as folder:
-        for strategy in options.strategies:
-            row = measure(strategy, options.frames, options.rounds, options.steps, options.tiny, folder)
-            rows.append(row)
-            print(
-                f"{strategy:14s} {row['tokens']} tokens: {row['step_without_ms']} ms without, "
-                f"{row['step_watched_ms']} ms watched, {row['overhead_percent']:+.3f} % (median of rounds)",
-                flush=True,
-            )
-    if options.tiny:
-        return
+    output = options.output or provenance.path("callbacks", "clock_overhead")
     settings = {
-        "model": "Wan-1.3B",
+        "dry_run": options.tiny,
+        "model": TINY_WAN if options.tiny else WAN_1_3B,
         "precision": "bf16-mixed",
         "activation_checkpointing": True,
         "steps_per_round": options.steps,
         "steps_between_reports": STEPS_BETWEEN_REPORTS,
     }
-    output = options.output or provenance.path("callbacks", "clock_overhead")
-    provenance.write(output, "callbacks/clock_overhead", commit, settings, rows)
+    rows = []
+    with TemporaryDirectory() as folder:
+        for strategy in options.strategies:
+            say(strategy)
+            row = measure(strategy, options.frames, options.rounds, options.steps, options.tiny, folder)
+            rows.append(row)
+            provenance.write(output, "callbacks/clock_overhead", commit, settings, rows)
+            say(
+                f"{strategy}, {row['tokens']} tokens: {row['step_without_ms']} ms without, "
+                f"{row['step_watched_ms']} ms watched, {row['overhead_percent']:+.3f} % (median of rounds)"
+            )
     print(f"written to {output}")
 
 

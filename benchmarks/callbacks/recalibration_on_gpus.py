@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import provenance
 from benchmarks.callbacks.recalibration import power_law
 from benchmarks.data.sparse_shards import write_sparse_shards
-from benchmarks.launch import finish, launch, task_of_worker
+from benchmarks.launch import finish, launch, say, task_of_worker
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_of, trainer_with
 from lightning_videoscale import VideoDataModule
 from lightning_videoscale.callbacks import BudgetRecalibrator
@@ -45,6 +45,7 @@ from lightning_videoscale.timing import watch_steps
 
 RANKS, LAYERS, SAMPLES = 4, 3, 8_000
 EVERY_N_STEPS, STEPS, STEPS_OF_ORACLE = 10, 100, 60
+SAY_EVERY = 20
 FACTOR, P_ERROR = 2.0, 0.3
 # Without the largest tier: a step then takes a third of a second.
 POLICY = replace(STANDARD_POLICY, areas=STANDARD_POLICY.areas[:2], weights=(0.4, 0.6))
@@ -74,6 +75,8 @@ class Record(pl.Callback):
         calibration = self.recalibrator.calibration
         assert calibration is not None
         self.budgets.append((calibration.version, calibration.budget.m_comp, calibration.budget.p))
+        if trainer.is_global_zero and len(self.budgets) % SAY_EVERY == 0:
+            say(f"  {len(self.budgets)} steps")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.seconds = [times.compute for times in self._watch.read()]
@@ -99,6 +102,8 @@ def train(
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (record.seconds, [version for version, _, _ in record.budgets]))
     seconds = np.array([of_rank for of_rank, _ in everyone])
+    if dist.get_rank() == 0:
+        say(f"  CV {np.median(seconds.std(axis=0) / seconds.mean(axis=0)):.4f}, changes: {recalibrator.history}")
     fitted = recalibrator.state_dict()["recalibration"]["fitted"]
     assert fitted is not None, f"no fit in {run['steps']} steps: {recalibrator.history}"
     return {
@@ -123,6 +128,8 @@ def measure(shards: str, longest: int, layers: int, tiny: bool) -> None:
     def run(first: StepTimeModel, target_sync: float | None, **settings: Any) -> dict[str, Any]:
         alone = BucketBudget(2 * longest, longest**first.power_law.p, first.power_law.p)
         budget = first.budget(target_sync, 2 * longest) if target_sync else alone
+        if os.environ["RANK"] == "0":
+            say(f"{settings['steps']} steps from {budget}")
         return train(module, shards, budget, first, target_sync, tiny=tiny, **settings)
 
     found = run(by_flops, None, steps=STEPS_OF_ORACLE, seed=0)

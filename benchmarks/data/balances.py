@@ -8,11 +8,13 @@ the whole model on this mix takes seconds; 2 of its 30 blocks take a fifteenth, 
 lengths nor the cost of a token or a pair of tokens beside each other changes. What is balanced is a model of the step
 time that is measured first, on the same GPUs.
 
-A step is short and there are few of them because GPUs are dear; --layers 30 --steps 100 50 measures at full length.
+A run is an epoch: all balances train on the same clips, every clip once. The draws are as many as make 100 steps of the
+balance that has the fewest; with K = 4 that are fewer steps, as long together. On H200s a call of K = 1 takes six
+minutes and one of K = 4 five, on two as on four.
 
 M_mem is twice the longest sample, M_comp what the longest sample alone costs: the same for all balances. SDPA is held
 to FlashAttention, as cuDNN builds a plan for every shape that a rank has not seen: in a short run, for most of them.
-Every finished run is in the output file at once; a call goes on where an earlier one ended.
+Every finished run is in the output file at once, its report in --reports; a call goes on where an earlier one ended.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
 from benchmarks.data.sparse_shards import write_sparse_shards
-from benchmarks.launch import finish, launch, task_of_worker
+from benchmarks.launch import finish, launch, say, task_of_worker
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_of, trainer_with
 from lightning_videoscale import VideoDataModule, benchmark_shapes
+from lightning_videoscale.callbacks import RunReport
 from lightning_videoscale.cost import BucketBudget, StepTimeModel
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import SampleTable
@@ -46,9 +48,10 @@ from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, 
 from lightning_videoscale.timing import watch_steps
 
 RANKS = 4
-RUNS = [(balance, k) for k in (1, 4) for balance in ("equal_token", "dual_constraint", "planned")]
-STEPS = {1: 48, 4: 14}
+BALANCES = ("planned", "equal_token", "dual_constraint")
+SAMPLES_PER_RANK = 820
 WARM_UP = 2
+SAY_EVERY = 20
 TINY_POLICY = replace(STANDARD_POLICY, areas=(64 * 64, 96 * 96, 128 * 128), max_frames=17, crop_min_frames=5)
 FIELDS = ("compute", "wait", "total", "samples", "sequence_length", "predicted_cost", "counts")
 Columns = dict[str, NDArray[np.float64]]
@@ -74,6 +77,8 @@ class Record(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         meta = batch["meta"]
         self.loads.append((meta.samples, meta.sequence_length, meta.predicted_cost, meta.loss_weight != 0))
+        if trainer.is_global_zero and len(self.loads) % SAY_EVERY == 0:
+            say(f"  {len(self.loads)} of {trainer.num_training_batches} micro-batches")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         times = [(t.compute, t.wait, t.total) for t in self._watch.read()]
@@ -81,10 +86,8 @@ class Record(pl.Callback):
         self._watch.close()
 
 
-def train(
-    module: RectifiedFlow, shards: str, balance: Any, k: int, steps: int, step_time: StepTimeModel, tiny: bool
-) -> Columns:
-    """Trains some steps; every field of the micro-batches, (steps, ranks, micro-batches), warm-up left out."""
+def train(module: RectifiedFlow, shards: str, balance: Any, k: int, step_time: StepTimeModel, **task: Any) -> Columns:
+    """Trains an epoch; every field of the micro-batches, (steps, ranks, micro-batches), warm-up left out."""
     longest, p = longest_of(shards), step_time.power_law.p
     data = VideoDataModule(
         shards,
@@ -92,17 +95,23 @@ def train(
         budget=BucketBudget(2 * longest, longest**p, p),
         micro_batches=k,
         step_time=step_time,
-        num_workers=0 if tiny else 4,
+        num_workers=2,
     )
     record = Record()
+    report = [] if task["reports"] is None else [RunReport(Path(task["reports"]) / f"{balance}-k{k}", every_n_steps=10)]
     trainer = trainer_with(
-        int(os.environ["WORLD_SIZE"]), tiny, max_steps=WARM_UP + steps, accumulate_grad_batches=k, callbacks=[record]
+        int(os.environ["WORLD_SIZE"]),
+        task["tiny"],
+        max_epochs=1,
+        max_steps=task["max_steps"] or -1,
+        accumulate_grad_batches=k,
+        callbacks=[*report, record],
     )
     trainer.fit(module, data)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, record.rows)
     table = np.array(everyone, np.float64)  # ranks, micro-batches, fields
-    by_step = table.reshape(len(table), WARM_UP + steps, k, len(FIELDS)).transpose(1, 0, 2, 3)[WARM_UP:]
+    by_step = table.reshape(len(table), -1, k, len(FIELDS)).transpose(1, 0, 2, 3)[WARM_UP:]
     return {name: by_step[..., number] for number, name in enumerate(FIELDS)}
 
 
@@ -162,26 +171,35 @@ def measure(shards: str, runs: list[tuple[str, int]], cost: dict[str, Any] | Non
     """All runs in one process group; after each, rank 0 writes what there is."""
     tiny, output = task["tiny"], Path(task["output"])
     config = TINY_WAN if tiny else WAN_1_3B | {"num_layers": task["layers"]}
-    module = RectifiedFlow(config, attention="default" if tiny else "flash")
-    rows = task["rows"]
+    module = RectifiedFlow(config, attention="flash")
+    is_first = os.environ["RANK"] == "0"
+    rows = json.loads(output.read_text())["rows"] if is_first and output.exists() else []
     if cost is None:
-        trainer = trainer_with(int(os.environ["WORLD_SIZE"]), tiny, max_steps=1)
-        data = VideoDataModule(shards, budget=BucketBudget(1, 1))
-        matrix = benchmark_shapes(trainer, module, data, max_shapes=8, seconds=task["seconds"], progress=False)
-        cost = StepTimeModel.fit(matrix.measurements).to_dict()
-    for balance, k in runs:
-        begin = time.perf_counter()
-        steps = task["steps"].get(str(k))
-        columns = train(module, shards, balance, k, steps, StepTimeModel.from_dict(cost), tiny)
-        rows = [*rows, row_of(balance, k, columns)]
-        if dist.get_rank() == 0:
+        cost = cost_of(module, shards, task["seconds"], tiny)
+        if is_first:
             write(output, task["commit"], task["settings"] | {"cost": cost}, rows)
-            show(rows[-1], time.perf_counter() - begin)
-    finish(rows)
+            say(f"cost: {cost}")
+    for balance, k in runs:
+        if is_first:
+            say(f"{balance}, K = {k}")
+        columns = train(module, shards, balance, k, StepTimeModel.from_dict(cost), **task)
+        if is_first:
+            rows.append(row_of(balance, k, columns))
+            write(output, task["commit"], task["settings"] | {"cost": cost}, rows)
+            show(rows[-1])
+    finish(len(rows))
+
+
+def cost_of(module: RectifiedFlow, shards: str, seconds: float, tiny: bool) -> dict[str, Any]:
+    """The step-time model, measured under the strategy of the runs; collective."""
+    trainer = trainer_with(int(os.environ["WORLD_SIZE"]), tiny, max_steps=1)
+    data = VideoDataModule(shards, budget=BucketBudget(1, 1))
+    matrix = benchmark_shapes(trainer, module, data, max_shapes=8, seconds=seconds, progress=True)
+    return StepTimeModel.fit(matrix.measurements).to_dict()
 
 
 def write(output: Path, commit: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """The rows so far, each planned one beside equal_token's where there is one."""
+    """The rows so far, each beside equal_token's where there is one."""
     base = {row["micro_batches"]: row["tokens_per_second"] for row in rows if row["balance"] == "equal_token"}
     for row in rows:
         if row["micro_batches"] in base:
@@ -189,14 +207,13 @@ def write(output: Path, commit: str, settings: dict[str, Any], rows: list[dict[s
     provenance.write(output, "data/balances", commit, settings, rows)
 
 
-def show(row: dict[str, Any], seconds: float) -> None:
-    print(
+def show(row: dict[str, Any]) -> None:
+    say(
         f"{row['balance']:16} K={row['micro_batches']}: {row['tokens_per_second']:9.0f} tokens/s, "
         f"{row.get('over_equal_token', float('nan')):.3f} x equal_token, {row['share_of_ceiling']:.1%} of the ceiling, "
         f"CV_step {row['cv_step_median']:.1%} (p95 {row['cv_step_p95']:.1%}), cost CV {row['cost_cv']:.1%}, "
         f"B·S² CV {row['b_s2_cv']:.1%}, cost error {row['cost_error_median']:.1%}, "
-        f"step {row['step_seconds_median']:.3f} s; took {seconds:.0f} s",
-        flush=True,
+        f"{row['steps']} steps of {row['step_seconds_median']:.3f} s"
     )
 
 
@@ -205,44 +222,52 @@ def main() -> None:
     parser.add_argument("--shapes", type=Path, required=True, help="table of clips")
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--layers", type=int, default=2, help="of Wan-1.3B's 30")
-    parser.add_argument("--samples", type=int, default=8000, help="draws of the mix")
-    parser.add_argument("--steps", type=int, nargs=2, default=[STEPS[1], STEPS[4]], help="for K = 1 and K = 4")
+    parser.add_argument("--samples", type=int, help=f"draws of the mix; left out, {SAMPLES_PER_RANK} for each rank")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="values of K")
+    parser.add_argument("--max-steps", type=int, help="of a run; left out, an epoch")
+    parser.add_argument("--reports", type=Path, help="folder for the report of each run")
     parser.add_argument("--seconds", type=float, default=0.3, help="per shape of the cost model's measurement")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
     parser.add_argument("--output", type=Path, help="file to write, or to go on with")
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
-    output = options.output or provenance.path("data", "balances")
+    output = (options.output or provenance.path("data", "balances")).absolute()
+    samples = options.samples or SAMPLES_PER_RANK * options.ranks
     settings = {
         "dry_run": options.tiny,
         "ranks": options.ranks,
         "model": TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers},
-        "attention": "default" if options.tiny else "flash",
+        "attention": "flash",
         "precision": "bf16-mixed",
         "activation_checkpointing": True,
-        "mix": {"samples": options.samples, "seed": 0},
+        "mix": {"samples": samples, "seed": 0},
+        "max_steps": options.max_steps,
         "m_mem": "2 x the longest sample",
         "m_comp": "the longest sample",
         "warm_up_steps": WARM_UP,
     }
     done = json.loads(output.read_text()) if output.exists() else {"rows": [], "settings": {}}
-    if done["rows"] and {name: done["settings"].get(name) for name in settings} != settings:
+    if done["settings"] and {name: done["settings"].get(name) for name in settings} != settings:
         parser.error(f"{output} holds runs of other settings: name another --output.")
     found = {(row["balance"], row["micro_batches"]) for row in done["rows"]}
+    runs = [(balance, k) for k in options.micro_batches for balance in BALANCES if (balance, k) not in found]
+    if not runs:
+        parser.exit(message=f"{output} has all runs already.\n")
     with tempfile.TemporaryDirectory() as folder:
-        shards = write_sparse_shards(Path(folder), mix(options.shapes, options.samples, options.tiny), shards=32)
+        shards = write_sparse_shards(Path(folder), mix(options.shapes, samples, options.tiny), shards=32)
         data = VideoDataModule(shards)
         data.prepare_data()
+        say(f"{samples} samples are indexed")
         launch(
             __file__,
             options.ranks,
             shards=shards,
-            runs=[run for run in RUNS if run not in found],
+            runs=runs,
             cost=done["settings"].get("cost"),
-            rows=done["rows"],
             settings=settings,
-            steps=dict(zip(("1", "4"), options.steps, strict=True)),
+            max_steps=options.max_steps,
+            reports=None if options.reports is None else str(options.reports.absolute()),
             layers=options.layers,
             seconds=options.seconds,
             tiny=options.tiny,

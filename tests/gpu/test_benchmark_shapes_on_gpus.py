@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class Wider(Flow):
     def __init__(self) -> None:
         super().__init__()
         self.transformer = tiny_wan(num_layers=4, attention_head_dim=64, ffn_dim=1024)
+        self.batches = deque(maxlen=1)  # type: ignore[assignment]  # those kept would be part of the peaks
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_times_and_peaks_grow_with_the_tokens() -> None:
     measurements = matrix.measurements
     assert len(measurements) == len(matrix.rows) and all(m.peak_bytes for m in measurements)
     memory = MemoryModel.fit(measurements)
-    assert memory.worst_excess < 0.5
+    assert memory.worst_excess < 0.5, matrix.rows
     assert matrix.capacity_bytes is not None
     assert max(m.samples * m.sequence_length for m in measurements) < memory.m_mem(matrix.capacity_bytes)
     assert StepTimeModel.fit(measurements).predict(4, 9216) > StepTimeModel.fit(measurements).predict(1, 9216)
@@ -77,8 +79,8 @@ def test_memory_that_runs_out_is_a_result(capped: Callable[[float], None]) -> No
     matrix, same = _benchmark(max_tokens=4 * 9216)
     assert same
     outcomes = {(row.samples, row.sequence_length): row.outcome for row in matrix.rows}
-    assert "out_of_memory" in outcomes.values() and outcomes[1, 64] == "measured"
-    assert outcomes[1, 9216] == "measured", "what is smaller is measured after memory has run out"
+    assert "out_of_memory" in outcomes.values() and outcomes[1, 64] == "measured", (limit, matrix.rows)
+    assert outcomes[1, 9216] == "measured", (limit, matrix.rows)  # what is smaller, after memory has run out
 
 
 def test_a_benchmark_at_the_start_of_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,8 +88,8 @@ def test_a_benchmark_at_the_start_of_fit(tmp_path: Path, caplog: pytest.LogCaptu
     data = VideoDataModule(write_shards(tmp_path, 40))
     trainer_with(accelerator="cuda", devices=1).fit(Flow(), data)
     assert "budget='auto', measured on" in caplog.text
-    assert data.planner is not None and data.planner.step_time is not None
-    assert data.planner.budget.m_mem > 80, "this GPU holds more than the longest clip"
+    assert data.planner is not None and data.planner.step_time is not None, caplog.text
+    assert data.planner.budget.m_mem > 80, caplog.text  # this GPU holds more than the longest clip
 
 
 def _auto_on_two(shards: str) -> tuple[Any, bool]:
