@@ -4,10 +4,10 @@ The road of a sample: `shards` and `storage` (which tars, and bytes of them), `t
 `indexing`, `samples` and `index` (a table of all samples), `shapes` and `geometry` (what the model sees of each),
 `planning/` (which samples meet in which micro-batch, on which data-parallel rank, in which step), `reader`, `decoding`,
 `media` and `frames` (bytes to tensors), `batch` (what the training step receives), `loader` (a pass over the plan),
-`progress` (where a run stands in it) and `datamodule` (all of it behind a LightningDataModule). Beside it, `benchmark/`
-and `auto_budget` measure what a micro-batch may hold, `vae` and `encoding` make shards of latents of shards of videos;
-`online`, with `vae` and `text`, encodes while training; `batch_load` reads what a batch weighs, and `loss_weighting`
-applies it.
+`progress` (where a run stands in it) and `datamodule` (all of it behind a LightningDataModule, with `indexed_shards`,
+`budgets`, `agreement` and `replanning` behind that). Beside it, `benchmark/` and `auto_budget` measure what a
+micro-batch may hold, `vae` and `encoding` make shards of latents of shards of videos; `online`, with `vae` and `text`,
+encodes while training; `batch_load` reads what a batch weighs, and `loss_weighting` applies it.
 """
 
 from lightning_videoscale.data.auto_budget import AutoBudget

@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_videoscale.cost import StepTimeModel, TransformerFlops
 from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.loss_weighting import LossWeighting
 from lightning_videoscale.data.shards import short_names
@@ -95,15 +94,6 @@ def align_counters(trainer: pl.Trainer, micro_batches: int) -> None:
         setattr(count, name, getattr(count, name) + shift)
     # The data does go on where it was; Lightning looks for a state in the loader, and ours is in the DataModule.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-
-
-def step_time_of(module: pl.LightningModule) -> StepTimeModel | None:
-    """The step-time model of the first transformer in a module whose configuration tells its size, by its FLOPs."""
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if isinstance(config, Mapping) and {"num_layers", "num_attention_heads", "attention_head_dim"} <= config.keys():
-            return StepTimeModel.analytic(TransformerFlops.from_config(config))
-    return None
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

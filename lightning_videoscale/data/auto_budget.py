@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +10,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_videoscale.cost import BucketBudget, Calibration, MemoryModel, ShapeMatrix, StepTimeModel
-from lightning_videoscale.data.agreement import step_time_of
+from lightning_videoscale.cost import (
+    BucketBudget,
+    Calibration,
+    MemoryModel,
+    ShapeMatrix,
+    StepTimeModel,
+    TransformerFlops,
+)
 from lightning_videoscale.data.benchmark.grid import spread_over_shapes
 from lightning_videoscale.data.benchmark.measuring import DECISIVE, measure_shapes, provenance_of
 from lightning_videoscale.data.benchmark.synthetic import SyntheticBatches
@@ -144,6 +150,15 @@ class BudgetSearch:
             measured = measure_shapes(trainer, cells, self._batches, _SHORT["seconds"])
             return measured, f"measured on {len(measured.measurements)} micro-batches"
         return None, f"by the model's size, as {obstacle}"
+
+
+def step_time_of(module: pl.LightningModule) -> StepTimeModel | None:
+    """The step-time model of the first transformer in a module whose configuration tells its size, by its FLOPs."""
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if isinstance(config, Mapping) and {"num_layers", "num_attention_heads", "attention_head_dim"} <= config.keys():
+            return StepTimeModel.analytic(TransformerFlops.from_config(config))
+    return None
 
 
 def _read(trainer: pl.Trainer | None, file: Path) -> tuple[ShapeMatrix | None, str]:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_videoscale.cost import BucketBudget, Calibration, StepTimeModel
-from lightning_videoscale.data.advice import warn_of_ignored, warn_of_oversized, warn_of_refused, warn_of_shapeless
+from lightning_videoscale.cost import Calibration, StepTimeModel
+from lightning_videoscale.data.advice import warn_of_oversized, warn_of_shapeless
 from lightning_videoscale.data.agreement import (
     align_counters,
     apply_loss_weights,
@@ -21,13 +21,12 @@ from lightning_videoscale.data.agreement import (
     check_same_index,
     check_same_plan,
     contents_of,
-    step_time_of,
 )
 from lightning_videoscale.data.auto_budget import AutoBudget, BudgetSearch
 from lightning_videoscale.data.benchmark.synthetic import RepresentativeBatches
+from lightning_videoscale.data.budgets import Budget, Budgets
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.data.index import ShardIndex, default_index_file
-from lightning_videoscale.data.indexing import build_index, index_shards, known_shards
+from lightning_videoscale.data.indexed_shards import IndexedShards, Shards
 from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
 from lightning_videoscale.data.online import BatchEncoder, check_geometry
 from lightning_videoscale.data.planning import (
@@ -41,10 +40,7 @@ from lightning_videoscale.data.planning.stream import draws_per_epoch
 from lightning_videoscale.data.reader import MicroBatchReader
 from lightning_videoscale.data.replanning import replan
 from lightning_videoscale.data.shapes import Media, ShapePolicy
-from lightning_videoscale.data.shards import ShardError, expand_shards
 from lightning_videoscale.topology import topology_of
-
-Shards = str | list[str] | dict[str, float]
 
 
 class VideoDataModule(pl.LightningDataModule):
@@ -96,7 +92,7 @@ class VideoDataModule(pl.LightningDataModule):
         shards: Shards,
         index: str | Path | None = None,
         balance: Balance = "planned",
-        budget: BucketBudget | AutoBudget | Literal["auto"] = "auto",
+        budget: Budget = "auto",
         *,
         val_shards: str | list[str] | None = None,
         predict_shards: str | list[str] | None = None,
@@ -114,62 +110,39 @@ class VideoDataModule(pl.LightningDataModule):
         super().__init__()
         if isinstance(geometry, str) and geometry not in GEOMETRIES:
             raise ValueError(f"geometry={geometry!r} is none of {sorted(GEOMETRIES)}; give a ModelGeometry instead.")
-        self._shards = shards
-        self._index_file = index
+        self._shards = IndexedShards(shards, {"val_shards": val_shards, "predict_shards": predict_shards}, index)
+        self._budgets = Budgets(budget, step_time)
         self._balance: Balance = balance
-        self._auto = None if isinstance(budget, BucketBudget) else AutoBudget() if budget == "auto" else budget
-        self._budget = budget if isinstance(budget, BucketBudget) else None
-        self._other_shards = {"val_shards": val_shards, "predict_shards": predict_shards}
         self._micro_batches = micro_batches
         self._geometry = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
         check_geometry(encode, self._geometry)
         self._shape_policy = shape_policy if shape_policy is not None else ShapePolicy()
-        self._step_time = step_time
         self._loss_weighting: LossWeighting = loss_weighting
         self._loss_normalization: LossNormalization = loss_normalization
         self._seed = seed
         self._shard_window = shard_window
         self._num_workers = num_workers
         self._encode = encode
-        self._indices: dict[str, ShardIndex] = {}
-        self._readers: dict[str, MicroBatchReader] = {}
-        self._sources: list[int] = []
         self._sampler: PlannedSampler | None = None
         self._state: Mapping[str, Any] | None = None
-        self._adopted: Calibration | None = None
-        self._found: Calibration | None = None
         if val_shards is None and type(self).val_dataloader is VideoDataModule.val_dataloader:
             # Lightning validates unless the hook is its own: an empty list would be a warning in every run.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
 
     def prepare_data(self) -> None:
         """Indexes the shards once per node and keeps the table, for the other ranks and for the next run."""
-        shards, file = self._shards_and_file()
-        try:
-            build_index(shards, file, workers=max(1, self._num_workers), progress=True)
-        except OSError as error:
-            rank_zero_warn(f"The shard index cannot be kept ({error}), so every rank reads the shards. Give `index=`.")
+        self._shards.build(workers=max(1, self._num_workers))
 
     def setup(self, stage: str) -> None:
         """Reads the index, and says what of the shards is left alone."""
-        if self._indices:
+        if self._shards.arguments:
             return
-        shards, file = self._shards_and_file()
-        index = index_shards(shards, known_shards(file))
-        index.check()
-        begin = 0
-        for name, patterns in self._patterns().items():
-            end = begin + len(expand_shards(patterns))
-            self._indices[name] = ShardIndex(index.shards[begin:end])
-            if not len(self._indices[name]):
-                raise ShardError(f"No samples found in {name}.")
-            self._readers[name] = MicroBatchReader(self._indices[name], self._shape_policy.fps)
-            begin = end
-            self._advise(self._indices[name])
-        if isinstance(self._shards, dict):
-            self._sources = [n for n, pattern in enumerate(self._shards) for _ in expand_shards(pattern)]
-        warn_of_refused(index)
-        warn_of_ignored(index)
+        self._shards.read(self._shape_policy.fps)
+        for argument in self._shards.arguments:
+            table = self._table(argument)
+            warn_of_shapeless(self._shards.index(argument), table)
+            if self._budgets.training is not None:
+                warn_of_oversized(table, self._budgets.training)
 
     def train_dataloader(self) -> PlannedLoader:
         """Batches of this rank; a new plan every epoch.
@@ -178,12 +151,10 @@ class VideoDataModule(pl.LightningDataModule):
             ValueError: If the Trainer accumulates another number of micro-batches, or a checkpoint was made with other
                 shards. Each message names the fix.
         """
-        index = self._index("shards")
-        if self._budget is None and self._auto is not None:
-            self._found = self._search(self._auto).run(self.trainer)
-            self._budget, self._step_time = self._found.budget, self._found.step_time
-            warn_of_oversized(self._table(index, is_training=True), self._budget)
-        planner = self._planner(index, self._micro_batches, self._loss_weighting, is_training=True)
+        index = self._shards.index("shards")
+        if (found := self._budgets.find(self._search, self.trainer)) is not None:
+            warn_of_oversized(self._table("shards"), found)
+        planner = self._planner("shards", self._micro_batches, self._loss_weighting, is_training=True)
         trainer, state, on_resume, overfit, epoch = self.trainer, None, None, False, 0
         if trainer is not None:
             check_accumulation(trainer, self._micro_batches)
@@ -223,19 +194,12 @@ class VideoDataModule(pl.LightningDataModule):
             return dict(self._state) if self._state is not None else {}
         count: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         state = self._sampler.state_dict(count.processed if self._sampler.is_started else self._sampler.taken)
-        calibration = {} if self._adopted is None else {"calibration": self._adopted.to_dict()}
-        if self._found is not None:
-            calibration["found_budget"] = self._found.to_dict()
-        return {**state, **calibration, "shards": contents_of(self._index("shards"))}
+        return {**state, **self._budgets.state_dict(), "shards": contents_of(self._shards.index("shards"))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a state: the next train_dataloader begins there, with what was adopted before."""
         self._state = state_dict
-        if "found_budget" in state_dict and self._auto is not None and self._auto.matrix is None:
-            self._found = Calibration.from_dict(state_dict["found_budget"])
-            self._budget, self._step_time = self._found.budget, self._found.step_time
-        if "calibration" in state_dict:
-            self._take(Calibration.from_dict(state_dict["calibration"]))
+        self._budgets.load_state_dict(state_dict)
 
     def adopt(self, calibration: Calibration) -> None:
         """Plans by other costs and budgets, from the first step on that no rank has begun to read.
@@ -246,17 +210,13 @@ class VideoDataModule(pl.LightningDataModule):
         Raises:
             ValueError: On every rank, if the ranks' plans differ.
         """
-        self._take(calibration)
+        self._budgets.adopt(calibration)
         if self.trainer is None:
             return
         self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
         if self._sampler is not None:
             budget, step_time = calibration.budget, calibration.step_time
             replan(self.trainer, self._sampler, replace(self._sampler.planner, budget=budget, step_time=step_time))
-
-    def _take(self, calibration: Calibration) -> None:
-        self._adopted = calibration
-        self._budget, self._step_time = calibration.budget, calibration.step_time
 
     @property
     def planner(self) -> BucketPlanner | None:
@@ -265,48 +225,30 @@ class VideoDataModule(pl.LightningDataModule):
 
     def passes(self) -> dict[str, float]:
         """How often each dataset has been walked through when the current epoch began, by its pattern."""
-        table = self._table(self._index("shards"), is_training=True)
-        weights = list(self._shards.values()) if isinstance(self._shards, dict) else None
-        names = list(self._shards) if isinstance(self._shards, dict) else ["shards"]
+        table, weights = self._table("shards"), self._shards.weights
+        names = list(weights) if weights is not None else ["shards"]
         epoch = 0 if self._sampler is None else self._sampler.progress.epoch
         sizes = np.bincount(table.source[table.shape_id >= 0], minlength=len(names))
-        drawn = draws_per_epoch(table, weights)
+        drawn = draws_per_epoch(table, None if weights is None else list(weights.values()))
         return {name: float(epoch * n / size) for name, n, size in zip(names, drawn, sizes, strict=True)}
 
     def training_shapes(self) -> tuple[SampleTable, RepresentativeBatches]:
         """The training samples in the shapes of the first epoch, and batches of these to measure with."""
-        index = self._index("shards")
-        table = self._table(index, is_training=True)
+        table = self._table("shards")
         if self._encode is not None and self.trainer is not None:
             self._encode.to(self.trainer.strategy.root_device)
-        return table, RepresentativeBatches(MicroBatchReader(index, self._shape_policy.fps), table, self._encode)
+        reader = MicroBatchReader(self._shards.index("shards"), self._shape_policy.fps)
+        return table, RepresentativeBatches(reader, table, self._encode)
 
     def _search(self, auto: AutoBudget) -> BudgetSearch:
         table, batches = self.training_shapes()
-        return BudgetSearch(auto, table, batches, self.matrix_file, self._step_time)
+        return BudgetSearch(auto, table, batches, self.matrix_file, self._budgets.step_time)
 
     @property
     def matrix_file(self) -> Path:
         """Where ``budget="auto"`` looks for what `videoscale benchmark-shapes` has measured."""
-        file = self._shards_and_file()[1]
+        file = self._shards.file
         return file.with_name(f"{file.stem}-shapes.json")
-
-    def _patterns(self) -> dict[str, str | list[str]]:
-        train = list(self._shards) if isinstance(self._shards, dict) else self._shards
-        others = {name: shards for name, shards in self._other_shards.items() if shards is not None}
-        return {"shards": train, **others}
-
-    def _shards_and_file(self) -> tuple[list[str], Path]:
-        shards = [shard for patterns in self._patterns().values() for shard in expand_shards(patterns)]
-        return shards, default_index_file(shards) if self._index_file is None else Path(self._index_file)
-
-    def _index(self, argument: str) -> ShardIndex:
-        if argument not in self._indices:
-            raise RuntimeError(
-                f"VideoDataModule has no index of its {argument}: give {argument}= and, without a Trainer, call "
-                "prepare_data() and setup('fit') first."
-            )
-        return self._indices[argument]
 
     def _dp_rank_and_size(self) -> tuple[int, int]:
         if self.trainer is None:
@@ -314,30 +256,17 @@ class VideoDataModule(pl.LightningDataModule):
         topology = topology_of(self.trainer)
         return topology.data_parallel_rank, topology.data_parallel_size
 
-    def _table(self, index: ShardIndex, is_training: bool, epoch: int = 0) -> SampleTable:
-        clips = index.samples.clips
-        if is_training and self._sources:
-            clips = replace(clips, source=np.array(self._sources, np.int32)[index.shard_numbers])
-        return SampleTable.of_clips(clips, self._shape_policy, self._geometry, self._seed, index.shard_numbers, epoch)
-
-    def _advise(self, index: ShardIndex) -> None:
-        table = self._table(index, is_training=False)
-        warn_of_shapeless(index, table)
-        if self._budget is not None:
-            warn_of_oversized(table, self._budget)
+    def _table(self, argument: str, epoch: int = 0) -> SampleTable:
+        clips, shards = self._shards.clips(argument), self._shards.index(argument).shard_numbers
+        return SampleTable.of_clips(clips, self._shape_policy, self._geometry, self._seed, shards, epoch)
 
     def _planner(
-        self, index: ShardIndex, micro_batches: int, loss_weighting: LossWeighting, is_training: bool
+        self, argument: str, micro_batches: int, loss_weighting: LossWeighting, is_training: bool
     ) -> BucketPlanner:
-        table = self._table(index, is_training)
-        step_time = self._step_time
-        if step_time is None and self.trainer is not None:
-            step_time = step_time_of(self.trainer.lightning_module)
-        budget = self._budget if is_training or self._auto is None else None
-        if budget is None:
-            budget = _budget_of_longest(table, step_time)
-        weights = tuple(self._shards.values()) if is_training and isinstance(self._shards, dict) else None
-        has_pixels = bool((index.samples.clips.media != Media.LATENTS).any())
+        table = self._table(argument)
+        budget, step_time = self._budgets.of(table, self.trainer, is_training)
+        weights = self._shards.weights if is_training else None
+        has_pixels = bool((self._shards.clips(argument).media != Media.LATENTS).any())
         return BucketPlanner(
             table=table,
             budget=budget,
@@ -350,30 +279,21 @@ class VideoDataModule(pl.LightningDataModule):
             seed=self._seed,
             shuffle=is_training,
             shard_window=self._shard_window,
-            source_weights=weights,
-            redraw=partial(self._table, index, is_training) if is_training and has_pixels else None,
+            source_weights=None if weights is None else tuple(weights.values()),
+            redraw=partial(self._table, argument) if is_training and has_pixels else None,
         )
 
     def _ordered_loader(self, argument: str) -> PlannedLoader:
-        index = self._index(argument)
-        planner = self._planner(index, micro_batches=1, loss_weighting="none", is_training=False)
+        planner = self._planner(argument, micro_batches=1, loss_weighting="none", is_training=False)
         return self._loader(argument, PlannedSampler(planner, self._dp_rank_and_size()[0], repeat_first_epoch=True))
 
     def _loader(self, argument: str, sampler: PlannedSampler) -> PlannedLoader:
         on_gpu = False
         if self.trainer is not None:
-            check_same_plan(self.trainer, self._index(argument).digest + sampler.plan.digest)
+            check_same_plan(self.trainer, self._shards.index(argument).digest + sampler.plan.digest)
             device = self.trainer.strategy.root_device
             on_gpu = device.type == "cuda"
             if self._encode is not None:
                 self._encode.to(device)
-        return PlannedLoader(
-            self._readers[argument], sampler, self._num_workers, pin_memory=on_gpu, encode=self._encode
-        )
-
-
-def _budget_of_longest(table: SampleTable, step_time: StepTimeModel | None) -> BucketBudget:
-    """What the longest sample alone takes, which must fit in any case."""
-    longest = int(table.sequence_lengths.max())
-    p = step_time.power_law.p if step_time is not None else 2.0
-    return BucketBudget(longest, float(longest) ** p, p)
+        reader = self._shards.reader(argument)
+        return PlannedLoader(reader, sampler, self._num_workers, pin_memory=on_gpu, encode=self._encode)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import Batch, BatchMeta, OnlineEncoder, VideoDataModule
+from lightning_videoscale.data.benchmark import benchmark_shapes
 from lightning_videoscale.data.shapes import ShapePolicy
 from tests.data.clips import npy, write_shard
 from tests.data.films import film, numbered
@@ -123,3 +124,35 @@ def test_any_module_from_batches_to_batches_will_do(shard: str) -> None:
 def test_a_vae_of_another_model_is_refused(pipeline: Path) -> None:
     with pytest.raises(ValueError, match=r"= \(4, 8\) into one latent cell, and the model's geometry says \(8, 32\)"):
         VideoDataModule("000.tar", geometry="ltx-video", encode=OnlineEncoder(load_encoder(pipeline)._vae))
+
+
+def test_shapes_are_measured_on_what_was_encoded(shard: str, pipeline: Path) -> None:
+    module = Collector()
+    matrix = benchmark_shapes(
+        trainer_with(), module, _data(shard, encode=load_encoder(pipeline)), seconds=1e-9, progress=False
+    )
+    # The rows are of the clips' pixels; 3 latent frames of 4 x 6 cells make 18 tokens.
+    assert {row.outcome for row in matrix.rows} == {"measured"}
+    assert {(row.frames, row.height * row.width, row.sequence_length) for row in matrix.rows} == {(9, 32 * 48, 18)}
+    for batch in module.received:
+        meta = batch["meta"]
+        assert "video" not in batch and batch["mask"].shape == (meta.samples, 3)
+        assert (
+            batch["latents"].shape == (meta.samples, 4, 3, meta.height, meta.width) and meta.height * meta.width == 24
+        )
+        assert batch["text_embeds"].shape == (meta.samples, MAX_LENGTH, 8)
+
+
+def test_an_encoder_without_memory_is_a_result_of_the_benchmark(shard: str) -> None:
+    class Small:
+        def to(self, device: torch.device) -> None:
+            pass
+
+        def __call__(self, batch: Batch) -> Batch:
+            if batch["meta"].samples > 1:
+                raise torch.OutOfMemoryError("Tried to allocate 1.00 TiB")
+            return {**batch, "latents": batch["video"].float()}
+
+    data = _data(shard, encode=Small())
+    matrix = benchmark_shapes(trainer_with(), Collector(), data, seconds=1e-9, progress=False)
+    assert [(row.samples > 1, row.outcome) for row in matrix.rows] == [(False, "measured"), (True, "out_of_memory")]

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_videoscale.cost import MatrixRow, MemoryModel, ShapeMatrix
+from lightning_videoscale.data.batch import Batch
 from lightning_videoscale.data.benchmark.grid import Cell
 from lightning_videoscale.data.benchmark.ranks import Ranks
 from lightning_videoscale.data.benchmark.steps import RealSteps, real_steps
@@ -93,13 +94,11 @@ def _version(package: str) -> str | None:
 def _measure(
     steps: RealSteps, ranks: Ranks, cell: Cell, batches: SyntheticBatches, seconds: float, with_states: bool
 ) -> MatrixRow:
-    batch = batches(cell)
-    begin = time.perf_counter()
-    if not ranks.all(steps.fits(batch), f"out of memory at {cell.samples} samples of {cell.sequence_length} tokens"):
+    tried = _first_step(steps, ranks, cell, batches)
+    if tried is None:
         steps.free_memory()
         return _row(cell, outcome="out_of_memory")
-    steps.read_times()  # once the device is done
-    first = ranks.largest(time.perf_counter() - begin)
+    batch, first = tried
     if with_states:
         steps.make_optimizer_states()
     steps.reset_peak()
@@ -119,6 +118,20 @@ def _measure(
         wait_seconds=ranks.median(statistics.median(t.wait for t in times)),
         peak_bytes=None if peak is None else ranks.largest(peak),
     )
+
+
+def _first_step(steps: RealSteps, ranks: Ranks, cell: Cell, batches: SyntheticBatches) -> tuple[Batch, float] | None:
+    """The batch of a cell and the seconds of a step on it; None if any rank has no memory for either."""
+    full = f"out of memory at {cell.samples} samples of {cell.sequence_length} tokens"
+    batch = steps.make(batches, cell)
+    # Asked before the step, in which a rank that has a batch would wait for one that has none.
+    if not ranks.all(batch is not None, full) or batch is None:
+        return None
+    begin = time.perf_counter()
+    if not ranks.all(steps.fits(batch), full):
+        return None
+    steps.read_times()  # once the device is done
+    return batch, ranks.largest(time.perf_counter() - begin)
 
 
 def _row(cell: Cell, **values: Any) -> MatrixRow:

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_videoscale.data.batch import Batch
+from lightning_videoscale.data.benchmark.grid import Cell
+from lightning_videoscale.data.benchmark.synthetic import SyntheticBatches
 from lightning_videoscale.timing import StepTimes, watch_steps
 from lightning_videoscale.topology import topology_of
 
@@ -50,14 +52,21 @@ class RealSteps:
         is_replicated = isinstance(self._trainer.strategy.model, DistributedDataParallel)
         return not is_replicated or topology_of(self._trainer).sequence_parallel_size > 1
 
+    def make(self, batches: SyntheticBatches, cell: Cell) -> Batch | None:
+        """Makes a batch as the training step receives it; None if it is out of memory, as an encoder may be."""
+        try:
+            return batches(cell)
+        except RuntimeError as error:
+            _raise_unless_out_of_memory(error)
+            return None
+
     def fits(self, batch: Batch) -> bool:
         """Runs one step, without reducing gradients where the strategy can do without; False if out of memory."""
         try:
             with getattr(self._trainer.strategy, "block_backward_sync", nullcontext)():
                 self.run(batch)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
+        except RuntimeError as error:
+            _raise_unless_out_of_memory(error)
             return False
         return True
 
@@ -196,5 +205,6 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
+def _raise_unless_out_of_memory(error: RuntimeError) -> None:
+    if not isinstance(error, torch.OutOfMemoryError) and "CUBLAS_STATUS_ALLOC_FAILED" not in str(error):
+        raise error

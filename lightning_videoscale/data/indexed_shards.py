@@ -1,0 +1,116 @@
+"""The shards that a DataModule was given: which files they are, their one index, and readers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_videoscale.data.advice import warn_of_ignored, warn_of_refused
+from lightning_videoscale.data.index import ShardIndex, default_index_file
+from lightning_videoscale.data.indexing import build_index, index_shards, known_shards
+from lightning_videoscale.data.reader import MicroBatchReader
+from lightning_videoscale.data.shapes import Clips
+from lightning_videoscale.data.shards import ShardError, expand_shards
+
+Shards = str | list[str] | dict[str, float]
+"""A path or pattern of tar files, a list of them, or several datasets: pattern by pattern with its weight."""
+
+
+class IndexedShards:
+    """Tar files to train, to validate and to predict on, in one table of samples that is cut by argument.
+
+    Args:
+        train: What ``shards`` is.
+        others: Further arguments by name, ``val_shards`` and ``predict_shards``; None where there are none.
+        index_file: Where the table is kept. None: beside the first shard.
+
+    Attributes:
+        weights: What each dataset to train on is drawn with, by its pattern; None unless ``train`` tells.
+    """
+
+    def __init__(
+        self, train: Shards, others: Mapping[str, str | list[str] | None], index_file: str | Path | None
+    ) -> None:
+        self.weights = train if isinstance(train, dict) else None
+        self._patterns = {"shards": list(train) if isinstance(train, dict) else train}
+        self._patterns |= {name: patterns for name, patterns in others.items() if patterns is not None}
+        self._index_file = index_file
+        self._parts: dict[str, tuple[ShardIndex, MicroBatchReader]] = {}
+
+    @property
+    def file(self) -> Path:
+        """Where the table is kept."""
+        return default_index_file(self._files()) if self._index_file is None else Path(self._index_file)
+
+    def build(self, workers: int) -> None:
+        """Looks at what the kept table does not know yet, and keeps it; a warning where it cannot be kept.
+
+        Args:
+            workers: Processes that look.
+        """
+        try:
+            build_index(self._files(), self.file, workers=workers, progress=True)
+        except OSError as error:
+            rank_zero_warn(f"The shard index cannot be kept ({error}), so every rank reads the shards. Give `index=`.")
+
+    def read(self, fps: float) -> None:
+        """Reads the table, and says what of the shards is left alone.
+
+        Args:
+            fps: Frames per second at which videos are read.
+
+        Raises:
+            ShardError: If there are no samples for an argument, or a shard cannot be read.
+        """
+        index = index_shards(self._files(), known_shards(self.file))
+        index.check()
+        begin = 0
+        for name, patterns in self._patterns.items():
+            end = begin + len(expand_shards(patterns))
+            part = ShardIndex(index.shards[begin:end])
+            if not len(part):
+                raise ShardError(f"No samples found in {name}.")
+            self._parts[name] = part, MicroBatchReader(part, fps)
+            begin = end
+        warn_of_refused(index)
+        warn_of_ignored(index)
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments that samples were found for; none before the table is read."""
+        return list(self._parts)
+
+    def index(self, argument: str) -> ShardIndex:
+        """The part of the table of an argument.
+
+        Raises:
+            RuntimeError: If there is no such argument, or the table has not been read.
+        """
+        return self._part(argument)[0]
+
+    def reader(self, argument: str) -> MicroBatchReader:
+        """Reads the samples of an argument; raises as `index` does."""
+        return self._part(argument)[1]
+
+    def clips(self, argument: str) -> Clips:
+        """The samples of an argument, those to train on with the number of the dataset that they are of."""
+        index = self.index(argument)
+        if argument != "shards" or self.weights is None:
+            return index.samples.clips
+        sources = [number for number, pattern in enumerate(self.weights) for _ in expand_shards(pattern)]
+        return replace(index.samples.clips, source=np.array(sources, np.int32)[index.shard_numbers])
+
+    def _part(self, argument: str) -> tuple[ShardIndex, MicroBatchReader]:
+        if argument not in self._parts:
+            raise RuntimeError(
+                f"VideoDataModule has no index of its {argument}: give {argument}= and, without a Trainer, call "
+                "prepare_data() and setup('fit') first."
+            )
+        return self._parts[argument]
+
+    def _files(self) -> list[str]:
+        return [file for patterns in self._patterns.values() for file in expand_shards(patterns)]
