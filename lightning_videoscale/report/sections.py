@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_videoscale.report.charts import (
     Line,
@@ -17,7 +19,7 @@ from lightning_videoscale.report.charts import (
     percent,
     stacked_bars,
 )
-from lightning_videoscale.report.costs import buckets_of
+from lightning_videoscale.report.costs import Kind, buckets_of
 from lightning_videoscale.report.findings import Findings
 
 Section = dict[str, Any]
@@ -33,6 +35,9 @@ PARTS = {
 }
 _SHOWN_RANKS = 32
 _SHOWN_BUCKETS = 12
+
+_WIDTH = 0.3
+"""How far lengths are about alike: a third more or less."""
 
 
 def throughput(found: Findings) -> Section | None:
@@ -130,8 +135,8 @@ def cost(found: Findings) -> Section | None:
     if model is not None:
         low, high = min(kind.tokens for kind in kinds), max(kind.tokens for kind in kinds)
         lengths = np.geomspace(low, high, 60)
-        # A micro-batch's fixed seconds are shared by its samples: batch sizes between the measured ones.
-        samples = np.exp(np.interp(np.log(lengths), *_usual_sizes(found)))
+        # A micro-batch's fixed seconds are shared by its samples, as many as there are of lengths about alike.
+        samples = _samples_around(lengths, kinds)
         curve = model.predict(samples, lengths) / samples
         lines.append(Line("fitted to this run", "fit", list(zip(lengths.tolist(), curve.tolist(), strict=True))))
     lines.append(Line("measured", "own", points, joined=False))
@@ -142,6 +147,7 @@ def cost(found: Findings) -> Section | None:
         "chart": line_chart("Compute seconds per sample over tokens per sample, measured and fitted", lines, x, y),
         "model": model,
         "is_sum": model is not None and model.form is model.additive,
+        "terms": [("ΣS", "linear"), ("ΣS²", "quadratic"), ("B", "per_sample")],
         "error": None if model is None else min(model.additive_error, model.power_law_error),
         "planner_error": found.planner_error,
         "kinds": len(kinds),
@@ -240,15 +246,14 @@ def _medians(drawn: list[tuple[str, str, str, list[float]]]) -> str:
     )
 
 
-def _usual_sizes(found: Findings) -> tuple[list[float], list[float]]:
-    """Logarithms of the sequence lengths and of their mean batch sizes."""
-    lengths = sorted({kind.tokens for kind in found.kinds})
-    sizes = []
-    for length in lengths:
-        same = [kind for kind in found.kinds if kind.tokens == length]
-        batches = sum(kind.micro_batches for kind in same)
-        sizes.append(sum(kind.samples * kind.micro_batches for kind in same) / batches)
-    return np.log(lengths).tolist(), np.log(sizes).tolist()
+def _samples_around(lengths: NDArray[np.float64], kinds: Sequence[Kind]) -> NDArray[np.float64]:
+    """The geometric mean of the batch sizes around every length, smooth over lengths."""
+    tokens, samples, counts = (
+        np.array([getattr(kind, name) for kind in kinds], np.float64) for name in ("tokens", "samples", "micro_batches")
+    )
+    nearness = counts * np.exp(-(np.log(lengths[:, None] / tokens) ** 2) / _WIDTH**2)
+    mean: NDArray[np.float64] = np.exp(nearness @ np.log(samples) / nearness.sum(axis=1))
+    return mean
 
 
 def _grouped(rows: list[list[str]]) -> list[tuple[str, int, str, str]]:
