@@ -20,6 +20,10 @@ EXPONENTS = np.round(np.arange(1.6, 2.4 + 1e-9, 0.01), 2)
 """Where AdaptiveLoad searches p."""
 
 _FOLDS = 5
+_MEASUREMENTS, _LENGTHS = 6, 3
+"""What a fit needs at least."""
+
+_NEAR_FLOOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -95,21 +99,26 @@ class StepTimeModel:
     The planner uses the form with the smaller error on shapes that its fit has not seen. The power law is kept in any
     case, because equation 2 of the paper needs its p.
 
+    A step takes at least as long as the host needs to launch it, however little the device has to do. That is no
+    summand: the device works while the host launches. Times near this floor would bend both forms.
+
     Attributes:
         power_law: The paper's form.
         additive: Linear and quadratic work apart.
         power_law_error: Median relative error of the power law on shapes held out of the fit.
         additive_error: The same of the additive form.
+        floor: Seconds that any step takes at least.
     """
 
     power_law: PowerLaw
     additive: AdditiveCost
     power_law_error: float
     additive_error: float
+    floor: float = 1e-6
 
     @classmethod
     def fit(cls, samples: Sequence[Measurement]) -> StepTimeModel:
-        """Fits both forms.
+        """Fits both forms to what takes twice as long as the shortest step, where enough does; else to all.
 
         Args:
             samples: Measured shapes, at least 6, of at least 3 sequence lengths.
@@ -118,20 +127,26 @@ class StepTimeModel:
             ValueError: If there are too few, a time is not positive, or times do not grow with the work.
         """
         b, s, seconds = (np.array(column, np.float64) for column in zip(*(m[:3] for m in samples), strict=True))
-        if len(samples) < 6 or len(np.unique(s)) < 3:
+        if not _suffice(s):
             raise ValueError(
                 f"A step-time model needs at least 6 measurements of 3 sequence lengths; got {len(samples)} of "
                 f"{len(np.unique(s))}. Measure more shapes."
             )
         if not (np.isfinite(seconds) & (seconds > 0) & (b >= 1) & (s >= 1)).all():
             raise ValueError("Every measurement needs a positive time, batch size and sequence length.")
+        floor, above = 1e-6, seconds > _NEAR_FLOOR * seconds.min()
+        if _suffice(s[above]):
+            floor = float(seconds.min())
+            b, s, seconds = b[above], s[above], seconds[above]
         power_law = PowerLaw.fit(b, s, seconds)
         if power_law.b <= 0:
             raise ValueError(
                 f"The measured times do not grow with the work ({power_law}); measure again, synchronised."
             )
-        errors = [np.median(np.abs(_held_out(form, b, s, seconds))) for form in (PowerLaw, AdditiveCost)]
-        return cls(power_law, AdditiveCost.fit(b, s, seconds), *map(float, errors))
+        of_power_law, of_sum = (
+            float(np.median(np.abs(_held_out(form, b, s, seconds)))) for form in (PowerLaw, AdditiveCost)
+        )
+        return cls(power_law, AdditiveCost.fit(b, s, seconds), of_power_law, of_sum, floor)
 
     @classmethod
     def analytic(cls, flops: TransformerFlops, flops_per_second: float = 4e14, longest: int = 80_000) -> StepTimeModel:
@@ -156,10 +171,9 @@ class StepTimeModel:
         return self.additive if self.additive_error <= self.power_law_error else self.power_law
 
     def predict(self, batch: ArrayLike, sequence_length: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of micro-batches of B samples of S tokens, never below a microsecond."""
-        predicted = self.form.predict(batch, sequence_length)
+        """Seconds of micro-batches of B samples of S tokens, never below the floor."""
         # A power law may cross zero for tiny shapes; a plan needs costs above zero.
-        return np.maximum(predicted, 1e-6)
+        return np.maximum(self.form.predict(batch, sequence_length), self.floor)
 
     def budget(self, target_sync: float, m_mem: float) -> BucketBudget:
         """The budget whose micro-batches take at most a given time: M_comp = (target_sync - a) / b.
@@ -190,6 +204,10 @@ class StepTimeModel:
         """Reads what `to_dict` returned."""
         forms = {"power_law": PowerLaw(**fields["power_law"]), "additive": AdditiveCost(**fields["additive"])}
         return cls(**{**fields, **forms})
+
+
+def _suffice(lengths: Vector) -> bool:
+    return len(lengths) >= _MEASUREMENTS and len(np.unique(lengths)) >= _LENGTHS
 
 
 def _held_out(form: type[PowerLaw] | type[AdditiveCost], b: Vector, s: Vector, seconds: Vector) -> Vector:

@@ -44,6 +44,17 @@ def test_what_samples_cost_beside_their_tokens_is_found_again() -> None:
     assert StepTimeModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
 
 
+def test_what_the_host_takes_to_launch_a_step_is_a_floor_and_no_summand() -> None:
+    launch = 0.12
+    samples = [Measurement(b, s, max(launch, t)) for b, s, t, _ in measured(0.01, 2e-5, 7e-10)]
+    model = StepTimeModel.fit(samples)
+    assert model.floor == launch == model.predict(1, 300)
+    assert model.additive.linear == pytest.approx(2e-5, rel=1e-6)
+    assert model.predict(2, 32768) == pytest.approx(0.01 + 2 * (2e-5 * 32768 + 7e-10 * 32768**2), rel=1e-6)
+    errors = [float(model.predict(m.samples, m.sequence_length)) / m.seconds - 1 for m in samples]
+    assert np.abs(errors).max() < 1e-6
+
+
 @pytest.mark.parametrize("p", [1.6, 1.83, 2.2])
 def test_a_power_law_is_found_again(p: float) -> None:
     model = StepTimeModel.fit(measured(0.03, 0.0, 1e-9, p))
