@@ -24,6 +24,7 @@ from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport.symmetric import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
+from lightning_videoscale.strategies.network_changes import split_plans
 from lightning_videoscale.strategies.precision import check_precision
 from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
@@ -158,7 +159,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     def _shard(self, module: pl.LightningModule) -> None:
         """Shards a LightningModule unit by unit, so that a device never holds the whole of it; collective."""
         wanted = self._sharding.shard_frozen or []
-        paths = [*wanted, *self._plans(module), *declared_networks(module)]
+        paths = [*wanted, *split_plans(module, self.mesh, self._settings), *declared_networks(module)]
         networks = [
             path
             for path in dict.fromkeys(paths)

@@ -1,8 +1,6 @@
 """What every sequence-parallel strategy adds to its parent: the mesh, the split model, one batch and one noise.
 
-The order in which a model is changed, in `setup`, after `configure_model` and before wrapping: the transforms that
-callbacks and users registered, the split, compilation, activation checkpointing. The user's LightningModule contains no
-line about any of it.
+The user's LightningModule contains no line about any of it.
 """
 
 from __future__ import annotations
@@ -18,32 +16,20 @@ import torch.distributed as dist
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_videoscale.parallel import (
-    CollectiveTransport,
-    SequenceMesh,
-    SplitPlan,
-    check_loss,
-    find_planned_modules,
-    known_models,
-    parallelize,
-)
+from lightning_videoscale.parallel import CollectiveTransport, SequenceMesh, check_loss
 from lightning_videoscale.parallel.plan import Undo
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport, create_transport
 from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
-from lightning_videoscale.strategies.blocks import checkpoint_activations
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
-from lightning_videoscale.strategies.compilation import compile_blocks
 from lightning_videoscale.strategies.failure import JobWatch, end_processes
+from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
-
-ModelTransform = Callable[[nn.Module], None]
 
 
 class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
@@ -176,6 +162,10 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
             assert self.lightning_module is not None
             self._undo_changes = self._change_networks(self.lightning_module)
 
+    def _change_networks(self, module: nn.Module) -> Undo:
+        transforms, self._transforms = self._transforms, []
+        return change_networks(module, transforms, self.mesh, self.transport, self._settings)
+
     def verify_parity(self, module: pl.LightningModule, batch: Any) -> ParityReport:
         """Compares loss and gradients of a batch with its sequence split (sp = n) and whole (sp = 1).
 
@@ -218,47 +208,6 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         dist.broadcast(seed, 0)
         return int(seed.item())
 
-    def _change_networks(self, module: nn.Module) -> Undo:
-        """Transforms, the split, compilation, activation checkpointing: the one order, before any wrapping."""
-        _refuse_compiled(module)
-        while self._transforms:
-            self._transforms.pop(0)(module)
-        undos: list[Undo] = []
-        for path, plan in self._plans(module).items():
-            network = module.get_submodule(path)
-            undos.append(parallelize(network, self.mesh, plan, transport=self.transport))
-            if self._settings.compile:  # a checkpointed block runs its compiled forward a second time
-                undos.append(compile_blocks(network, self._settings.compile))
-            if self._settings.activation_checkpointing:
-                undos.append(checkpoint_activations(network))
-
-        def undo() -> None:
-            for step in reversed(undos):
-                step()
-
-        return undo
-
-    def _plans(self, module: nn.Module) -> Mapping[str, SplitPlan | None]:
-        """The networks to split, by path, with their plans (None: the one registered for the class)."""
-        modules = self._settings.modules
-        if modules is not None:
-            missing = [path for path in modules if not _has_submodule(module, path)]
-            if missing:
-                children = [name for name, _ in module.named_children()]
-                raise ValueError(
-                    f"modules={modules} names {missing}, which the LightningModule lacks; it has {children}."
-                )
-            return dict.fromkeys(modules, self._settings.plan)
-        found = find_planned_modules(module)
-        if self.mesh.sp.size > 1 and len(found) != 1:
-            classes = {name: type(child).__name__ for name, child in module.named_children()}
-            what = f"Several networks have a split plan: {sorted(found)}" if found else "No network has a split plan"
-            raise ValueError(
-                f"{what} in the LightningModule with children {classes}. Name what to split with modules=[...]"
-                + ("." if found else f" and plan=SplitPlan(...); models with a plan: {', '.join(known_models())}.")
-            )
-        return dict.fromkeys(found, None)
-
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self.mesh.sp.size > 1:
@@ -295,25 +244,3 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
 
 def _count_arguments(step: Callable[..., Any]) -> int:
     return len(inspect.signature(step).parameters)
-
-
-def _refuse_compiled(module: nn.Module) -> None:
-    """What is compiled already would keep running as it was, without what is added to it here."""
-    compiled = [
-        path or type(child).__name__
-        for path, child in module.named_modules()
-        if isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
-    ]
-    if compiled:
-        raise ValueError(
-            f"These modules were compiled before the strategy could change them: {compiled}. Leave out "
-            "torch.compile and set the strategy's compile=True."
-        )
-
-
-def _has_submodule(module: nn.Module, path: str) -> bool:
-    try:
-        module.get_submodule(path)
-    except AttributeError:
-        return False
-    return True

@@ -1,0 +1,115 @@
+"""What is changed in a model, in which order: the same for all strategies, before any wrapping.
+
+The transforms that callbacks and users registered, the split of the sequence, compilation, activation checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+from torch._dynamo import OptimizedModule
+
+from lightning_videoscale.parallel import (
+    CollectiveTransport,
+    SequenceMesh,
+    SplitPlan,
+    find_planned_modules,
+    known_models,
+    parallelize,
+)
+from lightning_videoscale.parallel.plan import Undo
+from lightning_videoscale.strategies.blocks import checkpoint_activations
+from lightning_videoscale.strategies.compilation import compile_blocks
+from lightning_videoscale.strategies.settings import SequenceParallelSettings
+
+ModelTransform = Callable[[nn.Module], None]
+
+
+def change_networks(
+    module: nn.Module,
+    transforms: Sequence[ModelTransform],
+    mesh: SequenceMesh,
+    transport: CollectiveTransport | None,
+    settings: SequenceParallelSettings,
+) -> Undo:
+    """Changes a LightningModule in place.
+
+    Args:
+        module: The LightningModule, built and not wrapped.
+        transforms: Changes to make first, such as an injection of kernels.
+        mesh: Whose ranks share the sequence.
+        transport: Of the exchange.
+        settings: What to split, and whether to compile and to checkpoint.
+
+    Returns:
+        Takes back everything but the transforms.
+
+    Raises:
+        ValueError: If a part is compiled already, or it cannot be told what to split.
+    """
+    _refuse_compiled(module)
+    for transform in transforms:
+        transform(module)
+    undos: list[Undo] = []
+    for path, plan in split_plans(module, mesh, settings).items():
+        network = module.get_submodule(path)
+        undos.append(parallelize(network, mesh, plan, transport=transport))
+        if settings.compile:  # a checkpointed block runs its compiled forward a second time
+            undos.append(compile_blocks(network, settings.compile))
+        if settings.activation_checkpointing:
+            undos.append(checkpoint_activations(network))
+
+    def undo() -> None:
+        for step in reversed(undos):
+            step()
+
+    return undo
+
+
+def split_plans(
+    module: nn.Module, mesh: SequenceMesh, settings: SequenceParallelSettings
+) -> Mapping[str, SplitPlan | None]:
+    """The networks to split, by path, with their plans (None: the one registered for the class).
+
+    Raises:
+        ValueError: If the settings name a part that is not there, or name none and it cannot be told.
+    """
+    modules = settings.modules
+    if modules is not None:
+        missing = [path for path in modules if not _has_submodule(module, path)]
+        if missing:
+            children = [name for name, _ in module.named_children()]
+            raise ValueError(f"modules={modules} names {missing}, which the LightningModule lacks; it has {children}.")
+        return dict.fromkeys(modules, settings.plan)
+    found = find_planned_modules(module)
+    if mesh.sp.size > 1 and len(found) != 1:
+        classes = {name: type(child).__name__ for name, child in module.named_children()}
+        what = f"Several networks have a split plan: {sorted(found)}" if found else "No network has a split plan"
+        raise ValueError(
+            f"{what} in the LightningModule with children {classes}. Name what to split with modules=[...]"
+            + ("." if found else f" and plan=SplitPlan(...); models with a plan: {', '.join(known_models())}.")
+        )
+    return dict.fromkeys(found, None)
+
+
+def _refuse_compiled(module: nn.Module) -> None:
+    """What is compiled already would keep running as it was, without what is added to it here."""
+    compiled = [
+        path or type(child).__name__
+        for path, child in module.named_modules()
+        if isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
+    ]
+    if compiled:
+        raise ValueError(
+            f"These modules were compiled before the strategy could change them: {compiled}. Leave out "
+            "torch.compile and set the strategy's compile=True."
+        )
+
+
+def _has_submodule(module: nn.Module, path: str) -> bool:
+    try:
+        module.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
