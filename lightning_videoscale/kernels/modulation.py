@@ -20,31 +20,44 @@ def check_modulation(
     Raises:
         ValueError: If shapes, dtypes or devices do not fit.
     """
-    given = {name: value for name, value in values.items() if value is not None}
-    names, (b, s, d) = " and ".join(given), x.shape
+    given = [value for value in values.values() if value is not None]
     if not given and (index is not None or any(table is not None for table in tables.values())):
         raise ValueError(f"index and tables belong to {' and '.join(values)}, none of which is given.")
-    for name, table in tables.items():
-        if table is not None and (table.shape != (d,) or name not in given):
-            raise ValueError(f"{name}_table must have shape {(d,)} and needs {name} beside it; got {_shape(table)}.")
-    if len({table.dtype for table in tables.values() if table is not None}) > 1:
-        raise ValueError(f"All tables must have one dtype; got {[t.dtype for t in tables.values() if t is not None]}.")
+    _check_tables(x, values, tables)
     if not given:
         return
-    shapes = {tuple(value.shape) for value in given.values()}
-    first = next(iter(given.values()))
-    got = f"got {' and '.join(str(_shape(value)) for value in given.values())}."
+    (b, s, d), first = x.shape, given[0]
+    fits = all(value.shape == first.shape for value in given)
+    names = " and ".join(name for name, value in values.items() if value is not None)
     if index is not None:
-        if len(shapes) > 1 or first.ndim != 2 or first.shape[1] != d:
-            raise ValueError(f"With an index, {names} must have shape (G, {d}), G entries of D channels; {got}")
+        if not fits or first.ndim != 2 or first.shape[1] != d:
+            raise ValueError(
+                f"With an index, {names} must have shape (G, {d}), G entries of D channels; got {_shapes(given)}."
+            )
         _check_index(x, index)
-    elif len(shapes) > 1 or first.ndim != 3 or first.shape[0] != b or first.shape[2] != d or not _divides(first, s):
+    elif not fits or first.ndim != 3 or first.shape[0] != b or first.shape[2] != d or not _divides(first, s):
         raise ValueError(
             f"{names} must have one shape {(b, 1, d)} (per sample) or {(b, s, d)} (per token) or (B, R, D) with R "
-            f"dividing S (per frame) to fit x of shape {(b, s, d)}; {got} Other maps go through index."
+            f"dividing S (per frame) to fit x of shape {(b, s, d)}; got {_shapes(given)}. Other maps go through index."
         )
-    if len({value.dtype for value in given.values()}) > 1:
-        raise ValueError(f"{names} must have one dtype; got {' and '.join(str(v.dtype) for v in given.values())}.")
+    if any(value.dtype is not first.dtype for value in given):
+        raise ValueError(f"{names} must have one dtype; got {' and '.join(str(v.dtype) for v in given)}.")
+
+
+def _check_tables(x: Tensor, values: dict[str, Tensor | None], tables: dict[str, Tensor | None]) -> None:
+    dtype = None
+    for name, table in tables.items():
+        if table is None:
+            continue
+        if table.shape != x.shape[2:] or values[name] is None:
+            raise ValueError(
+                f"{name}_table must have shape {_shape(x)[2:]} and needs {name} beside it; got {_shape(table)}."
+            )
+        if dtype not in (None, table.dtype):
+            raise ValueError(
+                f"All tables must have one dtype; got {[t.dtype for t in tables.values() if t is not None]}."
+            )
+        dtype = table.dtype
 
 
 def check_branch(residual: Tensor, branch: Tensor) -> None:
@@ -121,3 +134,7 @@ def _divides(x: Tensor, s: int) -> bool:
 
 def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
+
+
+def _shapes(tensors: list[Tensor]) -> str:
+    return " and ".join(str(_shape(x)) for x in tensors)
