@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.strategies import (
@@ -106,6 +107,8 @@ def train(case: Case) -> Outcome:
             contexts.enter_context(float64_inside() if case.is_zero else lifted_float_casts())
         if case.is_zero and accelerator == "cpu":
             contexts.enter_context(deepspeed_on_cpu())
+        if accelerator == "cuda":  # whose other kernels make a product of float32 of three of tf32
+            contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
         torch.manual_seed(3)
         trainer = pl.Trainer(
             strategy=_strategy(case),
