@@ -41,7 +41,7 @@ from benchmarks.launch import finish, launch, say, task_of_worker
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_of, trainer_with
 from lightning_videoscale import VideoDataModule, benchmark_shapes
 from lightning_videoscale.callbacks import RunReport
-from lightning_videoscale.cost import BucketBudget, StepTimeModel
+from lightning_videoscale.cost import BucketBudget, ShapeMatrix, StepTimeModel, TransformerFlops
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import SampleTable
 from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
@@ -175,8 +175,13 @@ def measure(shards: str, runs: list[tuple[str, int]], cost: dict[str, Any] | Non
     is_first = os.environ["RANK"] == "0"
     rows = json.loads(output.read_text())["rows"] if is_first and output.exists() else []
     if cost is None:
-        cost = cost_of(module, shards, task["seconds"], tiny)
+        matrix = matrix_of(module, shards, task["seconds"], tiny)
+        # Times of a tiny model on busy CPUs need not even grow with its work.
+        flops = TransformerFlops.from_config(module.transformer.config)
+        model = StepTimeModel.analytic(flops) if tiny else StepTimeModel.fit(matrix.measurements)
+        cost = model.to_dict()
         if is_first:
+            matrix.save(output.with_name(output.name.replace("balances", "balances_matrix")))
             write(output, task["commit"], task["settings"] | {"cost": cost}, rows)
             say(f"cost: {cost}")
     for balance, k in runs:
@@ -190,12 +195,11 @@ def measure(shards: str, runs: list[tuple[str, int]], cost: dict[str, Any] | Non
     finish(len(rows))
 
 
-def cost_of(module: RectifiedFlow, shards: str, seconds: float, tiny: bool) -> dict[str, Any]:
-    """The step-time model, measured under the strategy of the runs; collective."""
+def matrix_of(module: RectifiedFlow, shards: str, seconds: float, tiny: bool) -> ShapeMatrix:
+    """Step times, measured under the strategy of the runs; collective."""
     trainer = trainer_with(int(os.environ["WORLD_SIZE"]), tiny, max_steps=1)
     data = VideoDataModule(shards, budget=BucketBudget(1, 1))
-    matrix = benchmark_shapes(trainer, module, data, max_shapes=8, seconds=seconds, progress=True)
-    return StepTimeModel.fit(matrix.measurements).to_dict()
+    return benchmark_shapes(trainer, module, data, max_shapes=8, seconds=seconds)
 
 
 def write(output: Path, commit: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
