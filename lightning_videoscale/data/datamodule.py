@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 
 from lightning_videoscale.cost import Calibration, StepTimeModel
 from lightning_videoscale.data.advice import warn_of_oversized, warn_of_shapeless
@@ -29,13 +30,7 @@ from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.indexed_shards import IndexedShards, Shards
 from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
 from lightning_videoscale.data.online import BatchEncoder, check_geometry
-from lightning_videoscale.data.planning import (
-    Balance,
-    BucketPlanner,
-    LossNormalization,
-    LossWeighting,
-    SampleTable,
-)
+from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossWeighting, SampleTable
 from lightning_videoscale.data.planning.stream import draws_per_epoch
 from lightning_videoscale.data.reader import MicroBatchReader
 from lightning_videoscale.data.replanning import replan
@@ -105,7 +100,7 @@ class VideoDataModule(pl.LightningDataModule):
         seed: int = 0,
         shard_window: int = 64,
         num_workers: int = 0,
-        encode: BatchEncoder | None = None,
+        encode: BatchEncoder | nn.Module | None = None,
     ) -> None:
         super().__init__()
         if isinstance(geometry, str) and geometry not in GEOMETRIES:

@@ -6,7 +6,7 @@ of a sequence-parallel group read in turn, so each batch is encoded once per gro
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,7 +23,7 @@ class BatchEncoder(Protocol):
     generators depends on the batch's place in the run, and not on which rank encodes.
     """
 
-    def to(self, device: torch.device) -> object:
+    def to(self, device: torch.device) -> Any:
         """Moves to the device that encodes."""
 
     def __call__(self, batch: Batch) -> Batch:

@@ -334,7 +334,8 @@ def test_without_a_trainer_it_serves_plain_loops(shards: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args parameter", "ignore:No seed found", "ignore:\n")
-def test_every_argument_can_be_given_on_the_command_line(shards: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoder", ["lightning_videoscale.data.OnlineEncoder", "torch.nn.Identity"])
+def test_every_argument_can_be_given_on_the_command_line(shards: str, tmp_path: Path, encoder: str) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(
         f"""
@@ -353,7 +354,7 @@ data:
   loss_weighting: token
   loss_normalization: epoch
   shard_window: 8
-  encode: null
+  encode: {{class_path: {encoder}}}
   seed: 3
   num_workers: 0
 """
