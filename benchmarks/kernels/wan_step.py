@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def measure(model: nn.Module, frames: int, repeats: int) -> Row:
     }
 
 
-def longest(model: nn.Module, frames: tuple[int, ...]) -> Row:
+def longest(model: nn.Module, frames: Sequence[int]) -> Row:
     """The longest sequence that fits this GPU, by a line through the peaks."""
     tokens = np.array([f * LATENT[0] * LATENT[1] // 4 for f in frames], dtype=np.float64)
     peaks = np.array([peak(model, f) for f in frames], dtype=np.float64)
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--frames", type=int, default=FRAMES)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--peaks", type=int, nargs="*", default=FRAMES_OF_PEAKS, help="frames; none: times only")
     parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
@@ -184,7 +185,7 @@ def main() -> None:
             row: Row = {"model": name, "mode": mode, "tokens": options.frames * LATENT[0] * LATENT[1] // 4}
             with prepared(model, mode, options.backend):
                 row |= measure(model, options.frames, options.repeats)
-                row |= longest(model, FRAMES_OF_PEAKS)
+                row |= longest(model, options.peaks) if options.peaks else {}
             rows.append(row)
             show(row)
         del model
@@ -197,10 +198,11 @@ def main() -> None:
 
 
 def show(row: Row) -> None:
+    longest = f", longest {row['longest_tokens']} tokens" if "longest_tokens" in row else ""
     print(
         f"{row['model']:18s} {row['mode']:16s} {row['median_ms']:>7.1f} ms: attention {row['attention_ms']}, "
-        f"matrix products {row['gemm_ms']}, everything else {row['other_ms']}; peak {row['peak_bytes'] / GIB:.1f} GiB, "
-        f"longest {row['longest_tokens']} tokens",
+        f"matrix products {row['gemm_ms']}, everything else {row['other_ms']}; peak {row['peak_bytes'] / GIB:.1f} GiB"
+        f"{longest}",
         flush=True,
     )
     for name, ms in row["largest_others_ms"].items():
