@@ -163,7 +163,8 @@ class StepTimeModel:
         lengths = np.geomspace(longest / 100, longest, 64)
         power_law = PowerLaw.fit(np.ones(64), lengths, additive.predict(1, lengths))
         misses = power_law.predict(1, lengths) / additive.predict(1, lengths) - 1
-        return cls(power_law, additive, float(np.median(np.abs(misses))), 0.0)
+        one_token = float(additive.predict(1, 1))
+        return cls(power_law, additive, float(np.median(np.abs(misses))), 0.0, one_token)
 
     @property
     def form(self) -> PowerLaw | AdditiveCost:

@@ -44,6 +44,12 @@ def test_what_samples_cost_beside_their_tokens_is_found_again() -> None:
     assert StepTimeModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
 
 
+def test_costs_of_a_tiny_model_that_nobody_measured_still_differ() -> None:
+    flops = TransformerFlops(layers=1, width=16, ffn_width=64)
+    model = StepTimeModel.analytic(flops)
+    assert model.predict(1, 64) == pytest.approx((flops.per_token * 64 + flops.per_pair * 64**2) / 4e14)
+
+
 def test_what_the_host_takes_to_launch_a_step_is_a_floor_and_no_summand() -> None:
     launch = 0.12
     samples = [Measurement(b, s, max(launch, t)) for b, s, t, _ in measured(0.01, 2e-5, 7e-10)]
