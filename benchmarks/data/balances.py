@@ -178,7 +178,7 @@ def measure(shards: str, runs: list[tuple[str, int]], cost: dict[str, Any] | Non
         matrix = matrix_of(module, shards, task["seconds"], tiny)
         # Times of a tiny model on busy CPUs need not even grow with its work.
         flops = TransformerFlops.from_config(module.transformer.config)
-        model = StepTimeModel.analytic(flops) if tiny else StepTimeModel.fit(matrix.measurements)
+        model = StepTimeModel.analytic(flops, 1e9) if tiny else StepTimeModel.fit(matrix.measurements)
         cost = model.to_dict()
         if is_first:
             matrix.save(output.with_name(output.name.replace("balances", "balances_matrix")))
