@@ -147,7 +147,7 @@ def cost(found: Findings) -> Section | None:
         "chart": line_chart("Compute seconds per sample over tokens per sample, measured and fitted", lines, x, y),
         "model": model,
         "is_sum": model is not None and model.form is model.additive,
-        "terms": [("ΣS", "linear"), ("ΣS²", "quadratic"), ("B", "per_sample")],
+        "terms": {"a": "", "linear": " · ΣS", "quadratic": " · ΣS²", "per_sample": " · B"},
         "error": None if model is None else min(model.additive_error, model.power_law_error),
         "planner_error": found.planner_error,
         "kinds": len(kinds),
