@@ -51,21 +51,23 @@ class HostMarks:
 
 
 class CudaMarks:
-    """CUDA events on the current stream, used again and again; setting one takes the host microseconds.
+    """CUDA events on one stream, used again and again; setting one takes the host microseconds.
+
+    The stream is the one that is current when this is made: frameworks set others within their reductions, and marks of
+    several streams have no order.
 
     Args:
         device: The CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._stream = torch.cuda.current_stream(device)
         self._free: list[torch.cuda.Event] = []
 
     def set(self) -> torch.cuda.Event:
         """Records an event."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        # Autograd's threads have a current device of their own.
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._stream)
         return event
 
     def is_past(self, mark: torch.cuda.Event) -> bool:
