@@ -8,7 +8,6 @@
 #include "block_sum.cuh"
 #include "cluster.cuh"
 #include "dependent_launch.cuh"
-#include "ready_flags.cuh"
 #include "row_pipeline.cuh"
 #include "row_sums.cuh"
 
@@ -23,7 +22,6 @@ struct BackwardArguments {
     GateValue* dgate;              // (rows, D), where every row has its own
     ScaleValue *dscale, *dshift;   // likewise
     float* parts;                  // (blocks + groups, SUM_COUNT, D), or of clusters: (clusters + 1, SUM_COUNT, D)
-    int* ready;    // a flag for each block (or cluster), raised when its parts are there; null where nobody asks
     RowOrder map;
     float eps;
 };
@@ -60,11 +58,11 @@ __device__ __forceinline__ void keep(float* to, const float (&v)[WIDTH]) {
 }
 
 struct Parts {
-    float dy_x_hat[WIDTH], dy[WIDTH], dn_x_hat[WIDTH], dn[WIDTH], dh_branch[WIDTH];
+    float dy_x_hat[WIDTH], dy[WIDTH], dn_x_hat[WIDTH], dn[WIDTH], dh_branch[WIDTH], dbranch[WIDTH];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int j = 0; j < WIDTH; ++j) dy_x_hat[j] = dy[j] = dn_x_hat[j] = dn[j] = dh_branch[j] = 0.f;
+        for (int j = 0; j < WIDTH; ++j) dy_x_hat[j] = dy[j] = dn_x_hat[j] = dn[j] = dh_branch[j] = dbranch[j] = 0.f;
     }
     __device__ __forceinline__ void write(float* to) const {
         if constexpr (SUM_NORM) {
@@ -76,6 +74,7 @@ struct Parts {
             keep(to + DN * D, dn);
         }
         if constexpr (SUM_GATE) keep(to + DH_BRANCH * D, dh_branch);
+        if constexpr (SUM_BRANCH) keep(to + DBRANCH * D, dbranch);
     }
 };
 
@@ -107,10 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                               {a.gate.values, a.gate.stride * int(sizeof(GateValue))},
                               {a.scale.values, a.scale.stride * int(sizeof(ScaleValue))}};
     Pipeline pipeline(a.map, sources, barriers, ring);
-    int* const ready = SUMMED && a.ready != nullptr ? a.ready + blockIdx.x / cluster_size() : nullptr;
-    const bool announces = ready != nullptr && threadIdx.x == 0 && cluster_rank() == 0;
-    if (announces) lower(ready);
-    Sum sum(scratch);  // a barrier, too
+    Sum sum(scratch);
     if constexpr (SUMMED) let_dependents_start();
 
     Columns columns[OWN];
@@ -294,6 +290,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     if constexpr (PER_ROW && HAS_GATE && SUMS) store<GateValue>(a.dgate + at, b);
                     if constexpr (!NORM_BRANCH) store<Activation>(a.dbranch + at, dx);
                 }
+                if constexpr (SUM_BRANCH && !NORM_BRANCH) {
+#pragma unroll
+                    for (int j = 0; j < WIDTH; ++j) parts[k].dbranch[j] += dx[j];
+                }
             }
         }
         if constexpr (NORM_BRANCH) {
@@ -308,8 +308,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     float b[WIDTH];
                     load<Activation>(pipeline.own<BRANCH_ROW>(r, k), b);
 #pragma unroll
-                    for (int j = 0; j < WIDTH; ++j)
+                    for (int j = 0; j < WIDTH; ++j) {
                         b[j] = (dbranch[r][k][j] - b[j] * inverse * mean_along) * inverse;
+                        if constexpr (SUM_BRANCH) parts[k].dbranch[j] += b[j];
+                    }
                     store<Activation>(a.dbranch + (long long)row[r] * D + column(k), b);
                 }
             }
@@ -327,10 +329,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int k = 0; k < OWN; ++k)
             if (owns(k)) parts[k].write((size > 1 ? shared : to) + column(k));
         if (size > 1) write_cluster_sum<THREADS>(to, shared, SUM_COUNT * D);
-        if (ready != nullptr) {
-            if (size == 1) __syncthreads();  // a cluster has just met
-            if (announces) raise(ready);
-        }
     }
 }
 

@@ -1,27 +1,27 @@
 // Adds the blocks' parts of each group in a fixed order and turns the sums into gradients of the operands.
 //
-// Grid: (columns, groups); with weight or bias (columns, 1), since their gradients add the groups up, in order too.
+// Grid: (columns, groups); with weight, bias or the branch's bias (columns, 1), since their gradients add the groups up,
+// in order too.
 #include "async_copy.cuh"
 #include "dependent_launch.cuh"
-#include "ready_flags.cuh"
 #include "row_sums.cuh"
 
 namespace videoscale {
 
 struct FinalizeArguments {
     const float* parts;
-    const int* ready;  // as in rows_backward; null: wait until that has ended
     OperandView gate, scale;
     const void *weight, *bias;
     float *dgate, *dscale, *dshift;  // (groups, D); where every row has its own: (1, D), of the tables
-    float *dweight, *dbias;          // (D,)
+    float *dweight, *dbias, *dbranch_bias;  // (D,)
     RowOrder map;  // of rows_backward
     int blocks;    // likewise; where they left a part per cluster: clusters
 };
 
 // A thread adds four columns of every LANES-th part. They come BATCH at a time through shared memory: latency is what this
-// kernel costs, and of loads to registers the compiler leaves only two on their way.
-constexpr int COLUMNS = 32, QUADS = COLUMNS / 4, LANES = 32, THREAD_COUNT = QUADS * LANES, WARPS = THREAD_COUNT / 32;
+// kernel costs, and of loads to registers the compiler leaves only two on their way. For the same reason a block has few
+// columns, of two sectors of memory, and many lanes: at D = 1536 528 blocks leave parts, and 96 blocks fetch them.
+constexpr int COLUMNS = 16, QUADS = COLUMNS / 4, LANES = 64, THREAD_COUNT = QUADS * LANES, WARPS = THREAD_COUNT / 32;
 constexpr int BATCH = 10 / SUM_COUNT;
 using Sums = float[SUM_COUNT][4];
 using Staged = float4[BATCH][SUM_COUNT][THREAD_COUNT];
@@ -32,13 +32,12 @@ __device__ __forceinline__ float at(const void* values, long long i) {
 }
 
 // Adds this thread's columns of the parts that blocks first … last have of a group.
-__device__ __forceinline__ void add_parts(const float* parts, const int* ready, int group, int first, int last, int column,
-                                          int thread, Staged& staged, Sums& sums) {
+__device__ __forceinline__ void add_parts(const float* parts, int group, int first, int last, int column, int thread,
+                                          Staged& staged, Sums& sums) {
     for (int begin = first + threadIdx.y; begin <= last; begin += LANES * BATCH) {
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
             const int block = begin + b * LANES;
-            if (ready != nullptr && block <= last) await_raised(ready + block);
             const float* const from = part(const_cast<float*>(parts), block, group) + column;
 #pragma unroll
             for (int i = 0; i < SUM_COUNT; ++i)
@@ -68,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREAD_COUNT) rows_finalize(const _
     const int column = blockIdx.x * COLUMNS + threadIdx.x * 4;  // the first of four to read
     const int c = blockIdx.x * COLUMNS + thread;                // to write, by the first warp
     const int groups = PER_ROW ? 1 : a.map.groups;
-    float dweight = 0.f, dbias = 0.f;
-    if (a.ready == nullptr) await_previous_kernel();
+    float dweight = 0.f, dbias = 0.f, dbranch_bias = 0.f;
+    await_previous_kernel();
     for (int group = blockIdx.y; group < groups; group += gridDim.y) {
         int first = 0, last = a.blocks - 1;
         if constexpr (!PER_ROW) {
@@ -78,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREAD_COUNT) rows_finalize(const _
             last = begin < end ? min((end - 1) / a.map.run, last) : first - 1;
         }
         Sums of_thread = {};
-        if (column < D) add_parts(a.parts, a.ready, group, first, last, column, thread, staged, of_thread);
+        if (column < D) add_parts(a.parts, group, first, last, column, thread, staged, of_thread);
 #pragma unroll
         for (int i = 0; i < SUM_COUNT; ++i)
 #pragma unroll
@@ -129,14 +128,15 @@ extern "C" __global__ void __launch_bounds__(THREAD_COUNT) rows_finalize(const _
                 }
                 a.dgate[to] = dgate;
             }
+            if constexpr (SUM_BRANCH) dbranch_bias += sums[DBRANCH];
         }
         __syncthreads();
     }
-    if (AFFINE && NORMED && thread < COLUMNS && c < D) {
-        if constexpr (HAS_WEIGHT) a.dweight[c] = dweight;
-        if constexpr (HAS_BIAS) a.dbias[c] = dbias;
+    if (thread < COLUMNS && c < D) {
+        if constexpr (SUM_NORM && HAS_WEIGHT) a.dweight[c] = dweight;
+        if constexpr (SUM_NORM && HAS_BIAS) a.dbias[c] = dbias;
+        if constexpr (SUM_BRANCH) a.dbranch_bias[c] = dbranch_bias;
     }
-    if (a.ready != nullptr) await_previous_kernel();  // What comes next takes this kernel's end for that one's too.
 }
 
 }  // namespace videoscale

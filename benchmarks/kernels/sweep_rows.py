@@ -4,11 +4,10 @@
 
 Before anything is timed, each candidate must agree with float64 on random data, its outputs poisoned before. Candidates
 are compiled by a pool of processes, screened at one N (backward in clusters of `CLUSTER`), the best of them also tried
-with other ways to share the rows, other clusters and overlapped sums, and the best of all timed at every N. L2 is
-flushed between repeats. The table at the end and the JSON hold, for each (operation, direction, D, N), the best launch;
-the last lines are what belongs into `MEASURED` of ``kernels/cuda/tuning.py``: per (operation, direction, D) the launch
-whose worst share of its goal over the Ns is best. A kernel that hangs ends the run with a message; results so far are
-kept.
+with other ways to share the rows and other clusters, and the best of all timed at every N. L2 is flushed between
+repeats. The table at the end and the JSON hold, for each (operation, direction, D, N), the best launch; the last lines
+are what belongs into `MEASURED` of ``kernels/cuda/tuning.py``: per (operation, direction, D) the launch whose worst
+share of its goal over the Ns is best. A kernel that hangs ends the run with a message; results so far are kept.
 """
 
 from __future__ import annotations
@@ -158,8 +157,7 @@ Screened = tuple[float, Tuning, Plan, float]
 def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, deadline: float) -> list[Screened]:
     """Checks every launch against float64 and itself, times it, and returns the best eight and `tuning_for`'s own.
 
-    The best four are also tried with a share of the rows for each block instead of turns, in other clusters, and with
-    the sums finished while blocks still work.
+    The best four are also tried with a share of the rows for each block instead of turns, and in other clusters.
     """
     properties = torch.cuda.get_device_properties(0)
     default = tuning_for(case.variant, case.direction, (properties.major, properties.minor), SHARED_PER_BLOCK)
@@ -196,11 +194,9 @@ def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, 
     backward = case.direction == "backward"
     seen = {tuning for _, tuning, _, _ in screened}
     others = {
-        tuning._replace(cluster=cluster, in_turns=in_turns, overlap=overlap): None
+        tuning._replace(cluster=cluster, in_turns=in_turns): None
         for _, tuning, _, _ in screened[:4]
-        for cluster, in_turns, overlap in itertools.product(
-            (1, 2, 4, 8) if backward else (1,), (True, False), (True, False) if backward else (False,)
-        )
+        for cluster, in_turns in itertools.product((1, 2, 4, 8) if backward else (1,), (True, False))
     }
     screened += tried([tuning for tuning in others if tuning not in seen])
     best = sorted(screened, key=lambda entry: entry[0])[:8]

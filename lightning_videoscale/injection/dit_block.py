@@ -13,7 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_videoscale.injection.fused_block import FusedBlock
-from lightning_videoscale.kernels import gate_residual, gate_residual_norm_modulate, norm_modulate
+from lightning_videoscale.kernels import (
+    fork_norm_modulate,
+    gate_residual,
+    gate_residual_norm_modulate,
+    norm_modulate,
+)
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
 _DIT_FORWARDS = frozenset({"2e263fd947215bda"})  # facebookresearch/DiT
@@ -32,7 +37,7 @@ def dit_block(class_path: str, known_forwards: frozenset[str] | None = None) -> 
     return FusedBlock(
         class_path=class_path,
         forward=_forward,
-        what="norm_modulate, gate_residual_norm_modulate, gate_residual",
+        what="fork_norm_modulate, gate_residual_norm_modulate, gate_residual",
         known_forwards=known_forwards,
         objection=_objection,
     )
@@ -46,7 +51,7 @@ def _forward(self: Any, x: Tensor, c: Tensor) -> Tensor:
     norm1 = {"scale": scale, "shift": shift, **_affine(self.norm1), **law}
     norm2 = {"scale": mlp_scale, "shift": mlp_shift, **_affine(self.norm2), **law}
 
-    y = run_norm(norm_modulate, x, **norm1, recompute=recompute)
+    x, y = run_norm(fork_norm_modulate, x, **norm1, recompute=recompute)
     with recomputed(y, partial(norm_modulate, x, **norm1), recompute=recompute):
         branch = self.attn(y)
     h, y = run_norm(gate_residual_norm_modulate, x, branch, gate, **norm2, recompute=recompute)

@@ -11,6 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_videoscale.injection.branch_bias import changed_linear, has_hooks
 from lightning_videoscale.injection.fused_block import FusedBlock, class_path, original_forward, source_hash
 from lightning_videoscale.kernels import gelu_linear
 
@@ -20,35 +21,30 @@ _GELU_FORWARDS = frozenset({"3640c152cb8c0d01", "d6728e812cd51ebb"})  # diffuser
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The fused forward; where somebody has changed a Linear meanwhile, the original, which calls whatever is there."""
+    detach_bias = kwargs.pop("detach_bias", False)
     if args or kwargs or _changed(self) is not None:
         unfused: Tensor = original_forward(self)(hidden_states, *args, **kwargs)
         return unfused
     first, second = self.net[0].proj, self.net[2]
     x = F.linear(hidden_states, first.weight, None if first.bias is None else first.bias.detach())
-    return gelu_linear(x, second.weight, second.bias, x_bias=first.bias, backend=self.kernel_backend)
+    bias = second.bias.detach() if detach_bias else second.bias
+    return gelu_linear(x, second.weight, bias, x_bias=first.bias, backend=self.kernel_backend)
 
 
 def _changed(feed_forward: Any) -> str | None:
-    """Returns which part is not as diffusers makes it, since the fused forward calls none of them; None if all are.
-
-    A Linear may have been given LoRA, parametrizations, a quantised weight, hooks or a home elsewhere.
-    """
+    """Returns which part is not as diffusers makes it, since the fused forward calls none of them; None if all are."""
     activation, dropout, second = feed_forward.net
     for name, linear in (("net.0.proj", activation.proj), ("net.2", second)):
-        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
-            return f"{name} is no Linear of its own weight, but {class_path(type(linear))}"
+        if (change := changed_linear(linear)) is not None:
+            return f"{name} {change}"
     if dropout.p and feed_forward.training:
         return f"net.1 drops {dropout.p} of the activations"
-    for name, part in (("net.0", activation), ("net.0.proj", activation.proj), ("net.2", second)):
-        if _has_hooks(part):
-            return f"{name} has forward hooks, which would not be called"
-    return None
+    return "net.0 has forward hooks, which would not be called" if has_hooks(activation) else None
 
 
-def _has_hooks(module: Any) -> bool:
-    """Whether calling it does more than its class says. ZeRO gathers parameters wherever they are read."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return "forward" in module.__dict__ or not all(hook.__module__.startswith("deepspeed.") for hook in hooks)
+def _last_linear(feed_forward: Any) -> nn.Linear | str:
+    second = feed_forward.net[2]
+    return _changed(feed_forward) or ("net.2 has no bias" if second.bias is None else second)
 
 
 def _is_meant(module: nn.Module) -> bool:
@@ -76,4 +72,5 @@ FEED_FORWARD = FusedBlock(
     known_forwards=_FEED_FORWARDS,
     objection=_objection,
     is_meant=_is_meant,
+    last_linear=_last_linear,
 )

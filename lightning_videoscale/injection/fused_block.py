@@ -55,6 +55,10 @@ class FusedBlock:
             not in the report.
         only_with: Path of another class, of which no block in the model may keep its own forward; None if this one does
             not depend on others.
+        last_linear: Returns the Linear that the output of a block comes from, or why the forward cannot leave that
+            one's bias gradient to its caller now; where it can, it does so when called with ``detach_bias=True``. None
+            if it never can.
+        branches: Names of the submodules whose last Linear's bias gradient the forward takes where it can.
     """
 
     class_path: str
@@ -64,6 +68,8 @@ class FusedBlock:
     objection: Callable[[nn.Module], str | None] = _supports_all
     is_meant: Callable[[nn.Module], bool] = _every_one
     only_with: str | None = None
+    last_linear: Callable[[Any], nn.Linear | str] | None = None
+    branches: tuple[str, ...] = ()
 
     def refusal(self, module: nn.Module) -> str | None:
         """Returns why ``module``, an instance of the named class, must be left as it is, or None."""

@@ -8,6 +8,7 @@ from typing import get_args
 
 from torch import nn
 
+from lightning_videoscale.injection.branch_bias import last_linear
 from lightning_videoscale.injection.dit_block import DIT_BLOCK
 from lightning_videoscale.injection.feed_forward import FEED_FORWARD
 from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, fused_class
@@ -57,11 +58,12 @@ def inject_fused_kernels(
     report = InjectionReport(type(model).__name__)
     found = [(path, module, _block_for(type(module), blocks)) for path, module in model.named_modules()]
     known = [(path, module, block) for path, module, block in found if block is not None and block.is_meant(module)]
-    for path, module, block in sorted(known, key=lambda entry: entry[2].only_with is not None):
+    # What is inside comes first, since it decides what is fused around it.
+    for path, module, block in sorted(known, key=lambda entry: (entry[2].only_with is not None, -entry[0].count("."))):
         reason = _refusal(module, block) or _missing_others(block, model)
         if reason is None:
             fused = fused_class(type(module), block)  # type: ignore[arg-type]  # as in fused_block
-            report.replace(path, module, fused, block.what, backend, recompute_norms)
+            report.replace(path, module, fused, _what(module, block), backend, recompute_norms)
         else:
             report.skipped.append(Skipped(path, type(module).__name__, reason))
     if any(skipped.reason != _ALREADY for skipped in report.skipped):
@@ -83,6 +85,13 @@ def _refusal(module: nn.Module, block: FusedBlock) -> str | None:
             "fully_shard made it, inject before sharding"
         )
     return block.refusal(module)
+
+
+def _what(module: nn.Module, block: FusedBlock) -> str:
+    """Returns what is fused in a block, and which bias gradients are not taken along and why."""
+    ends = {name: last_linear(module.get_submodule(name)) for name in block.branches}
+    as_before = [f"{name} ({end})" for name, end in ends.items() if isinstance(end, str)]
+    return block.what + (f"; bias gradients as before: {', '.join(as_before)}" if as_before else "")
 
 
 def _missing_others(block: FusedBlock, model: nn.Module) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_videoscale.injection.wan_attention import fused_query_key, is_fused, query_key_value
+from lightning_videoscale.injection.wan_attention import fused_query_key, is_fused, project_out, query_key_value
 from lightning_videoscale.parallel import (
     SequenceContext,
     check_heads,
@@ -32,6 +32,8 @@ class SequenceParallelWanAttention:
         context: The group and the split tables.
     """
 
+    detaches_bias = True  # where it is asked to, as the fused attention is
+
     def __init__(self, context: SequenceContext) -> None:
         self.context = context
 
@@ -42,6 +44,7 @@ class SequenceParallelWanAttention:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
+        detach_bias: bool = False,
     ) -> Tensor:
         """Attends from and to all tokens of the group; (B, s, dim) in and out."""
         if encoder_hidden_states is not None or attention_mask is not None:
@@ -58,9 +61,7 @@ class SequenceParallelWanAttention:
             lengths=self.context.lengths_of(hidden_states.shape[1]),
             transport=self.context.transport,
         )
-        projection, dropout = attn.to_out
-        projected: Tensor = dropout(projection(out.flatten(2).type_as(query)))
-        return projected
+        return project_out(attn, out.flatten(2).type_as(query), detach_bias)
 
 
 def query_key(attn: Any, query: Tensor, key: Tensor, rotary_emb: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

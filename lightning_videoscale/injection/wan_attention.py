@@ -2,6 +2,7 @@
 
 `WAN_ATTENTION`       the fused forward, for self- and cross-attention; the attention itself stays diffusers' own choice
 `fused_query_key`     norms and rotation of query and key in one launch
+`project_out`         what comes after the attention
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_videoscale.injection.branch_bias import apply_detached, changed_linear
 from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, source_hash
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
@@ -98,9 +100,25 @@ def _forward(
         attended = _attend(self.processor, query, key, value, attention_mask, own)
         if image is not None:
             attended = attended + _attend(self.processor, query, *_image_key_value(self, image), None, False)
-    projection, dropout = self.to_out
-    projected: Tensor = dropout(projection(attended))
+    return project_out(self, attended, kwargs.get("detach_bias", False))
+
+
+def project_out(attn: Any, attended: Tensor, detach_bias: bool) -> Tensor:
+    """The output projection; (B, S, D). ``detach_bias`` leaves the gradient of its bias to the caller."""
+    projection, dropout = attn.to_out
+    projected: Tensor = apply_detached(projection, attended) if detach_bias else dropout(projection(attended))
     return projected
+
+
+def _last_linear(attn: Any) -> nn.Linear | str:
+    projection, dropout = attn.to_out
+    if not (_is_plain(attn.processor) or getattr(attn.processor, "detaches_bias", False)):
+        return f"its processor is a {class_path(type(attn.processor))}"
+    if (change := changed_linear(projection)) is not None:
+        return f"to_out.0 {change}"
+    if dropout.p and attn.training:
+        return f"to_out.1 drops {dropout.p} of the activations"
+    return "to_out.0 has no bias" if projection.bias is None else projection
 
 
 def _image_key_value(attn: Any, image: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,4 +180,5 @@ WAN_ATTENTION = FusedBlock(
     what="norm_q, norm_k and the rotary embedding: qk_norm_rope",
     known_forwards=_ATTENTION_FORWARDS,
     objection=_objection,
+    last_linear=_last_linear,
 )

@@ -11,8 +11,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_videoscale.injection.branch_bias import branch_and_bias
 from lightning_videoscale.injection.fused_block import FusedBlock, source_hash
-from lightning_videoscale.kernels import gate_residual, gate_residual_norm_modulate, norm_modulate
+from lightning_videoscale.kernels import (
+    fork_norm_modulate,
+    gate_residual,
+    gate_residual_norm_modulate,
+    norm_modulate,
+)
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
 _FP32_LAYER_NORM_FORWARDS = frozenset({"eeccdd19b7e90032"})  # diffusers 0.37 to 0.42
@@ -105,25 +111,24 @@ def _forward(
     norm1 = attention.of_norm() | {"eps": self.norm1.eps, "backend": backend}
     norm3 = feed_forward.of_norm() | {"eps": self.norm3.eps, "backend": backend}
 
-    y = run_norm(norm_modulate, hidden_states, **norm1, recompute=recompute)
+    hidden_states, y = run_norm(fork_norm_modulate, hidden_states, **norm1, recompute=recompute)
     with recomputed(y, partial(norm_modulate, hidden_states, **norm1), recompute=recompute):
-        branch = self.attn1(y, None, None, rotary_emb)
+        branch, bias = branch_and_bias(self.attn1, y, None, None, rotary_emb)
 
+    gate = attention.of_gate() | {"branch_bias": bias}
     if isinstance(self.norm2, nn.Identity):
-        h = gate_residual(hidden_states, branch, **attention.of_gate(), backend=backend)
-        branch = self.attn2(h, encoder_hidden_states, None, None)
+        h = gate_residual(hidden_states, branch, **gate, backend=backend)
+        branch, bias = branch_and_bias(self.attn2, h, encoder_hidden_states, None, None)
     else:
         norm2 = {"weight": self.norm2.weight, "bias": self.norm2.bias, "eps": self.norm2.eps, "backend": backend}
-        h, y = run_norm(
-            gate_residual_norm_modulate, hidden_states, branch, **attention.of_gate(), **norm2, recompute=recompute
-        )
+        h, y = run_norm(gate_residual_norm_modulate, hidden_states, branch, **gate, **norm2, recompute=recompute)
         with recomputed(y, partial(norm_modulate, h, **norm2), recompute=recompute):
-            branch = self.attn2(y, encoder_hidden_states, None, None)
+            branch, bias = branch_and_bias(self.attn2, y, encoder_hidden_states, None, None)
 
-    h, y = run_norm(gate_residual_norm_modulate, h, branch, **norm3, recompute=recompute)
+    h, y = run_norm(gate_residual_norm_modulate, h, branch, **norm3, branch_bias=bias, recompute=recompute)
     with recomputed(y, partial(norm_modulate, h, **norm3), recompute=recompute):
-        branch = self.ffn(y)
-    return gate_residual(h, branch, **feed_forward.of_gate(), backend=backend)
+        branch, bias = branch_and_bias(self.ffn, y)
+    return gate_residual(h, branch, **feed_forward.of_gate(), branch_bias=bias, backend=backend)
 
 
 def _objection(block: nn.Module) -> str | None:
@@ -143,7 +148,8 @@ def _objection(block: nn.Module) -> str | None:
 WAN_BLOCK = FusedBlock(
     class_path="diffusers.models.transformers.transformer_wan.WanTransformerBlock",
     forward=_forward,
-    what="norm_modulate, gate_residual_norm_modulate (2), gate_residual",
+    what="fork_norm_modulate, gate_residual_norm_modulate (2), gate_residual",
     known_forwards=_WAN_BLOCK_FORWARDS,
     objection=_objection,
+    branches=("attn1", "attn2", "ffn"),
 )

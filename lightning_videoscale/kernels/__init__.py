@@ -1,16 +1,18 @@
 """Fused operations, one per file, each a `torch.library` op with a PyTorch reference and faster backends.
 
 - `norm_modulate`: LayerNorm or RMSNorm, then * (1 + scale) + shift, the adaptive norm of diffusion transformers.
+- `fork_norm_modulate`: the same where x goes on as residual stream, its two gradients added inside.
 - `gate_residual`: residual + gate * branch.
 - `gate_residual_norm_modulate`: both in turn, the seam between two branches of a block.
 - `gelu`: the GELU after a Linear, whose bias gradient it takes along; `gelu_linear`: with the Linear after it, both of
   which then keep one activation for backward instead of two.
 - `qk_norm_rope`: norm and rotation of q and k; `qk_norm_rope_sharded`: with a token's heads spread over ranks.
 
-The first three share their vocabulary (`rows`), the choice of a backend (`backend`) and the way of the modulation to it
+The first four share their vocabulary (`rows`), the choice of a backend (`backend`) and the way of the modulation to it
 (`modulation`, `dispatch`); `reference/`, `triton/` and `cuda/` are the backends.
 """
 
+from lightning_videoscale.kernels.fork_norm_modulate import fork_norm_modulate
 from lightning_videoscale.kernels.gate_residual import gate_residual
 from lightning_videoscale.kernels.gate_residual_norm_modulate import gate_residual_norm_modulate
 from lightning_videoscale.kernels.gelu import gelu
@@ -20,6 +22,7 @@ from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope, rope_per_pai
 from lightning_videoscale.kernels.qk_norm_rope_sharded import qk_norm_rope_sharded
 
 __all__ = [
+    "fork_norm_modulate",
     "gate_residual",
     "gate_residual_norm_modulate",
     "gelu",

@@ -80,7 +80,8 @@ def run_backward(
 ) -> RowGradients:
     """Runs the backend's backward; dx and dbranch come back as (B, S, D), the rest in the shape of its parameter.
 
-    The gradients of gate, scale, shift and their tables have their parameter's dtype, as have those of weight and bias.
+    The gradients of gate, scale, shift and their tables have their parameter's dtype, as have those of weight and bias;
+    that of the branch's bias is wide.
     """
     if not h.numel():
         return _zero_gradients(h, branch, operands, weight, bias)
@@ -104,6 +105,7 @@ def run_backward(
         _table_gradient(raw.dgate_table, raw.dgate, operands.gate_table),
         _table_gradient(raw.dscale_table, raw.dscale, operands.scale_table),
         _table_gradient(raw.dshift_table, raw.dshift, operands.shift_table),
+        raw.dbranch_bias,
     )
 
 
@@ -118,6 +120,16 @@ def if_needed(gradient: Tensor | None, needed: bool, like: Tensor) -> Tensor:
         return empty(like)
     assert gradient is not None
     return gradient
+
+
+def bias_gradient(total: Tensor | None, dtype: torch.dtype | None, like: Tensor) -> Tensor:
+    """Returns a bias's gradient, the sum over all rows, as an op's output, in the bias's dtype; None: not needed."""
+    return empty(like) if total is None or dtype is None else total.to(dtype)
+
+
+def fake_bias_gradient(channels: int, dtype: torch.dtype | None, like: Tensor) -> Tensor:
+    """Returns the shape of what `bias_gradient` returns."""
+    return empty(like) if dtype is None else like.new_empty(channels, dtype=dtype)
 
 
 def fake_gradient(parameter: Tensor | None, needed: bool, like: Tensor) -> Tensor:
@@ -240,4 +252,5 @@ def _zero_gradients(
         dgate_table=zeros(operands.gate_table),
         dscale_table=zeros(operands.scale_table),
         dshift_table=zeros(operands.shift_table),
+        dbranch_bias=h.new_zeros(h.shape[-1], dtype=torch.promote_types(h.dtype, torch.float32)),
     )

@@ -15,6 +15,8 @@ from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.dispatch import (
     NAMESPACE,
     Operands,
+    bias_gradient,
+    fake_bias_gradient,
     fake_gradient,
     if_needed,
     none_where_unneeded,
@@ -36,6 +38,7 @@ def gate_residual(
     gate: Tensor,
     *,
     gate_table: Tensor | None = None,
+    branch_bias: Tensor | None = None,
     index: Tensor | None = None,
     gate_activation: Activation = "identity",
     branch_norm: bool = False,
@@ -54,6 +57,11 @@ def gate_residual(
         branch: Of the same shape; another dtype, such as a Linear's under autocast, is allowed.
         gate: (B, R, D) with R dividing S, or with an index (G, D), as scale in `norm_modulate`.
         gate_table: (D,), added to every entry of ``gate`` inside; any dtype.
+        branch_bias: (D,), any floating dtype: the bias of the Linear that the branch comes from, added there already
+            and detached, as in ``branch = F.linear(x, weight, branch_bias.detach())``. It is not added here and its
+            values are not read; its gradient, the sum of the branch's over all rows, is taken here from what is not
+            rounded yet, in a fixed order, instead of in a pass of its own over what is. Without the ``detach`` it would
+            be counted twice. A frozen bias costs nothing.
         index: (B, R) integers in [0, G): which entry belongs to each S / R consecutive tokens.
         gate_activation: "identity" or "tanh".
         branch_norm: RMS-normalise the branch before it is gated, as Mochi does.
@@ -68,10 +76,12 @@ def gate_residual(
         ValueError: If shapes, dtypes or devices do not fit.
         NotImplementedError: If the backend asked for by name cannot run this.
     """
-    check_branch(residual, branch)
+    check_branch(residual, branch, branch_bias)
     check_modulation(residual, {"gate": gate}, {"gate": gate_table}, index)
-    check_devices(residual, branch, gate, gate_table, index)
-    h: Tensor = _op(residual, branch, gate, gate_table, index, eps, gate_activation, branch_norm, rounding, backend)
+    check_devices(residual, branch, gate, gate_table, branch_bias, index)
+    h: Tensor = _op(
+        residual, branch, gate, gate_table, branch_bias, index, eps, gate_activation, branch_norm, rounding, backend
+    )
     return h
 
 
@@ -80,6 +90,7 @@ def _forward(
     branch: Tensor,
     gate: Tensor,
     gate_table: Tensor | None,
+    branch_bias: Tensor | None,
     index: Tensor | None,
     eps: float,
     activation: Activation,
@@ -109,15 +120,18 @@ def _backward(
     branch_norm: bool,
     backend: str,
     needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    op = RowOp(norm=None, residual=True, gate=activation, branch_norm=branch_norm, sums=any(needs))
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:
+    branch_sum = bias_dtype is not None
+    op = RowOp(None, True, activation, branch_norm, sums=any(needs), branch_sum=branch_sum)
     operands = Operands(gate=gate, gate_table=gate_table, index=index)
     gradients = run_backward(
         "gate_residual", backend, op, dh, None, branch, branch, operands, None, None, None, None, eps
     )
     assert gradients.dbranch is not None
     dgate = if_needed(gradients.dgate, needs[0], branch)
-    return gradients.dbranch, dgate, if_needed(gradients.dgate_table, needs[1], branch)
+    dgate_table = if_needed(gradients.dgate_table, needs[1], branch)
+    return gradients.dbranch, dgate, dgate_table, bias_gradient(gradients.dbranch_bias, bias_dtype, branch)
 
 
 def _backward_fake(
@@ -131,40 +145,43 @@ def _backward_fake(
     branch_norm: bool,
     backend: str,
     needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    dgate = fake_gradient(gate, needs[0], branch)
-    return branch.new_empty(branch.shape), dgate, fake_gradient(gate_table, needs[1], branch)
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:
+    dgate, dgate_table = fake_gradient(gate, needs[0], branch), fake_gradient(gate_table, needs[1], branch)
+    return branch.new_empty(branch.shape), dgate, dgate_table, fake_bias_gradient(branch.shape[-1], bias_dtype, branch)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, branch, gate, gate_table, index, *settings, _, backend = inputs
+    _, branch, gate, gate_table, branch_bias, index, *settings, _, backend = inputs
     *_, branch_norm = settings
     kept_branch = branch if branch_norm or any(ctx.needs_input_grad[2:4]) else None
     ctx.save_for_backward(kept_branch, gate, gate_table, index)
     ctx.settings, ctx.branch_dtype = (*settings, backend), branch.dtype
+    ctx.bias_dtype = branch_bias.dtype if ctx.needs_input_grad[4] else None
 
 
 def _differentiate(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-    needs_residual, needs_branch, *needs = ctx.needs_input_grad[:4]
-    dbranch = dgate = dgate_table = None
-    if needs_branch or any(needs):
+    needs_residual, needs_branch, *needs, needs_bias = ctx.needs_input_grad[:5]
+    dbranch = dgate = dgate_table = dbias = None
+    if needs_branch or needs_bias or any(needs):
         branch, *saved = ctx.saved_tensors
         if branch is None:  # only the gate's gradient has a use for its values
             branch = dh.to(ctx.branch_dtype)
-        dbranch, *gradients = _backward_op(dh, branch, *saved, *ctx.settings, needs)
-        dgate, dgate_table = none_where_unneeded(gradients, needs)
-    return dh if needs_residual else None, dbranch if needs_branch else None, dgate, dgate_table, *(None,) * 6
+        dbranch, *gradients = _backward_op(dh, branch, *saved, *ctx.settings, needs, ctx.bias_dtype)
+        dgate, dgate_table, dbias = none_where_unneeded(gradients, (*needs, needs_bias))
+    return dh if needs_residual else None, dbranch if needs_branch else None, dgate, dgate_table, dbias, *(None,) * 6
 
 
 torch.library.define(
     _FORWARD,
-    "(Tensor residual, Tensor branch, Tensor gate, Tensor? gate_table, Tensor? index, float eps, str activation,"
-    " bool branch_norm, str rounding, str backend) -> Tensor",
+    "(Tensor residual, Tensor branch, Tensor gate, Tensor? gate_table, Tensor? branch_bias, Tensor? index, float eps,"
+    " str activation, bool branch_norm, str rounding, str backend) -> Tensor",
 )
 torch.library.define(
     _BACKWARD,
     "(Tensor dh, Tensor branch, Tensor gate, Tensor? gate_table, Tensor? index, float eps, str activation,"
-    " bool branch_norm, str backend, bool[] needs) -> (Tensor dbranch, Tensor dgate, Tensor dgate_table)",
+    " bool branch_norm, str backend, bool[] needs, ScalarType? bias_dtype)"
+    " -> (Tensor dbranch, Tensor dgate, Tensor dgate_table, Tensor dbranch_bias)",
 )
 torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
 torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)

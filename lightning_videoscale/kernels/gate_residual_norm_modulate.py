@@ -16,7 +16,9 @@ from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.dispatch import (
     NAMESPACE,
     Operands,
+    bias_gradient,
     empty,
+    fake_bias_gradient,
     fake_gradient,
     if_needed,
     none_where_unneeded,
@@ -47,6 +49,7 @@ def gate_residual_norm_modulate(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    branch_bias: Tensor | None = None,
     index: Tensor | None = None,
     gate_activation: Activation = "identity",
     branch_norm: bool = False,
@@ -74,6 +77,8 @@ def gate_residual_norm_modulate(
         gate_table: (D,), added to every entry of ``gate`` inside, as the other tables; all of one dtype.
         scale_table: Likewise.
         shift_table: Likewise.
+        branch_bias: (D,), the bias of the Linear that the branch comes from, added there already and detached, as in
+            `gate_residual`: not read, its gradient is returned.
         index: (B, R) integers in [0, G): which entry belongs to each S / R consecutive tokens.
         gate_activation: "identity" or "tanh".
         branch_norm: RMS-normalise the branch before it is gated, as Mochi does.
@@ -87,17 +92,17 @@ def gate_residual_norm_modulate(
         ValueError: If shapes, dtypes or devices do not fit, or a norm's or operand's parts do not belong together.
         NotImplementedError: If the backend asked for by name cannot run this.
     """
-    check_branch(residual, branch)
+    check_branch(residual, branch, branch_bias)
     if gate is None and branch_norm:
         raise ValueError("branch_norm belongs to a gated branch; give a gate, or normalise the branch before.")
     values, tables = (gate, scale, shift), (gate_table, scale_table, shift_table)
     names = ("gate", "scale", "shift")
     check_modulation(residual, dict(zip(names, values, strict=True)), dict(zip(names, tables, strict=True)), index)
     check_norm(residual, norm, scale, shift, weight, bias)
-    check_devices(residual, branch, *values, weight, bias, *tables, index)
+    check_devices(residual, branch, *values, weight, bias, *tables, branch_bias, index)
     h, y, _, _ = _op(
-        residual, branch, *values, weight, bias, *tables, index, eps, norm, gate_activation, branch_norm, rounding,
-        backend,
+        residual, branch, *values, weight, bias, *tables, branch_bias, index, eps, norm, gate_activation, branch_norm,
+        rounding, backend,
     )  # fmt: skip
     return h, y
 
@@ -113,6 +118,7 @@ def _forward(
     gate_table: Tensor | None,
     scale_table: Tensor | None,
     shift_table: Tensor | None,
+    branch_bias: Tensor | None,
     index: Tensor | None,
     eps: float,
     norm: Norm,
@@ -157,8 +163,10 @@ def _backward(
     branch_norm: bool,
     backend: str,
     needs: list[bool],
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
-    op = RowOp(norm, True, None if gate is None else activation, branch_norm, sums=any(needs))
+    gate_op, branch_sum = None if gate is None else activation, bias_dtype is not None
+    op = RowOp(norm, True, gate_op, branch_norm, sums=any(needs), branch_sum=branch_sum)
     operands = Operands(gate, scale, None, gate_table, scale_table, shift_table, index)
     gradients = run_backward(
         "gate_residual_norm_modulate", backend, op, dh, dy, h, branch, operands, weight, bias,
@@ -166,7 +174,8 @@ def _backward(
     )  # fmt: skip
     assert gradients.dx is not None
     dbranch = if_needed(gradients.dbranch, branch is not None, h)
-    return gradients.dx, dbranch, *(if_needed(g, n, rstd) for g, n in zip(gradients[2:], needs, strict=True))
+    of_parameters = (if_needed(g, n, rstd) for g, n in zip(gradients[2:10], needs, strict=True))
+    return gradients.dx, dbranch, *of_parameters, bias_gradient(gradients.dbranch_bias, bias_dtype, rstd)
 
 
 def _backward_fake(
@@ -190,70 +199,80 @@ def _backward_fake(
     branch_norm: bool,
     backend: str,
     needs: list[bool],
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
     parameters = (gate, scale, scale, weight, bias, gate_table, scale_table, shift_table)
     dbranch = fake_gradient(branch, branch is not None, h)
-    return h.new_empty(h.shape), dbranch, *(fake_gradient(p, n, rstd) for p, n in zip(parameters, needs, strict=True))
+    of_parameters = (fake_gradient(p, n, rstd) for p, n in zip(parameters, needs, strict=True))
+    return h.new_empty(h.shape), dbranch, *of_parameters, fake_bias_gradient(h.shape[-1], bias_dtype, rstd)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, branch, gate, scale, _, weight, bias, *tables_and_index, eps, norm, activation, branch_norm, _, backend = inputs
+    _, branch, gate, scale, _, weight, bias, *tables, branch_bias, index = inputs[:12]
+    eps, norm, activation, branch_norm, _, backend = inputs[12:]
     h, _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
     needs_gate = ctx.needs_input_grad[2] or ctx.needs_input_grad[7]
     kept_branch = branch if gate is not None and (branch_norm or needs_gate) else None
-    ctx.save_for_backward(h, kept_branch, gate, scale, weight, bias, *tables_and_index, mean, rstd)
+    ctx.save_for_backward(h, kept_branch, gate, scale, weight, bias, *tables, index, mean, rstd)
     ctx.settings, ctx.branch_dtype = (eps, norm, activation, branch_norm, backend), branch.dtype
+    ctx.bias_dtype = branch_bias.dtype if ctx.needs_input_grad[10] else None
 
 
 def _differentiate(
     ctx: Any, dh: Tensor | None, dy: Tensor | None, dmean: None, drstd: None
 ) -> tuple[Tensor | None, ...]:
-    needs_residual, needs_branch, *needs = ctx.needs_input_grad[:10]
+    needs_residual, needs_branch, *needs, needs_bias = ctx.needs_input_grad[:11]
     h, branch, gate, *rest = ctx.saved_tensors
     if gate is not None and branch is None:  # only the gate's gradient has a use for its values
         branch = h.to(ctx.branch_dtype)
     saved = h, branch, gate, *rest
-    dbranch = None
-    gradients: Sequence[Tensor | None] = (None,) * 8
+    dbranch, dresidual = None, dh
+    gradients: Sequence[Tensor | None] = (None,) * 9
     if dy is not None:
-        dresidual, dbranch, *gradients = _backward_op(dh, dy, *saved, *ctx.settings, needs)
+        dresidual, dbranch, *gradients = _backward_op(dh, dy, *saved, *ctx.settings, needs, ctx.bias_dtype)
     elif dh is not None and gate is not None:
-        dresidual, (dbranch, *gradients) = dh, _gradients_without_norm(dh, saved, ctx.settings, needs)
-    else:
-        dresidual = dh
+        dbranch, *gradients = _gradients_without_norm(dh, saved, ctx.settings, needs, ctx.bias_dtype)
+    elif dh is not None and needs_bias:
+        total = dh.sum(dim=(0, 1), dtype=torch.promote_types(dh.dtype, torch.float32))
+        gradients = (*(None,) * 8, total.to(ctx.bias_dtype))
     if gate is None and dresidual is not None:
         dbranch = dresidual.to(ctx.branch_dtype)
-    gradients = none_where_unneeded(gradients, needs)
+    gradients = none_where_unneeded(gradients, (*needs, needs_bias))
     return dresidual if needs_residual else None, dbranch if needs_branch else None, *gradients, *(None,) * 7
 
 
 def _gradients_without_norm(
-    dh: Tensor, saved: tuple[Tensor | None, ...], settings: tuple[Any, ...], needs: list[bool]
+    dh: Tensor,
+    saved: tuple[Tensor | None, ...],
+    settings: tuple[Any, ...],
+    needs: list[bool],
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, ...]:
     """The branch's and the parameters' gradients where y is not used: those of `gate_residual`."""
     _, branch, gate, _, _, _, gate_table, _, _, index, _, _ = saved
     eps, _, activation, branch_norm, backend = settings
-    dbranch, dgate, dgate_table = torch.ops.lightning_videoscale.gate_residual_backward(
-        dh, branch, gate, gate_table, index, eps, activation, branch_norm, backend, [needs[0], needs[5]]
+    dbranch, dgate, dgate_table, dbias = torch.ops.lightning_videoscale.gate_residual_backward(
+        dh, branch, gate, gate_table, index, eps, activation, branch_norm, backend, [needs[0], needs[5]], bias_dtype
     )
-    return dbranch, dgate, None, None, None, None, dgate_table, None, None
+    return dbranch, dgate, None, None, None, None, dgate_table, None, None, dbias
 
 
 torch.library.define(
     _FORWARD,
     "(Tensor residual, Tensor branch, Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias,"
-    " Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, Tensor? index, float eps, str norm, str activation,"
-    " bool branch_norm, str rounding, str backend) -> (Tensor h, Tensor y, Tensor mean, Tensor rstd)",
+    " Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, Tensor? branch_bias, Tensor? index, float eps,"
+    " str norm, str activation, bool branch_norm, str rounding, str backend)"
+    " -> (Tensor h, Tensor y, Tensor mean, Tensor rstd)",
 )
 torch.library.define(
     _BACKWARD,
     "(Tensor? dh, Tensor dy, Tensor h, Tensor? branch, Tensor? gate, Tensor? scale, Tensor? weight, Tensor? bias,"
     " Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, Tensor? index, Tensor mean, Tensor rstd, float eps,"
-    " str norm, str activation, bool branch_norm, str backend, bool[] needs)"
+    " str norm, str activation, bool branch_norm, str backend, bool[] needs, ScalarType? bias_dtype)"
     " -> (Tensor dresidual, Tensor dbranch, Tensor dgate, Tensor dscale, Tensor dshift, Tensor dweight, Tensor dbias,"
-    " Tensor dgate_table, Tensor dscale_table, Tensor dshift_table)",
+    " Tensor dgate_table, Tensor dscale_table, Tensor dshift_table, Tensor dbranch_bias)",
 )
 torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
 torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)

@@ -60,8 +60,8 @@ def _check_tables(x: Tensor, values: dict[str, Tensor | None], tables: dict[str,
         dtype = table.dtype
 
 
-def check_branch(residual: Tensor, branch: Tensor) -> None:
-    """Checks that both are (B, S, D).
+def check_branch(residual: Tensor, branch: Tensor, branch_bias: Tensor | None) -> None:
+    """Checks that both are (B, S, D), and the bias (D,).
 
     Raises:
         ValueError: If they are not.
@@ -69,6 +69,11 @@ def check_branch(residual: Tensor, branch: Tensor) -> None:
     if residual.ndim != 3 or branch.shape != residual.shape:
         raise ValueError(
             f"residual and branch must have one shape (B, S, D); got {_shape(residual)} and {_shape(branch)}."
+        )
+    if branch_bias is not None and (branch_bias.shape != branch.shape[-1:] or not branch_bias.is_floating_point()):
+        raise ValueError(
+            f"branch_bias must be that of the Linear that the branch comes from: floating, {_shape(branch)[-1:]}; got "
+            f"{branch_bias.dtype} of shape {_shape(branch_bias)}."
         )
 
 

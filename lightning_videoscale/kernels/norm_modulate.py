@@ -77,13 +77,32 @@ def norm_modulate(
         ValueError: If shapes, dtypes or devices do not fit, or a norm's or operand's parts do not belong together.
         NotImplementedError: If the backend asked for by name cannot run this.
     """
+    check_norm_modulate(x, scale, shift, weight, bias, norm, scale_table, shift_table, index)
+    y: Tensor = _op(x, scale, shift, weight, bias, eps, scale_table, shift_table, index, norm, rounding, backend)[0]
+    return y
+
+
+def check_norm_modulate(
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    scale_table: Tensor | None,
+    shift_table: Tensor | None,
+    index: Tensor | None,
+) -> None:
+    """Checks what `norm_modulate` is called with.
+
+    Raises:
+        ValueError: If shapes, dtypes or devices do not fit, or a norm's or operand's parts do not belong together.
+    """
     if x.ndim != 3:
         raise ValueError(f"x must have shape (B, S, D); got {tuple(x.shape)}.")
     check_modulation(x, {"scale": scale, "shift": shift}, {"scale": scale_table, "shift": shift_table}, index)
     check_norm(x, norm, scale, shift, weight, bias)
     check_devices(x, scale, shift, weight, bias, scale_table, shift_table, index)
-    y: Tensor = _op(x, scale, shift, weight, bias, eps, scale_table, shift_table, index, norm, rounding, backend)[0]
-    return y
 
 
 def check_norm(
@@ -144,6 +163,7 @@ def _forward_fake(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(
+    dh: Tensor | None,
     dy: Tensor,
     x: Tensor,
     scale: Tensor | None,
@@ -158,10 +178,11 @@ def _backward(
     backend: str,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
+    """dh: What reaches x from elsewhere (`fork_norm_modulate`), added before dx is rounded."""
     op = RowOp(norm=norm, sums=any(needs))
     operands = Operands(scale=scale, scale_table=scale_table, shift_table=shift_table, index=index)
     gradients = run_backward(
-        "norm_modulate", backend, op, None, dy, x, None, operands, weight, bias,
+        "norm_modulate", backend, op, dh, dy, x, None, operands, weight, bias,
         mean if norm == "layer" else None, rstd, eps=0.0,
     )  # fmt: skip
     assert gradients.dx is not None
@@ -173,6 +194,7 @@ def _backward(
 
 
 def _backward_fake(
+    dh: Tensor | None,
     dy: Tensor,
     x: Tensor,
     scale: Tensor | None,
@@ -205,7 +227,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, dmean: None, drstd: None) -> tup
         return (None,) * 12
     needs_x, *affine_and_modulation = ctx.needs_input_grad[:5]
     needs = [*affine_and_modulation, *ctx.needs_input_grad[6:8]]
-    dx, *gradients = _backward_op(dy, *ctx.saved_tensors, ctx.norm, ctx.backend, needs)
+    dx, *gradients = _backward_op(None, dy, *ctx.saved_tensors, ctx.norm, ctx.backend, needs)
     dscale, dshift, dweight, dbias, dscale_table, dshift_table = none_where_unneeded(gradients, needs)
     return (
         dx if needs_x else None, dscale, dshift, dweight, dbias, None, dscale_table, dshift_table, None, None, None,
@@ -221,8 +243,8 @@ torch.library.define(
 )
 torch.library.define(
     _BACKWARD,
-    "(Tensor dy, Tensor x, Tensor? scale, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor? scale_table,"
-    " Tensor? shift_table, Tensor? index, str norm, str backend, bool[] needs)"
+    "(Tensor? dh, Tensor dy, Tensor x, Tensor? scale, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd,"
+    " Tensor? scale_table, Tensor? shift_table, Tensor? index, str norm, str backend, bool[] needs)"
     " -> (Tensor dx, Tensor dscale, Tensor dshift, Tensor dweight, Tensor dbias, Tensor dscale_table,"
     " Tensor dshift_table)",
 )

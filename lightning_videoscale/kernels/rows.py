@@ -36,6 +36,8 @@ class RowOp(NamedTuple):
             forward; gradients are always computed wide and rounded once.
         sums: Whether backward sums the gradients of gate, scale, shift, weight and bias. False where all of them are
             frozen (LoRA); a backend may compute them nevertheless.
+        branch_sum: Whether backward also sums dbranch over all rows: the gradient of the bias of the Linear that the
+            branch comes from.
     """
 
     norm: Norm | None
@@ -44,6 +46,7 @@ class RowOp(NamedTuple):
     branch_norm: bool = False
     rounding: Rounding = "fp32_once"
     sums: bool = True
+    branch_sum: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,8 @@ class RowGradients(NamedTuple):
             worthwhile for maps per token, where dgate has N rows.
         dscale_table: (D,) wide.
         dshift_table: (D,) wide.
+        dbranch_bias: (D,) wide, the sum of dbranch over all rows before that is rounded (of dx where dbranch is dx),
+            exactly where ``op.branch_sum``.
     """
 
     dx: Tensor | None
@@ -122,6 +127,7 @@ class RowGradients(NamedTuple):
     dgate_table: Tensor | None = None
     dscale_table: Tensor | None = None
     dshift_table: Tensor | None = None
+    dbranch_bias: Tensor | None = None
 
 
 class RowBackend(Protocol):

@@ -10,7 +10,7 @@ from lightning_videoscale.kernels.cuda import rows as cuda_rows
 from lightning_videoscale.kernels.cuda.row_plan import Plan
 from lightning_videoscale.kernels.cuda.tuning import Tuning
 from lightning_videoscale.kernels.cuda.variant import variant_of
-from lightning_videoscale.kernels.rows import Operand, RowMap, RowOp, RowOutputs
+from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
 from tests.kernels.random_rows import EPS, RowCase, check_gradients, check_outputs, draw_case
 
 pytestmark = [
@@ -63,7 +63,7 @@ def test_any_launch_equals_float64(stages: int, rows: int, bulk: bool) -> None:
         pytest.skip("bulk copies need compute capability 9.0")
     n, d = 3 * 1009, 1536
     x, branch, dh, dy = (torch.randn(n, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    op = RowOp("layer", residual=True, gate="identity")
+    op = RowOp("layer", residual=True, gate="identity", branch_sum=True)
     # 224: the last threads own no column. One group: blocks take turns, or a share each.
     for threads, groups, in_turns in ((192, 3, True), (64, 1, True), (224, 1, False)):
         gate, scale, shift = (Operand(torch.randn(groups, d, device="cuda")) for _ in range(3))
@@ -83,10 +83,17 @@ def test_any_launch_equals_float64(stages: int, rows: int, bulk: bool) -> None:
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
-@pytest.mark.parametrize("op", [RowOp("layer"), RowOp("layer", True, "tanh"), RowOp(None, True, "identity")])
-def test_clusters_add_the_same_sums(op: RowOp, cluster: int, overlap: bool, in_turns: bool) -> None:
+@pytest.mark.parametrize(
+    "op",
+    [
+        RowOp("layer"),
+        RowOp("layer", True, "tanh", branch_sum=True),
+        RowOp("layer", True, branch_sum=True),
+        RowOp(None, True, "identity", sums=False, branch_sum=True),
+    ],
+)
+def test_clusters_add_the_same_sums(op: RowOp, cluster: int, in_turns: bool) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("clusters need compute capability 9.0")
     d = 1920
@@ -105,7 +112,7 @@ def test_clusters_add_the_same_sums(op: RowOp, cluster: int, overlap: bool, in_t
         outputs = cuda_rows.forward(op, *case.forward_arguments)  # type: ignore[arg-type]
         h = x if outputs.h is None else outputs.h
         variant = variant_of(op, h, gate, scale, None, None, None, frames, has_dh=op.residual)
-        plan = Plan(variant, "backward", 0, Tuning(128, 2, 1, 2, True, in_turns, cluster, overlap))
+        plan = Plan(variant, "backward", 0, Tuning(128, 2, 1, 2, True, in_turns, cluster))
         assert (plan.shape(n, frames)[2] > 1) == (groups == 1 < cluster)
         arguments = case.backward_arguments(h, outputs.mean, outputs.rstd)
         poison()
@@ -114,29 +121,37 @@ def test_clusters_add_the_same_sums(op: RowOp, cluster: int, overlap: bool, in_t
         assert all(map(same, gradients, cuda_rows.run_backward(plan, op, *arguments)))  # type: ignore[arg-type]
 
 
-def test_overlapped_sums_are_the_same_to_the_bit() -> None:
-    """Many times over, under load: a sum that is taken too early would differ."""
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("kernels overlap from compute capability 9.0 on")
-    n, d = 8192, 3072
-    x, dy = (torch.randn(n, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    op, rows, scale = RowOp("layer"), RowMap(2, n // 2), Operand(torch.randn(2, d, device="cuda"))
-    _, _, mean, rstd = cuda_rows.forward(op, x, None, None, scale, scale, None, None, rows, EPS)
-    variant = variant_of(op, x, None, scale, None, None, None, rows)
-    plans = [Plan(variant, "backward", 0, Tuning(128, 3, 2, 3, False, overlap=overlap)) for overlap in (False, True)]
+def test_sums_of_a_step_under_load_are_the_same_to_the_bit() -> None:
+    """Many times over: the finalize is launched while backward runs, and a sum that is taken too early would differ."""
+    n, d = 32760, 1536
+    branch, dh, dy, h = (torch.randn(n, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    op, rows = RowOp("layer", residual=True, gate="identity", branch_sum=True), RowMap(1, n)
+    gate, scale = (Operand(torch.randn(1, d, device="cuda")) for _ in range(2))
+    weight, bias = (torch.randn(d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    mean, rstd = h.float().mean(1), torch.rsqrt(h.float().var(1, correction=0) + EPS)
 
-    def run(plan: Plan) -> Tensor:
+    def run() -> RowGradients:
         poison()
-        return cuda_rows.run_backward(
-            plan, op, None, dy, x, None, None, scale, None, None, mean, rstd, rows, EPS
-        ).dscale  # type: ignore[return-value]
+        return cuda_rows.backward(op, dh, dy, h, branch, gate, scale, weight, bias, mean, rstd, rows, EPS)
 
-    expected = run(plans[0])
-    other = torch.cuda.Stream()
+    expected, other = run(), torch.cuda.Stream()
     for _ in range(50):
         with torch.cuda.stream(other):  # so that multiprocessors are taken at any time
-            torch.mm(x, x.t())
-        assert torch.equal(run(plans[1]), expected)
+            torch.mm(h.t(), h)
+        assert all(map(same, run(), expected))
+
+
+@pytest.mark.parametrize("d", [1536, 3072, 5120])
+def test_a_gradient_from_elsewhere_is_added_inside(d: int) -> None:
+    """As `fork_norm_modulate` runs it, in the launch of a backward that moves as much."""
+    n, op, rows = 8200, RowOp("layer"), RowMap(1, 8200)
+    x, dh, dy = (torch.randn(n, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    scale, shift = (Operand(torch.randn(1, d, device="cuda")) for _ in range(2))
+    case = RowCase(op, x, None, None, scale, shift, None, None, rows, dh, dy)
+    outputs = cuda_rows.forward(op, *case.forward_arguments)  # type: ignore[arg-type]
+    poison()
+    gradients = cuda_rows.backward(op, *case.backward_arguments(x, outputs.mean, outputs.rstd))  # type: ignore[arg-type]
+    check_gradients(case, x, gradients)
 
 
 def test_more_elements_than_a_32_bit_integer_counts() -> None:

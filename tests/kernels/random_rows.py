@@ -105,7 +105,7 @@ def check_gradients(case: RowCase, h: Tensor, got: RowGradients) -> None:
         optional = name.endswith("_table") or (name == "dshift" and case.scale is None) or name == "dx"
         if mine is None and (optional and (name != "dx" or case.op.norm is None)):
             continue
-        if mine is None and not case.op.sums and name not in ("dx", "dbranch"):
+        if mine is None and not case.op.sums and name not in ("dx", "dbranch", "dbranch_bias"):
             continue
         _check(case, name, mine, theirs)
 
@@ -132,7 +132,8 @@ def _draw_operation(rng: random.Random) -> RowOp:
     residual = norm is None or rng.random() < 0.6
     gate = rng.choice([None, "identity", "tanh"] if norm else ["identity", "tanh"]) if residual else None
     rounding = rng.choice(["fp32_once", "eager"])
-    return RowOp(norm, residual, gate, residual and rng.random() < 0.3, rounding, sums=rng.random() < 0.9)  # type: ignore[arg-type]
+    branch_norm, sums, branch_sum = (rng.random() < share for share in (0.3, 0.9, 0.5))
+    return RowOp(norm, residual, gate, residual and branch_norm, rounding, sums, residual and branch_sum)  # type: ignore[arg-type]
 
 
 def _draw_map(rng: random.Random, device: str) -> tuple[RowMap, int]:

@@ -22,6 +22,7 @@ class Case:
         operation: "norm_modulate", "gate_residual" or both in one.
         rows: R: 1 per sample, S per token; with ``indexed`` the entries per sample of the index.
         modulated: "both", "scale" or "none".
+        branch_bias: Whether the gradient of the branch's bias is asked for.
     """
 
     operation: str = "gate_residual_norm_modulate"
@@ -37,6 +38,7 @@ class Case:
     tables: bool = False
     activation: str = "identity"
     branch_norm: bool = False
+    branch_bias: bool = False
     dtype: torch.dtype = torch.float32
     modulation_dtype: torch.dtype = torch.float32
     rounding: str = "fp32_once"
@@ -69,6 +71,7 @@ class Case:
         tensors: Tensors = {"residual" if has_branch else "x": draw(*x, dtype=self.dtype)}
         if has_branch:
             tensors["branch"] = draw(*x, dtype=self.dtype)
+            tensors["branch_bias"] = draw(self.d, dtype=self.modulation_dtype) if self.branch_bias else None
         for name, there in wanted.items():
             tensors[name] = draw(*modulation, dtype=self.modulation_dtype) if there else None
             tensors[f"{name}_table"] = draw(self.d, dtype=torch.float32) if there and self.tables else None
@@ -102,6 +105,8 @@ class Case:
 
         outputs = []
         if (branch := t.get("branch")) is not None:
+            if (bias := t.get("branch_bias")) is not None:
+                branch = branch + (bias - bias.detach())  # it is in the branch already
             branch = rms(branch) if self.branch_norm else branch
             if "gate" in t:
                 branch = branch * (rows_of("gate").tanh() if self.activation == "tanh" else rows_of("gate"))
@@ -130,14 +135,12 @@ def all_variants() -> list[Case]:
         for modulated in ("both", "scale", "none"):
             cases.append(Case("norm_modulate", norm=norm, affine=affine, tables=tables, modulated=modulated))
         for gated, activation, branch_norm in GATES:
-            cases.append(
-                Case(
-                    norm=norm, affine=affine, tables=tables, gated=gated, activation=activation, branch_norm=branch_norm
-                )
-            )
+            gate: dict[str, Any] = {"gated": gated, "activation": activation, "branch_norm": branch_norm}
+            cases.append(Case(norm=norm, affine=affine, tables=tables, branch_bias=affine == tables, **gate))
     for tables, (gated, activation, branch_norm) in itertools.product((False, True), GATES):
         if gated:
-            cases.append(Case("gate_residual", tables=tables, activation=activation, branch_norm=branch_norm))
+            gate = {"activation": activation, "branch_norm": branch_norm}
+            cases.append(Case("gate_residual", tables=tables, branch_bias=tables, **gate))
     return [mapped(case) for case in cases]
 
 

@@ -23,7 +23,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 VARIANTS = {
     "per sample": Variant(RowOp("layer"), 5120, BF16, None, None, F32, None, F32, None, None, None, False, False),
     "tables, affine, index": Variant(
-        RowOp("layer", True, "identity", sums=True),
+        RowOp("layer", True, "identity", branch_sum=True),
         2240,
         F32,
         BF16,
@@ -39,7 +39,28 @@ VARIANTS = {
         True,
     ),
     "per token, eager, norm of the branch": Variant(
-        RowOp("rms", True, "tanh", True, "eager"), 1152, F16, F32, None, F32, None, None, None, F32, None, True, False
+        RowOp("rms", True, "tanh", True, "eager", branch_sum=True),
+        1152,
+        F16,
+        F32,
+        None,
+        F32,
+        None,
+        None,
+        None,
+        F32,
+        None,
+        True,
+        False,
+    ),
+    "only the branch's bias": Variant(
+        RowOp("layer", True, sums=False, branch_sum=True),
+        1536,
+        BF16,
+        *[None] * 8,
+        False,
+        False,
+        True,  # type: ignore[arg-type]
     ),
     "no norm": Variant(RowOp(None, True, "identity"), 64, BF16, F32, *[None] * 7, False, False, True),  # type: ignore[arg-type]
 }
@@ -164,7 +185,6 @@ def test_a_source_comes_with_all_that_it_includes() -> None:
     included = {
         "async_copy.cuh",
         "dependent_launch.cuh",
-        "ready_flags.cuh",
         "row_sums.cuh",
         "row_walk.cuh",
         "row_config.cuh",

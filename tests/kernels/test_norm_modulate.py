@@ -103,8 +103,9 @@ def test_opcheck(per_token: bool, affine: bool, dtype: torch.dtype) -> None:
     _, mean, rstd = OPS.norm_modulate(*forward)
     saved = [None if a is None else a.detach() for a in (x, scale, weight, bias, mean, rstd)]
     needs = [True, True, affine, affine, False, False]
-    backward = (torch.randn_like(x).detach(), *saved, None, None, None, "layer", "auto", needs)
+    backward = (None, torch.randn_like(x).detach(), *saved, None, None, None, "layer", "auto", needs)
     torch.library.opcheck(OPS.norm_modulate_backward.default, backward)
+    torch.library.opcheck(OPS.norm_modulate_backward.default, (torch.randn_like(x).detach(), *backward[1:]))
 
 
 def test_keeps_eight_bytes_per_token_beside_its_inputs() -> None:

@@ -84,7 +84,7 @@ def test_the_seam_is_the_two_operations_in_turn() -> None:
 
 def test_dtypes_of_gradients_and_of_a_residual_wider_than_its_branch() -> None:
     """Pitfall 2."""
-    t: Any = Case(dtype=torch.float32, modulation_dtype=torch.bfloat16, tables=True).tensors()
+    t: Any = Case(dtype=torch.float32, modulation_dtype=torch.bfloat16, tables=True, branch_bias=True).tensors()
     t["branch"] = t["branch"].detach().bfloat16().requires_grad_()
     outputs = gate_residual_norm_modulate(**t)
     assert [o.dtype for o in outputs] == [torch.float32] * 2
@@ -182,7 +182,7 @@ def test_local_gradients_of_a_split_sequence_add_up() -> None:
 @pytest.mark.parametrize("gated", [True, False])
 def test_missing_gradients(unused: int, gated: bool) -> None:
     """Pitfall 10: h or y that nobody uses."""
-    case = Case(tables=True, gated=gated, affine=True)
+    case = Case(tables=True, gated=gated, affine=True, branch_bias=True)
     t: Any = case.tensors()
     exact = {name: x.detach().double().requires_grad_() for name, x in t.items()}
     used = 1 - unused
@@ -197,7 +197,7 @@ def test_missing_gradients(unused: int, gated: bool) -> None:
 @pytest.mark.parametrize("operation", ["norm_modulate", "gate_residual", "gate_residual_norm_modulate"])
 def test_frozen_inputs_empty_tensors_and_second_derivatives(operation: str) -> None:
     """Pitfall 10."""
-    case = Case(operation, tables=True, affine=True)
+    case = Case(operation, tables=True, affine=True, branch_bias=True)
     for name in case.tensors():
         t: Any = case.tensors()
         for other in t:
@@ -237,7 +237,9 @@ def test_no_silent_fallback(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.message for r in caplog.records] == ["norm_modulate runs on the reference backend"]
 
 
-@pytest.mark.parametrize("case", [Case(tables=True), Case(gated=False), Case(norm="rms", rows=6, activation="tanh")])
+@pytest.mark.parametrize(
+    "case", [Case(tables=True, branch_bias=True), Case(gated=False), Case(norm="rms", rows=6, activation="tanh")]
+)
 def test_opcheck(case: Case) -> None:
     t: Any = case.tensors()
     names = [
@@ -251,25 +253,39 @@ def test_opcheck(case: Case) -> None:
         "gate_table",
         "scale_table",
         "shift_table",
+        "branch_bias",
         "index",
     ]
     settings = (1e-6, case.norm, case.activation, case.branch_norm, "fp32_once", "auto")
     arguments = (*(t.get(name) for name in names), *settings)
     torch.library.opcheck(OPS.gate_residual_norm_modulate.default, arguments)
     h, _, mean, rstd = (o.detach() for o in OPS.gate_residual_norm_modulate(*arguments))
-    saved = [None if t.get(n) is None else t[n].detach() for n in names if n not in ("residual", "shift")]
-    needs = [t.get(n) is not None for n in names[2:-1]]
+    unsaved = ("residual", "shift", "branch_bias")
+    saved = [None if t.get(n) is None else t[n].detach() for n in names if n not in unsaved]
+    needs, bias_dtype = [t.get(n) is not None for n in names[2:-2]], torch.float32 if case.branch_bias else None
     torch.library.opcheck(
         OPS.gate_residual_norm_modulate_backward.default,
-        (torch.ones_like(h), torch.ones_like(h), h, *saved, mean, rstd, 1e-6, *settings[1:4], "auto", needs),
+        (
+            torch.ones_like(h),
+            torch.ones_like(h),
+            h,
+            *saved,
+            mean,
+            rstd,
+            1e-6,
+            *settings[1:4],
+            "auto",
+            needs,
+            bias_dtype,
+        ),
     )
     if case.gated:
-        gate = (t["branch"], t["gate"], t.get("gate_table"), None, 1e-6, case.activation, False)
-        torch.library.opcheck(OPS.gate_residual.default, (t["residual"], *gate, "fp32_once", "auto"))
-        detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in gate]
-        torch.library.opcheck(
-            OPS.gate_residual_backward.default, (torch.ones_like(h), *detached, "auto", [True, case.tables])
-        )
+        branch, settings = (t["branch"], t["gate"], t.get("gate_table")), (None, 1e-6, case.activation, False)
+        arguments = (t["residual"], *branch, t.get("branch_bias"), *settings, "fp32_once", "auto")
+        torch.library.opcheck(OPS.gate_residual.default, arguments)
+        detached = [None if x is None else x.detach() for x in branch]
+        arguments = (torch.ones_like(h), *detached, *settings, "auto", [True, case.tables], bias_dtype)
+        torch.library.opcheck(OPS.gate_residual_backward.default, arguments)
 
 
 def test_no_graph_break() -> None:

@@ -13,8 +13,8 @@ from lightning_videoscale.kernels.rows import RowMap
 # in elements; an order two addresses and four sizes.
 _SOURCE, _OPERAND, _ORDER = "Pq", "PPq", "PPiiii"
 _FORWARD_LAYOUT = f"{_SOURCE * 2}{_OPERAND * 3}PPPPPP{_ORDER}f"
-_BACKWARD_LAYOUT = f"{_SOURCE * 4}{_OPERAND * 2}PPPPPPPPPPP{_ORDER}f"
-_FINALIZE_LAYOUT = f"PP{_OPERAND * 2}PPPPPPP{_ORDER}i"
+_BACKWARD_LAYOUT = f"{_SOURCE * 4}{_OPERAND * 2}PPPPPPPPPP{_ORDER}f"
+_FINALIZE_LAYOUT = f"P{_OPERAND * 2}PPPPPPPP{_ORDER}i"
 _FINALIZE_TUNING = Tuning(threads=32, stages=2, rows=1, blocks=1, bulk=False)  # One for all: it plays no part there.
 
 
@@ -45,11 +45,11 @@ class Plan:
         )
         self.block = (tuning.threads, 1, 1)
         self.sums = variant.sums if direction == "backward" else 0
+        self.sums_operands = variant.sums_operands
         self.finalize: Kernel | None = None
         if self.sums:
             constants = variant.constants() | _FINALIZE_TUNING.constants()
             self.finalize = load("rows_finalize.cuh", "rows_finalize", _FINALIZE_LAYOUT, constants, device, early=True)
-        self.overlap = tuning.overlap and self.sums > 0 and properties.major >= 9
         self._direction, self._tuning = direction, tuning
         self._most_blocks = tuning.blocks * properties.multi_processor_count
         self._cluster = self._fitting_cluster(variant)

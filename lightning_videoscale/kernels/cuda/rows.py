@@ -12,7 +12,7 @@ from lightning_videoscale.kernels.cuda.row_plan import Plan, device_tuning, too_
 from lightning_videoscale.kernels.cuda.variant import TYPES, Variant, variant_of
 from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
 
-_FINALIZE_COLUMNS, _FINALIZE_BLOCK, _MAX_GRID_Y = 32, (8, 32, 1), 65535
+_FINALIZE_COLUMNS, _FINALIZE_BLOCK, _MAX_GRID_Y = 16, (4, 64, 1), 65535
 
 
 def objection(op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap) -> str | None:
@@ -169,9 +169,7 @@ def run_backward(
     of_rows = tuple(_gradients_of_rows(o, per_row and op.sums, n, d) for o in (gate, scale, scale))
     groups = 1 if per_row else rows.groups
     blocks, run, cluster = plan.shape(n, rows)
-    left = (blocks // cluster + groups) * plan.sums * d
-    parts = h.new_empty(left + blocks // cluster, dtype=torch.float32) if plan.sums else None
-    ready = _address(parts) + 4 * left if plan.overlap else 0  # Flags, as wide as the parts' floats.
+    parts = h.new_empty((blocks // cluster + groups, plan.sums, d), dtype=torch.float32) if plan.sums else None
     order = _order(rows)
     order_arguments = _order_arguments(order, n, rows, run)
     plan.kernel(
@@ -191,7 +189,6 @@ def run_backward(
         _address(dbranch),
         *map(_address, of_rows),
         _address(parts),
-        ready,
         *order_arguments,
         eps,
         cluster=cluster,
@@ -199,16 +196,19 @@ def run_backward(
     if plan.finalize is None:
         dgate, dscale, dshift = of_rows
         return RowGradients(dx, dbranch, dgate, dscale, dshift, None, None)
+    own = plan.sums_operands
     dgate, dscale, dshift = (
-        h.new_empty((groups, d), dtype=torch.float32) if operand else None for operand in (gate, scale, scale)
+        h.new_empty((groups, d), dtype=torch.float32) if operand and own else None for operand in (gate, scale, scale)
     )
-    dweight, dbias = (None if p is None else h.new_empty(d, dtype=torch.float32) for p in (weight, bias))
-    affine = weight is not None or bias is not None
+    dweight, dbias, dbranch_bias = (
+        h.new_empty(d, dtype=torch.float32) if wanted else None
+        for wanted in (weight is not None and own, bias is not None and own, op.branch_sum)
+    )
+    over_groups = weight is not None or bias is not None or op.branch_sum
     plan.finalize(
-        (-(-d // _FINALIZE_COLUMNS), 1 if affine else min(groups, _MAX_GRID_Y), 1),
+        (-(-d // _FINALIZE_COLUMNS), 1 if over_groups else min(groups, _MAX_GRID_Y), 1),
         _FINALIZE_BLOCK,
         _address(parts),
-        ready,
         *_view(gate),
         *_view(scale),
         _address(weight),
@@ -218,10 +218,11 @@ def run_backward(
         _address(dshift),
         _address(dweight),
         _address(dbias),
+        _address(dbranch_bias),
         *order_arguments,
         blocks // cluster,
     )
-    sums = RowGradients(dx, dbranch, dgate, dscale, dshift, dweight, dbias)
+    sums = RowGradients(dx, dbranch, dgate, dscale, dshift, dweight, dbias, dbranch_bias=dbranch_bias)
     return _as_table_gradients(sums, of_rows) if per_row else sums
 
 
@@ -229,7 +230,8 @@ def _as_table_gradients(sums: RowGradients, of_rows: tuple[Tensor | None, ...]) 
     """Gradients of a map per row: the operands' own are ``of_rows``, and the sums over all rows are the tables'."""
     dgate, dscale, dshift = of_rows
     tables = [None if total is None else total.squeeze(0) for total in (sums.dgate, sums.dscale, sums.dshift)]
-    return RowGradients(sums.dx, sums.dbranch, dgate, dscale, dshift, sums.dweight, sums.dbias, *tables)
+    own = (dgate, dscale, dshift, sums.dweight, sums.dbias)
+    return RowGradients(sums.dx, sums.dbranch, *own, *tables, dbranch_bias=sums.dbranch_bias)
 
 
 def _gradients_of_rows(operand: Operand | None, wanted: bool, n: int, d: int) -> Tensor | None:

@@ -25,8 +25,6 @@ class Tuning(NamedTuple):
         in_turns: Blocks take a stage's rows in turns, where groups are large, rather than a share of all rows each.
         cluster: Blocks that add up their sums over rows before they leave them in memory (compute capability 9.0 and
             newer, one group); a power of two, at most 8.
-        overlap: The sums over rows are finished as the blocks' parts come, not when the last block has ended (compute
-            capability 9.0 and newer).
     """
 
     threads: int
@@ -36,7 +34,6 @@ class Tuning(NamedTuple):
     bulk: bool
     in_turns: bool = True
     cluster: int = 1
-    overlap: bool = False
 
     def constants(self) -> dict[str, str | int]:
         """Returns the macros of ``csrc/row_config.cuh``."""
@@ -53,7 +50,8 @@ class Tuning(NamedTuple):
         return self.stages * self.rows * variant.bytes_per_row(direction)
 
 
-# (direction, with a norm, with a residual, D, bytes per activation): best on an H200 for operands per sample.
+# (direction, with a norm, with a residual, D, bytes per activation): best on an H200 for operands per sample. Where a
+# gradient from elsewhere is added, backward moves what it does with a residual.
 MEASURED: dict[tuple[Direction, bool, bool, int, int], Tuning] = {
     ("forward", True, False, 5120, 2): Tuning(128, 6, 1, 3, True, True),
     ("forward", True, False, 3072, 2): Tuning(128, 6, 1, 2, False, True),
@@ -90,7 +88,8 @@ def tuning_for(variant: Variant, direction: Direction, capability: tuple[int, in
     """
     bulk = capability >= (9, 0)
     op = variant.op
-    key = (direction, op.norm is not None, op.residual, variant.channels, variant.activation.itemsize)
+    adds = op.residual or variant.has_dh
+    key = (direction, op.norm is not None, adds, variant.channels, variant.activation.itemsize)
     if bulk and not variant.per_row and key in MEASURED:
         measured = MEASURED[key]
         if measured.shared_bytes(variant, direction) <= shared_limit:

@@ -78,6 +78,7 @@ class Variant(NamedTuple):
             "INDEX": int(self.indexed),
             "HAS_DH": int(self.has_dh),
             "SUMS": int(op.sums),
+            "BRANCH_SUM": int(op.branch_sum),
             "TABLES": int(self.has_tables),
         }
 
@@ -107,13 +108,20 @@ class Variant(NamedTuple):
         return self.channels * (activations * self.activation.itemsize + sum(widths))
 
     @property
+    def affine(self) -> bool:
+        """Whether the norm has a weight or a bias."""
+        return self.weight is not None or self.bias is not None
+
+    @property
+    def sums_operands(self) -> bool:
+        """Whether backward leaves parts of the sums for gate, scale, shift, weight and bias."""
+        return self.op.sums and (not self.per_row or self.has_tables or self.affine)
+
+    @property
     def sums(self) -> int:
         """SUM_COUNT of ``csrc/row_sums.cuh``: sums over rows per column, 0 where backward leaves no parts."""
-        affine = self.weight is not None or self.bias is not None
-        if not self.op.sums or (self.per_row and not (self.has_tables or affine)):
-            return 0
-        of_norm = 0 if self.op.norm is None else 4 if self.per_row and affine else 2
-        return of_norm + (self.op.gate is not None)
+        of_norm = 0 if self.op.norm is None else 4 if self.per_row and self.affine else 2
+        return self.sums_operands * (of_norm + (self.op.gate is not None)) + self.op.branch_sum
 
 
 def variant_of(

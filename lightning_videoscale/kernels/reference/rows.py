@@ -92,12 +92,13 @@ def backward(
         dnorm = dx_hat - x_hat * (dx_hat * x_hat).mean(dim=-1, keepdim=True)
         dnorm = rstd * (dnorm if mean is None else dnorm - dx_hat.mean(dim=-1, keepdim=True))
         dx = dnorm if dx is None else dx + dnorm
-    dbranch = dgate = None
+    dbranch, dgate = dx, None
     if branch is not None and dx is not None:
         dbranch, dgate = _branch_gradients(op, dx, branch, gate, rows, eps, wide)
-        dbranch = _flat(dbranch, branch.dtype)
+    dbranch_bias = dbranch.sum(dim=(0, 1)) if op.branch_sum and dbranch is not None else None
+    dbranch = None if branch is None else _flat(dbranch, branch.dtype)
     dx = None if op.norm is None else _flat(dx, h.dtype)
-    return RowGradients(dx, dbranch, dgate, dscale, dshift, dweight, dbias)
+    return RowGradients(dx, dbranch, dgate, dscale, dshift, dweight, dbias, dbranch_bias=dbranch_bias)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

@@ -1,11 +1,11 @@
 """Backward of the row operations in one pass: dx, dbranch and the sums from a single read of dy, dh, h and the branch.
 
 Programs walk contiguous ranges of rows, in the order of their groups where an index scatters these. Of each group that
-a program meets it keeps three sums in registers and leaves them in a slot of its own (`finalize` adds the slots):
+a program meets it keeps its sums in registers and leaves them in a slot of its own (`finalize` adds the slots):
 
     A = Σ dy · x̂,  B = Σ dy,  C = Σ dh' · branch     with dh' the whole gradient of h,
 
-from which the gradients of scale, shift, weight, bias and gate all follow.
+from which the gradients of scale, shift, weight, bias and gate all follow; and Σ dbranch, that of the branch's bias.
 """
 
 # ruff: noqa: RUF005, SIM108
@@ -56,7 +56,7 @@ def _tanh_slope(gate, K: tl.constexpr):
 def backward_kernel(
     DH, DY, X, BRANCH, DX, DBRANCH, MEAN, RSTD,
     GATE, GATE_TABLE, SCALE, SCALE_TABLE, WEIGHT, BIAS, INDEX, ORDER,
-    DGATE, DSCALE, DSHIFT, SUM_A, SUM_B, SUM_C, SUM_WEIGHT, SUM_BIAS,
+    DGATE, DSCALE, DSHIFT, SUM_A, SUM_B, SUM_C, SUM_WEIGHT, SUM_BIAS, SUM_BRANCH,
     dh_stride, dy_stride, x_stride, branch_stride, gate_stride, scale_stride,
     rows, rows_per_program, rows_per_group, eps,
     NORM: tl.constexpr, TANH: tl.constexpr, BRANCH_NORM: tl.constexpr, PER_ROW: tl.constexpr,
@@ -73,7 +73,7 @@ def backward_kernel(
     stop = tl.minimum(start + rows_per_program, rows)
     end = tl.cdiv(stop, rows_per_group)
     sum_a, sum_b, sum_c = zero_row(K, BLOCK), zero_row(K, BLOCK), zero_row(K, BLOCK)
-    sum_weight, sum_bias = zero_row(K, BLOCK), zero_row(K, BLOCK)
+    sum_weight, sum_bias, sum_branch = zero_row(K, BLOCK), zero_row(K, BLOCK), zero_row(K, BLOCK)
     if WEIGHT is not None:
         weight = load_row(WEIGHT, D, K, BLOCK)
     for position in range(start // rows_per_group, end):
@@ -133,6 +133,7 @@ def backward_kernel(
                     store_row(DSCALE + row * D, multiply(dy, normed, K), True, D, K, BLOCK)
                 if DSHIFT is not None:
                     store_row(DSHIFT + row * D, dy, True, D, K, BLOCK)
+            dbranch = dh
             if GATE is not None:
                 branch = load_row(BRANCH + row * branch_stride, D, K, BLOCK)
                 dbranch = multiply(dh, gate, K)
@@ -147,6 +148,8 @@ def backward_kernel(
                     sum_c = add(sum_c, dgate, K)
                 if DGATE is not None:
                     store_row(DGATE + row * D, dgate, True, D, K, BLOCK)
+            if SUM_BRANCH is not None:
+                sum_branch = add(sum_branch, dbranch, K)
         if not PER_ROW:
             slot = (program + group) * D
             if SUM_A is not None:
@@ -158,6 +161,9 @@ def backward_kernel(
             if SUM_C is not None:
                 store_row(SUM_C + slot, sum_c, flush, D, K, BLOCK)
                 sum_c = cleared(sum_c, flush, K)
+            if SUM_BRANCH is not None:
+                store_row(SUM_BRANCH + slot, sum_branch, flush, D, K, BLOCK)
+                sum_branch = cleared(sum_branch, flush, K)
     if PER_ROW:
         slot = program * D
         if SUM_A is not None:
@@ -170,3 +176,5 @@ def backward_kernel(
             store_row(SUM_WEIGHT + slot, sum_weight, True, D, K, BLOCK)
         if SUM_BIAS is not None:
             store_row(SUM_BIAS + slot, sum_bias, True, D, K, BLOCK)
+        if SUM_BRANCH is not None:
+            store_row(SUM_BRANCH + slot, sum_branch, True, D, K, BLOCK)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def finalize_kernel(
-    PARTIALS, SUM_0, SUM_1, SUM_2, SUM_3, SUM_4, OFFSETS, slots, rows_per_program, rows_per_group, programs,
+    PARTIALS, SUM_0, SUM_1, SUM_2, SUM_3, SUM_4, SUM_5, OFFSETS, slots, rows_per_program, rows_per_group, programs,
     D: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr, ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (g, tile, kind) writes ``SUM_kind[g]`` of (G, D) from ``PARTIALS[kind]`` of (kinds, slots, D).
@@ -46,3 +46,5 @@ def finalize_kernel(
         tl.store(SUM_3 + place, total, there & (kind == 3))
     if SUM_4 is not None:
         tl.store(SUM_4 + place, total, there & (kind == 4))
+    if SUM_5 is not None:
+        tl.store(SUM_5 + place, total, there & (kind == 5))

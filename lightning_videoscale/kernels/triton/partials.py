@@ -13,7 +13,7 @@ from lightning_videoscale.kernels.rows import RowMap
 from lightning_videoscale.kernels.triton.finalize import finalize_kernel
 from lightning_videoscale.kernels.triton.launch import Launch
 
-_COLUMNS, _LINES, _MOST_KINDS = 64, 32, 5
+_COLUMNS, _LINES, _MOST_KINDS = 64, 32, 6
 
 
 class Walk(NamedTuple):

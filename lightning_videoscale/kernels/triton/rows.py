@@ -14,7 +14,7 @@ from lightning_videoscale.kernels.triton.partials import Partials, Walk
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_CHANNELS = 16384
-_KINDS = ("a", "b", "c", "weight", "bias")  # the sums of the backward kernel, in the order of its arguments
+_KINDS = ("a", "b", "c", "weight", "bias", "branch")  # the sums of the backward kernel, in the order of its arguments
 
 
 def objection(op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap) -> str | None:
@@ -82,6 +82,7 @@ def backward(
     walk = Walk.over(rows, launch, all_rows=per_row)
     by_row = _by_row(gate if op.sums and per_row else None, scale if op.sums and per_row else None, n)
     kinds = _kinds(gate, scale, weight, bias, per_row) if op.sums else ()
+    kinds += ("branch",) if op.branch_sum else ()
     partials = Partials(kinds, walk, h)
     dx = h.new_empty(n, d) if op.norm else None
     dbranch = None if branch is None or gate is None else branch.new_empty(n, d)
@@ -94,9 +95,12 @@ def backward(
         D=d, K=launch.tiles, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps,
     )  # fmt: skip
     sums = partials.finalize()
+    dbranch_bias = sums.pop("branch").sum(dim=0) if op.branch_sum else None
     if per_row:
-        return _per_row_gradients(dx, dbranch, by_row, sums, weight, bias)
-    return _grouped_gradients(op, dx, dbranch, sums, gate, scale, weight, bias)
+        gradients = _per_row_gradients(dx, dbranch, by_row, sums, weight, bias)
+    else:
+        gradients = _grouped_gradients(op, dx, dbranch, sums, gate, scale, weight, bias)
+    return gradients._replace(dbranch_bias=dbranch_bias)
 
 
 def _kinds(
@@ -113,7 +117,7 @@ def _kinds(
         "weight": weight is not None,
         "bias": bias is not None,
     }
-    return tuple(kind for kind in _KINDS if wanted[kind])
+    return tuple(kind for kind, there in wanted.items() if there)
 
 
 def _by_row(gate: Operand | None, scale: Operand | None, n: int) -> list[Tensor | None]:
@@ -129,7 +133,7 @@ def _per_row_gradients(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> RowGradients:
-    a, b, c, dweight, dbias = (sums[kind][0] if kind in sums else None for kind in _KINDS)
+    a, b, c, dweight, dbias = (sums[kind][0] if kind in sums else None for kind in _KINDS[:5])
     dscale_table = None if a is None or b is None else _dscale(a, b, weight, bias)
     dgate, dscale, dshift = by_row
     return RowGradients(dx, dbranch, dgate, dscale, dshift, dweight, dbias, c, dscale_table, b)

@@ -1,0 +1,63 @@
+"""The bias gradient of a branch's last Linear, without a pass of its own over the branch's gradient.
+
+The gated residual after a branch computes that gradient and can add it up as it does. So a fused block asks the module
+at the branch's end to detach the bias of its last Linear, and gives that bias to `gate_residual`::
+
+    branch, bias = branch_and_bias(self.attn, y)
+    h = gate_residual(h, branch, gate, branch_bias=bias)
+
+Parameters stay as they are, and so does the forward, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_videoscale.injection.fused_block import FusedBlock, class_path
+
+
+def branch_and_bias(module: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+    """Calls a module of the model.
+
+    Returns:
+        What it returns, and its last Linear's bias, (D,), whose gradient the caller must see to; None where the module
+        does so itself: one that is not fused, or whose Linear somebody has put something else into (LoRA, hooks, a home
+        elsewhere).
+    """
+    linear = last_linear(module)
+    if isinstance(linear, str):
+        return module(*arguments), None
+    return module(*arguments, detach_bias=True), linear.bias
+
+
+def last_linear(module: nn.Module) -> nn.Linear | str:
+    """Returns the Linear whose bias a fused module can detach as things are now, or why there is none."""
+    block: FusedBlock | None = getattr(type(module), "_fused_block", None)
+    if block is None or block.last_linear is None:
+        return f"{class_path(type(module))} is not fused"
+    return block.last_linear(module)
+
+
+def apply_detached(linear: nn.Linear, x: Tensor) -> Tensor:
+    """A Linear as it is, but for its bias's gradient."""
+    assert linear.bias is not None
+    return F.linear(x, linear.weight, linear.bias.detach())
+
+
+def changed_linear(linear: nn.Module) -> str | None:
+    """Returns what calling ``linear`` does beyond ``F.linear`` with its own parameters; None: nothing.
+
+    A Linear may have been given LoRA, parametrizations, a quantised weight, hooks or a home elsewhere.
+    """
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+        return f"is no Linear of its own weight, but {class_path(type(linear))}"
+    return "has forward hooks, which would not be called" if has_hooks(linear) else None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling it does more than its class says. ZeRO gathers parameters wherever they are read."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return "forward" in module.__dict__ or not all(hook.__module__.startswith("deepspeed.") for hook in hooks)
