@@ -106,6 +106,14 @@ def test_an_adapter_in_the_feed_forward_is_reported() -> None:
     assert {skipped.path for skipped in report.skipped} == {"blocks.0.ffn", "blocks.1.ffn"}
 
 
+@needs_peft
+def test_an_adapter_behind_the_attention_is_reported() -> None:
+    model = with_lora(["to_out.0"], inject_first=None)
+    assert "bias gradients as before: attn1 (to_out.0 is no Linear of its own weight, but peft" in str(
+        inject_fused_kernels(model)
+    )
+
+
 @pytest.mark.parametrize("inject_first", [True, False])
 def test_layerwise_casting(inject_first: bool) -> None:
     """Weights in float8, cast up by a hook of each layer's own."""

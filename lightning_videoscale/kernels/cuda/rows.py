@@ -229,9 +229,11 @@ def run_backward(
 def _as_table_gradients(sums: RowGradients, of_rows: tuple[Tensor | None, ...]) -> RowGradients:
     """Gradients of a map per row: the operands' own are ``of_rows``, and the sums over all rows are the tables'."""
     dgate, dscale, dshift = of_rows
-    tables = [None if total is None else total.squeeze(0) for total in (sums.dgate, sums.dscale, sums.dshift)]
-    own = (dgate, dscale, dshift, sums.dweight, sums.dbias)
-    return RowGradients(sums.dx, sums.dbranch, *own, *tables, dbranch_bias=sums.dbranch_bias)
+    gate_table, scale_table, shift_table = (
+        None if total is None else total.squeeze(0) for total in (sums.dgate, sums.dscale, sums.dshift)
+    )
+    own = sums._replace(dgate=dgate, dscale=dscale, dshift=dshift)
+    return own._replace(dgate_table=gate_table, dscale_table=scale_table, dshift_table=shift_table)
 
 
 def _gradients_of_rows(operand: Operand | None, wanted: bool, n: int, d: int) -> Tensor | None:

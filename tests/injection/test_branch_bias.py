@@ -1,0 +1,113 @@
+"""Bias gradients of a branch's last Linear: taken by the gated residual, once, and by nobody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_videoscale.injection import inject_fused_kernels
+from lightning_videoscale.injection.branch_bias import branch_and_bias, last_linear
+from tests.injection.test_wan_blocks import TOKENS, prepared, run, text_to_video
+from tests.models import gradient_error
+
+WIDTH = 48
+ENDS = ("attn1.to_out.0", "attn2.to_out.0", "ffn.net.2")
+
+
+class CountedSums(TorchDispatchMode):
+    """Counts the sums over all rows of something as large as the tokens' hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.sum.dim_IntList and args[0].shape == (2 * TOKENS, WIDTH) and args[1] == [0]:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
+    with CountedSums() as sums:
+        _, gradients = run(model, inputs)
+    return sums.count, gradients
+
+
+def test_three_sums_less_per_block() -> None:
+    with prepared(text_to_video, torch.float32) as (model, inputs):
+        before, gradients = counted(model, inputs)
+        report = inject_fused_kernels(model)
+        after, fused_gradients = counted(model, inputs)
+        report.undo()
+        assert counted(model, inputs)[0] == before
+    assert before - after == 2 * len(ENDS)
+    assert gradient_error(fused_gradients, gradients) < 1e-5
+    assert {f"blocks.{i}.{end}.bias" for i in range(2) for end in ENDS} < set(fused_gradients)
+
+
+def test_half_precision_rounds_a_bias_gradient_once() -> None:
+    """At most 1.05 times the error that eager has, taking the sum of what was rounded already."""
+    with prepared(text_to_video, torch.float64) as (model, inputs):
+        _, exact = run(model, inputs)
+    with prepared(text_to_video, torch.bfloat16) as (model, inputs):
+        _, eager = run(model, inputs)
+        inject_fused_kernels(model)
+        _, fused = run(model, inputs)
+    for end in ENDS:
+        names = [f"blocks.{i}.{end}.bias" for i in range(2)]
+        mine, theirs, true = (torch.cat([g[name].double() for name in names]) for g in (fused, eager, exact))
+        assert (mine - true).norm() <= 1.05 * (theirs - true).norm()
+
+
+def test_a_frozen_bias_gets_none() -> None:
+    with prepared(text_to_video, torch.float32) as (model, inputs):
+        inject_fused_kernels(model)
+        frozen = model.get_parameter("blocks.0.attn1.to_out.0.bias").requires_grad_(False)
+        _, gradients = run(model, inputs)
+    assert frozen.grad is None and "blocks.0.attn2.to_out.0.bias" in gradients
+
+
+def test_what_is_changed_keeps_its_own_and_is_reported() -> None:
+    with prepared(text_to_video, torch.float32) as (model, inputs):
+        projection = model.get_submodule("blocks.0.attn1.to_out.0")
+        projection.register_forward_hook(lambda module, args, output: 2 * output)
+        before, gradients = counted(model, inputs)
+        report = inject_fused_kernels(model)
+        after, fused_gradients = counted(model, inputs)
+    assert before - after == 2 * len(ENDS) - 1
+    assert gradient_error(fused_gradients, gradients) < 1e-5
+    notes = {entry.path: entry.what for entry in report.replaced if entry.class_name == "WanTransformerBlock"}
+    assert "bias gradients as before: attn1 (to_out.0 has forward hooks" in notes["blocks.0"]
+    assert "as before" not in notes["blocks.1"]
+
+
+def test_alone_a_fused_module_keeps_its_bias() -> None:
+    """Nobody but a caller that asks for it is given the bias's gradient."""
+    with prepared(text_to_video, torch.float32) as (model, _):
+        inject_fused_kernels(model)
+        ffn = model.get_submodule("blocks.0.ffn")
+        x = torch.ones(1, 2, WIDTH)
+        bias = ffn.get_parameter("net.2.bias")
+        (gradient,) = torch.autograd.grad(ffn(x).sum(), bias)
+        assert torch.equal(gradient, torch.full_like(bias, 2.0))
+        output, given = branch_and_bias(ffn, x)
+        assert given is bias and torch.equal(output, ffn(x))
+        assert torch.autograd.grad(output.sum(), bias, allow_unused=True) == (None,)
+    plain = nn.Linear(3, 3)
+    assert branch_and_bias(plain, torch.ones(1, 3))[1] is None
+    assert last_linear(plain) == "torch.nn.modules.linear.Linear is not fused"
+
+
+@pytest.mark.parametrize("part", ["attn1", "attn2", "ffn"])
+def test_dropout_in_training_keeps_its_own(part: str) -> None:
+    with prepared(text_to_video, torch.float32) as (model, _):
+        inject_fused_kernels(model)
+        module: Any = model.get_submodule(f"blocks.0.{part}")
+        (module.net[1] if part == "ffn" else module.to_out[1]).p = 0.5
+        assert "drops 0.5" in str(last_linear(module))
+        module.eval()
+        assert isinstance(last_linear(module), nn.Linear)
