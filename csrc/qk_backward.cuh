@@ -1,5 +1,5 @@
-// Backward of qk_norm_rope in one pass over dy and x: dx, and this block's part of the sums for weight and bias, which
-// stay in registers while the block walks its rows. With SUMS_ONLY, the rows' sums of dx̂ · x̂ alone.
+// Backward of qk_norm_rope in one pass over dy and x: dx, and this block's part of the sums for weight and bias, and of dx
+// for the bias of the projection that x comes from, which stay in registers while the block walks its rows. With SUMS_ONLY, the rows' sums of dx̂ · x̂ alone.
 #include "qk_config.cuh"
 
 namespace videoscale {
@@ -29,7 +29,11 @@ __device__ __forceinline__ void backward_rows(const Side& side, const Rope& rope
     Ring<HEADS, INPUTS, LAG> ring(*reinterpret_cast<const Source(*)[INPUTS]>(&sources), side, rope, stages, full, block,
                              blocks);
     Pack<Parameter, WIDTH> weight[SUMMED];
-    float weight_sum[SUMMED][WIDTH], bias_sum[SUMMED][WIDTH];
+    float weight_sum[SUMMED][WIDTH], bias_sum[SUMMED][WIDTH], dx_sum[OWN][WIDTH];
+#pragma unroll
+    for (int k = 0; k < OWN; ++k)
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) dx_sum[k][j] = 0.f;
 #pragma unroll
     for (int k = 0; k < SUMMED; ++k) {
         const int at = (BY_HEAD ? lane_of_head() : G::vector(k)) * WIDTH;
@@ -133,7 +137,23 @@ __device__ __forceinline__ void backward_rows(const Side& side, const Rope& rope
                     g[k][j] = (g[k][j] - x_hat * along - along_one) * rstd[of];
                 }
             }
+            if constexpr (SUM_DX) {
+#pragma unroll
+                for (int j = 0; j < WIDTH; ++j) dx_sum[k][j] += g[k][j];
+            }
             store<Activation>(side.out + (long long)row * G::D + G::vector(k) * WIDTH, g[k]);
+        }
+    }
+
+    if constexpr (SUM_DX && !SUMS_ALONE) {
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            if (!G::owns(k)) continue;
+            float* const to = side.dx_parts + (long long)block * G::D + G::vector(k) * WIDTH;
+#pragma unroll
+            for (int j = 0; j < WIDTH; j += 4)
+                *reinterpret_cast<float4*>(to + j) =
+                    make_float4(dx_sum[k][j], dx_sum[k][j + 1], dx_sum[k][j + 2], dx_sum[k][j + 3]);
         }
     }
 

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_videoscale.injection.wan_attention import fused_query_key, is_fused, project_out, query_key_value
+from lightning_videoscale.injection.wan_attention import (
+    can_detach,
+    fused_query_key,
+    is_fused,
+    project_out,
+    query_key_value,
+)
 from lightning_videoscale.parallel import (
     SequenceContext,
     check_heads,
@@ -49,9 +55,13 @@ class SequenceParallelWanAttention:
         """Attends from and to all tokens of the group; (B, s, dim) in and out."""
         if encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError("Sequence-parallel Wan self-attention takes neither other tokens nor an attention mask.")
-        query, key, value = query_key_value(attn, hidden_states, None)
-        normed = fused_query_key if is_fused(attn) else query_key
-        query, key = normed(attn, query, key, rotary_emb)
+        fused = is_fused(attn)
+        detached = fused and can_detach(attn)
+        query, key, value = query_key_value(attn, hidden_states, None, detach_biases=detached)
+        if fused:
+            query, key = fused_query_key(attn, query, key, rotary_emb, detached_biases=detached)
+        else:
+            query, key = query_key(attn, query, key, rotary_emb)
         value = value.unflatten(-1, (attn.heads, -1))
         out = sequence_parallel_attention(
             query,

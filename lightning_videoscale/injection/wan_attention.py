@@ -1,6 +1,7 @@
 """diffusers' Wan attention with its query and key norms and its rotary embedding fused.
 
 `WAN_ATTENTION`       the fused forward, for self- and cross-attention; the attention itself stays diffusers' own choice
+`query_key_value`     the projections
 `fused_query_key`     norms and rotation of query and key in one launch
 `project_out`         what comes after the attention
 """
@@ -26,16 +27,29 @@ _AUTOCAST_WIDENS_NORMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2
 _IMAGE_CONTEXT_REST = 512  # tokens of text behind those of the image, which diffusers takes for granted
 
 
-def query_key_value(attn: Any, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def can_detach(attn: Any) -> bool:
+    """Whether the biases of query and key, as things are now, can be left to `fused_query_key`."""
+    projections = attn.to_q, attn.to_k
+    return not getattr(attn, "fused_projections", False) and all(
+        changed_linear(linear) is None and linear.bias is not None for linear in projections
+    )
+
+
+def query_key_value(
+    attn: Any, hidden_states: Tensor, context: Tensor | None, *, detach_biases: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Projects; (B, S, D) each.
 
     Args:
         attn: diffusers' ``WanAttention``, its projections fused or not.
         hidden_states: (B, S, D), what asks.
         context: (B, T, D), what is asked in cross-attention; None in self-attention.
+        detach_biases: Leaves the gradients of query's and key's biases to `fused_query_key`.
     """
+    asked = hidden_states if context is None else context
+    if detach_biases:
+        return apply_detached(attn.to_q, hidden_states), apply_detached(attn.to_k, asked), attn.to_v(asked)
     if not getattr(attn, "fused_projections", False):
-        asked = hidden_states if context is None else context
         return attn.to_q(hidden_states), attn.to_k(asked), attn.to_v(asked)
     if context is None:
         query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
@@ -44,7 +58,7 @@ def query_key_value(attn: Any, hidden_states: Tensor, context: Tensor | None) ->
 
 
 def fused_query_key(
-    attn: Any, query: Tensor, key: Tensor, rotary_emb: tuple[Tensor, Tensor] | None
+    attn: Any, query: Tensor, key: Tensor, rotary_emb: tuple[Tensor, Tensor] | None, *, detached_biases: bool
 ) -> tuple[Tensor, Tensor]:
     """Normalises over all heads and rotates; from (B, S, D) to (B, S, H, D/H).
 
@@ -53,8 +67,11 @@ def fused_query_key(
         query: (B, S, D).
         key: (B, T, D), with T = S where there is a rotary embedding.
         rotary_emb: cos and sin, (1, S, 1, D/H), both members of a pair alike; or None.
+        detached_biases: Whether query and key were projected with their biases detached.
     """
-    rope = None
+    rope, biases = None, {}
+    if detached_biases:
+        biases = {"q_proj_bias": attn.to_q.bias, "k_proj_bias": attn.to_k.bias}
     if rotary_emb is not None:
         cos, sin = rotary_emb
         rope = cos[..., 0::2], sin[..., 1::2]
@@ -65,6 +82,7 @@ def fused_query_key(
         key.unflatten(-1, heads),
         attn.norm_q.weight,
         attn.norm_k.weight,
+        **biases,
         eps=attn.norm_q.eps,
         rope=rope,
         rounding="at_end" if _AUTOCAST_WIDENS_NORMS and _under_autocast_on_cuda(query) else "fp32_once",
@@ -91,10 +109,11 @@ def _forward(
     context, image = encoder_hidden_states, None
     if self.add_k_proj is not None and context is not None:
         image, context = context.split([context.shape[1] - _IMAGE_CONTEXT_REST, _IMAGE_CONTEXT_REST], dim=1)
-    query, key, value = query_key_value(self, hidden_states, context)
+    detached = can_detach(self)
+    query, key, value = query_key_value(self, hidden_states, context, detach_biases=detached)
     value = value.unflatten(-1, (self.heads, -1))
     own = encoder_hidden_states is None
-    norms = partial(fused_query_key, self, query, key, rotary_emb)
+    norms = partial(fused_query_key, self, query, key, rotary_emb, detached_biases=detached)
     query, key = norms()
     with recomputed((query, key), norms, recompute=self.recompute_norms):
         attended = _attend(self.processor, query, key, value, attention_mask, own)

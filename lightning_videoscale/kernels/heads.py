@@ -101,11 +101,13 @@ class SideGradients(NamedTuple):
         dx: (B, S, H, Dh) in x's dtype, new and contiguous.
         dweight: The weight's shape and dtype; None without a weight.
         dbias: Likewise.
+        dx_sum: (H·Dh,) wide, dx over all rows, which is the gradient of the projection's bias; None unless asked for.
     """
 
     dx: Tensor
     dweight: Tensor | None
     dbias: Tensor | None
+    dx_sum: Tensor | None = None
 
 
 class HeadBackend(Protocol):
@@ -133,6 +135,8 @@ class HeadBackend(Protocol):
         sides: tuple[Side, Side],
         rotation: Rotation | None,
         row_means: tuple[Tensor, Tensor] | None,
+        *,
+        dx_sums: bool,
     ) -> tuple[SideGradients, SideGradients]:
         """Computes the gradients of x, weight and bias.
 
@@ -143,6 +147,7 @@ class HeadBackend(Protocol):
             rotation: As in forward.
             row_means: (B, S) each, `gradient_sums` over a whole row divided by its width, where x has only part of the
                 row's heads; None where it has them all.
+            dx_sums: Whether to sum dx over all rows too, in a fixed order.
         """
 
     def square_sums(self, xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

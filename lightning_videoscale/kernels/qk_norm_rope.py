@@ -43,6 +43,8 @@ def qk_norm_rope(
     q_bias: Tensor | None = None,
     k_bias: Tensor | None = None,
     *,
+    q_proj_bias: Tensor | None = None,
+    k_proj_bias: Tensor | None = None,
     norm: Literal["none", "rms", "layer"] = "rms",
     per_head: bool = False,
     eps: float = 1e-6,
@@ -68,6 +70,10 @@ def qk_norm_rope(
         k_weight: Likewise for k; both or neither.
         q_bias: As the weights, which must then be given too.
         k_bias: As the weights.
+        q_proj_bias: (D,), any floating dtype: the bias of the projection that q comes from, added there already and
+            detached, as in ``q = F.linear(x, weight, q_proj_bias.detach())``. It is not added here and its values are
+            not read; its gradient, that of q summed over all tokens, is taken here, where q's is computed.
+        k_proj_bias: Likewise of k, (D_k,).
         norm: "rms", "layer" or "none".
         per_head: Whether the norm runs over each head's channels, rather than over all D.
         eps: Added to the variance.
@@ -94,8 +100,13 @@ def qk_norm_rope(
     check_parameters(q, k, norm, per_head, q_weight, k_weight, q_bias, k_bias)
     cos, sin = (None, None) if rope is None else rope_tables(q, k, *rope, rope_start)
     round_x_hat = rounding == "eager" and norm == "rms" and q_weight is not None and q_weight.dtype is q.dtype
+    for name, x, proj_bias in (("q", q, q_proj_bias), ("k", k, k_proj_bias)):
+        if proj_bias is not None and proj_bias.shape != (x.shape[2] * x.shape[3],):
+            raise ValueError(
+                f"{name}_proj_bias must have shape {(x.shape[2] * x.shape[3],)}; got {tuple(proj_bias.shape)}."
+            )
     outputs = ops.forward(
-        q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, None, None, eps,
+        q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, None, None, q_proj_bias, k_proj_bias, eps,
         norm, per_head, rope_layout, rope_start, round_x_hat, rounding != "at_end", backend,
     )  # fmt: skip
     return outputs[0], outputs[1]

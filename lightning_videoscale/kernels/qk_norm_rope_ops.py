@@ -1,8 +1,8 @@
 """The ``torch.library`` ops beneath `qk_norm_rope`, which see q and k as (B, S, H, Dh) and arguments already checked.
 
 - `forward`: y of q and k, and the statistics that were computed; given q_rstd and k_rstd it uses those instead.
-- `backward`: the gradients of q, k, their weights and biases; given q_row_means and k_row_means it uses those instead
-  of its own sums over the row.
+- `backward`: the gradients of q, k, their weights and biases, and of their projections' biases; given q_row_means and
+  k_row_means it uses those instead of its own sums over the row.
 - `square_sums` and `gradient_sums`: what those come from where a row's heads are spread over ranks.
 
 What a variant lacks is an empty tensor, so that every op returns the same number of tensors.
@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.backend import first_able
-from lightning_videoscale.kernels.dispatch import refuse_second_derivative, register_autograd
+from lightning_videoscale.kernels.dispatch import (
+    bias_gradient,
+    fake_bias_gradient,
+    refuse_second_derivative,
+    register_autograd,
+)
 from lightning_videoscale.kernels.heads import HeadBackend, HeadOp, Layout, Rotation, Side, wide_dtype
 
 _NAMES = ("qk_norm_rope", "qk_norm_rope_backward", "qk_square_sums", "qk_gradient_sums")
@@ -37,6 +42,8 @@ def _forward(
     sin: Tensor | None,
     q_rstd: Tensor | None,
     k_rstd: Tensor | None,
+    q_proj_bias: Tensor | None,
+    k_proj_bias: Tensor | None,
     eps: float,
     norm: Any,
     per_head: bool,
@@ -54,7 +61,7 @@ def _forward(
 def _forward_fake(
     q: Tensor, k: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    q_rstd, norm, per_head = rest[6], rest[9], rest[10]
+    q_rstd, norm, per_head = rest[6], rest[11], rest[12]
     op = HeadOp(norm, per_head, "half", False)
 
     def statistics(exist: bool) -> list[Tensor]:
@@ -88,11 +95,17 @@ def _backward(
     round_x_hat: bool,
     round_normed: bool,
     backend: str,
+    q_bias_dtype: torch.dtype | None,
+    k_bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
     op, rotation = HeadOp(norm, per_head, layout, round_x_hat, round_normed), _rotation(cos, sin, start)
     sides = _side(op, q, q_weight, q_bias, q_mean, q_rstd), _side(op, k, k_weight, k_bias, k_mean, k_rstd)
     row_means = None if q_row_means is None or k_row_means is None else (q_row_means, k_row_means)
-    return _paired(_choose(backend, op, sides, rotation).backward(op, (dq, dk), sides, rotation, row_means), q.dtype)
+    dx_sums = q_bias_dtype is not None or k_bias_dtype is not None
+    run = _choose(backend, op, sides, rotation).backward
+    of_q, of_k = run(op, (dq, dk), sides, rotation, row_means, dx_sums=dx_sums)
+    gradients = _paired((of_q[:3], of_k[:3]), q.dtype)
+    return *gradients, bias_gradient(of_q.dx_sum, q_bias_dtype, q), bias_gradient(of_k.dx_sum, k_bias_dtype, q)
 
 
 def _backward_fake(
@@ -100,7 +113,9 @@ def _backward_fake(
     q_weight: Tensor | None, k_weight: Tensor | None, q_bias: Tensor | None, k_bias: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     affine = (q.new_empty(0) if p is None else p.new_empty(p.shape) for p in (q_weight, k_weight, q_bias, k_bias))
-    return q.new_empty(q.shape), k.new_empty(k.shape), *affine
+    widths = zip((q, k), rest[-2:], strict=True)
+    sums = (fake_bias_gradient(x.shape[2] * x.shape[3], dtype, q) for x, dtype in widths)
+    return q.new_empty(q.shape), k.new_empty(k.shape), *affine, *sums
 
 
 def _square_sums(q: Tensor, k: Tensor, backend: str) -> tuple[Tensor, Tensor]:
@@ -164,13 +179,17 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
         )
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(*inputs[:8], *output[2:])
-    ctx.variant = inputs[11:]
+    ctx.variant = inputs[13:]
+    needed = zip(inputs[10:12], ctx.needs_input_grad[10:12], strict=True)
+    ctx.bias_dtypes = [bias.dtype if needs else None for bias, needs in needed]
 
 
 def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, *statistics: None) -> tuple[Tensor | None, ...]:
-    gradients = backward(dq, dk, *ctx.saved_tensors, None, None, *ctx.variant)
+    gradients = backward(dq, dk, *ctx.saved_tensors, None, None, *ctx.variant, *ctx.bias_dtypes)
     needed = ctx.needs_input_grad
-    return *(g if needs else None for g, needs in zip(gradients, needed[:6], strict=True)), *(None,) * (len(needed) - 6)
+    wanted = zip(gradients, (*needed[:6], *needed[10:12]), strict=True)
+    *of_inputs, q_proj_bias, k_proj_bias = (g if needs else None for g, needs in wanted)
+    return *of_inputs, None, None, None, None, q_proj_bias, k_proj_bias, *(None,) * (len(needed) - 12)
 
 
 def _refuse_derivative(ctx: Any, *gradients: Tensor) -> None:
@@ -179,14 +198,15 @@ def _refuse_derivative(ctx: Any, *gradients: Tensor) -> None:
 
 torch.library.define(
     _FORWARD,
-    f"(Tensor q, Tensor k, {_AFFINE}, Tensor? cos, Tensor? sin, Tensor? q_rstd, Tensor? k_rstd, float eps, {_VARIANT})"
+    f"(Tensor q, Tensor k, {_AFFINE}, Tensor? cos, Tensor? sin, Tensor? q_rstd, Tensor? k_rstd,"
+    f" Tensor? q_proj_bias, Tensor? k_proj_bias, float eps, {_VARIANT})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     _BACKWARD,
     f"(Tensor dq, Tensor dk, Tensor q, Tensor k, {_AFFINE}, Tensor? cos, Tensor? sin, {_STATISTICS},"
-    f" Tensor? q_row_means, Tensor? k_row_means, {_VARIANT})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" Tensor? q_row_means, Tensor? k_row_means, {_VARIANT}, ScalarType? q_bias_dtype, ScalarType? k_bias_dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(_SQUARE_SUMS, "(Tensor q, Tensor k, str backend) -> (Tensor, Tensor)")
 torch.library.define(

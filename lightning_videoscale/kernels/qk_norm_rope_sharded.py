@@ -92,7 +92,7 @@ class _Sharded(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         means = _exchanged(ops.square_sums(q, k, variant[-1]), widths, sum_over_ranks)
         rstds = [torch.rsqrt(mean + eps) for mean in means]
-        outputs = ops.forward(q, k, q_weight, k_weight, None, None, cos, sin, *rstds, eps, *variant)
+        outputs = ops.forward(q, k, q_weight, k_weight, None, None, cos, sin, *rstds, None, None, eps, *variant)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, *rstds)
         ctx.widths, ctx.sum_over_ranks, ctx.variant = widths, sum_over_ranks, variant
         return outputs[0], outputs[1]
@@ -106,8 +106,9 @@ class _Sharded(torch.autograd.Function):
         means = _exchanged(sums, ctx.widths, ctx.sum_over_ranks)
         none = q_rstd.new_empty(0)
         gradients = ops.backward(
-            dq, dk, q, k, q_weight, k_weight, None, None, cos, sin, none, none, q_rstd, k_rstd, *means, *ctx.variant
-        )
+            dq, dk, q, k, q_weight, k_weight, None, None, cos, sin, none, none, q_rstd, k_rstd, *means, *ctx.variant,
+            None, None,
+        )  # fmt: skip
         needed = zip(gradients[:4], ctx.needs_input_grad[:4], strict=True)
         return *(g if needs else None for g, needs in needed), *(None,) * 6
 

@@ -13,6 +13,7 @@ from lightning_videoscale.kernels.qk_norm_rope_sharded import qk_norm_rope_shard
 from tests.kernels.qk_checks import (
     check_accuracy,
     check_parts,
+    check_projection_biases,
     check_repeats,
     check_tables_of_channels,
     gradients,
@@ -92,6 +93,19 @@ def test_repeats_bitwise(case: Case, backend: str) -> None:
 )  # fmt: skip
 def test_parts_of_rows(case: Case, dtype: torch.dtype, backend: str) -> None:
     check_parts(at_size(case, 64, 4, 300), dtype, backend, "cuda")
+
+
+@BACKENDS
+@pytest.mark.parametrize("tokens", [1, 300, 4096])
+@ALL_CASES
+def test_gradients_of_the_projections_biases(case: Case, tokens: int, backend: str) -> None:
+    if case.start < tokens:
+        check_projection_biases(at_size(case, 64, 4, tokens), BF16, backend, "cuda")
+
+
+@pytest.mark.parametrize(("name", "heads", "head_dim"), SIZES)
+def test_gradients_of_the_projections_biases_at_sizes_of_models(name: str, heads: int, head_dim: int) -> None:
+    check_projection_biases(at_size(FAMILIES[name], head_dim, heads, 1000), BF16, "cuda", "cuda")
 
 
 @BACKENDS

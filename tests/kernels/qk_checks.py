@@ -82,14 +82,37 @@ def check_parts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu
         return [
             *ops.square_sums(q, k, name),
             *ops.gradient_sums(dq, dk, q, k, q_weight, k_weight, cos, sin, *rstds, case.layout, case.start, name),
-            *ops.forward(q, k, *affine, *rstds, 1e-6, *variant)[:2],
-            *ops.backward(dq, dk, q, k, *affine, none, none, *rstds, *means, *variant)[:4],
+            *ops.forward(q, k, *affine, *rstds, None, None, 1e-6, *variant)[:2],
+            *ops.backward(dq, dk, q, k, *affine, none, none, *rstds, *means, *variant, None, None)[:4],
         ]
 
     for value, expected in zip(run(backend), run("reference"), strict=True):
         assert value.dtype is expected.dtype and value.shape == expected.shape
         bound = 2e-6 if value.dtype is torch.float32 else torch.finfo(dtype).eps
         assert relative(value, expected.double()) <= bound or not expected.numel()
+
+
+def check_projection_biases(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> None:
+    """The gradients of q and k summed over all tokens: at most 1.05 times the error of summing what is rounded."""
+    arguments = case.arguments(dtype, device=device)
+    q, k = arguments.tensors[:2]
+    assert q is not None and k is not None
+    biases = [torch.randn(x.shape[2] * x.shape[3]).to(device, dtype).requires_grad_() for x in (q, k)]
+    proj = dict(zip(("q_proj_bias", "k_proj_bias"), biases, strict=True))
+    options = arguments.options | {"backend": backend}
+    outputs = qk_norm_rope(*arguments.tensors, **options, **proj)
+    cotangents = random_like(outputs)
+    dq, dk, *sums = torch.autograd.grad(outputs, [q, k, *biases], cotangents, retain_graph=True)
+    again = torch.autograd.grad(outputs, biases, cotangents)
+    double = arguments.double()
+    exact = torch.autograd.grad(
+        oracle(*double.tensors, **double.options), double.leaves[:2], [y.double() for y in cotangents]
+    )
+    for mine, repeated, dx, true in zip(sums, again, (dq, dk), exact, strict=True):
+        truth, eager = true.sum((0, 1)).flatten(), dx.sum((0, 1)).flatten()
+        assert mine.dtype is dtype and torch.equal(mine, repeated)
+        floor = 1e-6 * float(true.norm() * true.shape[1] ** 0.5 / truth.norm().clamp(min=1e-30))
+        assert relative(mine, truth) <= 1.05 * relative(eager, truth) + floor, case
 
 
 def check_tables_of_channels(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope, rope_per_pair
 from lightning_videoscale.kernels.qk_norm_rope_sharded import qk_norm_rope_sharded
-from tests.kernels.qk_checks import check_tables_of_channels, gradients, random_like, relative
+from tests.kernels.qk_checks import check_projection_biases, check_tables_of_channels, gradients, random_like, relative
 from tests.kernels.qk_families import FAMILIES as DIFFUSERS
 from tests.kernels.qk_families import HEAD_DIM, HEADS, Family, fused, watch
 from tests.kernels.qk_oracle import FAMILIES, Arguments, Case, cases, oracle
@@ -106,11 +106,27 @@ def test_opcheck(case: Case) -> None:
     q, k, *affine = arguments.tensors
     cos, sin = arguments.options["rope"] or (None, None)
     variant = (case.norm, case.per_head, case.layout, case.start, False, True, "auto")
-    inputs = (q, k, *affine, cos, sin, None, None, 1e-6, *variant)
+    assert q is not None and k is not None
+    proj_biases = [torch.zeros(x.shape[2] * x.shape[3], requires_grad=True) for x in (q, k)]
+    inputs = (q, k, *affine, cos, sin, None, None, *proj_biases, 1e-6, *variant)
     torch.library.opcheck(ops.forward, inputs)
     plain = [None if t is None else t.detach() for t in (q, k, *affine, cos, sin)]
     q_out, k_out, *statistics = (t.detach() for t in ops.forward(*inputs))
-    torch.library.opcheck(ops.backward, (q_out, k_out, *plain, *statistics, None, None, *variant))
+    of_backward = (q_out, k_out, *plain, *statistics, None, None, *variant)
+    for dtypes in ((None, None), (torch.float32, None), (torch.bfloat16, torch.float32)):
+        torch.library.opcheck(ops.backward, (*of_backward, *dtypes))
+
+
+@ALL_CASES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_of_the_projections_biases(case: Case, dtype: torch.dtype) -> None:
+    check_projection_biases(case, dtype, "reference")
+
+
+def test_a_bias_that_is_no_projections() -> None:
+    arguments = Case().arguments()
+    with pytest.raises(ValueError, match=r"k_proj_bias must have shape \(32,\); got \(8,\)"):
+        qk_norm_rope(*arguments.tensors, **arguments.options, k_proj_bias=torch.zeros(8))
 
 
 def test_opcheck_of_the_sums() -> None:
@@ -321,7 +337,7 @@ def test_rstd_from_outside_has_no_gradient_without_an_exchange() -> None:
     rstd = torch.ones(2, 5, dtype=torch.float64)
     none = (None,) * 6
     with pytest.raises(NotImplementedError, match="qk_norm_rope_sharded"):
-        ops.forward(q, k, *none, rstd, rstd, 1e-6, "rms", False, "half", 0, False, True, "auto")
+        ops.forward(q, k, *none, rstd, rstd, None, None, 1e-6, "rms", False, "half", 0, False, True, "auto")
 
 
 def wrong(**change: object) -> tuple[list[Tensor | None], dict[str, object]]:

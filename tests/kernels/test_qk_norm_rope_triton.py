@@ -16,7 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
-from tests.kernels.qk_checks import check_accuracy, check_parts, check_repeats, check_tables_of_channels
+from tests.kernels.qk_checks import (
+    check_accuracy,
+    check_parts,
+    check_projection_biases,
+    check_repeats,
+    check_tables_of_channels,
+)
 from tests.kernels.qk_oracle import FAMILIES, Case, cases
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -83,6 +89,11 @@ def test_parts_of_rows(case: Case) -> None:
 @pytest.mark.parametrize("case", [Case(), Case(layout="half", table_heads=True, table_batch=True)])
 def test_tables_of_channels(case: Case) -> None:
     check_tables_of_channels(case, torch.float32, "triton")
+
+
+@in_the_interpreter
+def test_gradients_of_the_projections_biases() -> None:
+    check_projection_biases(Case(), torch.float32, "triton")
 
 
 @in_the_interpreter

@@ -58,7 +58,7 @@ def _device_objection(variant: Variant, device: int) -> str | None:
 
 def _variant(
     op: HeadOp, direction: Direction, sides: tuple[Side, Side], rotation: Rotation | None, *,
-    outside: bool = False, sums_only: bool = False,
+    outside: bool = False, sums_only: bool = False, dx_sums: bool = False,
 ) -> Variant:  # fmt: skip
     q, k = sides
     tables = (0, False, 1, (0, 0))
@@ -67,7 +67,7 @@ def _variant(
         tables = (pairs, heads > 1, rotation.cos.stride(3), phases(rotation))
     return Variant(
         op, direction, q.x.dtype, None if q.weight is None else q.weight.dtype, q.bias is not None,
-        (q.x.shape[2], k.x.shape[2]), q.x.shape[3], *tables, outside, sums_only,
+        (q.x.shape[2], k.x.shape[2]), q.x.shape[3], *tables, outside, sums_only, dx_sums,
     )  # fmt: skip
 
 
@@ -104,10 +104,12 @@ def backward(
     sides: tuple[Side, Side],
     rotation: Rotation | None,
     row_means: tuple[Tensor, Tensor] | None,
+    *,
+    dx_sums: bool,
 ) -> tuple[SideGradients, SideGradients]:
     """See `HeadBackend.backward`."""
     rotation = readable(rotation)
-    variant = _variant(op, "backward", sides, rotation, outside=row_means is not None)
+    variant = _variant(op, "backward", sides, rotation, outside=row_means is not None, dx_sums=dx_sums)
     return run_backward(_plan(variant, sides[0].x.get_device()), op, gradients, sides, rotation, row_means)
 
 
@@ -121,18 +123,22 @@ def run_backward(
 ) -> tuple[SideGradients, SideGradients]:
     """Runs `backward` as a plan says."""
     blocks = plan.blocks(_rows(sides))
-    dxs, structs, kept, parts = [], [], [], []  # kept: what must live until the launch
+    dxs, structs, kept, parts, dx_parts = [], [], [], [], []  # kept: what must live until the launch
     for i, (dy, side) in enumerate(zip(gradients, map(_aligned, sides), strict=True)):
         x, dy = as_rows(side.x), as_rows(dy)
         means = None if row_means is None else row_means[i].contiguous()
         dx = side.x.new_empty(side.x.shape)
         part = _new_parts(side, plan.parts(blocks[i]))
-        structs.append(_side(x, dy, dx, side, side.mean, side.rstd, means, part))
+        dx_part = x.new_empty((blocks[i], x.shape[1]), dtype=torch.float32) if plan.variant.dx_sums else None
+        structs.append(_side(x, dy, dx, side, side.mean, side.rstd, means, part, dx_part))
         dxs.append(dx)
         parts.append(part)
+        dx_parts.append(dx_part)
         kept += [x, dy, means, side]
     plan(structs, rotation, blocks, 0.0)
-    q, k = (SideGradients(dx, *parameters) for dx, parameters in zip(dxs, _finalize(sides, parts), strict=True))
+    q_parts, k_parts = dx_parts
+    sums = [None, None] if q_parts is None or k_parts is None else _sums(q_parts, k_parts, torch.float32)
+    q, k = (SideGradients(dx, *p, s) for dx, p, s in zip(dxs, _finalize(sides, parts), sums, strict=True))
     return q, k
 
 
@@ -179,16 +185,22 @@ def _finalize(sides: tuple[Side, Side], parts: list[Tensor | None]) -> list[tupl
     q_weight = sides[0].weight
     if q_weight is None or q_parts is None or k_parts is None:
         return [(None, None), (None, None)]
-    sums = [q_weight.new_empty(part.shape[1:]) for part in (q_parts, k_parts)]
+    sums = _sums(q_parts, k_parts, q_weight.dtype)
+    # An op's outputs must not share memory: the bias' is a tensor of its own.
+    return [(total[0], None) if len(total) == 1 else (total[0].clone(), total[1].clone()) for total in sums]
+
+
+def _sums(q_parts: Tensor, k_parts: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Adds each one's parts, (count, …) to (…), in one launch."""
+    sums = [part.new_empty(part.shape[1:], dtype=dtype) for part in (q_parts, k_parts)]
     widths = [total.numel() for total in sums]
-    _finalize_kernel(q_weight.dtype, q_weight.get_device())(
+    _finalize_kernel(dtype, q_parts.get_device())(
         (sum(-(-width // _FINALIZE_BLOCK[0]) for width in widths), 1, 1),
         _FINALIZE_BLOCK,
         *(q_parts.data_ptr(), sums[0].data_ptr(), q_parts.shape[0], widths[0]),
         *(k_parts.data_ptr(), sums[1].data_ptr(), k_parts.shape[0], widths[1]),
     )
-    # An op's outputs must not share memory: the bias' is a tensor of its own.
-    return [(total[0], None) if len(total) == 1 else (total[0].clone(), total[1].clone()) for total in sums]
+    return sums
 
 
 @functools.cache
@@ -205,9 +217,10 @@ def _side(
     rstd: Tensor | None,
     of_rows: Tensor | None,
     parts: Tensor | None,
+    dx_parts: Tensor | None = None,
 ) -> tuple[int, ...]:
     """The members of the struct Side."""
-    addresses = (_address(t) for t in (out, side.weight, side.bias, mean, rstd, of_rows, parts))
+    addresses = (_address(t) for t in (out, side.weight, side.bias, mean, rstd, of_rows, parts, dx_parts))
     return (*_source(x), *_source(dy), *addresses, x.shape[0], side.x.shape[1])
 
 

@@ -12,9 +12,9 @@ from lightning_videoscale.kernels.cuda.qk_tuning import Direction, Tuning, tunin
 from lightning_videoscale.kernels.heads import HeadOp, Rotation
 
 TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-# Layouts of the kernels' arguments: of a side two sources (address, bytes between rows), seven addresses, two sizes; of
+# Layouts of the kernels' arguments: of a side two sources (address, bytes between rows), eight addresses, two sizes; of
 # the tables two addresses, four strides, two sizes.
-_SIDE, _ROPE = "PqPqPPPPPPPii", "PPqqqqii"
+_SIDE, _ROPE = "PqPqPPPPPPPPii", "PPqqqqii"
 _LAYOUTS = {"forward": f"{_SIDE * 2}{_ROPE}fi", "backward": f"{_SIDE * 2}{_ROPE}i"}
 
 
@@ -35,6 +35,7 @@ class Variant(NamedTuple):
         phases: Floats before the first pair in a row of cos and of sin, that begins on 16 bytes.
         outside: Whether rstd (forward) or the rows' means (backward) come from outside.
         sums_only: Whether a row's sum is all that leaves.
+        dx_sums: Whether backward leaves parts of the sum of dx over all rows.
     """
 
     op: HeadOp
@@ -50,6 +51,7 @@ class Variant(NamedTuple):
     phases: tuple[int, int] = (0, 0)
     outside: bool = False
     sums_only: bool = False
+    dx_sums: bool = False
 
     def constants(self) -> dict[str, str | int]:
         """Returns the macros of ``csrc/qk_config.cuh``."""
@@ -73,6 +75,7 @@ class Variant(NamedTuple):
             "BIAS": int(self.bias),
             "GIVEN": int(self.outside),
             "SUMS_ONLY": int(self.sums_only),
+            "DX_SUMS": int(self.dx_sums),
         }
 
     @property

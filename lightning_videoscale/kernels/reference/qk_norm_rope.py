@@ -26,10 +26,12 @@ def backward(
     sides: tuple[Side, Side],
     rotation: Rotation | None,
     row_means: tuple[Tensor, Tensor] | None,
+    *,
+    dx_sums: bool,
 ) -> tuple[SideGradients, SideGradients]:
     """See `HeadBackend.backward`."""
     (dq, dk), (q, k), (q_means, k_means) = gradients, sides, row_means or (None, None)
-    return _backward(op, dq, q, rotation, q_means), _backward(op, dk, k, rotation, k_means)
+    return _backward(op, dq, q, rotation, q_means, dx_sums), _backward(op, dk, k, rotation, k_means, dx_sums)
 
 
 def square_sums(xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -62,11 +64,13 @@ def _forward(op: HeadOp, side: Side, rotation: Rotation | None, eps: float) -> S
     return SideOutputs(_as_input(y, side.x), mean, None if side.rstd is not None else rstd)
 
 
-def _backward(op: HeadOp, dy: Tensor, side: Side, rotation: Rotation | None, row_means: Tensor | None) -> SideGradients:
+def _backward(
+    op: HeadOp, dy: Tensor, side: Side, rotation: Rotation | None, row_means: Tensor | None, dx_sums: bool
+) -> SideGradients:
     x = side.x.to(wide_dtype(side.x))
     dn = _unrotated(op, dy, x, rotation)
     if side.rstd is None:
-        return SideGradients(_as_input(dn, side.x), None, None)
+        return SideGradients(_as_input(dn, side.x), None, None, dn.sum((0, 1)).flatten() if dx_sums else None)
     x_hat = _x_hat(op, x, side.mean, side.rstd)
     dweight = None if side.weight is None else _over_tokens(op, dn * x_hat, side.weight)
     dbias = None if side.bias is None else _over_tokens(op, dn, side.bias)
@@ -76,7 +80,8 @@ def _backward(op: HeadOp, dy: Tensor, side: Side, rotation: Rotation | None, row
     dx = dx_hat - x_hat * along
     if op.norm == "layer":
         dx = dx - dx_hat.mean(op.channels, keepdim=True)
-    return SideGradients(_as_input(dx * _expand(op, side.rstd), side.x), dweight, dbias)
+    dx = dx * _expand(op, side.rstd)
+    return SideGradients(_as_input(dx, side.x), dweight, dbias, dx.sum((0, 1)).flatten() if dx_sums else None)
 
 
 def _gradient_sums(op: HeadOp, dy: Tensor, side: Side, rotation: Rotation | None) -> Tensor:

@@ -61,6 +61,8 @@ def backward(
     sides: tuple[Side, Side],
     rotation: Rotation | None,
     row_means: tuple[Tensor, Tensor] | None,
+    *,
+    dx_sums: bool,
 ) -> tuple[SideGradients, SideGradients]:
     """See `HeadBackend.backward`."""
     partials = [[_partials(op, side, p) for p in (side.weight, side.bias)] for side in sides]
@@ -73,7 +75,12 @@ def backward(
     ]
     _launch(backward_kernel, op, sides, rotation, arguments, (), GIVEN=row_means is not None, SUMS_ONLY=False)
     q, k = (
-        SideGradients(dx, _total(dweight, side.weight), _total(dbias, side.bias))
+        SideGradients(
+            dx,
+            _total(dweight, side.weight),
+            _total(dbias, side.bias),
+            dx.sum((0, 1), dtype=torch.float32).flatten() if dx_sums else None,
+        )
         for dx, (dweight, dbias), side in zip(outputs, partials, sides, strict=True)
     )
     return q, k
