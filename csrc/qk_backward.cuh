@@ -1,5 +1,6 @@
 // Backward of qk_norm_rope in one pass over dy and x: dx, and this block's part of the sums for weight and bias, and of dx
-// for the bias of the projection that x comes from, which stay in registers while the block walks its rows. With SUMS_ONLY, the rows' sums of dx̂ · x̂ alone.
+// for the bias of the projection that x comes from, which stay in registers while the block walks its rows. With SUMS_ONLY,
+// the rows' sums of dx̂ · x̂ alone.
 #include "qk_config.cuh"
 
 namespace videoscale {

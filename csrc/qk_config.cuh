@@ -17,7 +17,7 @@ constexpr bool BY_HEAD = PER_HEAD, ROUND = ROUND_X_HAT, ROUND_NORM = ROUND_NORME
 constexpr bool OUTSIDE = GIVEN;  // rstd in forward, the rows' means in backward
 constexpr bool SPLIT = HALF, ROTATED = PAIRS > 0, TABLES_BY_HEAD = TABLE_HEADS;
 constexpr bool TOGETHER = Q_HEADS == K_HEADS && ROTATED;  // Forward takes a token's q and k at once.
-constexpr bool SUM_DX = DX_SUMS;
+constexpr bool SUM_DX = DX_SUMS;       // backward: over all rows
 constexpr bool SUMS_ALONE = SUMS_ONLY;  // forward: of squares; backward: of dx̂ · x̂
 constexpr int THREADS = BLOCK_THREADS, STAGES = PIPELINE_STAGES, BLOCKS_PER_SM = RESIDENT_BLOCKS;
 
@@ -46,7 +46,7 @@ struct Side {
     float *mean, *rstd;
     float* of_rows;  // sums that leave, or means that come from outside
     float* parts;    // backward: sums over this block's rows
-    float* dx_parts; // backward: of dx, (blocks, D)
+    float* dx_parts;  // backward: likewise of dx, (blocks, D)
     int rows, tokens;
 };
 

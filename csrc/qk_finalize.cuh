@@ -1,5 +1,5 @@
-// The gradients of weight and bias of qk_norm_rope: sums over the parts that the blocks of its backward left, column by
-// column, in a fixed order.
+// The gradients of weight and bias of qk_norm_rope, and of the biases of the projections before it: sums over the parts
+// that the blocks of its backward left, column by column, in a fixed order.
 #include "vectors.cuh"
 
 namespace videoscale {

@@ -3,7 +3,8 @@
 - `norm_modulate`: LayerNorm or RMSNorm, then * (1 + scale) + shift, the adaptive norm of diffusion transformers.
 - `fork_norm_modulate`: the same where x goes on as residual stream, its two gradients added inside.
 - `gate_residual`: residual + gate * branch.
-- `gate_residual_norm_modulate`: both in turn, the seam between two branches of a block.
+- `gate_residual_norm_modulate`: both in turn, the seam between two branches of a block. Both take along the gradient of
+  the bias of the Linear that the branch comes from, as `qk_norm_rope` does those of its projections.
 - `gelu`: the GELU after a Linear, whose bias gradient it takes along; `gelu_linear`: with the Linear after it, both of
   which then keep one activation for backward instead of two.
 - `qk_norm_rope`: norm and rotation of q and k; `qk_norm_rope_sharded`: with a token's heads spread over ranks.

@@ -76,6 +76,11 @@ COMPILED = [
     *((variant("Wan", direction), 100) for direction in ("forward", "backward")),
     *((variant("Wan", direction, outside=True), 90) for direction in ("forward", "backward")),
     *((variant("Wan", direction, sums_only=True), 90) for direction in ("forward", "backward")),
+    *(
+        (variant(name, "backward")._replace(dx_sums=True), arch)
+        for name in ("Wan", "HunyuanVideo")
+        for arch in (90, 100)
+    ),
 ]
 
 

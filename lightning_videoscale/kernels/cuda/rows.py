@@ -43,7 +43,7 @@ def _device_objection(op: RowOp, channels: int, dtype: torch.dtype, operand_byte
     scale = operand if op.norm else None
     gate = operand if op.gate else None
     variant = Variant(
-        op, channels, dtype, gate, None, scale, None, scale, None, None, None, operand is not None, False, op.residual
+        op, channels, dtype, gate, None, scale, None, scale, None, None, None, operand is not None, False, True
     )
     for direction in ("forward", "backward"):
         if device_tuning(variant, direction, device) is None:
