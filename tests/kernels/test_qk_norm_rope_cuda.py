@@ -78,7 +78,7 @@ COMPILED = [
     *((variant("Wan", direction, sums_only=True), 90) for direction in ("forward", "backward")),
     *(
         (variant(name, "backward")._replace(dx_sums=True), arch)
-        for name in ("Wan", "HunyuanVideo")
+        for name in ("Wan", "Wan 14B in diffusers")
         for arch in (90, 100)
     ),
 ]
