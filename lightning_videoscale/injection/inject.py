@@ -58,6 +58,7 @@ def inject_fused_kernels(
     report = InjectionReport(type(model).__name__)
     found = [(path, module, _block_for(type(module), blocks)) for path, module in model.named_modules()]
     known = [(path, module, block) for path, module, block in found if block is not None and block.is_meant(module)]
+    known.sort(key=lambda entry: entry[2].only_with is not None)
     # What is inside comes first, since it decides what is fused around it.
     for path, module, block in sorted(known, key=lambda entry: (entry[2].only_with is not None, -entry[0].count("."))):
         reason = _refusal(module, block) or _missing_others(block, model)
@@ -66,6 +67,7 @@ def inject_fused_kernels(
             report.replace(path, module, fused, _what(module, block), backend, recompute_norms)
         else:
             report.skipped.append(Skipped(path, type(module).__name__, reason))
+    report.sort([path for path, _, _ in known])
     if any(skipped.reason != _ALREADY for skipped in report.skipped):
         warnings.warn(str(report), stacklevel=2)
     return report

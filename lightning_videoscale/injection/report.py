@@ -65,6 +65,12 @@ class InjectionReport:
         module.kernel_backend = backend  # type: ignore[assignment]  # no module or tensor
         module.recompute_norms = recompute_norms  # type: ignore[assignment]
 
+    def sort(self, paths: list[str]) -> None:
+        """Lists what was replaced and skipped in the order of ``paths``."""
+        place = {path: i for i, path in enumerate(paths)}
+        self.replaced.sort(key=lambda entry: place[entry.path])
+        self.skipped.sort(key=lambda entry: place[entry.path])
+
     def undo(self) -> None:
         """Gives every replaced block its original class back; a second call finds nothing to do.
 
