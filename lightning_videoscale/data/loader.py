@@ -23,7 +23,7 @@ class PlannedSampler(Sampler[MicroBatch]):
         dp_rank: Whose part of it.
         repeat_first_epoch: Whether every epoch uses the plan of the first (to overfit, to validate).
         epoch: Where to begin.
-        state: State to go on from instead; see `Progress`.
+        state: State to go on from; see `Progress`. What is left of an earlier epoch is trained as ``epoch``.
         on_resume: Called, when an epoch begins in its middle, with the micro-batches of it that are done.
 
     Attributes:
@@ -48,7 +48,7 @@ class PlannedSampler(Sampler[MicroBatch]):
         self._on_resume = on_resume
         self.is_started = False
         if state is not None:
-            self._begin(Progress.resume(planner, state))
+            self._begin(Progress.resume(planner, state, epoch))
         else:
             self._begin(Progress.start(planner, 0 if repeat_first_epoch else epoch))
 
@@ -67,7 +67,7 @@ class PlannedSampler(Sampler[MicroBatch]):
         self.is_started = False
         if self._repeat_first_epoch:
             return
-        if epoch != self.progress.epoch:
+        if epoch != self.progress.trained_as:
             self._begin(Progress.start(self.planner, epoch))
         elif self.progress.done and self._on_resume is not None:
             self._on_resume(self.progress.done)
