@@ -84,11 +84,12 @@ def check_same_index(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 def is_left(state: Mapping[str, Any], trainer: pl.Trainer | None) -> bool:
-    """Whether a run goes on within the epoch of a state: one that the Trainer ended may have been cut short.
+    """Whether a run goes on within the epoch of a state, which the Trainer may have ended.
 
-    ``max_steps`` and ``max_time`` end the Trainer's epoch wherever they come; ``limit_train_batches`` makes it shorter.
+    ``max_steps`` and ``max_time`` cut it short; ``limit_train_batches`` makes it a shorter one, of which nothing is
+    left.
     """
-    if trainer is None or trainer.current_epoch <= epoch_of_trainer(state):
+    if trainer is None or trainer.current_epoch < epoch_of_trainer(state):
         return True
     is_whole: bool = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     return not is_whole
