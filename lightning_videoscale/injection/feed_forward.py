@@ -11,6 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_videoscale.injection.bypassed import has_hooks, unfused
 from lightning_videoscale.injection.fused_block import FusedBlock, class_path, original_forward, source_hash
 from lightning_videoscale.kernels import gelu_linear
 
@@ -20,9 +21,11 @@ _GELU_FORWARDS = frozenset({"3640c152cb8c0d01", "d6728e812cd51ebb"})  # diffuser
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The fused forward; where somebody has changed a Linear meanwhile, the original, which calls whatever is there."""
-    if args or kwargs or _changed(self) is not None:
-        unfused: Tensor = original_forward(self)(hidden_states, *args, **kwargs)
-        return unfused
+    change = _changed(self)
+    if args or kwargs or change is not None:
+        original = original_forward(self) if change is None else unfused(self, change)
+        unchanged: Tensor = original(hidden_states, *args, **kwargs)
+        return unchanged
     first, second = self.net[0].proj, self.net[2]
     x = F.linear(hidden_states, first.weight, None if first.bias is None else first.bias.detach())
     return gelu_linear(x, second.weight, second.bias, x_bias=first.bias, backend=self.kernel_backend)
@@ -33,22 +36,17 @@ def _changed(feed_forward: Any) -> str | None:
 
     A Linear may have been given LoRA, parametrizations, a quantised weight, hooks or a home elsewhere.
     """
+    if not _is_meant(feed_forward):
+        return "net is not the tanh GELU, a Dropout and a Linear"
     activation, dropout, second = feed_forward.net
     for name, linear in (("net.0.proj", activation.proj), ("net.2", second)):
         if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
             return f"{name} is no Linear of its own weight, but {class_path(type(linear))}"
     if dropout.p and feed_forward.training:
         return f"net.1 drops {dropout.p} of the activations"
-    for name, part in (("net.0", activation), ("net.0.proj", activation.proj), ("net.2", second)):
-        if _has_hooks(part):
-            return f"{name} has forward hooks, which would not be called"
-    return None
-
-
-def _has_hooks(module: Any) -> bool:
-    """Whether calling it does more than its class says. ZeRO gathers parameters wherever they are read."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return "forward" in module.__dict__ or not all(hook.__module__.startswith("deepspeed.") for hook in hooks)
+    parts = {"net.0": activation, "net.0.proj": activation.proj, "net.1": dropout, "net.2": second}
+    hooked = [name for name, part in parts.items() if has_hooks(part)]
+    return f"{hooked[0]} has hooks, which would not be called" if hooked else None
 
 
 def _is_meant(module: nn.Module) -> bool:
