@@ -18,6 +18,13 @@ from lightning_videoscale.cli import benchmark_shapes, doctor, encode, export, i
 
 def main(args: list[str] | None = None) -> int:
     """Runs one command and returns the process's exit status; ``videoscale --help`` lists the commands."""
+    options = build_parser().parse_args(args)
+    status: int = options.run(options)
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
     parser = argparse.ArgumentParser(prog="videoscale", description="Tools around lightning-videoscale.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_command(commands)
@@ -27,6 +34,4 @@ def main(args: list[str] | None = None) -> int:
     plan.add_command(commands)
     report.add_command(commands)
     export.add_command(commands)
-    options = parser.parse_args(args)
-    status: int = options.run(options)
-    return status
+    return parser

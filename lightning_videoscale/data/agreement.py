@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.loss_weighting import LossWeighting
+from lightning_videoscale.data.progress import epoch_of_trainer
 from lightning_videoscale.data.shards import short_names
 from lightning_videoscale.topology import topology_of
 
@@ -80,6 +81,18 @@ def check_same_index(before: Mapping[str, str], now: Mapping[str, str]) -> None:
         f"The checkpoint was made with other shards ({listed or 'in another order'}): which samples it has trained on "
         "in this epoch cannot be told any more. Bring the shards back, or start a new run from its weights."
     )
+
+
+def is_left(state: Mapping[str, Any], trainer: pl.Trainer | None) -> bool:
+    """Whether a run goes on within the epoch of a state, which the Trainer may have ended.
+
+    ``max_steps`` and ``max_time`` cut it short; ``limit_train_batches`` makes it a shorter one, of which nothing is
+    left.
+    """
+    if trainer is None or trainer.current_epoch < epoch_of_trainer(state):
+        return True
+    is_whole: bool = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    return not is_whole
 
 
 def align_counters(trainer: pl.Trainer, micro_batches: int) -> None:

@@ -22,6 +22,7 @@ from lightning_videoscale.data.agreement import (
     check_same_index,
     check_same_plan,
     contents_of,
+    is_left,
 )
 from lightning_videoscale.data.auto_budget import AutoBudget, BudgetSearch
 from lightning_videoscale.data.benchmark.synthetic import RepresentativeBatches
@@ -156,7 +157,9 @@ class VideoDataModule(pl.LightningDataModule):
             overfit = trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
             epoch = trainer.current_epoch
             on_resume = partial(align_counters, trainer)
-        if self._state is not None and not overfit and self._state["epoch"] >= epoch:
+        if self._sampler is not None and self._sampler.is_started:
+            self._state = None  # the run has gone on from there
+        if self._state is not None and not overfit and is_left(self._state, trainer):
             check_same_index(self._state["shards"], contents_of(index))
             state = self._state
         rank = self._dp_rank_and_size()[0]
@@ -166,7 +169,7 @@ class VideoDataModule(pl.LightningDataModule):
         if trainer is not None:
             apply_loss_weights(trainer)
             differs = planner.source_weights is not None or (planner.redraw and self._shape_policy.draws_shapes)
-            if sampler.progress.begun is not None or differs:
+            if state is not None or differs:
                 # The next epochs have another number of steps, which Lightning asks for when it makes the loader.
                 trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
         self._sampler = None if overfit else sampler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -23,7 +24,7 @@ class PlannedSampler(Sampler[MicroBatch]):
         dp_rank: Whose part of it.
         repeat_first_epoch: Whether every epoch uses the plan of the first (to overfit, to validate).
         epoch: Where to begin.
-        state: State to go on from instead; see `Progress`.
+        state: State to go on from; see `Progress`. What is left of an earlier epoch is trained as ``epoch``.
         on_resume: Called, when an epoch begins in its middle, with the micro-batches of it that are done.
 
     Attributes:
@@ -47,8 +48,9 @@ class PlannedSampler(Sampler[MicroBatch]):
         self._repeat_first_epoch = repeat_first_epoch
         self._on_resume = on_resume
         self.is_started = False
+        self._goes_on = state is not None
         if state is not None:
-            self._begin(Progress.resume(planner, state))
+            self._begin(Progress.resume(planner, state, epoch))
         else:
             self._begin(Progress.start(planner, 0 if repeat_first_epoch else epoch))
 
@@ -67,9 +69,12 @@ class PlannedSampler(Sampler[MicroBatch]):
         self.is_started = False
         if self._repeat_first_epoch:
             return
-        if epoch != self.progress.epoch:
+        if self._goes_on:
+            # Where only steps are limited, Lightning goes on within an epoch that it has counted.
+            self._begin(replace(self.progress, trained_as=epoch))
+        elif epoch != self.progress.trained_as:
             self._begin(Progress.start(self.planner, epoch))
-        elif self.progress.done and self._on_resume is not None:
+        if self.progress.done and self._on_resume is not None:
             self._on_resume(self.progress.done)
 
     def replan(self, planner: BucketPlanner, taken: int) -> None:
@@ -96,7 +101,7 @@ class PlannedSampler(Sampler[MicroBatch]):
         return begun[-1].state_dict(micro_batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        self.is_started = True
+        self.is_started, self._goes_on = True, False
         part = 0
         while part < len(self._parts):  # a part may be added meanwhile
             progress = self._parts[part]

@@ -32,6 +32,8 @@ class Progress:
         begun: (draws,) what of the epoch was done before this plan; None: nothing.
         counted: Micro-batches that each rank had trained in this epoch before this plan; a multiple of those of a step.
         steps: Steps of the plan that are done.
+        trained_as: The epoch as the Trainer counts it. It goes ahead of ``epoch`` where a run was stopped within an
+            epoch that the Trainer takes for complete (``max_steps``, ``max_time``): the rest is trained as the next.
     """
 
     epoch: int
@@ -39,19 +41,21 @@ class Progress:
     begun: NDArray[np.bool_] | None = None
     counted: int = 0
     steps: int = 0
+    trained_as: int = 0
 
     @classmethod
     def start(cls, planner: BucketPlanner, epoch: int) -> Progress:
         """The beginning of an epoch."""
-        return cls(epoch, planner.plan(epoch))
+        return cls(epoch, planner.plan(epoch), trained_as=epoch)
 
     @classmethod
-    def resume(cls, planner: BucketPlanner, state: Mapping[str, Any]) -> Progress:
+    def resume(cls, planner: BucketPlanner, state: Mapping[str, Any], trained_as: int = 0) -> Progress:
         """Goes on from a state; at the next epoch, where nothing of its own is left.
 
         Args:
             planner: How to plan from now on.
             state: What `state_dict` returned, maybe under another planner.
+            trained_as: The Trainer's epoch now; beyond that of the state, what is left is an epoch of its own.
 
         Raises:
             ValueError: If the state is of another version.
@@ -61,16 +65,19 @@ class Progress:
                 f"The checkpoint's data state has version {state['version']}, this release reads {_VERSION}."
             )
         epoch, draws = state["epoch"], state["draws"]
+        before = epoch_of_trainer(state)
         done = _unpack(state["done"], draws)
         if done is not None and done.all():
-            return cls.start(planner, epoch + 1)
+            return cls.start(planner, max(trained_as, before + 1))
+        if trained_as > before:
+            return cls(epoch, planner.plan(epoch, done), done, trained_as=trained_as)
         begun = _unpack(state["begun"], draws)
         plan = planner.plan(epoch, begun)
         if plan.digest == state["plan"]:
-            return cls(epoch, plan, begun, state["counted"], state["steps"])
+            return cls(epoch, plan, begun, state["counted"], state["steps"], before)
         # Lightning counts the micro-batches of an epoch to know when a step is complete.
         whole_steps = -(-state["micro_batches_done"] // planner.micro_batches)
-        return cls(epoch, planner.plan(epoch, done), done, whole_steps * planner.micro_batches)
+        return cls(epoch, planner.plan(epoch, done), done, whole_steps * planner.micro_batches, trained_as=before)
 
     def replan(self, planner: BucketPlanner, micro_batches: int) -> Progress | None:
         """The same epoch with another plan, from the first step on that is not begun; None where nothing is left.
@@ -83,7 +90,8 @@ class Progress:
         done = self.plan.done_after(steps)
         if done.all():
             return None
-        return Progress(self.epoch, planner.plan(self.epoch, done), done, self.counted + steps * self.micro_batches)
+        counted = self.counted + steps * self.micro_batches
+        return Progress(self.epoch, planner.plan(self.epoch, done), done, counted, trained_as=self.trained_as)
 
     @property
     def micro_batches(self) -> int:
@@ -110,6 +118,7 @@ class Progress:
         return {
             "version": _VERSION,
             "epoch": self.epoch,
+            "trained_as": self.trained_as,
             "draws": len(done),
             "begun": _pack(self.begun),
             "counted": self.counted,
@@ -118,6 +127,12 @@ class Progress:
             "done": _pack(done),
             "micro_batches_done": self.counted + steps * self.micro_batches,
         }
+
+
+def epoch_of_trainer(state: Mapping[str, Any]) -> int:
+    """The epoch of a state as the Trainer counted it."""
+    epoch: int = state.get("trained_as", state["epoch"])
+    return epoch
 
 
 def _pack(done: NDArray[np.bool_] | None) -> Tensor | None:

@@ -4,6 +4,7 @@
 - `report`: `InjectionReport`, what was replaced, what was skipped and why, and the way back.
 - `fused_block`: `FusedBlock`, how one class of blocks is replaced.
 - `branch_bias`: the bias gradient of a branch's last Linear, taken by the gated residual after it.
+- `bypassed`: whether modules that fused forwards do not call are still as they take them to be.
 - `wan_blocks`, `wan_attention`, `wan_timesteps`: the fused forwards of diffusers' Wan 2.1 / 2.2 / TI2V: its blocks, its
   attention, and the embedding of timesteps that repeat over tokens.
 - `feed_forward`: the fused forward of diffusers' feed-forward with the tanh GELU.

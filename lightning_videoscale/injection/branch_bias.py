@@ -16,7 +16,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_videoscale.injection.fused_block import FusedBlock, class_path
+from lightning_videoscale.injection.bypassed import has_hooks
+from lightning_videoscale.injection.fused_block import class_path, fused_block_of
 
 
 def branch_and_bias(module: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -35,9 +36,11 @@ def branch_and_bias(module: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor 
 
 def last_linear(module: nn.Module) -> nn.Linear | str:
     """Returns the Linear whose bias a fused module can detach as things are now, or why there is none."""
-    block: FusedBlock | None = getattr(type(module), "_fused_block", None)
+    block = fused_block_of(module)
     if block is None or block.last_linear is None:
         return f"{class_path(type(module))} is not fused"
+    if has_hooks(module):
+        return "has hooks, which may use or change what it returns"
     return block.last_linear(module)
 
 
@@ -54,10 +57,4 @@ def changed_linear(linear: nn.Module) -> str | None:
     """
     if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
         return f"is no Linear of its own weight, but {class_path(type(linear))}"
-    return "has forward hooks, which would not be called" if has_hooks(linear) else None
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling it does more than its class says. ZeRO gathers parameters wherever they are read."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return "forward" in module.__dict__ or not all(hook.__module__.startswith("deepspeed.") for hook in hooks)
+    return "has hooks, which would not be called" if has_hooks(linear) else None

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_videoscale.injection.bypassed import has_hooks, unfused
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.kernels import (
     fork_norm_modulate,
@@ -45,6 +46,9 @@ def dit_block(class_path: str, known_forwards: frozenset[str] | None = None) -> 
 
 def _forward(self: Any, x: Tensor, c: Tensor) -> Tensor:
     """The fused forward; parameters and result are those of DiT's ``DiTBlock.forward``."""
+    if (change := _objection(self)) is not None:
+        unchanged: Tensor = unfused(self, change)(x, c)
+        return unchanged
     parts = self.adaLN_modulation(c).unsqueeze(1).chunk(6, dim=-1)
     (shift, scale, gate), (mlp_shift, mlp_scale, mlp_gate) = parts[:3], parts[3:]
     recompute, law = self.recompute_norms, {"rounding": "eager", "backend": self.kernel_backend}
@@ -73,9 +77,10 @@ def _objection(block: nn.Module) -> str | None:
             or len(norm.normalized_shape) != 1
             or (norm.weight is None) != (norm.bias is None)
         ):
-            return f"{name} is not a LayerNorm over the channels, but {norm}"
-        if norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):
-            return f"{name} has forward hooks, which would not be called"
+            shape = getattr(norm, "normalized_shape", None)
+            return f"{name} is not a LayerNorm over the channels, but {type(norm).__name__}({shape})"
+        if has_hooks(norm):
+            return f"{name} has hooks, which would not be called"
     return None
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_videoscale.injection.branch_bias import changed_linear, has_hooks
+from lightning_videoscale.injection.branch_bias import changed_linear
+from lightning_videoscale.injection.bypassed import has_hooks, unfused
 from lightning_videoscale.injection.fused_block import FusedBlock, class_path, original_forward, source_hash
 from lightning_videoscale.kernels import gelu_linear
 
@@ -22,9 +23,11 @@ _GELU_FORWARDS = frozenset({"3640c152cb8c0d01", "d6728e812cd51ebb"})  # diffuser
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The fused forward; where somebody has changed a Linear meanwhile, the original, which calls whatever is there."""
     detach_bias = kwargs.pop("detach_bias", False)
-    if args or kwargs or _changed(self) is not None:
-        unfused: Tensor = original_forward(self)(hidden_states, *args, **kwargs)
-        return unfused
+    change = _changed(self)
+    if args or kwargs or change is not None:
+        original = original_forward(self) if change is None else unfused(self, change)
+        unchanged: Tensor = original(hidden_states, *args, **kwargs)
+        return unchanged
     first, second = self.net[0].proj, self.net[2]
     x = F.linear(hidden_states, first.weight, None if first.bias is None else first.bias.detach())
     bias = second.bias.detach() if detach_bias else second.bias
@@ -33,18 +36,23 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Ten
 
 def _changed(feed_forward: Any) -> str | None:
     """Returns which part is not as diffusers makes it, since the fused forward calls none of them; None if all are."""
+    if not _is_meant(feed_forward):
+        return "net is not the tanh GELU, a Dropout and a Linear"
     activation, dropout, second = feed_forward.net
     for name, linear in (("net.0.proj", activation.proj), ("net.2", second)):
         if (change := changed_linear(linear)) is not None:
             return f"{name} {change}"
     if dropout.p and feed_forward.training:
         return f"net.1 drops {dropout.p} of the activations"
-    return "net.0 has forward hooks, which would not be called" if has_hooks(activation) else None
+    hooked = [name for name, part in (("net.0", activation), ("net.1", dropout)) if has_hooks(part)]
+    return f"{hooked[0]} has hooks, which would not be called" if hooked else None
 
 
 def _last_linear(feed_forward: Any) -> nn.Linear | str:
+    if (change := _changed(feed_forward)) is not None:
+        return change
     second = feed_forward.net[2]
-    return _changed(feed_forward) or ("net.2 has no bias" if second.bias is None else second)
+    return "net.2 has no bias" if second.bias is None else second  # type: ignore[no-any-return]
 
 
 def _is_meant(module: nn.Module) -> bool:

@@ -91,9 +91,8 @@ def fused_block_of(module: nn.Module) -> FusedBlock | None:
 
 def original_forward(module: nn.Module) -> Callable[..., Any]:
     """Returns the forward that a fused one took the place of, bound to the module."""
-    fused = next(cls for cls in type(module).__mro__ if "_fused_block" in vars(cls))
-    forward: Callable[..., Any] = fused.__mro__[1].forward.__get__(module)  # type: ignore[attr-defined]
-    return forward
+    original: Callable[..., Any] = module._original_forward  # type: ignore[assignment]  # no module or tensor
+    return original
 
 
 @functools.cache
@@ -115,9 +114,18 @@ def fused_class(base: type[nn.Module], block: FusedBlock) -> type[nn.Module]:
         assert isinstance(reduced, tuple)
         return _new_instance, (base, block), *reduced[2:]
 
-    members = {"forward": block.forward, "_fused_block": block, "__reduce_ex__": reduce}
+    def original_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return super(fused, self).forward(*args, **kwargs)  # a call that Dynamo can trace
+
+    members = {
+        "forward": block.forward,
+        "_original_forward": original_forward,
+        "_fused_block": block,
+        "__reduce_ex__": reduce,
+    }
     identity = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), members | identity)
+    fused: Any = type(base.__name__, (base,), members | identity)
+    return fused  # type: ignore[no-any-return]
 
 
 def _new_instance(base: type[nn.Module], block: FusedBlock) -> nn.Module:

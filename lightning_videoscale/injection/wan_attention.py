@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.injection.branch_bias import apply_detached, changed_linear
-from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, source_hash
+from lightning_videoscale.injection.bypassed import has_hooks, unfused
+from lightning_videoscale.injection.fused_block import (
+    FusedBlock,
+    class_path,
+    fused_block_of,
+    original_forward,
+    source_hash,
+)
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
@@ -101,11 +108,11 @@ def _forward(
     **kwargs: Any,
 ) -> Tensor:
     """The fused forward; a processor that took the place of diffusers' own is called as before."""
-    if not _is_plain(self.processor):
-        replaced: Tensor = self.processor(
-            self, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
-        )
-        return replaced
+    change = _changed(self)
+    if change is not None or not _is_plain(self.processor) or kwargs.keys() - {"detach_bias"}:
+        original = original_forward(self) if change is None else unfused(self, change)
+        unchanged: Tensor = original(hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
+        return unchanged
     context, image = encoder_hidden_states, None
     if self.add_k_proj is not None and context is not None:
         image, context = context.split([context.shape[1] - _IMAGE_CONTEXT_REST, _IMAGE_CONTEXT_REST], dim=1)
@@ -131,10 +138,14 @@ def project_out(attn: Any, attended: Tensor, detach_bias: bool) -> Tensor:
 
 def _last_linear(attn: Any) -> nn.Linear | str:
     projection, dropout = attn.to_out
+    if (change := _changed(attn)) is not None:
+        return change
     if not (_is_plain(attn.processor) or getattr(attn.processor, "detaches_bias", False)):
         return f"its processor is a {class_path(type(attn.processor))}"
     if (change := changed_linear(projection)) is not None:
         return f"to_out.0 {change}"
+    if type(dropout) is not nn.Dropout or has_hooks(dropout):
+        return "to_out.1 is not a Dropout alone"
     if dropout.p and attn.training:
         return f"to_out.1 drops {dropout.p} of the activations"
     return "to_out.0 has no bias" if projection.bias is None else projection
@@ -177,20 +188,22 @@ def _objection(attn: nn.Module) -> str | None:
     processor: Any = attn.processor
     if not _is_plain(processor) or source_hash(type(processor).__call__) not in _PROCESSOR_CALLS:
         return f"its processor is a {class_path(type(processor))}, not diffusers' WanAttnProcessor as known here"
-    for name in ("norm_q", "norm_k"):
-        norm = attn.get_submodule(name)
+    return _changed(attn)
+
+
+def _changed(attn: Any) -> str | None:
+    """Returns which norm is not as diffusers makes it, since the fused forward calls none; None if all are."""
+    for name, norm in (("norm_q", attn.norm_q), ("norm_k", attn.norm_k)):
         if type(norm) is not torch.nn.RMSNorm or norm.eps is None or norm.weight is None:
-            return f"{name} is not a RMSNorm with a weight and an eps, as known here, but {norm}"
-        if norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):
-            return f"{name} has forward hooks, which would not be called"
-    if attn.get_submodule("norm_q").eps != attn.get_submodule("norm_k").eps:
-        return "norm_q and norm_k have different eps"
-    return None
+            return f"{name} is not a RMSNorm with a weight and an eps, as known here, but {class_path(type(norm))}"
+        if has_hooks(norm):
+            return f"{name} has hooks, which would not be called"
+    return "norm_q and norm_k have different eps" if attn.norm_q.eps != attn.norm_k.eps else None
 
 
 def is_fused(attn: nn.Module) -> bool:
-    """Whether a ``WanAttention`` has the fused forward."""
-    return fused_block_of(attn) is WAN_ATTENTION
+    """Whether a ``WanAttention`` has the fused forward, and norms that it can compute."""
+    return fused_block_of(attn) is WAN_ATTENTION and _changed(attn) is None
 
 
 WAN_ATTENTION = FusedBlock(

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_videoscale.injection.branch_bias import branch_and_bias
-from lightning_videoscale.injection.fused_block import FusedBlock, source_hash
+from lightning_videoscale.injection.bypassed import has_hooks, unfused
+from lightning_videoscale.injection.fused_block import FusedBlock, class_path, source_hash
 from lightning_videoscale.kernels import (
     fork_norm_modulate,
     gate_residual,
@@ -21,6 +22,7 @@ from lightning_videoscale.kernels import (
 )
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
+_FP32_LAYER_NORM = "diffusers.models.normalization.FP32LayerNorm"
 _FP32_LAYER_NORM_FORWARDS = frozenset({"eeccdd19b7e90032"})  # diffusers 0.37 to 0.42
 _WAN_BLOCK_FORWARDS = frozenset({"e3f915b69532cdf6"})  # diffusers 0.37 to 0.42
 
@@ -45,6 +47,10 @@ class GroupedModulation(NamedTuple):
         if dim not in (-1, 2):
             raise ValueError(f"Only the channels, dimension 2 of (B, S, 6·D), can be split; got dimension {dim}.")
         return GroupedModulation(self.values.unflatten(1, sizes), self.which)
+
+    def per_token(self) -> Tensor:
+        """What this stands for, (B, S, …)."""
+        return self.values[self.which]
 
 
 class _Modulation(NamedTuple):
@@ -106,6 +112,10 @@ def _forward(
 
     h is what it is after the last residual, y the norm of that. y is recomputed from h, which is kept anyway.
     """
+    if (change := _changed(self)) is not None:
+        per_token = temb.per_token() if isinstance(temb, GroupedModulation) else temb
+        unchanged: Tensor = unfused(self, change)(hidden_states, encoder_hidden_states, per_token, rotary_emb)
+        return unchanged
     attention, feed_forward = _modulations(self.scale_shift_table, temb, hidden_states.shape[0])
     backend, recompute = self.kernel_backend, self.recompute_norms
     norm1 = attention.of_norm() | {"eps": self.norm1.eps, "backend": backend}
@@ -133,15 +143,26 @@ def _forward(
 
 def _objection(block: nn.Module) -> str | None:
     """The fused forward computes the norms itself, hence they must be what it takes them for."""
-    for name, affine in (("norm1", False), ("norm2", True), ("norm3", False)):
-        norm: Any = block.get_submodule(name)
-        if name == "norm2" and type(norm) is nn.Identity:
+    if (change := _changed(block)) is not None:
+        return change
+    known = source_hash(type(block.get_submodule("norm1")).forward) in _FP32_LAYER_NORM_FORWARDS
+    return None if known else "norm1 is not diffusers' FP32LayerNorm as known here"
+
+
+def _changed(block: Any) -> str | None:
+    """Returns which norm is not as diffusers makes it, since the fused forward calls none; None if all are."""
+    for name, norm, affine in (
+        ("norm1", block.norm1, False),
+        ("norm2", block.norm2, True),
+        ("norm3", block.norm3, False),
+    ):
+        if has_hooks(norm):
+            return f"{name} has hooks, which would not be called"
+        if affine and type(norm) is nn.Identity:
             continue
-        if source_hash(type(norm).forward) not in _FP32_LAYER_NORM_FORWARDS or (norm.weight is not None) is not affine:
+        if class_path(type(norm)) != _FP32_LAYER_NORM or (norm.weight is not None) is not affine:
             kind = "with" if affine else "without"
-            return f"{name} is not diffusers' FP32LayerNorm {kind} an affine part, as known here, but {norm}"
-        if norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):
-            return f"{name} has forward hooks, which would not be called"
+            return f"{name} is not diffusers' FP32LayerNorm {kind} an affine part, but {class_path(type(norm))}"
     return None
 
 

@@ -57,8 +57,9 @@ def gelu_linear(
             f"{tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}."
         )
     check_devices(x, weight, bias)
-    if torch.is_autocast_enabled(x.device.type):
-        with torch.autocast(x.device.type, enabled=False):
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # not on meta
+        with torch.autocast(kind, enabled=False):
             bias = None if bias is None else bias.to(x.dtype)
             return gelu_linear(x, weight.to(x.dtype), bias, x_bias=x_bias, backend=backend)
     parameters = [p for p in (weight, bias) if p is not None]

@@ -154,3 +154,34 @@ def test_datasets_are_mixed_by_weight_over_epochs_and_resumes(tmp_path: Path, ca
     resumed = fit(resumed_data, 1, tmp_path / "four.ckpt", max_epochs=4)
     assert resumed.batches[0] == whole.batches[0][4:] and resumed.batches[3] == whole.batches[3]
     assert resumed_data.passes() == {str(few): 7.5, str(many): 75 / 40}
+
+
+@pytest.mark.parametrize("epochs", [5, -1])
+def test_the_rest_of_an_epoch_that_max_steps_cut_short_comes_next(shards: str, tmp_path: Path, epochs: int) -> None:
+    seen: list[str] = []
+    resume: Path | None = None
+    for steps in (2, 5, 30):  # Lightning's own checkpoints, which count the epoch as complete
+        saver = ModelCheckpoint(tmp_path / str(steps))
+        settings = {"max_epochs": epochs, "max_steps": steps, "enable_checkpointing": True}
+        run = fit(VideoDataModule(shards, budget=BUDGET), 1, resume, saver, **settings)
+        seen += itertools.chain.from_iterable(itertools.chain.from_iterable(run.batches.values()))
+        resume = Path(saver.best_model_path)
+    assert [sorted(seen[i : i + SAMPLES]) for i in (0, SAMPLES)] == [everything()] * 2
+
+
+def test_an_epoch_that_is_limited_to_some_batches_has_no_rest(shards: str, tmp_path: Path) -> None:
+    limited = {"limit_train_batches": 4, "max_epochs": 3}
+    whole = fit(VideoDataModule(shards, budget=BUDGET), **limited)
+    saver = ModelCheckpoint(tmp_path)
+    fit(
+        VideoDataModule(shards, budget=BUDGET), 1, None, saver, enable_checkpointing=True, **limited | {"max_epochs": 1}
+    )
+    resumed = fit(VideoDataModule(shards, budget=BUDGET), 1, Path(saver.best_model_path), **limited)
+    assert resumed.batches == {epoch: whole.batches[epoch] for epoch in (1, 2)}
+
+
+def test_a_run_after_a_resumed_one_begins_at_the_beginning(shards: str, tmp_path: Path) -> None:
+    fit(VideoDataModule(shards, budget=BUDGET), 1, None, SaveAfter(3, tmp_path / "three.ckpt"))
+    data = VideoDataModule(shards, budget=BUDGET)
+    fit(data, 1, tmp_path / "three.ckpt")
+    assert fit(data).batches == fit(VideoDataModule(shards, budget=BUDGET)).batches

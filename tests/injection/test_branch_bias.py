@@ -84,7 +84,7 @@ def test_what_is_changed_keeps_its_own_and_is_reported() -> None:
     assert before - after == 2 * len(ENDS + PROJECTIONS) - 1
     assert gradient_error(fused_gradients, gradients) < 1e-5
     notes = {entry.path: entry.what for entry in report.replaced if entry.class_name == "WanTransformerBlock"}
-    assert "bias gradients as before: attn1 (to_out.0 has forward hooks" in notes["blocks.0"]
+    assert "bias gradients as before: attn1 (to_out.0 has hooks" in notes["blocks.0"]
     assert "as before" not in notes["blocks.1"]
 
 
@@ -113,6 +113,50 @@ def test_a_changed_projection_keeps_its_own() -> None:
         after, fused_gradients = counted(model, inputs)
     assert before - after == 2 * len(ENDS + PROJECTIONS) - 2  # to_q and to_k go together
     assert gradient_error(fused_gradients, gradients) < 1e-5
+
+
+def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+@pytest.mark.parametrize("path", ["attn1", "attn2", "ffn", "attn1.to_out.1", "attn2.norm_q"])
+def test_a_branch_whose_output_somebody_changes_keeps_its_own(path: str) -> None:
+    """Else the bias would get the gradient of what comes after the hook, not of what the Linear returned."""
+    with prepared(text_to_video, torch.float32) as (model, inputs):
+        part = model.get_submodule(f"blocks.1.{path}")
+        inject_fused_kernels(model)
+        part.register_forward_hook(doubled)
+        output, fused_gradients = run(model, inputs)
+    with prepared(text_to_video, torch.float32) as (model, inputs):
+        model.get_submodule(f"blocks.1.{path}").register_forward_hook(doubled)
+        expected, gradients = run(model, inputs)
+    assert torch.equal(output, expected)
+    assert gradient_error(fused_gradients, gradients) < 1e-5
+
+
+def test_a_loss_on_a_branch_s_output_reaches_its_bias() -> None:
+    def gradients_of(fused: bool) -> dict[str, Tensor]:
+        outputs: list[Tensor] = []
+        with prepared(text_to_video, torch.float32) as (model, inputs):
+            if fused:
+                inject_fused_kernels(model)
+            model.get_submodule("blocks.0.attn1").register_forward_hook(lambda *a: outputs.append(a[-1]))
+            (output,) = model(**inputs, return_dict=False)
+            (output.square().mean() + outputs[0].square().mean()).backward()
+            return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    assert gradient_error(gradients_of(fused=True), gradients_of(fused=False)) < 1e-5
+
+
+def test_a_subclass_that_came_later_is_not_asked() -> None:
+    with prepared(text_to_video, torch.float32) as (model, _):
+        inject_fused_kernels(model)
+        ffn: Any = model.get_submodule("blocks.0.ffn")
+        ffn.__class__ = type(
+            "Doubled", (type(ffn),), {"forward": lambda self, x: 2 * super(type(self), self).forward(x)}
+        )
+        output, bias = branch_and_bias(ffn, torch.ones(1, 2, WIDTH))
+    assert bias is None and output.shape == (1, 2, WIDTH)
 
 
 @pytest.mark.parametrize("part", ["attn1", "attn2", "ffn"])

@@ -109,10 +109,10 @@ CHANGES = {
     adapt: "net.0.proj is no Linear of its own weight, but .*LowRank",
     adapt_second: "net.2 is no Linear of its own weight, but .*LowRank",
     parametrize: "net.2 is no Linear of its own weight, but .*ParametrizedLinear",
-    hook_first: "net.0.proj has forward hooks",
-    hook_second: "net.2 has forward hooks",
-    hook_activation: "net.0 has forward hooks",
-    replace_forward: "net.2 has forward hooks",
+    hook_first: "net.0.proj has hooks",
+    hook_second: "net.2 has hooks",
+    hook_activation: "net.0 has hooks",
+    replace_forward: "net.2 has hooks",
 }
 
 

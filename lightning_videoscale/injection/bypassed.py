@@ -1,0 +1,33 @@
+"""Modules whose work a fused forward does itself, without calling them: whether that is still all they do.
+
+People register hooks, add adapters and put other modules in their place at any time, also after the injection. So fused
+forwards look at every call, and leave it to the original where something has changed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_videoscale.injection.fused_block import class_path, original_forward
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling it, or its backward, does more than its class says.
+
+    Hooks of ZeRO do not count: it gathers parameters wherever they are read.
+    """
+    kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    hooks = [hook for kind in kinds for hook in kind.values()]
+    return "forward" in module.__dict__ or not all(str(hook.__module__).startswith("deepspeed.") for hook in hooks)
+
+
+def unfused(module: nn.Module, change: str) -> Callable[..., Any]:
+    """Returns the original forward of a fused module, and warns, once, that and why it is called."""
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"{class_path(type(module))} runs without its fused kernels: {change}.", stacklevel=2)
+    return original_forward(module)
