@@ -52,7 +52,7 @@ def _last_linear(feed_forward: Any) -> nn.Linear | str:
     if (change := _changed(feed_forward)) is not None:
         return change
     second = feed_forward.net[2]
-    return "net.2 has no bias" if second.bias is None else second  # type: ignore[no-any-return]
+    return "net.2 has no bias" if second.bias is None else second
 
 
 def _is_meant(module: nn.Module) -> bool:
