@@ -24,6 +24,7 @@ from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.parity import ParityReport
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.strategies.weight_averaging import check_weight_averaging
 
 
 class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, DeepSpeedStrategy):
@@ -83,6 +84,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
                 "The DeepSpeed config sets sequence_parallel_size, DeepSpeed's own sequence parallelism. Leave it out: "
                 "the strategy's ulysses_size and ring_size say how sequences are split."
             )
+        self._backward_before_step = -1  # of how many steps, when backward ran last
         self._init_sequence_parallel(
             SequenceParallelSettings(
                 ulysses_size, ring_size, modules, plan, activation_checkpointing, compile=compile, transport=transport
@@ -93,6 +95,8 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
     def setup_environment(self) -> None:
         from deepspeed.accelerator import get_accelerator
 
+        assert self.lightning_module is not None
+        check_weight_averaging(self.lightning_module.trainer, type(self).__name__)
         if get_accelerator().device_name() != self.root_device.type:
             raise ValueError(
                 f"The Trainer runs on {self.root_device.type!r} and DeepSpeed on {get_accelerator().device_name()!r}: "
@@ -159,13 +163,26 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
+        self._refuse_manual_accumulation(self.lightning_module)
         is_due = not self.lightning_module.trainer.fit_loop._should_accumulate()
         self.deepspeed_engine.set_gradient_accumulation_boundary(is_due)
         # Lightning has divided the loss by the number of accumulated micro-batches, and DeepSpeed would do so again.
         return super().backward(closure_loss, *args, **({"scale_wrt_gas": False} | kwargs))
 
+    def _refuse_manual_accumulation(self, module: pl.LightningModule) -> None:
+        """ZeRO-1 and 2 have to know before a backward whether a step follows, which only the user's code does."""
+        steps, stage = self.deepspeed_engine.global_steps, self.deepspeed_engine.zero_optimization_stage()
+        if not module.automatic_optimization and steps == self._backward_before_step and stage < 3:
+            raise ValueError(
+                f"Manual optimization ran backward twice before an optimizer step, and ZeRO stage {stage} would drop "
+                "the gradients of the first: add the losses up and run backward once, or use stage 3, ulysses_fsdp2 or "
+                "ulysses_ddp."
+            )
+        self._backward_before_step = steps
+
     @override
     def connect(self, model: pl.LightningModule) -> None:
         if self.model is not None and self.model is not self.lightning_module:
             self.deepspeed_engine.destroy()  # or its hooks would go on to act on the model
+        self._backward_before_step = -1
         super().connect(model)

@@ -38,6 +38,7 @@ from lightning_videoscale.strategies.units import (
     sharded_modules,
     untracked_parameters,
 )
+from lightning_videoscale.strategies.weight_averaging import check_weight_averaging
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -60,7 +61,8 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
 
     Sharded block by block are the networks whose sequence is split and others that train and whose class declares its
     blocks (as diffusers' and transformers' do); a network must then be used by calling it. What else is trained is
-    gathered for the whole step. What is frozen is kept whole on every rank.
+    gathered for the whole step; a module that optimizes manually runs backward and steps within, and there every child
+    that trains is gathered when it is called. What is frozen is kept whole on every rank.
 
     Precisions are 32-true, bf16-mixed, bf16-true and 64-true. Under bf16-mixed the blocks' matrices travel in bfloat16
     and the results are those of DDP (see `precision`); gradients are always averaged in float32 or more.
@@ -85,8 +87,9 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
 
     Raises:
         ValueError: At the start of ``fit``, if the devices do not form whole groups or replicas, no network has a
-            plan, a network has fewer attention heads than ``ulysses_size``, the precision is not supported, or the
-            model is sharded already.
+            plan, a network has fewer attention heads than ``ulysses_size``, the precision is not supported, the model
+            is sharded already, a callback of Lightning's averages weights, or a LightningModule that optimizes manually
+            has trainable parameters of its own rather than in a child.
         RuntimeError: At the start of ``fit``, if the transport asked for is not available, with the reason.
     """
 
@@ -122,7 +125,9 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
 
     @override
     def setup_environment(self) -> None:
+        assert self.lightning_module is not None
         check_precision(self.precision_plugin, type(self).__name__)
+        check_weight_averaging(self.lightning_module.trainer, type(self).__name__)
         # Not the parent's: it would also build a mesh (data_parallel, tensor_parallel).
         self._setup_distributed()
         self._create_mesh(self.num_processes, self._timeout)
@@ -165,7 +170,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             for path in dict.fromkeys(paths)
             if path in wanted or any(parameter.requires_grad for parameter in module.get_submodule(path).parameters())
         ]
-        units = plan_units(module, networks, self.precision_plugin)
+        units = plan_units(module, networks, self.precision_plugin, whole_step=module.automatic_optimization)
         shard_units(module, units, self._create_sharding_mesh(), self.root_device)
         seed_generators(self._seed, "initial weights")  # on all ranks the same, as replicas must start equal
         self._undefined = materialize(module, self.root_device)

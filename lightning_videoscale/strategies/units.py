@@ -2,7 +2,9 @@
 
 Every transformer block is a unit, gathered when the block runs and freed after it; what a network holds beside its
 blocks is another. What the LightningModule trains outside of these networks (a bare ``nn.Parameter``, an embedding)
-forms the last unit, gathered for the whole of ``training_step``.
+forms the last unit, gathered for the whole of ``training_step``. Manual optimization runs backward and the optimizer
+inside that step, and such a unit would be freed at the first backward and not be gathered again, nor would all of its
+gradients be averaged: there every child of the LightningModule is a unit, gathered when it is called.
 """
 
 from __future__ import annotations
@@ -43,16 +45,18 @@ class Unit:
     policy: MixedPrecisionPolicy
 
 
-def plan_units(root: nn.Module, networks: Iterable[str], plugin: Precision) -> list[Unit]:
+def plan_units(root: nn.Module, networks: Iterable[str], plugin: Precision, *, whole_step: bool = True) -> list[Unit]:
     """Divides the parameters of a LightningModule into units, outer modules first.
 
     Args:
         root: The LightningModule, not yet sharded.
         networks: Paths of networks to shard block by block; they must be used by calling them.
         plugin: The Trainer's precision.
+        whole_step: Whether what else is trained stays gathered for a whole step; else each child when it is called.
 
     Raises:
-        ValueError: If trainable parameters of one unit differ in dtype.
+        ValueError: If trainable parameters of one unit differ in dtype, or, without ``whole_step``, some are the
+            LightningModule's own.
     """
     units: list[Unit] = []
     taken: set[nn.Parameter] = set()
@@ -80,11 +84,27 @@ def plan_units(root: nn.Module, networks: Iterable[str], plugin: Precision) -> l
         for name, parameters in blocks.items():
             ordered = (p for p in network.get_submodule(name).parameters() if p in parameters)
             add(f"{path}.{name}", ordered, rounded_policy() if rests_in_full(plugin) else full_policy(plugin))
-    elsewhere = [p for p in root.parameters() if p.requires_grad and p not in taken]
-    if elsewhere:
-        add("", elsewhere, full_policy(plugin))
-        units.insert(0, units.pop())
-    return units
+    inner, units = units, []
+    for path in [""] if whole_step else _called_children(root):
+        elsewhere = [p for p in root.get_submodule(path).parameters() if p.requires_grad and p not in taken]
+        if elsewhere:
+            add(path, elsewhere, full_policy(plugin))
+    bare = [name for name, p in root.named_parameters() if p.requires_grad and p not in taken]
+    if bare:
+        raise ValueError(
+            f"{bare} are trained by manual optimization and belong to no module that is called, so FSDP2 could not "
+            "gather them: put them into a child module and use them in its forward."
+        )
+    return units + inner
+
+
+def _called_children(root: nn.Module) -> list[str]:
+    """Paths of a module's children; containers, which nobody calls, stand for theirs."""
+    found: list[str] = []
+    for name, child in root.named_children():
+        inner = _called_children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [""]
+        found += [f"{name}.{path}" if path else name for path in inner]
+    return found
 
 
 def _blocks(network: nn.Module) -> dict[str, nn.Module]:

@@ -92,6 +92,16 @@ def test_timesteps_that_were_grouped_reach_a_block_that_runs_as_before() -> None
     torch.testing.assert_close(output, expected)
 
 
+def test_a_block_s_output_may_be_written_into() -> None:
+    """As one that is not fused may be: ControlNets and their like do so."""
+
+    def change(model: nn.Module) -> None:
+        model.get_submodule("blocks.0").register_forward_hook(lambda module, args, output: output.mul_(2))
+
+    with prepared(text_to_video, torch.float32) as (_, inputs):
+        assert_as_without(change, inputs, None, before=False)
+
+
 def test_a_hook_before_compilation_is_called_in_it() -> None:
     with prepared(text_to_video, torch.float32) as (model, inputs):
         inject_fused_kernels(model)

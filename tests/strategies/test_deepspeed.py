@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -177,6 +178,60 @@ def test_the_loss_weight_of_the_plan_is_applied_once(ranks: Ranks) -> None:
     # d loss / d weight = 1 on every rank, so the step is the mean of the weights, 0.5 and 1.5.
     for stage in (1, 3):
         assert ranks(4).run(fit_weighted, stage) == [0.0] * 4
+
+
+# -- manual optimization, averages ---------------------------------------------------------------------------------
+
+
+class ByHand(Scale):
+    """Accumulates by itself: one step for two backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx) / 2)
+        if batch_idx % 2:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def train_by_hand(stage: int) -> float | str:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    module = ByHand()
+    with deepspeed_on_cpu():
+        try:
+            trainer(scaling(stage, 2)).fit(module, DataLoader([torch.ones(2), torch.zeros(2)] * 2, batch_size=None))
+        except ValueError as error:
+            return str(error)
+        return float(safe_get_full_fp32_param(module.net.weight))
+
+
+@needs_deepspeed
+def test_gradients_accumulated_by_hand_are_kept_or_refused(ranks: Ranks) -> None:
+    assert ranks(2).run(train_by_hand, 3) == [0.5] * 2  # 1 - (1 + 0) / 2
+    for stage in (1, 2):
+        assert (
+            f"ran backward twice before an optimizer step, and ZeRO stage {stage} would drop"
+            in ranks(2).run(train_by_hand, stage)[0]
+        )
+
+
+def average_message() -> str:
+    with deepspeed_on_cpu():
+        try:
+            trainer(scaling(2, 2), callbacks=[EMAWeightAveraging()]).fit(Scale(), DataLoader(torch.ones(4)))
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+@needs_deepspeed
+def test_averages_of_partitioned_weights_are_refused(ranks: Ranks) -> None:
+    assert "['EMAWeightAveraging'] cannot average the parameters" in ranks(2).run(average_message)[0]
 
 
 # -- evaluation ----------------------------------------------------------------------------------------------------
