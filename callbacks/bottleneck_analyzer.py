@@ -85,7 +85,7 @@ class BottleneckAnalyzer(pl.Callback):
         record(trainer, "bottleneck", {key: finding[key] for key in ("name", "share", "figure", "advice")})
         if is_new:
             rank_zero_info(f"Bottleneck of the last steps: {finding['name']}. {finding['figure']} {finding['advice']}")
-        self._guard.attempt("log", lambda: self._log(trainer, shares))
+        self._guard.log(trainer, {f"bottleneck/{part}": shares.share(part) for part in shares._fields})
 
     @staticmethod
     def _finding(step: int, shares: StepShares, window: RankTimes) -> dict[str, Any]:
@@ -98,10 +98,3 @@ class BottleneckAnalyzer(pl.Callback):
             "advice": advice_on(name, straggler),
             "seconds": shares._asdict(),
         }
-
-    @staticmethod
-    def _log(trainer: pl.Trainer, shares: StepShares) -> None:
-        figures = {f"bottleneck/{name}": shares.share(name) for name in shares._fields}
-        for logger in trainer.loggers:
-            # `self.log` numbers the steps from 0 too, so that the curves line up.
-            logger.log_metrics(figures, step=trainer.global_step - 1)

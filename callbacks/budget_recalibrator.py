@@ -222,7 +222,7 @@ class BudgetRecalibrator(pl.Callback):
         record(trainer, "budget", {"adopted": changed, "reason": reason, **now})
         figures = {f"recalibration/{name}": value for name, value in now.items()}
         figures["recalibration/slowest_rank"] = max(speeds.values(), default=1.0)
-        self._guard.attempt("log", lambda: _log(trainer, figures))
+        self._guard.log(trainer, figures)
 
     def _heed_earlier_failures(self, trainer: pl.Trainer, recalibration: Recalibration) -> None:
         """Lowers M_mem below what an earlier run on this machine could not hold."""
@@ -267,9 +267,3 @@ def _gather(trainer: pl.Trainer, rows: Tensor) -> Tensor:
         return rows[None]
     gathered = trainer.strategy.all_gather(rows.to(trainer.strategy.root_device))
     return gathered.cpu()
-
-
-def _log(trainer: pl.Trainer, figures: dict[str, float]) -> None:
-    for logger in trainer.loggers:
-        # `self.log` numbers the steps from 0 too, so that the curves line up.
-        logger.log_metrics(figures, step=trainer.global_step - 1)

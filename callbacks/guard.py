@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
+import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 _Result = TypeVar("_Result")
@@ -37,6 +39,13 @@ class Guard:
                 # Not from rank zero only: this may fail on one other rank alone.
                 warnings.warn(f"{self._name} could not {what}, training goes on: {error!r}", stacklevel=2)
             return None
+
+    def log(self, trainer: pl.Trainer, figures: Mapping[str, float]) -> None:
+        """Hands figures to every logger; where one fails, the others have theirs."""
+        step = trainer.global_step - 1  # `self.log` numbers the steps from 0 too, so that the curves line up
+        for logger in trainer.loggers:
+            act = partial(logger.log_metrics, dict(figures), step=step)
+            self.attempt(f"log to {type(logger).__name__}", act)
 
     def say_once(self, message: str) -> None:
         """Warns, from rank zero, unless this was said before."""

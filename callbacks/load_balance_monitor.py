@@ -149,13 +149,11 @@ class LoadBalanceMonitor(pl.Callback):
         # Outside of the guard: a rank that skipped it would leave the others waiting.
         window = self._window.gather(trainer)
         figures = self._guard.attempt("compute its figures", lambda: self.metrics.update(window, seconds)) or {}
-        # `self.log` numbers the steps from 0 too, so that the curves line up.
-        step = trainer.global_step - 1
-        self._guard.attempt("log", lambda: _log(trainer, figures, step))
+        self._guard.log(trainer, figures)
         if progress_of is not None:
             self._show(progress_of, figures)
         if trainer.is_global_zero:
-            self._guard.attempt("note what to draw", lambda: self._pictures.add(window, step))
+            self._guard.attempt("note what to draw", lambda: self._pictures.add(window, trainer.global_step - 1))
             if self._pictures.are_due:
                 self._draw(trainer)
 
@@ -185,8 +183,3 @@ def flops_of(module: nn.Module) -> TransformerFlops:
     if len(found) != 1:
         raise ValueError(f"expected one transformer with a config in the LightningModule, found {sorted(found)}")
     return TransformerFlops.from_config(dict(next(iter(found.values())).config))
-
-
-def _log(trainer: pl.Trainer, figures: Mapping[str, float], step: int) -> None:
-    for logger in trainer.loggers:
-        logger.log_metrics(dict(figures), step=step)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge, headroom_tokens
+from lightning_videoscale.callbacks.guard import Guard
 from lightning_videoscale.cost import Measurement, MemoryModel
 from lightning_videoscale.data.batch_load import load_of
 from lightning_videoscale.report import record
@@ -65,8 +63,7 @@ class MemoryMonitor(pl.Callback):
         self.peaks: dict[int, float] = {}
         self._machine: tuple[object, ...] | None = None
         self._gauge: MemoryGauge | None = None
-        self._said: set[str] = set()
-        self._failed: set[str] = set()
+        self._guard = Guard("MemoryMonitor")
 
     def gauge_of(self, device: torch.device) -> MemoryGauge | None:
         """Returns what reads the device's memory, or None where nothing can."""
@@ -77,13 +74,13 @@ class MemoryMonitor(pl.Callback):
         device = trainer.strategy.root_device
         self._gauge = self.gauge_of(device)
         if self._gauge is None:
-            self._say_once(f"MemoryMonitor reads the memory of CUDA devices; on {device} it logs nothing.")
+            self._guard.say_once(f"MemoryMonitor reads the memory of CUDA devices; on {device} it logs nothing.")
             return
         self._keep_peaks_of_this_machine(trainer)
         self._window_begin = trainer.global_step
         self._tokens = 0
         self._peak_so_far = 0.0
-        self._guard("reset the peak", self._gauge.reset_peak)
+        self._guard.attempt("reset the peak", self._gauge.reset_peak)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -100,7 +97,7 @@ class MemoryMonitor(pl.Callback):
     def keep_peak(self) -> None:
         """Notes the peak since the last reset; to be called before anyone else resets it."""
         if self._gauge is not None:
-            memory = self._guard("read the memory", self._gauge.read)
+            memory = self._guard.attempt("read the memory", self._gauge.read)
             self._peak_so_far = max(self._peak_so_far, memory.peak if memory else 0.0)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -110,7 +107,7 @@ class MemoryMonitor(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forgets the peak of the validation."""
         if self._gauge is not None:
-            self._guard("reset the peak", self._gauge.reset_peak)
+            self._guard.attempt("reset the peak", self._gauge.reset_peak)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reports the steps since the last report."""
@@ -134,7 +131,7 @@ class MemoryMonitor(pl.Callback):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         machine = (name, trainer.world_size, topology_of(trainer).sequence_parallel_size)
         if self.peaks and machine != self._machine:
-            self._say_once(
+            self._guard.say_once(
                 f"MemoryMonitor drops the peaks of the checkpoint: they are those of (device, ranks, sequence-parallel "
                 f"ranks) = {self._machine}, this run has {machine}."
             )
@@ -143,18 +140,18 @@ class MemoryMonitor(pl.Callback):
 
     def _report(self, trainer: pl.Trainer, gauge: MemoryGauge) -> None:
         """Gathers the window from all ranks, and logs it."""
-        memory = self._guard("read the memory", gauge.read)
-        self._guard("reset the peak", gauge.reset_peak)
+        memory = self._guard.attempt("read the memory", gauge.read)
+        self._guard.attempt("reset the peak", gauge.reset_peak)
         if memory is not None:
             memory = memory._replace(peak=max(memory.peak, self._peak_so_far))
         # A rank that could not read takes part all the same: without it the others would wait.
         row = [math.nan] * len(DeviceMemory._fields) if memory is None else list(memory)
         ranks = _gather(trainer, torch.tensor([*row, self._tokens], dtype=torch.float64))
         self._tokens, self._peak_so_far = 0, 0.0
-        figures = self._guard("compute its figures", lambda: self._figures(ranks))
+        figures = self._guard.attempt("compute its figures", lambda: self._figures(ranks))
         if figures:
             record(trainer, "memory", {name.removeprefix("memory/"): value for name, value in figures.items()})
-            self._guard("log", lambda: _log(trainer, figures))
+            self._guard.log(trainer, figures)
 
     def _figures(self, ranks: Tensor) -> dict[str, float]:
         """Returns what is logged of all ranks' rows (ranks, 6), and adds them to the run's."""
@@ -171,14 +168,14 @@ class MemoryMonitor(pl.Callback):
         }
         tokens = [int(row[-1]) for row in rows]
         if not all(tokens):
-            self._say_once(
+            self._guard.say_once(
                 "MemoryMonitor found no `meta` with samples and sequence_length in the batches (VideoDataModule adds "
                 "it): it logs no headroom."
             )
             return figures
         for count, memory in zip(tokens, memories, strict=True):
             self.peaks[count] = max(self.peaks.get(count, 0.0), memory.peak)
-        headroom = self._guard("tell the headroom", lambda: self._headroom(memories, tokens))
+        headroom = self._guard.attempt("tell the headroom", lambda: self._headroom(memories, tokens))
         return figures if headroom is None else figures | {"memory/headroom_tokens": float(headroom)}
 
     def _headroom(self, memories: list[DeviceMemory], tokens: list[int]) -> int | None:
@@ -190,22 +187,6 @@ class MemoryMonitor(pl.Callback):
             model = MemoryModel.fit([Measurement(1, count, 0.0, peak) for count, peak in self.peaks.items()])
         return headroom_tokens(model, min(memory.capacity for memory in memories), max(tokens))
 
-    def _guard(self, what: str, act: Callable[[], Any]) -> Any:
-        """Returns ``act()``, or None after saying what went wrong."""
-        try:
-            return act()
-        except Exception as error:
-            if what not in self._failed:
-                self._failed.add(what)
-                # Not from rank zero only: this may fail on one other rank alone.
-                warnings.warn(f"MemoryMonitor could not {what}, training goes on: {error!r}", stacklevel=2)
-            return None
-
-    def _say_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            rank_zero_warn(message)
-
 
 def _gather(trainer: pl.Trainer, row: Tensor) -> Tensor:
     """Returns every rank's row on the host, shape (ranks, *row.shape)."""
@@ -213,9 +194,3 @@ def _gather(trainer: pl.Trainer, row: Tensor) -> Tensor:
         return row[None]
     gathered = trainer.strategy.all_gather(row.to(trainer.strategy.root_device))
     return gathered.cpu()
-
-
-def _log(trainer: pl.Trainer, figures: dict[str, float]) -> None:
-    for logger in trainer.loggers:
-        # `self.log` numbers the steps from 0 too, so that the curves line up.
-        logger.log_metrics(figures, step=trainer.global_step - 1)

@@ -71,12 +71,15 @@ def test_without_meta_it_says_so_once_and_logs_cv_step_only() -> None:
     assert set(monitor.summary()) == {"cv_step"}
 
 
-def test_a_failing_logger_is_reported_once_and_training_goes_on() -> None:
+def test_a_failing_logger_is_reported_once_and_the_other_and_training_go_on() -> None:
     monitor, module = LoadBalanceMonitor(every_n_steps=1), Slope()
+    failing, other = MemoryLogger(failing=True), MemoryLogger()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer_with(monitor, logger=MemoryLogger(failing=True)).fit(module, batches_of([Meta(1, 10)] * 3))
-    assert len([w for w in caught if "could not log, training goes on: OSError('disk full')" in str(w.message)]) == 1
+        trainer_with(monitor, logger=[failing, other]).fit(module, batches_of([Meta(1, 10)] * 3))
+    said = "could not log to MemoryLogger, training goes on: OSError('disk full')"
+    assert len([w for w in caught if said in str(w.message)]) == 1
+    assert len(other.balance()) == 3
     assert len(module.gradients) == 3
     assert monitor.metrics.samples == 3
 

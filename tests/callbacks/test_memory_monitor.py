@@ -132,7 +132,7 @@ def test_failures_are_said_once_and_training_goes_on() -> None:
         trainer_with(monitor, logger=FullDisk()).fit(module, batches_of([Meta(1, 10)] * 4))
     assert len(module.gradients) == 4
     assert _said(caught, "could not read the memory, training goes on: RuntimeError('lost')") == 1
-    assert _said(caught, "could not log, training goes on: OSError('disk full')") == 1
+    assert _said(caught, "could not log to FullDisk, training goes on: OSError('disk full')") == 1
     assert monitor.peak_bytes == 300 * GIB
 
 

@@ -80,7 +80,9 @@ class MemoryLogger(Logger):
         return [(step, row) for step, row in self.rows if "balance/cv_step" in row]
 
 
-def trainer_with(*callbacks: pl.Callback, logger: Logger | bool = False, **kwargs: Any) -> pl.Trainer:
+def trainer_with(
+    *callbacks: pl.Callback, logger: Logger | Sequence[Logger] | bool = False, **kwargs: Any
+) -> pl.Trainer:
     """A quiet Trainer on one CPU."""
     settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_model_summary": False}
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False}
