@@ -28,7 +28,7 @@ from lightning_videoscale.data.auto_budget import AutoBudget, BudgetSearch
 from lightning_videoscale.data.benchmark.synthetic import RepresentativeBatches
 from lightning_videoscale.data.budgets import Budget, Budgets
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.data.indexed_shards import IndexedShards, Shards
+from lightning_videoscale.data.indexed_shards import IndexedShards, Patterns, Shards
 from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
 from lightning_videoscale.data.online import BatchEncoder, check_geometry
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossWeighting, SampleTable
@@ -90,8 +90,8 @@ class VideoDataModule(pl.LightningDataModule):
         balance: Balance = "planned",
         budget: Budget = "auto",
         *,
-        val_shards: str | list[str] | None = None,
-        predict_shards: str | list[str] | None = None,
+        val_shards: Patterns | None = None,
+        predict_shards: Patterns | None = None,
         micro_batches: int = 1,
         geometry: str | ModelGeometry = "wan2.1",
         shape_policy: ShapePolicy | None = None,

@@ -364,3 +364,24 @@ data:
     assert _ids(cli.model.batches[0]) == _all_ids()
     assert max(meta.samples * meta.sequence_length for meta in cli.model.metas) <= 80
     assert isinstance(cli.trainer, pl.Trainer)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_no_positive_number_is_refused_at_once(shards: str, weight: float) -> None:
+    with pytest.raises(ValueError, match=r"'b\.tar' has the weight"):
+        VideoDataModule({shards: 1.0, "b.tar": weight}, budget=BUDGET)
+
+
+def test_a_dataset_of_which_nothing_can_be_trained_on_is_named(shards: str, tmp_path: Path) -> None:
+    broken = write_shard(tmp_path / "broken.tar", [{"__key__": "a", "mp4": b"no video"}])
+    for weights in ({str(broken): 1.0, shards: 1.0}, {shards: 1.0, str(broken): 1.0}):
+        number = list(weights).index(str(broken)) + 1
+        with pytest.raises(ValueError, match=rf"Nothing can be drawn of datasets \[{number}\] of 2"):
+            trainer_with().fit(Witness(), VideoDataModule(weights, budget=BUDGET))
+
+
+def test_shards_may_be_paths(tmp_path: Path) -> None:
+    file = write_shard(tmp_path / "000.tar", [clip(i) for i in range(4)])
+    module = Witness()
+    trainer_with().fit(module, VideoDataModule(file, budget=BUDGET, val_shards=[file]))
+    assert len(_ids(module.batches[0])) == len(_ids(module.validated[-1])) == 4
