@@ -385,3 +385,18 @@ def test_shards_may_be_paths(tmp_path: Path) -> None:
     module = Witness()
     trainer_with().fit(module, VideoDataModule(file, budget=BUDGET, val_shards=[file]))
     assert len(_ids(module.batches[0])) == len(_ids(module.validated[-1])) == 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"balance": "plan"}, "balance='plan' must be one of"),
+        ({"loss_weighting": "samples"}, "loss_weighting='samples' must be one of"),
+        ({"loss_normalization": "steps"}, "loss_normalization='steps' must be one of"),
+        ({"micro_batches": 0}, "micro_batches=0, shard_window=64 must be at least 1"),
+        ({"budget": 4096}, "budget=4096 must be 'auto', a BucketBudget or an AutoBudget"),
+    ],
+)
+def test_wrong_settings_are_said_before_anything_is_read(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VideoDataModule("none.tar", **({"budget": BUDGET} | setting))
