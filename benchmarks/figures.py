@@ -113,6 +113,28 @@ def plan(result: Result) -> None:
     panels[0].legend(fontsize=8)
 
 
+def balances(result: Result) -> None:
+    """Left tokens per second below the ceiling of each run, right how many steps have at most which CV_step."""
+    _, (speeds, spreads) = plt.subplots(1, 2, figsize=(10, 3.6))
+    colors = {"equal_token": "C2", "dual_constraint": "C1", "planned": "C0"}
+    order = list(colors)  # bars are drawn from below
+    rows = sorted(result["rows"], key=lambda row: (-row["micro_batches"], order.index(row["balance"])))
+    for place, row in enumerate(rows):
+        color, k = colors[row["balance"]], row["micro_batches"]
+        label = f"{row['balance']}, K = {k}"
+        speed, ceiling = row["tokens_per_second"] / 1e3, row["ceiling_tokens_per_second"] / 1e3
+        speeds.barh(label, ceiling, color=color, alpha=0.25)
+        speeds.barh(label, speed, color=color)
+        speeds.text(speed, place, f"{row['share_of_ceiling']:.1%} ", va="center", ha="right", color="white", fontsize=8)
+        compute = np.array(row["compute_seconds"])
+        cv_step = np.sort(1 - compute.min(axis=1) / compute.max(axis=1))
+        share = np.arange(1, len(cv_step) + 1) / len(cv_step)
+        spreads.step(cv_step, share, where="post", color=color, linestyle="-" if k == 1 else "--", label=label)
+    speeds.set(xlabel="thousand tokens per second; pale: the ceiling", title="Throughput, share of the ceiling")
+    spreads.set(xlabel="CV_step of compute time", ylabel="share of the steps with at most that", title="CV_step")
+    spreads.legend(fontsize=7)
+
+
 def row_ops(result: Result) -> None:
     """Per op and direction at the widest D: share of a device copy's bandwidth by number of tokens."""
     rows = [row for row in result["rows"] if "percent_of_copy" in row and row["implementation"] != "copy"]
@@ -183,17 +205,23 @@ def kernels_loss_overlay(result: Result) -> None:
 
 
 def recalibration(result: Result) -> None:
-    """M_comp, p and the ranks' spread over the steps, of every case over its oracle's."""
+    """M_comp, p and the ranks' spread over the steps, of every case over its oracle's.
+
+    Where p has not arrived, M_comp, in tokens^p, cannot be compared: then what the budget has room for is.
+    """
     _, (budgets, exponents, spreads) = plt.subplots(1, 3, figsize=(13, 3.6))
     for row in result["rows"]:
         ranks = row.get("dp_size", result["settings"].get("ranks"))
         label = f"{ranks} ranks, K = {row.get('micro_batches', 1)}, p {row['p_error']:+.1f}"
-        (line,) = budgets.plot(row["steps"], row["m_comp_over_oracle"], ".-", linewidth=1, label=label)
+        budget = row.get("room_over_oracle", row["m_comp_over_oracle"])
+        (line,) = budgets.plot(row["steps"], budget, ".-", linewidth=1, label=label)
         color = line.get_color()
         exponents.plot(row["steps"], np.array(row["p_by_step"]) - row["p"], ".-", linewidth=1, color=color)
         spreads.plot(row["steps"], np.array(row["cv"]) / row["oracle_cv"], linewidth=1, color=color)
     budgets.axhspan(0.95, 1.05, color="gray", alpha=0.2)
-    budgets.set(title="M_comp over the oracle's", yscale="log")
+    measured = "room_over_oracle" in row
+    title = "Samples of the longest length that fit" if measured else "M_comp"
+    budgets.set(title=f"{title} over the oracle's", yscale="linear" if measured else "log")
     exponents.set(title="p minus the true p")
     spreads.axhline(1.3, color="gray", linestyle=":", linewidth=1)
     spreads.set(title="CV of the ranks' costs over the oracle's", ylim=(0, None))
@@ -212,6 +240,7 @@ FIGURES: dict[str, Callable[[Result], None]] = {
     "parallel-activation_memory": activation_memory,
     "parallel-attention_layer": attention_layer,
     "data-plan": plan,
+    "data-balances": balances,
     "callbacks-recalibration": recalibration,
     "callbacks-recalibration_on_gpus": recalibration,
 }

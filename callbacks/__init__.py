@@ -9,6 +9,7 @@
 - `window_record`: what `RunReport` records of some steps.
 - `bottlenecks`: the judgement behind `BottleneckAnalyzer`.
 - `step_window`, `balance_metrics`, `balance_pictures`: the steps, figures and pictures behind `LoadBalanceMonitor`.
+- `gathering`: figures of all ranks in one place.
 - `guard`: keeps what a callback does on the side from stopping the training.
 - `peak_memory`, `out_of_memory`: what `BudgetRecalibrator` learns of the memory.
 - `device_memory`: the gauge behind `MemoryMonitor`.

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_videoscale.callbacks.gathering import gather_rows
 from lightning_videoscale.callbacks.guard import Guard
 from lightning_videoscale.callbacks.memory_monitor import MemoryMonitor
 from lightning_videoscale.callbacks.out_of_memory import (
@@ -178,7 +179,7 @@ class BudgetRecalibrator(pl.Callback):
         rows = torch.full((len(loads) + _PEAKS, 4), math.nan, dtype=torch.float64)
         self._guard.attempt("read the times", lambda: self._fill(rows, loads, topology_of(trainer).data_parallel_rank))
         # Ranks meet whatever went wrong on one of them: without it the others would wait.
-        ranks = _gather(trainer, rows)
+        ranks = gather_rows(trainer, rows)
         decided = self._guard.attempt("fit the costs", lambda: self._decide(ranks)) if trainer.is_global_zero else None
         decision = trainer.strategy.broadcast(decided)
         if decision is None:
@@ -259,11 +260,3 @@ def observations_of(ranks: Tensor) -> list[Observation]:
 def _planned_data(trainer: pl.Trainer) -> VideoDataModule | None:
     data = getattr(trainer, "datamodule", None)
     return data if isinstance(data, VideoDataModule) else None
-
-
-def _gather(trainer: pl.Trainer, rows: Tensor) -> Tensor:
-    """Returns every rank's rows on the host, shape (ranks, *rows.shape)."""
-    if trainer.world_size == 1:
-        return rows[None]
-    gathered = trainer.strategy.all_gather(rows.to(trainer.strategy.root_device))
-    return gathered.cpu()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge, headroom_tokens
+from lightning_videoscale.callbacks.gathering import gather_rows
 from lightning_videoscale.callbacks.guard import Guard
 from lightning_videoscale.cost import Measurement, MemoryModel
 from lightning_videoscale.data.batch_load import load_of
@@ -146,7 +147,7 @@ class MemoryMonitor(pl.Callback):
             memory = memory._replace(peak=max(memory.peak, self._peak_so_far))
         # A rank that could not read takes part all the same: without it the others would wait.
         row = [math.nan] * len(DeviceMemory._fields) if memory is None else list(memory)
-        ranks = _gather(trainer, torch.tensor([*row, self._tokens], dtype=torch.float64))
+        ranks = gather_rows(trainer, torch.tensor([*row, self._tokens], dtype=torch.float64))
         self._tokens, self._peak_so_far = 0, 0.0
         figures = self._guard.attempt("compute its figures", lambda: self._figures(ranks))
         if figures:
@@ -186,11 +187,3 @@ class MemoryMonitor(pl.Callback):
                 return None
             model = MemoryModel.fit([Measurement(1, count, 0.0, peak) for count, peak in self.peaks.items()])
         return headroom_tokens(model, min(memory.capacity for memory in memories), max(tokens))
-
-
-def _gather(trainer: pl.Trainer, row: Tensor) -> Tensor:
-    """Returns every rank's row on the host, shape (ranks, *row.shape)."""
-    if trainer.world_size == 1:
-        return row[None]
-    gathered = trainer.strategy.all_gather(row.to(trainer.strategy.root_device))
-    return gathered.cpu()

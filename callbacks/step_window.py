@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_videoscale.callbacks.gathering import gather_rows
 from lightning_videoscale.timing import StepTimes, watch_steps
 from lightning_videoscale.topology import topology_of
 
@@ -105,7 +106,7 @@ class StepWindow:
         self._times += self._watch.read()
         rows = [(self._dp_rank, *times, *load) for times, load in zip(self._times, self._loads, strict=True)][:count]
         del self._times[:count], self._loads[:count]
-        everything = _gather(trainer, torch.tensor(rows, dtype=torch.float64))
+        everything = gather_rows(trainer, torch.tensor(rows, dtype=torch.float64))
         end_of_times = 1 + len(StepTimes._fields)
         dp_ranks = [int(rank) for rank in everything[:, 0, 0].tolist()]
         return RankTimes(dp_ranks, everything[:, :, 1:end_of_times], everything[:, :, end_of_times:], steps)
@@ -124,11 +125,3 @@ def check_interval(every_n_steps: int | None) -> int | None:
     if every_n_steps is not None and every_n_steps < 1:
         raise ValueError(f"every_n_steps must be at least 1, or None; got {every_n_steps}.")
     return every_n_steps
-
-
-def _gather(trainer: pl.Trainer, rows: Tensor) -> Tensor:
-    """Returns every rank's rows on the host, shape (ranks, *rows.shape)."""
-    if trainer.world_size == 1:
-        return rows[None]
-    gathered = trainer.strategy.all_gather(rows.to(trainer.strategy.root_device))
-    return gathered.cpu()

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -51,7 +52,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     clips.add_argument("--index", type=Path, help="what `videoscale index` wrote")
     parser.add_argument("--standard-mix", action="store_true", help="draw sources, tiers, crops and images at random")
     parser.add_argument(
-        "--samples", type=int, default=100_000, help="samples that the mix draws (default: %(default)s)"
+        "--samples",
+        type=partial(_at_least, 1),
+        default=100_000,
+        help="samples that the mix draws (default: %(default)s)",
     )
     parser.add_argument("--dp-size", type=int, default=16, help="data-parallel ranks (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=1, help="per rank and step (default: %(default)s)")
@@ -69,7 +73,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--geometry", choices=GEOMETRIES, default="wan2.1", help="VAE and patches (default: %(default)s)"
     )
     parser.add_argument("--transformer", choices=TRANSFORMERS, default="wan2.1-14b", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=partial(_at_least, 0), default=0, help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=_run)
 
@@ -86,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
             ).plan(epoch=0)
             for balance in balances
         }
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (ValueError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         return 1
     figures = {balance: PlanFigures.of(plan) for balance, plan in plans.items()}
@@ -119,10 +123,15 @@ def _table(options: argparse.Namespace) -> SampleTable:
 def _step_time(options: argparse.Namespace) -> StepTimeModel:
     if options.cost is None:
         return StepTimeModel.analytic(TRANSFORMERS[options.transformer], longest=LONGEST)
-    content = json.loads(options.cost.read_text(encoding="utf-8"))
-    if "rows" in content:
-        return StepTimeModel.fit(ShapeMatrix.load(options.cost).measurements)
-    return StepTimeModel.from_dict(content)
+    try:
+        content = json.loads(options.cost.read_text(encoding="utf-8"))
+        if "rows" not in content:
+            return StepTimeModel.from_dict(content)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{options.cost} is neither a matrix of `videoscale benchmark-shapes` nor a step-time model: {error!r}."
+        ) from error
+    return StepTimeModel.fit(ShapeMatrix.load(options.cost).measurements)
 
 
 def _print(
@@ -150,3 +159,9 @@ def _draw(costs: NDArray[np.float64], width: int = 96) -> str:
     spread = costs.std(axis=1) / costs.mean(axis=1)
     step = costs[np.argsort(spread, kind="stable")[len(spread) // 2]][:width]
     return "".join(_BARS[round(height * (len(_BARS) - 1))] for height in step / step.max())
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.removeprefix("-").isdecimal() or (number := int(text)) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+    return number

@@ -19,7 +19,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser = commands.add_parser("report", help="draw the report of a run", description=description)
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help=f"the folder with {LOG_NAME}")
-    parser.add_argument("--output", type=Path, help=f"the file to write (default: {REPORT_NAME} beside the log)")
+    parser.add_argument(
+        "--output", type=Path, help=f"the file or folder to write to (default: {REPORT_NAME} beside the log)"
+    )
     parser.set_defaults(run=_run)
 
 

@@ -134,7 +134,7 @@ class StepTimeModel:
             )
         if not (np.isfinite(seconds) & (seconds > 0) & (b >= 1) & (s >= 1)).all():
             raise ValueError("Every measurement needs a positive time, batch size and sequence length.")
-        floor, above = 1e-6, seconds > _NEAR_FLOOR * seconds.min()
+        floor, above = cls.floor, seconds > _NEAR_FLOOR * seconds.min()
         if _suffice(s[above]):
             floor = float(seconds.min())
             b, s, seconds = b[above], s[above], seconds[above]

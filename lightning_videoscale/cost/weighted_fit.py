@@ -167,6 +167,4 @@ def _held_out_error(points: Points, p_bounds: tuple[float, float], of_power_law:
 
 def weighted_median(values: Vector, weights: NDArray[np.float64] | NDArray[np.int64]) -> float:
     """The least value that half of the weight lies at or below; both of shape (values,)."""
-    order = np.argsort(values, kind="stable")
-    reached = np.cumsum(weights[order])
-    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])
+    return float(np.quantile(values, 0.5, weights=weights, method="inverted_cdf"))

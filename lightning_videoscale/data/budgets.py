@@ -21,12 +21,17 @@ class Budgets:
         budget: As given to the DataModule.
         step_time: Likewise.
 
+    Raises:
+        ValueError: If the budget is nothing that is known.
+
     Attributes:
         training: The budget of training batches; None until it is found.
         step_time: Predicts costs; None: by the model's size, or by B * S^p.
     """
 
     def __init__(self, budget: Budget, step_time: StepTimeModel | None) -> None:
+        if budget != "auto" and not isinstance(budget, (BucketBudget, AutoBudget)):
+            raise ValueError(f"budget={budget!r} must be 'auto', a BucketBudget or an AutoBudget.")
         self.training = budget if isinstance(budget, BucketBudget) else None
         self.step_time = step_time
         self._auto = None if isinstance(budget, BucketBudget) else AutoBudget() if budget == "auto" else budget

@@ -28,10 +28,11 @@ from lightning_videoscale.data.auto_budget import AutoBudget, BudgetSearch
 from lightning_videoscale.data.benchmark.synthetic import RepresentativeBatches
 from lightning_videoscale.data.budgets import Budget, Budgets
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.data.indexed_shards import IndexedShards, Shards
+from lightning_videoscale.data.indexed_shards import IndexedShards, Patterns, Shards
 from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
 from lightning_videoscale.data.online import BatchEncoder, check_geometry
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossWeighting, SampleTable
+from lightning_videoscale.data.planning.plan import check_settings
 from lightning_videoscale.data.planning.stream import draws_per_epoch
 from lightning_videoscale.data.reader import MicroBatchReader
 from lightning_videoscale.data.replanning import replan
@@ -90,8 +91,8 @@ class VideoDataModule(pl.LightningDataModule):
         balance: Balance = "planned",
         budget: Budget = "auto",
         *,
-        val_shards: str | list[str] | None = None,
-        predict_shards: str | list[str] | None = None,
+        val_shards: Patterns | None = None,
+        predict_shards: Patterns | None = None,
         micro_batches: int = 1,
         geometry: str | ModelGeometry = "wan2.1",
         shape_policy: ShapePolicy | None = None,
@@ -106,6 +107,8 @@ class VideoDataModule(pl.LightningDataModule):
         super().__init__()
         if isinstance(geometry, str) and geometry not in GEOMETRIES:
             raise ValueError(f"geometry={geometry!r} is none of {sorted(GEOMETRIES)}; give a ModelGeometry instead.")
+        check_settings(balance=balance, micro_batches=micro_batches, shard_window=shard_window,
+                       loss_weighting=loss_weighting, loss_normalization=loss_normalization)  # fmt: skip
         self._shards = IndexedShards(shards, {"val_shards": val_shards, "predict_shards": predict_shards}, index)
         self._budgets = Budgets(budget, step_time)
         self._balance: Balance = balance
@@ -148,15 +151,14 @@ class VideoDataModule(pl.LightningDataModule):
                 shards. Each message names the fix.
         """
         index = self._shards.index("shards")
-        if (found := self._budgets.find(self._search, self.trainer)) is not None:
-            warn_of_oversized(self._table("shards"), found)
-        planner = self._planner("shards", self._micro_batches, self._loss_weighting, is_training=True)
         trainer, state, on_resume, overfit, epoch = self.trainer, None, None, False, 0
         if trainer is not None:
-            check_accumulation(trainer, self._micro_batches)
+            check_accumulation(trainer, self._micro_batches)  # before a minute is spent on measuring
             overfit = trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
-            epoch = trainer.current_epoch
-            on_resume = partial(align_counters, trainer)
+            epoch, on_resume = trainer.current_epoch, partial(align_counters, trainer)
+        if (found := self._budgets.find(self._search, trainer)) is not None:
+            warn_of_oversized(self._table("shards"), found)
+        planner = self._planner("shards", self._micro_batches, self._loss_weighting, is_training=True)
         if self._sampler is not None and self._sampler.is_started:
             self._state = None  # the run has gone on from there
         if self._state is not None and not overfit and is_left(self._state, trainer):

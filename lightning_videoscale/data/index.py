@@ -90,7 +90,10 @@ class ShardIndex:
                 whole = (line for line in lines if line.endswith("\n"))
                 return cls(tuple(ShardEntry.from_json(json.loads(line), file.parent) for line in whole))
             except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise ShardError(f"{file} is not a shard index ({error}); delete it and it is built again.") from error
+                raise ShardError(
+                    f"{file} is not a shard index ({error}): name another file, or delete it if it was one, and it is "
+                    "built again."
+                ) from error
 
     def save(self, file: Path) -> None:
         """Writes the index."""

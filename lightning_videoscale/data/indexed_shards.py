@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from lightning_videoscale.data.reader import MicroBatchReader
 from lightning_videoscale.data.shapes import Clips
 from lightning_videoscale.data.shards import ShardError, expand_shards
 
-Shards = str | list[str] | dict[str, float]
+Patterns = str | Path | list[str | Path] | list[str] | list[Path]
+Shards = Patterns | dict[str, float]
 """A path or pattern of tar files, a list of them, or several datasets: pattern by pattern with its weight."""
 
 
@@ -28,15 +30,22 @@ class IndexedShards:
         others: Further arguments by name, ``val_shards`` and ``predict_shards``; None where there are none.
         index_file: Where the table is kept. None: beside the first shard.
 
+    Raises:
+        ValueError: If a dataset's weight is not a positive number.
+
     Attributes:
         weights: What each dataset to train on is drawn with, by its pattern; None unless ``train`` tells.
     """
 
-    def __init__(
-        self, train: Shards, others: Mapping[str, str | list[str] | None], index_file: str | Path | None
-    ) -> None:
+    def __init__(self, train: Shards, others: Mapping[str, Patterns | None], index_file: str | Path | None) -> None:
         self.weights = train if isinstance(train, dict) else None
-        self._patterns = {"shards": list(train) if isinstance(train, dict) else train}
+        for name, weight in (self.weights or {}).items():
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(
+                    f"The dataset {name!r} has the weight {weight}; it must be a positive number. Leave out what is "
+                    "not to be trained on."
+                )
+        self._patterns: dict[str, Patterns] = {"shards": list(train) if isinstance(train, dict) else train}
         self._patterns |= {name: patterns for name, patterns in others.items() if patterns is not None}
         self._index_file = index_file
         self._parts: dict[str, tuple[ShardIndex, MicroBatchReader]] = {}

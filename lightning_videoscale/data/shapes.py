@@ -78,14 +78,17 @@ class Clips:
         """Reads videos from a table with the columns source, width, height, fps and num_frames; others are ignored.
 
         Raises:
-            ValueError: If the table lacks a column, has no rows, or a row is not made of positive numbers.
+            ValueError: If it is not UTF-8, lacks a column, has no rows, or a row is not made of positive numbers.
         """
-        with Path(file).open(newline="", encoding="utf-8") as stream:
-            table = csv.DictReader(stream)
+        with Path(file).open(newline="", encoding="utf-8-sig") as stream:  # spreadsheets put a mark in front
             needed = ("source", "width", "height", "fps", "num_frames")
-            if missing := [name for name in needed if name not in (table.fieldnames or ())]:
-                raise ValueError(f"{file} lacks the columns {missing}; it has {table.fieldnames}.")
-            rows = [tuple(row[name] for name in needed) for row in table]
+            try:
+                table = csv.DictReader(stream)
+                if missing := [name for name in needed if name not in (table.fieldnames or ())]:
+                    raise ValueError(f"{file} lacks the columns {missing}; it has {table.fieldnames}.")
+                rows = [tuple(row[name] for name in needed) for row in table]
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 text: {error}.") from error
         if not rows:
             raise ValueError(f"{file} has no rows.")
         try:
@@ -94,8 +97,8 @@ class Clips:
             raise ValueError(
                 f"{file} has a row whose width, height, fps and num_frames are no numbers: {error}."
             ) from error
-        if not (np.isfinite(numbers) & (numbers > 0)).all():
-            row = int(np.flatnonzero(~(np.isfinite(numbers) & (numbers > 0)).all(axis=1))[0])
+        if not (sound := ((numbers > 0) & (numbers < 2**31)).all(axis=1)).all():
+            row = int(np.flatnonzero(~sound)[0])
             raise ValueError(f"{file}: row {row + 1} has width, height, fps, num_frames = {numbers[row].tolist()}.")
         width, height, fps, num_frames = numbers.T
         names = {name: number for number, name in enumerate(dict.fromkeys(row[0] for row in rows))}

@@ -38,7 +38,7 @@ def is_remote(url: str) -> bool:
     return "://" in url and _SCHEME.match(url) is not None
 
 
-def expand_shards(shards: str | Sequence[str]) -> list[str]:
+def expand_shards(shards: str | Path | Sequence[str | Path]) -> list[str]:
     """Turns the patterns that WebDataset users write into shards, in the order written.
 
     Args:
@@ -52,7 +52,7 @@ def expand_shards(shards: str | Sequence[str]) -> list[str]:
         ShardError: If a pattern is a command (``pipe:``), names a local file that does not exist, or matches none; or
             if one shard is named twice.
     """
-    patterns = [shards] if isinstance(shards, str) else list(shards)
+    patterns = [str(pattern) for pattern in ([shards] if isinstance(shards, (str, Path)) else shards)]
     urls = [url for pattern in patterns for part in expand_urls(pattern) for url in _shards_of(part)]
     if not urls:
         raise ShardError(f"No shards found: the patterns {patterns} match no file.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.transport import Transport
@@ -23,6 +24,10 @@ class SequenceContext:
         self.mesh = mesh
         self.transport = transport
         self._tables: dict[int, tuple[int, ...]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceContext:
+        """Itself: a copy of a model (an average, a teacher) keeps its hooks, and is split as one more call would be."""
+        return self
 
     @property
     def tables(self) -> Mapping[int, tuple[int, ...]]:

@@ -22,7 +22,7 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
 
     Args:
         folder: Where `RunReport` wrote the log.
-        output: The file to write; None: ``report.html`` beside the log.
+        output: The file to write, or a folder for ``report.html``; None: beside the log.
 
     Returns:
         The file. An older one is replaced whole, never left half written.
@@ -32,7 +32,8 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
         ValueError: If the log holds no run, or one of a newer version.
     """
     run = read_run(folder)
-    path = run.folder / REPORT_NAME if output is None else Path(output)
+    path = run.folder if output is None else Path(output)
+    path = path / REPORT_NAME if path.is_dir() else path
     part = path.with_name(path.name + ".part")
     part.write_text(render(run), encoding="utf-8")
     os.replace(part, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ def replace_forwards(blocks: Sequence[nn.Module], change: Callable[[Callable[...
     """Gives every block the changed forward, inside its hooks; returns a function that takes it back."""
     originals = [vars(block).get("forward") for block in blocks]
     for block in blocks:
-        block.forward = change(block.forward)
+        block.forward = _ChangedForward(block.forward, change)
 
     def undo() -> None:
         for block, original in zip(blocks, originals, strict=True):
@@ -82,6 +83,20 @@ def replace_forwards(blocks: Sequence[nn.Module], change: Callable[[Callable[...
                 block.forward = original
 
     return undo
+
+
+class _ChangedForward:
+    """A changed forward of which a copy of its block gets its own: a function would go on to run the first block."""
+
+    def __init__(self, forward: Callable[..., Any], change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._forward, self._change, self._changed = forward, change, change(forward)
+        functools.update_wrapper(self, forward, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._changed(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ChangedForward:
+        return _ChangedForward(copy.deepcopy(self._forward, memo), self._change)
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:

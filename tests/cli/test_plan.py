@@ -94,3 +94,31 @@ def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, capsys: pytest
     assert main(["plan", "--shapes", str(tmp_path / "one.csv"), "--dp-size", "0"]) == 1
     assert "dp_size=0" in capsys.readouterr().err
     assert np.isfinite(run(capsys, "--shapes", str(tmp_path / "one.csv"))["planned"]["efficiency"])
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (b"\xef\xbb\xbfsource,width,height,fps,num_frames\na,640,480,25,100\n", ""),
+        (b"source,width,height,fps,num_frames\n\xe9,640,480,25,100\n", "is not UTF-8 text"),
+        (b"source,width,height,fps,num_frames\na,640,1e12,25,100\n", "row 1 has width, height, fps, num_frames"),
+        (b"source,width,height,fps,num_frames\na,640,nan,25,100\n", "row 1 has width, height, fps, num_frames"),
+    ],
+)
+def test_tables_as_spreadsheets_write_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], table: bytes, said: str
+) -> None:
+    (tmp_path / "clips.csv").write_bytes(table)
+    assert main(["plan", "--shapes", str(tmp_path / "clips.csv"), "--json"]) == bool(said)
+    assert said in capsys.readouterr().err
+
+
+def test_options_that_make_no_sense_are_named(shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value in (("--samples", "-5"), ("--samples", "0"), ("--seed", "-1"), ("--seed", "one")):
+        with pytest.raises(SystemExit):
+            main(["plan", "--shapes", shapes, option, value])
+        assert f"argument {option}: '{value}' is no whole number" in capsys.readouterr().err
+    for content in ("[1]", '{"a": 1}', "no JSON"):
+        (tmp_path / "cost.json").write_text(content)
+        assert main(["plan", "--shapes", shapes, "--cost", str(tmp_path / "cost.json")]) == 1
+        assert "cost.json is neither a matrix of `videoscale benchmark-shapes`" in capsys.readouterr().err

@@ -17,6 +17,9 @@ def test_draws_the_page_beside_the_log_or_where_it_is_told(tmp_path: Path, capsy
     assert "10 steps in" in (tmp_path / "report.html").read_text()
     assert main(["report", str(tmp_path / "run_log.jsonl"), "--output", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_bytes() == (tmp_path / "report.html").read_bytes()
+    (tmp_path / "pages").mkdir()
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "pages")]) == 0
+    assert [file.name for file in (tmp_path / "pages").iterdir()] == ["report.html"]
 
 
 def test_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

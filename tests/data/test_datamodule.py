@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_videoscale.callbacks import LossWeighting as ApplyLossWeights
@@ -331,36 +330,3 @@ def test_without_a_trainer_it_serves_plain_loops(shards: str) -> None:
     assert [len(batches) for batches in epochs] == [len(loader)] * 2
     assert [_ids(batches) for batches in epochs] == [_all_ids()] * 2
     assert epochs[0] != epochs[1]
-
-
-@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter", "ignore:No seed found", "ignore:\n")
-@pytest.mark.parametrize("encoder", ["lightning_videoscale.data.OnlineEncoder", "torch.nn.Identity"])
-def test_every_argument_can_be_given_on_the_command_line(shards: str, tmp_path: Path, encoder: str) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        f"""
-trainer: {{accelerator: cpu, max_epochs: 1, accumulate_grad_batches: 2, logger: false, enable_checkpointing: false,
-  enable_progress_bar: false, callbacks: [{{class_path: lightning_videoscale.callbacks.LossWeighting}}]}}
-data:
-  shards: {shards}
-  val_shards: null
-  predict_shards: null
-  budget: {{m_mem: 160, m_comp: 12800.0, p: 2.0}}
-  index: {tmp_path}/index.json
-  balance: dual_constraint
-  geometry: wan2.1
-  shape_policy: {{areas: [399360], fps: 16.0}}
-  step_time: null
-  loss_weighting: token
-  loss_normalization: epoch
-  shard_window: 8
-  encode: {{class_path: {encoder}}}
-  seed: 3
-  num_workers: 0
-"""
-    )
-    arguments = ["fit", "--config", str(config), "--data.micro_batches=2", "--data.budget.m_mem=80"]
-    cli = LightningCLI(Witness, VideoDataModule, args=arguments, save_config_callback=None)
-    assert _ids(cli.model.batches[0]) == _all_ids()
-    assert max(meta.samples * meta.sequence_length for meta in cli.model.metas) <= 80
-    assert isinstance(cli.trainer, pl.Trainer)

@@ -71,7 +71,7 @@ def test_a_slow_rank_computes_and_the_other_waits(gpu_ranks: Ranks, strategy: st
     assert fast.backward == pytest.approx(FAST.backward, abs=0.03), figures
     # What the slow rank waits is the exchange itself, which is part of both ranks' waits.
     assert fast.wait - slow.wait == pytest.approx(slow.compute - fast.compute, rel=0.25), figures
-    assert slow.wait < fast.wait / 3, figures
+    assert slow.wait < 0.04, figures
     assert fast.exchange == slow.exchange == 0.0, figures
 
 
@@ -88,7 +88,7 @@ def test_accumulated_and_recomputed_micro_batches(gpu_ranks: Ranks, strategy: st
     assert typical(slow).backward == pytest.approx(0.20, rel=0.2), figures  # the forward pass is computed again
     assert typical(fast).compute < 0.06, figures
     # Two micro-batches of 320 ms, and the validation, for which the other rank is waited as well.
-    assert 0.55 < waited < 0.95, figures
+    assert 0.56 < waited < 0.84, figures
 
 
 def test_what_the_device_does_not_notice_of_the_loader_is_no_waiting() -> None:
@@ -96,7 +96,7 @@ def test_what_the_device_does_not_notice_of_the_loader_is_no_waiting() -> None:
     pace = Pace(data=0.03, forward=0.12)
     hidden, seen = ReadingTheClock(), ReadingTheClock()
     trainer_with(hidden, accelerator="gpu").fit(Paced(pace), DataLoader(Rows(pace, 8)))
-    assert typical(hidden.times).data < 0.01, hidden.times
+    assert max(times.data for times in hidden.times[2:]) < 0.01, hidden.times
     pace = Pace(data=0.12, forward=0.03)
     trainer_with(seen, accelerator="gpu").fit(Paced(pace), DataLoader(Rows(pace, 8)))
     assert typical(seen.times).data == pytest.approx(0.09, abs=0.03), seen.times

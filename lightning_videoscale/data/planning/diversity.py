@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import hypergeom
 
 
 def diversity(shape_id: NDArray[np.int64]) -> float:
@@ -16,14 +15,7 @@ def diversity(shape_id: NDArray[np.int64]) -> float:
     """
     in_step = np.sort(shape_id, axis=1)
     distinct = 1 + (np.diff(in_step, axis=1) != 0).sum(axis=1)
-    total, drawn = in_step.size, in_step.shape[1]
-    expected = sum(1 - _none_of(total, int(count), drawn) for count in np.bincount(in_step.ravel()) if count)
-    return float(distinct.mean() / expected)
-
-
-def _none_of(total: int, marked: int, drawn: int) -> float:
-    """Probability that ``drawn`` of ``total`` things hold none of the ``marked``: hypergeometric."""
-    if marked > total - drawn:
-        return 0.0
-    ways = [(total - marked, 1), (total - drawn, 1), (total - marked - drawn, -1), (total, -1)]
-    return math.exp(sum(sign * math.lgamma(n + 1) for n, sign in ways))
+    counts = np.bincount(in_step.ravel())
+    # Of the slots of a step, drawn without replacement, the chance that none has a shape.
+    none = hypergeom.pmf(0, in_step.size, counts, in_step.shape[1])
+    return float(distinct.mean() / (1 - none).sum())

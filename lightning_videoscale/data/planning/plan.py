@@ -33,6 +33,25 @@ LossNormalization = Literal["step", "epoch"]
 _ARRANGE = 4
 
 
+_COUNTS = ("micro_batches", "dp_size", "shard_window")
+_WORDS = {"balance": Balance, "loss_weighting": LossWeighting, "loss_normalization": LossNormalization}
+
+
+def check_settings(**settings: int | str) -> None:
+    """Looks at settings of `BucketPlanner` by name, whichever are known already.
+
+    Raises:
+        ValueError: If a number is below 1 or a word is unknown.
+    """
+    counts = {name: settings[name] for name in _COUNTS if name in settings}
+    if any(int(count) < 1 for count in counts.values()):
+        listed = ", ".join(f"{name}={count}" for name, count in counts.items())
+        raise ValueError(f"{listed} must be at least 1.")
+    for name in _WORDS.keys() & settings.keys():
+        if settings[name] not in get_args(_WORDS[name]):
+            raise ValueError(f"{name}={settings[name]!r} must be one of {get_args(_WORDS[name])}.")
+
+
 class MicroBatch(NamedTuple):
     """What one rank reads at once: rows of the table, all of one shape, and the plan's word about them.
 
@@ -167,15 +186,7 @@ class BucketPlanner:
     min_diversity: float = 0.8
 
     def __post_init__(self) -> None:
-        if min(self.micro_batches, self.dp_size, self.shard_window) < 1:
-            raise ValueError(
-                f"micro_batches={self.micro_batches}, dp_size={self.dp_size} and shard_window={self.shard_window} "
-                "must be at least 1."
-            )
-        words = {"balance": Balance, "loss_weighting": LossWeighting, "loss_normalization": LossNormalization}
-        for name, kinds in words.items():
-            if getattr(self, name) not in get_args(kinds):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {get_args(kinds)}.")
+        check_settings(**{name: getattr(self, name) for name in (*_COUNTS, *_WORDS)})
 
     def stream(self, epoch: int) -> NDArray[np.int64]:
         """Rows of the table in the order in which an epoch draws them."""

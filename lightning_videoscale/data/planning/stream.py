@@ -22,11 +22,17 @@ def draws_per_epoch(table: SampleTable, weights: Sequence[float] | None) -> NDAr
     """How many samples of each dataset an epoch draws, (datasets,): all of them, or by weight as many in total.
 
     Raises:
-        ValueError: If there is not one positive weight per dataset.
+        ValueError: If there is not one positive weight per dataset, or nothing to draw of one.
     """
-    sizes: NDArray[np.int64] = np.bincount(table.source[table.shape_id >= 0], minlength=1)
+    datasets = 1 if weights is None else len(weights)
+    sizes: NDArray[np.int64] = np.bincount(table.source[table.shape_id >= 0], minlength=datasets)
     if weights is None:
         return sizes
+    if (empty := np.flatnonzero(sizes == 0)).size:
+        raise ValueError(
+            f"Nothing can be drawn of datasets {(empty + 1).tolist()} of {len(sizes)}: none of their samples can be "
+            "trained on. `videoscale index` says why; leave them out."
+        )
     if len(weights) != len(sizes) or min(weights) <= 0:
         raise ValueError(f"{len(sizes)} datasets need one positive weight each, got {list(weights)}.")
     shares = np.cumsum(weights) / np.sum(weights)

@@ -1,0 +1,93 @@
+"""What may be given to the DataModule, and what is refused at once."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.data import VideoDataModule
+from tests.data.clips import clip, write_shard, write_shards
+from tests.data.training import Witness, trainer_with
+
+BUDGET = BucketBudget(m_mem=160, m_comp=160 * 80)
+SAMPLES = 50
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    return write_shards(tmp_path / "train", SAMPLES)
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter", "ignore:No seed found", "ignore:\n")
+@pytest.mark.parametrize("encoder", ["lightning_videoscale.data.OnlineEncoder", "torch.nn.Identity"])
+def test_every_argument_can_be_given_on_the_command_line(shards: str, tmp_path: Path, encoder: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"""
+trainer: {{accelerator: cpu, max_epochs: 1, accumulate_grad_batches: 2, logger: false, enable_checkpointing: false,
+  enable_progress_bar: false, callbacks: [{{class_path: lightning_videoscale.callbacks.LossWeighting}}]}}
+data:
+  shards: {shards}
+  val_shards: null
+  predict_shards: null
+  budget: {{m_mem: 160, m_comp: 12800.0, p: 2.0}}
+  index: {tmp_path}/index.json
+  balance: dual_constraint
+  geometry: wan2.1
+  shape_policy: {{areas: [399360], fps: 16.0}}
+  step_time: null
+  loss_weighting: token
+  loss_normalization: epoch
+  shard_window: 8
+  encode: {{class_path: {encoder}}}
+  seed: 3
+  num_workers: 0
+"""
+    )
+    arguments = ["fit", "--config", str(config), "--data.micro_batches=2", "--data.budget.m_mem=80"]
+    cli = LightningCLI(Witness, VideoDataModule, args=arguments, save_config_callback=None)
+    assert sorted(chain(*cli.model.batches[0])) == sorted(f"{i % 2:03}.tar/clip{i:05}" for i in range(SAMPLES))
+    assert max(meta.samples * meta.sequence_length for meta in cli.model.metas) <= 80
+    assert isinstance(cli.trainer, pl.Trainer)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_no_positive_number_is_refused_at_once(shards: str, weight: float) -> None:
+    with pytest.raises(ValueError, match=r"'b\.tar' has the weight"):
+        VideoDataModule({shards: 1.0, "b.tar": weight}, budget=BUDGET)
+
+
+def test_a_dataset_of_which_nothing_can_be_trained_on_is_named(shards: str, tmp_path: Path) -> None:
+    broken = write_shard(tmp_path / "broken.tar", [{"__key__": "a", "mp4": b"no video"}])
+    for weights in ({str(broken): 1.0, shards: 1.0}, {shards: 1.0, str(broken): 1.0}):
+        number = list(weights).index(str(broken)) + 1
+        with pytest.raises(ValueError, match=rf"Nothing can be drawn of datasets \[{number}\] of 2"):
+            trainer_with().fit(Witness(), VideoDataModule(weights, budget=BUDGET))
+
+
+def test_shards_may_be_paths(tmp_path: Path) -> None:
+    file = write_shard(tmp_path / "000.tar", [clip(i) for i in range(4)])
+    module = Witness()
+    trainer_with().fit(module, VideoDataModule(file, budget=BUDGET, val_shards=[file]))
+    assert len(list(chain(*module.batches[0]))) == len(list(chain(*module.validated[-1]))) == 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"balance": "plan"}, "balance='plan' must be one of"),
+        ({"loss_weighting": "samples"}, "loss_weighting='samples' must be one of"),
+        ({"loss_normalization": "steps"}, "loss_normalization='steps' must be one of"),
+        ({"micro_batches": 0}, "micro_batches=0, shard_window=64 must be at least 1"),
+        ({"budget": 4096}, "budget=4096 must be 'auto', a BucketBudget or an AutoBudget"),
+    ],
+)
+def test_wrong_settings_are_said_before_anything_is_read(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VideoDataModule("none.tar", **({"budget": BUDGET} | setting))
