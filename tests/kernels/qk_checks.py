@@ -116,7 +116,10 @@ def check_projection_biases(case: Case, dtype: torch.dtype, backend: str, device
 
 
 def check_tables_of_channels(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> None:
-    """Every second channel of a model's tables, wherever they are in memory, gives the bits of tables per pair."""
+    """Every second channel of a model's tables, wherever they are in memory, is read as tables per pair are.
+
+    To the bit, but for Triton on GPUs, where the layout of a load may change the order in which a row is summed.
+    """
     arguments = case.arguments(dtype, device=device)
     rope = arguments.options["rope"]
 
@@ -136,5 +139,7 @@ def check_tables_of_channels(case: Case, dtype: torch.dtype, backend: str, devic
         gradients(qk_norm_rope, Arguments(arguments.tensors, arguments.options | {"backend": backend, "rope": tables}))
         for tables in [rope, *layouts]
     )
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(other, expected, strict=True))
+    bound = torch.finfo(dtype).eps if backend == "triton" and device != "cpu" else 0.0
+    for layout, other in zip(layouts, others, strict=True):
+        errors = [relative(a, b.double()) for a, b in zip(other, expected, strict=True)]
+        assert max(errors) <= bound, [table.stride() for table in layout]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_videoscale.kernels.cuda.qk_plan import Variant
+from lightning_videoscale.kernels.cuda.qk_plan import Variant, readable, table_layout
 from lightning_videoscale.kernels.cuda.qk_tuning import Direction, tuning_for
-from lightning_videoscale.kernels.heads import HeadOp
+from lightning_videoscale.kernels.heads import HeadOp, Rotation
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
 from tests.kernels.qk_oracle import Case
 
@@ -63,6 +63,25 @@ def test_tuning_fits_a_multiprocessor(direction: Direction, name: str) -> None:
 
 def test_no_tuning_where_two_rows_do_not_fit() -> None:
     assert tuning_for("backward", False, 6400, 200_000, 227 * 1024) is None
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("pairs", ["packed", "every second", "every second from the first", "transposed", "unlike"])
+def test_variants_are_made_for_the_tables_that_are_read(pairs: str, heads: int) -> None:
+    """A layout that the kernels cannot read is copied first, and takes no more shared memory for what it was."""
+    channels = torch.randn(2, 300, heads, 64)
+    packed = channels[..., :32].contiguous()
+    cos, sin = {
+        "packed": (packed, packed),
+        "every second": (channels[..., ::2], channels[..., ::2]),
+        "every second from the first": (channels[..., ::2], channels[..., 1::2]),
+        "transposed": (packed.transpose(1, -1).contiguous().transpose(1, -1),) * 2,
+        "unlike": (packed, channels[..., ::2]),
+    }[pairs]
+    given = Rotation(cos, sin, 0)
+    read = readable(given)
+    assert read is not None and table_layout(given) == table_layout(read)
+    assert (read is given) == (pairs not in ("transposed", "unlike"))
 
 
 def test_refuses_the_cpu_by_name() -> None:

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from lightning_videoscale.kernels.cuda import toolkit
 from lightning_videoscale.kernels.cuda.launch import Kernel, load
-from lightning_videoscale.kernels.cuda.qk_plan import TYPES, Plan, Variant, device_tuning, phases, readable, too_wide
+from lightning_videoscale.kernels.cuda.qk_plan import (
+    TYPES,
+    Plan,
+    Variant,
+    device_tuning,
+    readable,
+    table_layout,
+    too_wide,
+)
 from lightning_videoscale.kernels.cuda.qk_tuning import Direction
 from lightning_videoscale.kernels.heads import HeadOp, Rotation, Side, SideGradients, SideOutputs, as_rows
 
@@ -64,7 +72,7 @@ def _variant(
     tables = (0, False, 1, (0, 0))
     if rotation is not None:
         _, _, heads, pairs = rotation.cos.shape
-        tables = (pairs, heads > 1, rotation.cos.stride(3), phases(rotation))
+        tables = (pairs, heads > 1, *table_layout(rotation))
     return Variant(
         op, direction, q.x.dtype, None if q.weight is None else q.weight.dtype, q.bias is not None,
         (q.x.shape[2], k.x.shape[2]), q.x.shape[3], *tables, outside, sums_only, dx_sums,

@@ -162,25 +162,28 @@ def too_wide(variant: Variant) -> str:
 
 def readable(rotation: Rotation | None) -> Rotation | None:
     """A rotation whose tables the kernels can read: as they are where a token's row is whole words of 16 bytes."""
-    if rotation is None or (_is_readable(rotation.cos) and _is_readable(rotation.sin) and _alike(rotation)):
+    if rotation is None or _are_readable(rotation):
         return rotation
     cos, sin = (t.clone(memory_format=torch.contiguous_format) for t in (rotation.cos, rotation.sin))
     return Rotation(cos, sin, rotation.start)
 
 
-def phases(rotation: Rotation) -> tuple[int, int]:
-    """Floats between the last multiple of 16 bytes and the first pair, of cos and of sin."""
-    return rotation.cos.data_ptr() % 16 // 4, rotation.sin.data_ptr() % 16 // 4
+def table_layout(rotation: Rotation) -> tuple[int, tuple[int, int]]:
+    """Of `readable` tables: floats from pair to pair, and between 16 bytes and the first pair, of cos and of sin."""
+    if not _are_readable(rotation):
+        return 1, (0, 0)
+    return rotation.cos.stride(3), (rotation.cos.data_ptr() % 16 // 4, rotation.sin.data_ptr() % 16 // 4)
+
+
+def _are_readable(rotation: Rotation) -> bool:
+    alike = rotation.cos.stride(3) == rotation.sin.stride(3)
+    return alike and _is_readable(rotation.cos) and _is_readable(rotation.sin)
 
 
 def _is_readable(table: Tensor) -> bool:
     sample, token, head, pair = table.stride()
     packed = table.shape[2] == 1 or head == table.shape[3] * pair
     return pair in (1, 2) and packed and sample % 4 == token % 4 == 0 and table.data_ptr() % 16 < 4 * pair
-
-
-def _alike(rotation: Rotation) -> bool:
-    return rotation.cos.stride(3) == rotation.sin.stride(3)
 
 
 def _rope(rotation: Rotation | None) -> tuple[int, ...]:
