@@ -48,12 +48,18 @@ def fork_norm_modulate(
     """
     check_norm_modulate(x, scale, shift, weight, bias, norm, scale_table, shift_table, index)
     operands = (scale, shift, weight, bias, scale_table, shift_table)
-    forked: tuple[Tensor, Tensor] = _Fork.apply(x, *operands, index, eps, norm, rounding, backend)  # type: ignore[no-untyped-call]
+    alone = [None if t is None else t.detach() for t in (x, *operands)]
+    outputs = torch.ops.lightning_videoscale.norm_modulate(*alone[:5], eps, *alone[5:], index, norm, rounding, backend)
+    forked: tuple[Tensor, Tensor] = _Fork.apply(x, *operands, index, *outputs, norm, backend)  # type: ignore[no-untyped-call]
     return forked
 
 
 class _Fork(torch.autograd.Function):
-    """No op of its own, since no op may return what it is given."""
+    """The gradients alone, and no op, since no op may return what it is given.
+
+    y is computed outside: of what is computed in here, torch 2.11 would not see that a checkpoint around it says to
+    compute it again.
+    """
 
     @staticmethod
     def forward(
@@ -66,17 +72,15 @@ class _Fork(torch.autograd.Function):
         scale_table: Tensor | None,
         shift_table: Tensor | None,
         index: Tensor | None,
-        eps: float,
+        y: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
         norm: Norm,
-        rounding: Rounding,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
-        y, mean, rstd = torch.ops.lightning_videoscale.norm_modulate(
-            x, scale, shift, weight, bias, eps, scale_table, shift_table, index, norm, rounding, backend
-        )
         ctx.save_for_backward(x, scale, weight, bias, mean, rstd, scale_table, shift_table, index)
         ctx.norm, ctx.backend = norm, backend
-        return x.view_as(x), y
+        return x.view_as(x), torch.ops.aten._unsafe_view.default(y, y.shape)  # y is nobody else's: no view of it
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,4 +88,4 @@ class _Fork(torch.autograd.Function):
         dx, *gradients = torch.ops.lightning_videoscale.norm_modulate_backward(
             dh, dy, *ctx.saved_tensors, ctx.norm, ctx.backend, needs
         )
-        return dx if needs_x else None, *none_where_unneeded(gradients, needs), *(None,) * 5
+        return dx if needs_x else None, *none_where_unneeded(gradients, needs), *(None,) * 6
