@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,13 +91,13 @@ class BudgetSearch:
                 f"{reason}: give matrix=, or step_time=."
             )
         if step_time is None and trainer is not None:
-            step_time = step_time_of(trainer.lightning_module)
-            notes.append("costs are the FLOPs of its transformer" if step_time else "costs are B * S^2")
+            step_time, note = step_time_of(trainer.lightning_module)
+            notes.append(note)
         m_mem, note = self._m_mem(matrix)
         budget, why = self._budget(step_time, m_mem)
         rank_zero_info(
             f"budget='auto', {reason}: M_mem = {budget.m_mem:g} tokens ({note}), M_comp = {budget.m_comp:.4g} tokens^"
-            f"{budget.p:g} ({why}){''.join(f'; {n}' for n in notes)}."
+            f"{budget.p:g} ({why}){''.join(f'; {n}' for n in notes).rstrip('.')}."
         )
         calibration = Calibration(budget, step_time)
         # The last bits of a fit may differ between processors, and all ranks must plan alike.
@@ -152,13 +152,12 @@ class BudgetSearch:
         return None, f"by the model's size, as {obstacle}"
 
 
-def step_time_of(module: pl.LightningModule) -> StepTimeModel | None:
-    """The step-time model of the first transformer in a module whose configuration tells its size, by its FLOPs."""
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if isinstance(config, Mapping) and {"num_layers", "num_attention_heads", "attention_head_dim"} <= config.keys():
-            return StepTimeModel.analytic(TransformerFlops.from_config(config))
-    return None
+def step_time_of(module: pl.LightningModule) -> tuple[StepTimeModel | None, str]:
+    """The step-time model of the transformer that a module trains, by its FLOPs; None, and why, where none is told."""
+    try:
+        return StepTimeModel.analytic(TransformerFlops.of_module(module)), "costs are the FLOPs of its transformer"
+    except ValueError as reason:
+        return None, f"costs are B * S^2: {reason}"
 
 
 def _read(trainer: pl.Trainer | None, file: Path) -> tuple[ShapeMatrix | None, str]:
