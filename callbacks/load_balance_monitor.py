@@ -65,8 +65,8 @@ class LoadBalanceMonitor(pl.Callback):
             pictures_every_n_steps: Optimizer steps in one picture, at least; it is drawn with a report.
             geometry: The model's VAE, by the name of its family or by its factors; needed where batches hold pixels.
             peak_flops_per_second: What the data sheet promises of one device for the dtype of the matrix products,
-                dense (bfloat16 on an H100 or H200: 989e12); None: no MFU. The work is that of the transformers of
-                diffusers in the LightningModule that are trained.
+                dense (bfloat16 on an H100 or H200: 989e12); None: no MFU. The work is that of the one transformer
+                of diffusers in the LightningModule that is trained.
 
         Raises:
             ValueError: A number of steps is below 1, or the geometry is not known by that name.

@@ -9,7 +9,7 @@
 - `recalibration`: `Recalibration`, which corrects them by what a run observes.
 - `observations`: `ObservedCosts`, what a run observes, with the ranks' own speeds taken out.
 - `weighted_fit`: the fit to many noisy points.
-- `flops`: `TransformerFlops`, the work of the transformer that is trained by its configuration, and `training_flops` of a micro-batch.
+- `flops`: `TransformerFlops`, the work of a transformer by its configuration, and `training_flops` of a micro-batch.
 """
 
 from lightning_videoscale.cost.budget import BucketBudget
