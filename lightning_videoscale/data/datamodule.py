@@ -245,8 +245,8 @@ class VideoDataModule(pl.LightningDataModule):
         return table, RepresentativeBatches(reader, table, self._encode)
 
     def _search(self, auto: AutoBudget) -> BudgetSearch:
-        table, batches = self.training_shapes()
-        return BudgetSearch(auto, table, batches, self.matrix_file, self._budgets.step_time)
+        planner = self._planner("shards", self._micro_batches, self._loss_weighting, is_training=True)
+        return BudgetSearch(auto, planner, self.training_shapes()[1], self.matrix_file, self._budgets.step_time)
 
     @property
     def matrix_file(self) -> Path:
