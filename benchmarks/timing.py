@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +35,24 @@ class Times:
 
 
 def alternate(
-    variants: Mapping[str, Run], *, device: torch.device, warm_up: int, repeats: int, rounds: int
+    variants: Mapping[str, Run],
+    *,
+    device: torch.device,
+    warm_up: int,
+    repeats: int,
+    rounds: int,
+    around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> dict[str, Times]:
-    """Times variants that take turns, in every round from another one on; collective over all ranks."""
+    """Times variants that take turns, in every round from another one on; collective over all ranks.
+
+    Args:
+        variants: What to run, by name.
+        device: Whose time counts.
+        warm_up: Runs of each before the first round.
+        repeats: Timed runs of each in a round, after one that is not.
+        rounds: How often each has its turn.
+        around: Given a name, a context for each of its turns.
+    """
     for run in variants.values():
         for _ in range(warm_up):
             run()
@@ -45,8 +61,9 @@ def alternate(
     for number in range(rounds):
         start = number % len(names)
         for name in names[start:] + names[:start]:
-            variants[name]()  # caches and allocator as this variant leaves them
-            medians[name].append(statistics.median(_repeat(variants[name], repeats, device)))
+            with around(name):
+                variants[name]()  # caches and allocator as this variant leaves them
+                medians[name].append(statistics.median(_repeat(variants[name], repeats, device)))
     return {name: Times(tuple(_slowest(mine, device))) for name, mine in medians.items()}
 
 
@@ -54,7 +71,8 @@ def _repeat(run: Run, repeats: int, device: torch.device) -> list[float]:
     if device.type == "cpu":
         return [_on_the_host(run) for _ in range(repeats)]
     torch.cuda.synchronize()
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for begin, end in events:
         begin.record()
@@ -71,6 +89,8 @@ def _on_the_host(run: Run) -> float:
 
 
 def _slowest(values: list[float], device: torch.device) -> list[float]:
+    if not dist.is_initialized():
+        return values
     x = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(x, dist.ReduceOp.MAX)
     slowest: list[float] = x.tolist()

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import nn
 
 from lightning_videoscale.callbacks.balance_metrics import BalanceMetrics, MicroBatchLoad
 from lightning_videoscale.callbacks.balance_pictures import BalancePictures
@@ -66,8 +65,8 @@ class LoadBalanceMonitor(pl.Callback):
             pictures_every_n_steps: Optimizer steps in one picture, at least; it is drawn with a report.
             geometry: The model's VAE, by the name of its family or by its factors; needed where batches hold pixels.
             peak_flops_per_second: What the data sheet promises of one device for the dtype of the matrix products,
-                dense (bfloat16 on an H100 or H200: 989e12); None: no MFU. The work is that of the transformers of
-                diffusers in the LightningModule that are trained.
+                dense (bfloat16 on an H100 or H200: 989e12); None: no MFU. The work is that of the one transformer
+                of diffusers in the LightningModule that is trained.
 
         Raises:
             ValueError: A number of steps is below 1, or the geometry is not known by that name.
@@ -94,7 +93,7 @@ class LoadBalanceMonitor(pl.Callback):
         self._window = StepWindow(trainer, self.every_n_steps)
         self._window_begin = time.perf_counter()
         if self.peak_flops_per_second is not None:
-            transformer = self._guard.attempt("tell the model's FLOPs", lambda: flops_of(pl_module))
+            transformer = self._guard.attempt("tell the model's FLOPs", lambda: TransformerFlops.of_module(pl_module))
             self.metrics.flops = None if transformer is None else (transformer, self.peak_flops_per_second)
 
     def on_train_batch_end(
@@ -165,21 +164,3 @@ class LoadBalanceMonitor(pl.Callback):
         fields = {"balance/cv_step": "cv_step", "throughput/tokens_per_second": "tokens/s"}
         shown = {field: figures[name] for name, field in fields.items() if name in figures}
         pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
-
-
-def flops_of(module: nn.Module) -> TransformerFlops:
-    """Returns the work of the one transformer of diffusers that is trained in a module.
-
-    Raises:
-        ValueError: There is none, or more than one, or its configuration lacks a size.
-    """
-    found = {
-        path: child
-        for path, child in module.named_modules()
-        if isinstance(config := getattr(child, "config", None), Mapping)
-        and "num_attention_heads" in config
-        and any(parameter.requires_grad for parameter in child.parameters())
-    }
-    if len(found) != 1:
-        raise ValueError(f"expected one transformer with a config in the LightningModule, found {sorted(found)}")
-    return TransformerFlops.from_config(dict(next(iter(found.values())).config))

@@ -1,4 +1,4 @@
-"""Who am I among the data-parallel ranks? The one question that `data/` and `callbacks/` ask of a strategy.
+"""Who am I among the data-parallel ranks, and when do they wait for each other? What `data/` and `callbacks/` ask.
 
 Sequence-parallel strategies answer it themselves (they implement `DataParallelTopology`): all ranks of one
 sequence-parallel group share one data-parallel rank, hence one batch. Under any other strategy every process is a
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol, TypeVar, runtime_checkable
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 
 _Batch = TypeVar("_Batch")
 
@@ -58,3 +58,12 @@ def topology_of(trainer: pl.Trainer) -> DataParallelTopology:
     """Returns the strategy itself where it knows its data-parallel place, else one stream per process."""
     strategy = trainer.strategy
     return strategy if isinstance(strategy, DataParallelTopology) else PlainTopology(strategy)
+
+
+def waits_in_every_micro_batch(trainer: pl.Trainer) -> bool:
+    """Whether ranks wait for each other in every micro-batch, as under FSDP, ZeRO-2 and 3, not only once a step."""
+    strategy = trainer.strategy
+    if isinstance(strategy, DeepSpeedStrategy):
+        config = strategy.config if isinstance(strategy.config, dict) else {}
+        return int((config.get("zero_optimization") or {}).get("stage", 0)) >= 2
+    return isinstance(strategy, (FSDPStrategy, ModelParallelStrategy))

@@ -3,8 +3,10 @@
     python benchmarks/cost/step_time_fit.py --shapes clips.csv    # columns source, width, height, fps, num_frames
 
 Wan-1.3B with random weights, activation checkpointing and bf16-mixed is measured by `benchmark_shapes` over the shapes
-of the standard mix. Some sequence lengths are left out of the fit, with all their batch sizes, and predicted. Takes
-three minutes on an H200.
+of the standard mix. Some sequence lengths are left out of the fit, with all their batch sizes, and predicted.
+
+Takes three minutes on an H200, most of it in the steps of 3 to 12 seconds that every length has at its largest batch.
+A call that is ended before keeps its rows beside --matrix, and the next one goes on from there.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ def shapes_of_mix(file: Path) -> list[ClipShape]:
     return [latents_of(shape) for shape in SampleTable.of_clips(mix, STANDARD_POLICY, GEOMETRIES["wan2.1"]).shapes]
 
 
-def measure(shapes: list[ClipShape], max_shapes: int, seconds: float, tiny: bool) -> ShapeMatrix:
+def measure(shapes: list[ClipShape], max_shapes: int, seconds: float, tiny: bool, file: Path) -> ShapeMatrix:
     trainer, module = trainer_with(1, tiny, max_steps=1), RectifiedFlow(TINY_WAN if tiny else WAN_1_3B)
     lengths = [GEOMETRIES["wan2.1"].sequence_length(f, h, w, latents=True) for f, h, w, _ in shapes]
-    return benchmark_shapes(trainer, module, shapes, max_shapes=max_shapes, max_tokens=max(lengths), seconds=seconds)
+    return benchmark_shapes(
+        trainer, module, shapes, max_shapes=max_shapes, max_tokens=max(lengths), seconds=seconds, file=file
+    )
 
 
 def split(measurements: list[Measurement]) -> tuple[list[Measurement], list[Measurement]]:
@@ -61,6 +65,7 @@ def summary(model: StepTimeModel, measurements: list[Measurement], held_out: lis
         "p": p,
         "power_law": vars(model.power_law),
         "additive": vars(model.additive),
+        "floor": model.floor,
         "chosen": "additive" if model.form is model.additive else "power law",
         "correlation_with_b_s_p": float(np.corrcoef(b * s**p, seconds)[0, 1]),
         "correlation_with_tokens": float(np.corrcoef(b * s, seconds)[0, 1]),
@@ -88,8 +93,8 @@ def rows_of(model: StepTimeModel, matrix: ShapeMatrix, held_out: list[Measuremen
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Path, help="table of clips; needed but for --tiny")
-    parser.add_argument("--max-shapes", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--max-shapes", type=int, default=8, help="sequence lengths")
+    parser.add_argument("--seconds", type=float, default=0.5, help="per cell, beside its first run")
     parser.add_argument("--tiny", action="store_true", help="dry run on a CPU: nothing to publish")
     parser.add_argument("--matrix", type=Path, help="where to write the matrix; left out, beside the result")
     parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
@@ -97,9 +102,9 @@ def main() -> None:
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
     shapes = TINY_SHAPES if options.tiny else shapes_of_mix(options.shapes)
-    matrix = measure(shapes, options.max_shapes, options.seconds, options.tiny)
     output = options.output or provenance.path("cost", "step_time_fit")
-    matrix.save(options.matrix or output.with_name(output.name.replace("step_time_fit", "shape_matrix")))
+    file = options.matrix or output.with_name(f"{output.stem}_matrix.json")
+    matrix = measure(shapes, options.max_shapes, options.seconds, options.tiny, file)
 
     fitted_to, held_out = split(matrix.measurements)
     model = StepTimeModel.fit(fitted_to)
@@ -132,7 +137,7 @@ def show(rows: list[dict[str, Any]], settings: dict[str, Any]) -> None:
             f"{row['sequence_length']:>7} {row['samples']:>4} {row['seconds']:>9.4f} {row['spread']:>7.1%} "
             f"{row['predicted_seconds']:>9.4f} {row['error']:>+7.1%}  {peak}{'  held out' * row['held_out']}"
         )
-    for name in ("p", "chosen", "power_law", "additive"):
+    for name in ("p", "floor", "chosen", "power_law", "additive"):
         print(f"{name}: {settings[name]}")
     for name, value in settings.items():
         if name.endswith("_error") or name.startswith("correlation"):

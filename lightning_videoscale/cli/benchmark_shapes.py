@@ -27,8 +27,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     description = (
         "Runs the module of a LightningCLI config under its Trainer, forward and backward, on batches of the shapes in "
         "its data, and writes time and memory of each as a matrix. Nothing is trained. budget='auto' finds the matrix "
-        "beside the index; `videoscale plan --cost` reads it too. Under torchrun, or with several devices, the "
-        "processes measure together."
+        "beside the index; `videoscale plan --cost` reads it too. A call that is ended keeps what it has measured in "
+        "MATRIX.part, and the next one goes on from there. Under torchrun, or with several devices, the processes "
+        "measure together."
     )
     parser = commands.add_parser("benchmark-shapes", help="time and memory of training steps", description=description)
     parser.add_argument("--config", type=Path, required=True, help="what `fit --config` takes")
@@ -47,6 +48,7 @@ def _run(options: argparse.Namespace) -> int:
     console = Console(stderr=True, soft_wrap=True)
     try:
         trainer, module, data = _from_config(options)
+        output = options.output if options.output is not None else data.matrix_file
         matrix = benchmark_shapes(
             trainer,
             module,
@@ -54,10 +56,9 @@ def _run(options: argparse.Namespace) -> int:
             max_shapes=options.max_shapes,
             max_tokens=options.max_tokens,
             seconds=options.seconds,
+            file=output,
         )
         if trainer.is_global_zero:
-            output = options.output if options.output is not None else data.matrix_file
-            matrix.save(output)
             _report(matrix, output, options.json)
     except (ValueError, OSError, ImportError, AttributeError) as error:
         console.print(str(error), style="red", markup=False)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 _TRAINING = 3
 """Forward, and backward for inputs and for weights."""
 
@@ -43,6 +45,31 @@ class TransformerFlops:
         ffn_width = int(config.get("ffn_dim") or width * float(config.get("mlp_ratio") or 4))
         joint = "num_single_layers" in config or "max_text_seq_length" in config
         return cls(layers, width, ffn_width, cross_attention=not joint, checkpointing=checkpointing)
+
+    @classmethod
+    def of_module(cls, module: nn.Module) -> TransformerFlops:
+        """Reads the configuration of the one transformer of diffusers that is trained in a module.
+
+        A frozen copy of it, such as a moving average, does not count, nor does what another one is made of, as a
+        compiled or adapted transformer is.
+
+        Raises:
+            ValueError: If there is none, or more than one, or its configuration lacks a size.
+        """
+        found: dict[str, Mapping[str, Any]] = {}
+        for path, child in module.named_modules():
+            config = getattr(child, "config", None)
+            if not isinstance(config, Mapping) or "num_attention_heads" not in config:
+                continue
+            is_within = any(outer == "" or path.startswith(f"{outer}.") for outer in found)
+            if not is_within and any(p.requires_grad for p in child.parameters()):
+                found[path] = config
+        if len(found) != 1:
+            raise ValueError(
+                f"{type(module).__name__} has {len(found)} transformers with a configuration that are trained "
+                f"{sorted(found)}, and one is expected."
+            )
+        return cls.from_config(next(iter(found.values())))
 
     @property
     def per_token(self) -> float:

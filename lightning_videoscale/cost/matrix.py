@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -79,15 +80,18 @@ class ShapeMatrix:
         ]
 
     def save(self, file: str | Path) -> None:
-        """Writes the matrix as JSON."""
+        """Writes the matrix as JSON; whoever reads meanwhile, or after this process was killed, finds it whole."""
         content = {
             "format": _FORMAT,
             "provenance": dict(self.provenance),
             "capacity_bytes": self.capacity_bytes,
             "rows": [asdict(row) for row in self.rows],
         }
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        file = Path(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(file)
 
     @classmethod
     def load(cls, file: str | Path) -> ShapeMatrix:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -134,9 +134,8 @@ class StepTimeModel:
             )
         if not (np.isfinite(seconds) & (seconds > 0) & (b >= 1) & (s >= 1)).all():
             raise ValueError("Every measurement needs a positive time, batch size and sequence length.")
-        floor, above = cls.floor, seconds > _NEAR_FLOOR * seconds.min()
-        if _suffice(s[above]):
-            floor = float(seconds.min())
+        every, above = (b, s, seconds), seconds > _NEAR_FLOOR * seconds.min()
+        if has_floor := _suffice(s[above]):
             b, s, seconds = b[above], s[above], seconds[above]
         power_law = PowerLaw.fit(b, s, seconds)
         if power_law.b <= 0:
@@ -146,7 +145,8 @@ class StepTimeModel:
         of_power_law, of_sum = (
             float(np.median(np.abs(_held_out(form, b, s, seconds)))) for form in (PowerLaw, AdditiveCost)
         )
-        return cls(power_law, AdditiveCost.fit(b, s, seconds), of_power_law, of_sum, floor)
+        model = cls(power_law, AdditiveCost.fit(b, s, seconds), of_power_law, of_sum)
+        return replace(model, floor=_floor(model.form, *every)) if has_floor else model
 
     @classmethod
     def analytic(cls, flops: TransformerFlops, flops_per_second: float = 4e14, longest: int = 80_000) -> StepTimeModel:
@@ -209,6 +209,16 @@ class StepTimeModel:
 
 def _suffice(lengths: Vector) -> bool:
     return len(lengths) >= _MEASUREMENTS and len(np.unique(lengths)) >= _LENGTHS
+
+
+def _floor(form: PowerLaw | AdditiveCost, b: Vector, s: Vector, seconds: Vector) -> float:
+    """What steps take whose work the device does in less than the shortest of all took.
+
+    The shortest itself is the luckiest of them: the host's times vary more than the device's.
+    """
+    shortest = seconds.min()
+    is_launch = form.predict(b, s) < shortest
+    return float(np.median(seconds[is_launch])) if is_launch.any() else float(shortest)
 
 
 def _held_out(form: type[PowerLaw] | type[AdditiveCost], b: Vector, s: Vector, seconds: Vector) -> Vector:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data.index import ShardIndex
@@ -51,3 +53,9 @@ def warn_of_oversized(table: SampleTable, budget: BucketBudget) -> None:
             f"({listed}{', …' * (len(oversized) > 20)}); they train with batch size 1. Raise m_mem if they fit, or "
             "leave such clips out."
         )
+
+
+def say_passes(epoch: int, passes: Mapping[str, float]) -> None:
+    """Tells how often each of several datasets has been walked through."""
+    walked = ", ".join(f"{name} {times:.2f} times" for name, times in passes.items())
+    rank_zero_info(f"Epoch {epoch} begins; of each dataset was drawn before: {walked}.")

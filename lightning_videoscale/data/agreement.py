@@ -64,7 +64,7 @@ def contents_of(index: ShardIndex) -> dict[str, str]:
 
 
 def check_same_index(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises ValueError, naming the difference, if the shards are not those that a checkpoint was made with."""
+    """Raises ValueError, naming the difference, if the shards are not those that an epoch was begun with."""
     if before == now:
         return
     kinds = {
@@ -78,8 +78,8 @@ def check_same_index(before: Mapping[str, str], now: Mapping[str, str]) -> None:
         if names
     )
     raise ValueError(
-        f"The checkpoint was made with other shards ({listed or 'in another order'}): which samples it has trained on "
-        "in this epoch cannot be told any more. Bring the shards back, or start a new run from its weights."
+        f"The epoch was begun with other shards ({listed or 'in another order'}): which of their samples are done "
+        "with cannot be told any more. Bring the shards back, or start a new run from the weights."
     )
 
 
@@ -91,6 +91,18 @@ def is_left(state: Mapping[str, Any], trainer: pl.Trainer | None) -> bool:
     """
     if trainer is None or trainer.current_epoch < epoch_of_trainer(state):
         return True
+    is_whole: bool = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    return not is_whole
+
+
+def has_cut_epoch(trainer: pl.Trainer | None, epoch: int) -> bool:
+    """Whether a Trainer that fits again had stopped within an epoch, by its own count, and will go on with the next.
+
+    A plain loader's rest would be lost then. Another Trainer, or one whose epoch was broken off by an exception, begins
+    anew.
+    """
+    if trainer is None or trainer.current_epoch != epoch + 1:
+        return False
     is_whole: bool = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     return not is_whole
 

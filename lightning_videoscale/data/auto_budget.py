@@ -1,9 +1,12 @@
-"""`budget="auto"`: M_mem and M_comp from measured steps, and from the model's size where nothing can be measured."""
+"""`budget="auto"`: M_mem from measured peaks, M_comp from what it makes of the plan by measured costs.
+
+Where nothing can be measured, costs come from the model's size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -21,7 +24,9 @@ from lightning_videoscale.cost import (
 from lightning_videoscale.data.benchmark.grid import spread_over_shapes
 from lightning_videoscale.data.benchmark.measuring import DECISIVE, measure_shapes, provenance_of
 from lightning_videoscale.data.benchmark.synthetic import SyntheticBatches
-from lightning_videoscale.data.planning import SampleTable
+from lightning_videoscale.data.planning import BucketPlanner
+from lightning_videoscale.data.planning.compute_budgets import EQUAL, best_of, try_budgets
+from lightning_videoscale.topology import waits_in_every_micro_batch
 
 _SHORT = {"max_shapes": 6, "seconds": 0.3}
 """Of the benchmark at the start of fit: about a minute."""
@@ -31,14 +36,17 @@ _SHORT = {"max_shapes": 6, "seconds": 0.3}
 class AutoBudget:
     """How budgets are found.
 
-    M_mem is what the measured peaks leave room for. M_comp = (target_sync - a) / b of the measured power law
-    a + b * B * S^p. Both come from the first of these that there is: the ``matrix``; the file that `videoscale
-    benchmark-shapes` left beside the index, if it was measured under the same strategy, precision and GPUs; a short
-    benchmark at the start of ``fit`` on GPUs; else M_mem is the longest sample, and p is that of the model's FLOPs.
+    M_mem is what the measured peaks leave room for. M_comp is what the longest sample alone takes, or up to twice that:
+    the least that has the most tokens per predicted second, when a sample of the epoch is planned for the run's ranks,
+    micro-batches and strategy. A ``target_sync`` that is named is kept instead: M_comp = (target_sync - a) / b of the
+    measured power law a + b * B * S^p. Memory and costs come from the first of these that there is: the ``matrix``; the
+    file that `videoscale benchmark-shapes` left beside the index, if it was measured under the same strategy, precision
+    and GPUs; a short benchmark at the start of ``fit`` on GPUs; else M_mem is the longest sample, and costs are the
+    model's FLOPs.
 
     Args:
         matrix: File of `videoscale benchmark-shapes`.
-        target_sync: Seconds that a micro-batch may take. None: what the longest sample alone takes.
+        target_sync: Seconds that a micro-batch may take. None: what makes the most of the ranks' time.
         reserve: Share of the memory that is kept free, beside the memory model's own worst error.
     """
 
@@ -52,7 +60,7 @@ class BudgetSearch:
 
     Args:
         auto: How.
-        table: The training samples.
+        planner: What the training will be planned by, but for budget and costs.
         batches: Batches of their shapes.
         beside_index: Where a matrix may lie.
         step_time: The user's own prediction of costs, which goes before a measured one.
@@ -61,14 +69,14 @@ class BudgetSearch:
     def __init__(
         self,
         auto: AutoBudget,
-        table: SampleTable,
+        planner: BucketPlanner,
         batches: SyntheticBatches,
         beside_index: Path,
         step_time: StepTimeModel | None,
     ) -> None:
         self._auto = auto
-        self._lengths: list[int] = table.sequence_lengths.tolist()
-        self._shapes = table.shapes
+        self._planner = planner
+        self._lengths: list[int] = planner.table.sequence_lengths.tolist()
         self._batches = batches
         self._beside_index = beside_index
         self._step_time = step_time
@@ -91,29 +99,39 @@ class BudgetSearch:
                 f"{reason}: give matrix=, or step_time=."
             )
         if step_time is None and trainer is not None:
-            step_time = step_time_of(trainer.lightning_module)
-            notes.append("costs are the FLOPs of its transformer" if step_time else "costs are B * S^2")
+            step_time, note = step_time_of(trainer.lightning_module)
+            notes.append(note)
         m_mem, note = self._m_mem(matrix)
-        budget, why = self._budget(step_time, m_mem)
+        in_slots = trainer is not None and waits_in_every_micro_batch(trainer)
+        budget, why = self._budget(step_time, m_mem, in_slots)
         rank_zero_info(
             f"budget='auto', {reason}: M_mem = {budget.m_mem:g} tokens ({note}), M_comp = {budget.m_comp:.4g} tokens^"
-            f"{budget.p:g} ({why}){''.join(f'; {n}' for n in notes)}."
+            f"{budget.p:g} ({why}){''.join(f'; {n}' for n in notes).rstrip('.')}."
         )
         calibration = Calibration(budget, step_time)
         # The last bits of a fit may differ between processors, and all ranks must plan alike.
         return calibration if trainer is None else trainer.strategy.broadcast(calibration)
 
-    def _budget(self, step_time: StepTimeModel | None, m_mem: float) -> tuple[BucketBudget, str]:
+    def _budget(self, step_time: StepTimeModel | None, m_mem: float, in_slots: bool) -> tuple[BucketBudget, str]:
         longest, target = max(self._lengths), self._auto.target_sync
-        if step_time is None:
-            return BucketBudget(m_mem, float(longest) ** 2, 2.0), f"what one sample of {longest} tokens costs"
-        law = step_time.power_law
-        if target is None:
-            # As the budget for the seconds of the longest sample would be, without the rounding of seconds.
-            seconds = float(law.predict(1, longest))
-            budget = BucketBudget(m_mem, float(longest) ** law.p, law.p)
-            return budget, f"the {seconds:.3g} s that one sample of {longest} tokens takes"
-        return step_time.budget(target, m_mem), f"target_sync = {target:g} s"
+        if step_time is not None and target is not None:
+            return step_time.budget(target, m_mem), f"target_sync = {target:g} s"
+        # As the budget for the seconds of the longest sample would be, without the rounding of seconds.
+        p = 2.0 if step_time is None else step_time.power_law.p
+        alone = BucketBudget(m_mem, float(longest) ** p, p)
+        tried = try_budgets(replace(self._planner, budget=alone, step_time=step_time))
+        best = best_of(tried, in_slots)
+        takes = "" if step_time is None else f", {float(step_time.predict(1, longest)):.3g} s"
+        sample = f"what one sample of {longest} tokens takes{takes}"
+        now, before = best.figures, tried[0].figures
+        works = f"ranks work {now.at_work(in_slots):.1%} of the predicted time"
+        if best is tried[0]:
+            return best.budget, f"{sample}: {works}, and no more of it, up to twice as much, is {EQUAL:.1%} faster"
+        return best.budget, (
+            f"{best.factor:g} x {sample}: {works} instead of {before.at_work(in_slots):.1%}, "
+            f"{now.throughput(in_slots) / before.throughput(in_slots) - 1:+.1%} tokens per second, "
+            f"{now.samples / now.steps:.0f} samples a step instead of {before.samples / before.steps:.0f}"
+        )
 
     def _m_mem(self, matrix: ShapeMatrix | None) -> tuple[float, str]:
         longest = max(self._lengths)
@@ -146,19 +164,18 @@ class BudgetSearch:
         if (obstacle := _obstacle(trainer)) is None:
             assert trainer is not None
             rank_zero_info("budget='auto': measuring the shapes of the data, about a minute.")
-            cells = spread_over_shapes(self._shapes, self._lengths, int(_SHORT["max_shapes"]))
+            cells = spread_over_shapes(self._planner.table.shapes, self._lengths, int(_SHORT["max_shapes"]))
             measured = measure_shapes(trainer, cells, self._batches, _SHORT["seconds"])
             return measured, f"measured on {len(measured.measurements)} micro-batches"
         return None, f"by the model's size, as {obstacle}"
 
 
-def step_time_of(module: pl.LightningModule) -> StepTimeModel | None:
-    """The step-time model of the first transformer in a module whose configuration tells its size, by its FLOPs."""
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if isinstance(config, Mapping) and {"num_layers", "num_attention_heads", "attention_head_dim"} <= config.keys():
-            return StepTimeModel.analytic(TransformerFlops.from_config(config))
-    return None
+def step_time_of(module: pl.LightningModule) -> tuple[StepTimeModel | None, str]:
+    """The step-time model of the transformer that a module trains, by its FLOPs; None, and why, where none is told."""
+    try:
+        return StepTimeModel.analytic(TransformerFlops.of_module(module)), "costs are the FLOPs of its transformer"
+    except ValueError as reason:
+        return None, f"costs are B * S^2: {reason}"
 
 
 def _read(trainer: pl.Trainer | None, file: Path) -> tuple[ShapeMatrix | None, str]:

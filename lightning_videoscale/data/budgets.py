@@ -69,7 +69,7 @@ class Budgets:
         """
         step_time = self.step_time
         if step_time is None and trainer is not None:
-            step_time = step_time_of(trainer.lightning_module)
+            step_time, _ = step_time_of(trainer.lightning_module)
         budget = self.training if is_training or self._auto is None else None
         return budget if budget is not None else _of_longest(table, step_time), step_time
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_videoscale.cost import Calibration, StepTimeModel
-from lightning_videoscale.data.advice import warn_of_oversized, warn_of_shapeless
+from lightning_videoscale.data.advice import say_passes, warn_of_oversized, warn_of_shapeless
 from lightning_videoscale.data.agreement import (
     align_counters,
     apply_loss_weights,
@@ -22,6 +22,7 @@ from lightning_videoscale.data.agreement import (
     check_same_index,
     check_same_plan,
     contents_of,
+    has_cut_epoch,
     is_left,
 )
 from lightning_videoscale.data.auto_budget import AutoBudget, BudgetSearch
@@ -51,7 +52,7 @@ class VideoDataModule(pl.LightningDataModule):
     another permutation, and every data-parallel rank has equally many batches.
 
     A checkpoint keeps what of the epoch is done. A run goes on from there on any number of ranks, with any number of
-    workers, and every sample is in exactly one step of the epoch all the same.
+    workers, and every sample is in exactly one step of the epoch all the same; so does a Trainer that fits again.
 
     Validation and prediction batches come in the order of the shards. Where the ranks would have unequally many, one
     sample is read again with ``meta.loss_weight`` 0.
@@ -123,6 +124,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._num_workers = num_workers
         self._encode = encode
         self._sampler: PlannedSampler | None = None
+        self._contents: dict[str, str] = {}  # of the shards that the sampler plans
         self._state: Mapping[str, Any] | None = None
         if val_shards is None and type(self).val_dataloader is VideoDataModule.val_dataloader:
             # Lightning validates unless the hook is its own: an empty list would be a warning in every run.
@@ -133,10 +135,12 @@ class VideoDataModule(pl.LightningDataModule):
         self._shards.build(workers=max(1, self._num_workers))
 
     def setup(self, stage: str) -> None:
-        """Reads the index, and says what of the shards is left alone."""
-        if self._shards.arguments:
+        """Reads the index as it is now, and says what of the shards is left alone."""
+        if stage == "fit" and self._sampler is not None:
+            self._state = self.state_dict() if has_cut_epoch(self.trainer, self._sampler.progress.trained_as) else None
+            self._sampler = None
+        if not self._shards.read(self._shape_policy.fps):
             return
-        self._shards.read(self._shape_policy.fps)
         for argument in self._shards.arguments:
             table = self._table(argument)
             warn_of_shapeless(self._shards.index(argument), table)
@@ -150,7 +154,7 @@ class VideoDataModule(pl.LightningDataModule):
             ValueError: If the Trainer accumulates another number of micro-batches, or a checkpoint was made with other
                 shards. Each message names the fix.
         """
-        index = self._shards.index("shards")
+        contents = contents_of(self._shards.index("shards"))
         trainer, state, on_resume, overfit, epoch = self.trainer, None, None, False, 0
         if trainer is not None:
             check_accumulation(trainer, self._micro_batches)  # before a minute is spent on measuring
@@ -160,9 +164,9 @@ class VideoDataModule(pl.LightningDataModule):
             warn_of_oversized(self._table("shards"), found)
         planner = self._planner("shards", self._micro_batches, self._loss_weighting, is_training=True)
         if self._sampler is not None and self._sampler.is_started:
-            self._state = None  # the run has gone on from there
+            self._state = None  # this run has gone on from there
         if self._state is not None and not overfit and is_left(self._state, trainer):
-            check_same_index(self._state["shards"], contents_of(index))
+            check_same_index(self._state["shards"], contents)
             state = self._state
         rank = self._dp_rank_and_size()[0]
         sampler = PlannedSampler(
@@ -174,10 +178,9 @@ class VideoDataModule(pl.LightningDataModule):
             if state is not None or differs:
                 # The next epochs have another number of steps, which Lightning asks for when it makes the loader.
                 trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
-        self._sampler = None if overfit else sampler
+        self._sampler, self._contents = None if overfit else sampler, contents
         if planner.source_weights is not None:
-            walked = ", ".join(f"{name} {passes:.2f} times" for name, passes in self.passes().items())
-            rank_zero_info(f"Epoch {sampler.progress.epoch} begins; of each dataset was drawn before: {walked}.")
+            say_passes(sampler.progress.epoch, self.passes())
         return self._loader("shards", sampler)
 
     def val_dataloader(self) -> PlannedLoader:
@@ -194,12 +197,13 @@ class VideoDataModule(pl.LightningDataModule):
             return dict(self._state) if self._state is not None else {}
         count: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         state = self._sampler.state_dict(count.processed if self._sampler.is_started else self._sampler.taken)
-        return {**state, **self._budgets.state_dict(), "shards": contents_of(self._shards.index("shards"))}
+        return {**state, **self._budgets.state_dict(), "shards": self._contents}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a state: the next train_dataloader begins there, with what was adopted before."""
-        self._state = state_dict
-        self._budgets.load_state_dict(state_dict)
+        if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:  # validating is no place to train from
+            self._state = state_dict
+            self._budgets.load_state_dict(state_dict)
 
     def adopt(self, calibration: Calibration) -> None:
         """Plans by other costs and budgets, from the first step on that no rank has begun to read.
@@ -241,8 +245,8 @@ class VideoDataModule(pl.LightningDataModule):
         return table, RepresentativeBatches(reader, table, self._encode)
 
     def _search(self, auto: AutoBudget) -> BudgetSearch:
-        table, batches = self.training_shapes()
-        return BudgetSearch(auto, table, batches, self.matrix_file, self._budgets.step_time)
+        planner = self._planner("shards", self._micro_batches, self._loss_weighting, is_training=True)
+        return BudgetSearch(auto, planner, self.training_shapes()[1], self.matrix_file, self._budgets.step_time)
 
     @property
     def matrix_file(self) -> Path:

@@ -49,6 +49,7 @@ class IndexedShards:
         self._patterns |= {name: patterns for name, patterns in others.items() if patterns is not None}
         self._index_file = index_file
         self._parts: dict[str, tuple[ShardIndex, MicroBatchReader]] = {}
+        self._versions: list[tuple[str, int, str]] = []
 
     @property
     def file(self) -> Path:
@@ -66,16 +67,22 @@ class IndexedShards:
         except OSError as error:
             rank_zero_warn(f"The shard index cannot be kept ({error}), so every rank reads the shards. Give `index=`.")
 
-    def read(self, fps: float) -> None:
+    def read(self, fps: float) -> bool:
         """Reads the table, and says what of the shards is left alone.
 
         Args:
             fps: Frames per second at which videos are read.
 
+        Returns:
+            Whether it differs from what was read before.
+
         Raises:
             ShardError: If there are no samples for an argument, or a shard cannot be read.
         """
         index = index_shards(self._files(), known_shards(self.file))
+        versions = [(shard.url, shard.size, shard.stamp) for shard in index.shards]
+        if versions == self._versions:
+            return False
         index.check()
         begin = 0
         for name, patterns in self._patterns.items():
@@ -87,6 +94,8 @@ class IndexedShards:
             begin = end
         warn_of_refused(index)
         warn_of_ignored(index)
+        self._versions = versions
+        return True
 
     @property
     def arguments(self) -> list[str]:

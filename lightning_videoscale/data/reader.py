@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -19,11 +20,13 @@ from lightning_videoscale.data.media import MediaError
 from lightning_videoscale.data.planning import MicroBatch
 from lightning_videoscale.data.samples import Sample
 from lightning_videoscale.data.shapes import ClipShape, Media
-from lightning_videoscale.data.shards import MemberError, ShardError
-from lightning_videoscale.data.storage import Shard, open_member, open_shard
+from lightning_videoscale.data.shards import MemberError, ShardError, is_remote
+from lightning_videoscale.data.storage import Shard, ShardStat, open_member, open_shard
 
 _MAX_OPEN = 32
 _STAND_INS = 64
+_REMOTE_TRUST = 60.0
+"""Seconds until the version of a shard behind a URL is asked for again."""
 
 
 class Cut(NamedTuple):
@@ -43,12 +46,13 @@ class Cut(NamedTuple):
 class OpenShards:
     """A bounded set of open shards, for any number of threads.
 
-    Pickling leaves the open files behind.
+    Byte ranges mean nothing in a shard that was written again. Files are looked at before every use; objects behind a
+    URL, of which asking is a request, when they are opened and once a minute. Pickling leaves the open files behind.
     """
 
     def __init__(self, max_open: int = _MAX_OPEN) -> None:
         self._max_open = max_open
-        self._open: OrderedDict[str, Shard] = OrderedDict()
+        self._open: OrderedDict[str, tuple[Shard, float]] = OrderedDict()  # with the time until which it is trusted
         self._lock = threading.Lock()
 
     def __getitem__(self, entry: ShardEntry) -> Shard:
@@ -58,18 +62,14 @@ class OpenShards:
             ShardError: If it cannot be opened or is no longer what was indexed.
         """
         with self._lock:
-            if (shard := self._open.get(entry.url)) is not None:
-                self._open.move_to_end(entry.url)
-                return shard
-        shard = open_shard(entry.url)
-        size = shard.stat().size
-        if size != entry.size:
-            raise ShardError(
-                f"The shard {entry.url} has {size} bytes and had {entry.size} when it was indexed; start again, and it "
-                "is indexed anew."
-            )
+            shard, trusted_until = self._open.pop(entry.url, (None, 0.0))
+        now = time.monotonic()
+        if shard is None or now >= trusted_until:
+            shard = shard or open_shard(entry.url)
+            _check_version(entry, shard.stat())
+            trusted_until = now + (_REMOTE_TRUST if is_remote(entry.url) else 0.0)
         with self._lock:
-            self._open[entry.url] = shard
+            self._open[entry.url] = shard, trusted_until
             if len(self._open) > self._max_open:
                 # A thread that still reads from it holds it open until it is done.
                 self._open.popitem(last=False)
@@ -225,6 +225,16 @@ def _alike(index: ShardIndex, number: int) -> list[int]:
         alike &= clips.duration >= clips.duration[number]
     rows = np.flatnonzero(alike)
     return [int(row) for row in rows[:: max(1, len(rows) // _STAND_INS)] if row != number]
+
+
+def _check_version(entry: ShardEntry, stat: ShardStat) -> None:
+    if stat.size != entry.size:
+        difference = f"has {stat.size} bytes and had {entry.size} when it was indexed"
+    elif stat.stamp != entry.stamp:
+        difference = f"was written again after it was indexed (version {stat.stamp}, indexed was {entry.stamp})"
+    else:
+        return
+    raise ShardError(f"The shard {entry.url} {difference}; start again, and it is indexed anew.")
 
 
 def _decode(entry: ShardEntry, member: str, extension: str, data: bytes) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -25,6 +26,7 @@ from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.parity import ParityReport
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.weight_averaging import check_weight_averaging
+from lightning_videoscale.strategies.zero_precision import ZeroPrecision
 
 
 class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, DeepSpeedStrategy):
@@ -128,6 +130,13 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
     def _auto_select_batch_size(self) -> int:
         # The parent builds a dataloader to ask for its batch size, which loaders with sizes that vary cannot tell.
         return 1
+
+    @override
+    def init_deepspeed(self) -> None:
+        super().init_deepspeed()
+        precision, engine = self.precision_plugin, self.deepspeed_engine
+        assert isinstance(precision, DeepSpeedPrecision)
+        self.precision_plugin = ZeroPrecision(precision.precision, engine.gradient_clipping())
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:

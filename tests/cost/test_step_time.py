@@ -61,6 +61,17 @@ def test_what_the_host_takes_to_launch_a_step_is_a_floor_and_no_summand() -> Non
     assert np.abs(errors).max() < 1e-6
 
 
+def test_the_floor_is_what_launching_typically_takes() -> None:
+    """The host's times vary much more than the device's, and the shortest of them is nobody's."""
+    factors = np.resize([1.0, 1.1, 0.75, 1.3, 0.95], 100)
+    times = [(m, 0.12 * factor) for m, factor in zip(measured(0.01, 2e-5, 7e-10), factors, strict=False)]
+    samples = [m._replace(seconds=max(launch, m.seconds)) for m, launch in times]
+    launched = [launch for m, launch in times if m.seconds < 0.09]
+    model = StepTimeModel.fit(samples)
+    assert len(launched) >= 5 and model.floor == np.median(launched) == pytest.approx(0.12, rel=0.06)
+    assert model.additive.linear == pytest.approx(2e-5, rel=1e-6)
+
+
 @pytest.mark.parametrize("p", [1.6, 1.83, 2.2])
 def test_a_power_law_is_found_again(p: float) -> None:
     model = StepTimeModel.fit(measured(0.03, 0.0, 1e-9, p))

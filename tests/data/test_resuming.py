@@ -185,3 +185,51 @@ def test_a_run_after_a_resumed_one_begins_at_the_beginning(shards: str, tmp_path
     data = VideoDataModule(shards, budget=BUDGET)
     fit(data, 1, tmp_path / "three.ckpt")
     assert fit(data).batches == fit(VideoDataModule(shards, budget=BUDGET)).batches
+
+
+def test_a_trainer_that_fits_again_takes_what_max_steps_left_of_the_epoch(shards: str) -> None:
+    data, module = VideoDataModule(shards, budget=BUDGET, micro_batches=2), Scheduled()
+    trainer = trainer_with(max_epochs=2, max_steps=2, accumulate_grad_batches=2, callbacks=[LossWeighting()])
+    trainer.fit(module, data)
+    assert module.batches.keys() == {0} and len(module.batches[0]) == 4
+    trainer.fit_loop.epoch_loop.max_steps = -1
+    trainer.fit(module, data)
+    assert module.batches.keys() == {0, 1} and ids(module.batches[0] + module.batches[1]) == everything()
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, data)
+    assert ids(module.batches[2]) == everything()
+
+
+def test_a_module_that_has_trained_resumes_as_a_new_one_does(shards: str, tmp_path: Path) -> None:
+    data = VideoDataModule(shards, budget=BUDGET)
+    whole = fit(data, 1, None, SaveAfter(3, tmp_path / "three.ckpt"))
+    resumed = fit(data, 1, tmp_path / "three.ckpt")
+    assert resumed.batches == {0: whole.batches[0][3:], 1: whole.batches[1]}
+
+
+def test_validating_a_checkpoint_is_no_place_to_train_from(shards: str, tmp_path: Path) -> None:
+    data = VideoDataModule(shards, budget=BUDGET, val_shards=shards)
+    whole = fit(data, 1, None, SaveAfter(3, tmp_path / "three.ckpt"), max_epochs=1)
+    data = VideoDataModule(shards, budget=BUDGET, val_shards=shards)
+    trainer_with().validate(Witness(), data, ckpt_path=tmp_path / "three.ckpt", verbose=False)
+    assert fit(data, max_epochs=1).batches == whole.batches
+
+
+def test_a_fit_reads_shards_that_were_written_again_as_they_are_now(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "000.tar", [clip(i) for i in range(9)])
+    data, module = VideoDataModule(str(shard), budget=BUDGET), Scheduled()
+    trainer = trainer_with(max_epochs=2, max_steps=2, callbacks=[LossWeighting()])
+    trainer.fit(module, data)
+    write_shard(shard, [clip(i) for i in range(20, 24)])
+    assert ids(fit(data, max_epochs=1).batches[0]) == [f"000.tar/clip{i:05}" for i in range(20, 24)]
+
+
+def test_the_rest_of_an_epoch_is_refused_once_shards_were_written_again(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "000.tar", [clip(i) for i in range(9)])
+    data, module = VideoDataModule(str(shard), budget=BUDGET), Scheduled()
+    trainer = trainer_with(max_epochs=2, max_steps=2, callbacks=[LossWeighting()])
+    trainer.fit(module, data)
+    write_shard(shard, [clip(i) for i in range(20, 24)])
+    trainer.fit_loop.epoch_loop.max_steps = -1
+    with pytest.raises(ValueError, match=r"The epoch was begun with other shards \(1 changed: 000.tar\)"):
+        trainer.fit(module, data)

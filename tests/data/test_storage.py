@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,18 @@ def test_latents_and_captions_in_one_remote_shard_of_many_kinds(tmp_path: Path) 
         assert [Media(kind) for kind in index.samples.clips.media] == [Media.LATENTS] * 2
         asked = sum(last - first + 1 for _, first, last in server.requests if first >= 0)
         assert asked < len(shard.read_bytes()) * 2
+
+
+def test_an_object_that_is_replaced_by_one_of_its_size_is_noticed(
+    server: RangeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{server.url}/000.tar"
+    readers = [SampleReader(index_shards([name])) for _ in range(2)]
+    readers[0].read(0), readers[0].read(1)
+    assert server.requests.count(("000.tar", -1, -1)) == 3, "asked for its version when it is opened, not at every read"
+    server.files["000.tar"] = server.files["001.tar"]
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    for either in readers:
+        with pytest.raises(ShardError, match=r"000\.tar was written again after it was indexed"):
+            either.read(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from datetime import timedelta
@@ -218,6 +219,54 @@ def test_gradients_accumulated_by_hand_are_kept_or_refused(ranks: Ranks) -> None
             f"ran backward twice before an optimizer step, and ZeRO stage {stage} would drop"
             in ranks(2).run(train_by_hand, stage)[0]
         )
+
+
+class Clipping(Scale):
+    """Clips by itself in one of the ways that Lightning documents. The gradient is 1."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.automatic_optimization = way, way != "by hand"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.25, "norm")
+        optimizer.step()
+        return None
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.way == "other":
+            self.clip_gradients(optimizer, 0.5, "norm")
+        else:
+            super().configure_gradient_clipping(optimizer, *args, **kwargs)
+
+
+def clip(way: str, in_config: float | None = None, **kwargs: Any) -> float | str:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    with deepspeed_on_cpu():
+        selected, module = scaling(1, 2), Clipping(way)
+        if in_config is not None:
+            selected.config["gradient_clipping"] = in_config
+        try:
+            trainer(selected, **kwargs).fit(module, DataLoader(torch.ones(4), batch_size=2))
+        except ValueError as error:
+            return str(error)
+        return float(safe_get_full_fp32_param(module.net.weight))
+
+
+@needs_deepspeed
+def test_gradients_are_clipped_by_deepspeed_or_an_error_says_that_they_are_not(ranks: Ranks) -> None:
+    pool = ranks(2)
+    for run in ({"way": "default", "gradient_clip_val": 0.25}, {"way": "by hand", "in_config": 0.25}):
+        assert pool.run(functools.partial(clip, **run)) == pytest.approx([0.75] * 2, rel=1e-4)
+    assert "clip_gradients was called with 0.5 by norm" in pool.run(clip, "other")[0]
+    message = pool.run(clip, "by hand")[0]
+    assert "was called with 0.25" in message and "DeepSpeed, which has the gradients, does not clip" in message
 
 
 def average_message() -> str:

@@ -3,6 +3,7 @@
 - `grid`: `Cell`, which batch sizes of which shapes are worth measuring.
 - `synthetic`: batches of a shape, as the DataModule would make them.
 - `steps`: `RealSteps`, training steps of a Trainer that is set up, after which nothing is trained.
+- `keeping`: `GrowingMatrix`, its rows so far, on disk too.
 - `measuring`: `measure_shapes`, the loop over the grid; out of memory is a result like any other.
 - `benchmark`: `benchmark_shapes`, all of it for a Trainer that has not begun.
 """

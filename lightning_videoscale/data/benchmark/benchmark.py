@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -31,6 +32,7 @@ def benchmark_shapes(
     max_tokens: int | None = None,
     seconds: float = 1.0,
     progress: bool = True,
+    file: str | Path | None = None,
 ) -> ShapeMatrix:
     """Measures time and memory of training steps over (B, S), with the real module under the real strategy.
 
@@ -51,19 +53,23 @@ def benchmark_shapes(
             20 000 tokens and more are measured in up to 8 samples within that.
         seconds: Time per shape, about, beside its first run.
         progress: Whether rank 0 draws a bar.
+        file: Where rank 0 writes the matrix, such as ``"shapes.json"``. Until it is whole, its rows are in
+            ``shapes.json.part``, from which the next call in the same setting goes on if this one is ended.
 
     Returns:
         The matrix, the same on all ranks: ``StepTimeModel.fit(matrix.measurements)``,
-        ``MemoryModel.fit(matrix.measurements)``, ``matrix.save("shapes.json")``.
+        ``MemoryModel.fit(matrix.measurements)``; ``ShapeMatrix.load("shapes.json")`` reads it back.
 
     Raises:
-        ValueError: If there are no shapes, or the module optimizes manually.
+        ValueError: If there are no shapes, the module optimizes manually, or the rows that an earlier call has left are
+            of another setting.
+        OSError: If the file cannot be written.
     """
     found: list[ShapeMatrix] = []
 
     def run() -> None:
         cells, make = _grid_and_batches(shapes, batches, geometry, max_shapes, max_tokens)
-        found.append(measure_shapes(trainer, cells, make, seconds, progress))
+        found.append(measure_shapes(trainer, cells, make, seconds, progress, file))
 
     with _instead_of_training(trainer) as loop:
         loop.run = run

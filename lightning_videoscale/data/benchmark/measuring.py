@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from lightning_videoscale.cost import MatrixRow, MemoryModel, ShapeMatrix
 from lightning_videoscale.data.batch import Batch
 from lightning_videoscale.data.benchmark.grid import Cell
+from lightning_videoscale.data.benchmark.keeping import GrowingMatrix
 from lightning_videoscale.data.benchmark.ranks import Ranks
 from lightning_videoscale.data.benchmark.steps import RealSteps, real_steps
 from lightning_videoscale.data.benchmark.synthetic import SyntheticBatches
@@ -25,11 +27,17 @@ from lightning_videoscale.topology import topology_of
 DECISIVE = ("gpu", "world_size", "strategy", "sequence_parallel_size", "precision", "module", "parameters")
 """What of the provenance decides over time and memory: matrices that differ in it hold for other runs."""
 
-_REPEATS = (3, 20)
+_REPEATS = (2, 20)
+"""Two of a step that is longer than the time for its cell: its own time hardly varies then, and both show whether."""
 
 
 def measure_shapes(
-    trainer: pl.Trainer, cells: Sequence[Cell], batches: SyntheticBatches, seconds: float = 1.0, progress: bool = True
+    trainer: pl.Trainer,
+    cells: Sequence[Cell],
+    batches: SyntheticBatches,
+    seconds: float = 1.0,
+    progress: bool = True,
+    file: str | Path | None = None,
 ) -> ShapeMatrix:
     """Measures what training steps take, under a Trainer that is set up; collective over all ranks.
 
@@ -41,30 +49,36 @@ def measure_shapes(
         trainer: A Trainer whose model is wrapped, not in the middle of a step.
         cells: What to measure, by rising tokens.
         batches: Makes the batches.
-        seconds: Time per cell, about, beside its first run; 3 repeats at least and 20 at most.
+        seconds: Time per cell, about, beside its first run; 2 repeats at least and 20 at most.
         progress: Whether rank 0 draws a bar.
+        file: Where rank 0 writes the matrix. Until it is whole, its rows are in ``FILE.part``, from which the next
+            call goes on if this one is ended.
 
     Raises:
-        ValueError: If the module optimizes manually.
+        ValueError: If the module optimizes manually, or ``FILE.part`` is of another setting.
+        OSError: If the file cannot be written.
         RuntimeError: If a rank ran out of memory while others are within a step that it has to take part in.
     """
-    rows: list[MatrixRow] = []
-    full: set[int] = set()
     shown = progress and trainer.is_global_zero
     with real_steps(trainer) as steps, closing(Ranks(trainer)) as ranks:
         capacity = ranks.smallest(steps.capacity_bytes)
+        matrix = GrowingMatrix(trainer, provenance_of(trainer), capacity, file)
+        full = {row.sequence_length for row in matrix.rows if row.outcome != "measured"}
+        with_states = True  # of the optimizers, which no earlier run can have left
         for cell in tqdm(cells, desc="benchmark", unit=" shapes", disable=not shown, leave=False):
-            if cell.sequence_length in full:
+            if cell.sequence_length in full or cell in matrix:
                 continue
-            if steps.meet_inside and _is_beyond(cell, rows, capacity):
+            if steps.meet_inside and _is_beyond(cell, matrix.rows, capacity):
                 row = _row(cell, outcome="not_tried")
             else:
-                row = _measure(steps, ranks, cell, batches, seconds, with_states=not any(r.seconds for r in rows))
-            if row.outcome != "measured":
+                row = _measure(steps, ranks, cell, batches, seconds, with_states)
+            if row.outcome == "measured":
+                with_states = False
+            else:
                 full.add(cell.sequence_length)
-            rows.append(row)
+            matrix.append(row)
             steps.drop_gradients()
-    return ShapeMatrix(tuple(rows), provenance_of(trainer), capacity)
+    return matrix.finish()
 
 
 def provenance_of(trainer: pl.Trainer) -> dict[str, Any]:

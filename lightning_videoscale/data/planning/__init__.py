@@ -7,6 +7,7 @@
 - `diversity`: how many different shapes meet in a step.
 - `plan`: `BucketPlanner` and `EpochPlan`, all of it together.
 - `figures`: how good a plan is.
+- `compute_budgets`: which M_comp makes the most of it.
 """
 
 from lightning_videoscale.data.planning.plan import (

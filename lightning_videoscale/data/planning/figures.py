@@ -102,6 +102,14 @@ class PlanFigures:
             tokens_per_cost=float(tokens[counted].sum() / slowest.sum()),
         )
 
+    def throughput(self, in_slots: bool = False) -> float:
+        """Tokens of all ranks over the slowest ranks' cost, of steps or, ``in_slots``, of micro-batches."""
+        return self.tokens_per_cost / self.efficiency * self.at_work(in_slots)
+
+    def at_work(self, in_slots: bool = False) -> float:
+        """Share of its time that the mean rank does not wait for the slowest: of a step or, ``in_slots``, a slot."""
+        return 1 / self.slot_time if in_slots else self.efficiency
+
     def to_dict(self) -> dict[str, float]:
         """Returns plain numbers, for JSON."""
         return asdict(self)

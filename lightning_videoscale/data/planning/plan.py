@@ -239,9 +239,11 @@ class BucketPlanner:
     def _cut(self, shapes: NDArray[np.int64]) -> Batches:
         max_wait = self.max_wait if self.balance == "planned" else None
         slots = self.dp_size * self.micro_batches
-        return cut(shapes, self._batch_sizes(), self._costs(1), slots, max_wait)
+        return cut(shapes, self.batch_sizes, self._costs(1), slots, max_wait)
 
-    def _batch_sizes(self) -> NDArray[np.int64]:
+    @property
+    def batch_sizes(self) -> NDArray[np.int64]:
+        """(shapes,) samples that a micro-batch of each shape holds at most."""
         budget = self.budget
         if self.balance == "equal_token":
             budget = BucketBudget(budget.m_mem, math.inf, budget.p)
