@@ -1,4 +1,7 @@
-"""The row operations on a GPU: every backend that runs there, against a float64 oracle."""
+"""The row operations on a GPU: every backend that runs there, against a float64 oracle.
+
+Most of the time kernels are compiled, by the host: ``pytest -n 12 --dist worksteal`` makes use of its cores.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ WIDTHS = [64, 1152, 1536, 1920, 2240, 2432, 3072, 5120, 5376]
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_variant(backend: str, dtype: torch.dtype) -> None:
-    for case in all_variants():
+@pytest.mark.parametrize("part", range(8))
+def test_every_variant(part: int, backend: str, dtype: torch.dtype) -> None:
+    for case in all_variants()[part::8]:
         modulation = torch.float32 if dtype is torch.float32 else dtype
         assert_close_to_oracle(replace(case, dtype=dtype, modulation_dtype=modulation), backend, "cuda")
 

@@ -52,16 +52,17 @@ class Case:
 
     def tensors(self, device: str = "cpu") -> Tensors:
         """The arguments by name, leaves that require gradients (but the index)."""
-        rng = torch.Generator().manual_seed(self.seed)
+        rng = torch.Generator(device).manual_seed(self.seed)
 
         def draw(*size: int, dtype: torch.dtype) -> Tensor:
-            return torch.randn(*size, generator=rng, dtype=torch.float64).to(device, dtype).requires_grad_()
+            drawn = torch.randn(*size, generator=rng, dtype=torch.float64, device=device)
+            return drawn.to(dtype).requires_grad_()
 
         x, modulation = (self.b, self.s, self.d), (self.b, self.rows, self.d)
         index = None
         if self.indexed:
             modulation = (5, self.d)  # entry 4 belongs to nobody
-            index = torch.randint(4, (self.b, self.rows), generator=rng).to(device)
+            index = torch.randint(4, (self.b, self.rows), generator=rng, device=device)
         has_norm, has_branch = self.operation != "gate_residual", self.operation != "norm_modulate"
         wanted = {
             "gate": has_branch and self.gated,
@@ -149,9 +150,10 @@ GATES = [(False, "identity", False), (True, "identity", False), (True, "tanh", F
 
 def gradients(outputs: tuple[Tensor, ...], tensors: Tensors, seed: int = 1) -> list[Tensor]:
     """The gradients of every argument for one random cotangent."""
-    rng = torch.Generator().manual_seed(seed)
+    device = outputs[0].device
+    rng = torch.Generator(device).manual_seed(seed)
     cotangents = [
-        torch.randn(o.shape, generator=rng, dtype=torch.float64).to(o.device).to(torch.bfloat16).to(o.dtype)
+        torch.randn(o.shape, generator=rng, dtype=torch.float64, device=device).to(torch.bfloat16).to(o.dtype)
         for o in outputs
     ]
     leaves = [t for t in tensors.values() if t is not None and t.is_floating_point()]
