@@ -52,7 +52,7 @@ def backward(dy: Tensor, x: Tensor, *, sums: bool, again: bool) -> tuple[Tensor,
             return dx, None, y
         total = x.new_empty(f, dtype=torch.float32)
         finalize_kernel[(1, triton.cdiv(f, _FINALIZE_COLUMNS), 1)](
-            partials, total, None, None, None, None, None, shares, _ROWS, n, shares,
+            partials, total, *[None] * 5, None, shares, _ROWS, n, shares,
             D=f, COLUMNS=_FINALIZE_COLUMNS, LINES=_FINALIZE_LINES, ALL_ROWS=True,
         )  # fmt: skip
     return dx, total, y
