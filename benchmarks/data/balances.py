@@ -52,7 +52,7 @@ from lightning_videoscale.timing import watch_steps
 
 RANKS = 4
 BALANCES = ("planned", "equal_token", "dual_constraint")
-SAMPLES_PER_RANK = 1500
+SAMPLES_PER_RANK = 1550
 WARM_UP = 2
 SAY_EVERY = 20
 TINY_POLICY = replace(STANDARD_POLICY, areas=(64 * 64, 96 * 96, 128 * 128), max_frames=17, crop_min_frames=5)
