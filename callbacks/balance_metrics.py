@@ -93,8 +93,7 @@ class BalanceMetrics:
             seconds: Their wall time.
         """
         compute = window.per_step(window.of_slowest_peers(window.part("compute")))
-        spreads = [self.step_time_spread(ranks) for ranks in compute.unbind(dim=1)]
-        figures = {"balance/cv_step": _mean(spreads)} | _seconds_per_step(window)
+        figures = {"balance/cv_step": float(self.step_time_spread(compute))} | _seconds_per_step(window)
         loads = dict(zip(MicroBatchLoad._fields, window.of_first_peers(window.loads).unbind(dim=2), strict=True))
         if bool((loads["samples"] > 0).all()):
             figures |= self._balance_of_loads(window, loads)
@@ -102,17 +101,18 @@ class BalanceMetrics:
         return figures
 
     def _balance_of_loads(self, window: RankTimes, loads: Mapping[str, Tensor]) -> dict[str, float]:
-        split = {name: values.split(window.micro_batches, dim=1) for name, values in loads.items()}
-        steps = list(zip(split["samples"], split["tokens"], strict=True))
+        # All steps in one call: in this time the device has nothing to do.
+        split = {name: window.by_step(loads[name]) for name in ("samples", "tokens", "predicted_cost")}
+        steps = split["samples"], split["tokens"]
         tokens = loads["samples"] * loads["tokens"]
         figures = {
-            "balance/compute_cv": _mean([self.compute_cv(samples, tokens) for samples, tokens in steps]),
-            "balance/physical_load": _mean([self.physical_load(*step)["mean"] for step in steps]),
+            "balance/compute_cv": float(self.compute_cv(*steps)),
+            "balance/physical_load": float(self.physical_load(*steps)["mean"]),
             "balance/padding_share": float(self.padding_share(tokens * loads["counts"], tokens)),
         }
         if bool((loads["predicted_cost"] > 0).all()):
-            cvs = [self.cost_cv(torch.ones_like(cost), cost) for cost in split["predicted_cost"]]
-            figures["balance/cost_cv"] = _mean(cvs)
+            cost = split["predicted_cost"]
+            figures["balance/cost_cv"] = float(self.cost_cv(torch.ones_like(cost), cost))
         return figures
 
     def _throughput(self, window: RankTimes, loads: Mapping[str, Tensor], seconds: float) -> dict[str, float]:
@@ -192,7 +192,3 @@ def _seconds_per_step(window: RankTimes) -> dict[str, float]:
     named = {name: window.part(name).mean(dim=0).sum() / steps for name in ("compute", "data", "exchange", "optimizer")}
     seconds = named | {"reduction": reduction, "straggler": wait.mean(dim=0).sum() / steps - reduction}
     return {f"time/{name}": float(value) for name, value in seconds.items()}
-
-
-def _mean(values: list[Tensor]) -> float:
-    return float(torch.stack(values).mean())

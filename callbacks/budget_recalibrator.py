@@ -60,8 +60,8 @@ class BudgetRecalibrator(pl.Callback):
 
         Args:
             every_n_steps: Optimizer steps from refit to refit.
-            target_sync: Seconds that a micro-batch may take: M_comp = (target_sync - a) / b. None: as long as the
-                longest sample that the first budget allows alone.
+            target_sync: Seconds that a micro-batch may take: M_comp = (target_sync - a) / b. None: M_comp keeps room
+                for as many of the longest samples as in the first budget, whatever p becomes.
 
         Raises:
             ValueError: If a number is not positive.
@@ -95,7 +95,8 @@ class BudgetRecalibrator(pl.Callback):
             rank_zero_warn("BudgetRecalibrator needs a VideoDataModule whose plan it can change: it does nothing here.")
             return
         planned = Calibration(data.planner.budget, data.planner.step_time)
-        self._recalibration = Recalibration(planned, self.target_sync)
+        longest = int(data.planner.table.sequence_lengths.max())
+        self._recalibration = Recalibration(planned, self.target_sync, longest)
         if self._state is not None:
             self._recalibration.load_state_dict(self._state)
         self._heed_earlier_failures(trainer, self._recalibration)

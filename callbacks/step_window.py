@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_videoscale.callbacks.gathering import gather_rows
 from lightning_videoscale.timing import StepTimes, watch_steps
@@ -40,7 +41,11 @@ class RankTimes:
 
     def per_step(self, values: Tensor) -> Tensor:
         """Adds up micro-batches: (ranks, micro_batches) becomes (ranks, steps)."""
-        return torch.stack([part.sum(dim=1) for part in values.split(self.micro_batches, dim=1)], dim=1)
+        return self.by_step(values).sum(dim=2)
+
+    def by_step(self, values: Tensor) -> Tensor:
+        """Divides into steps, filled up with zeros: (ranks, micro_batches) becomes (ranks, steps, most of a step)."""
+        return pad_sequence([part.T for part in values.split(self.micro_batches, dim=1)]).permute(2, 1, 0)
 
     @property
     def groups(self) -> list[list[int]]:

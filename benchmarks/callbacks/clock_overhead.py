@@ -1,172 +1,254 @@
-"""What watching costs: Wan-1.3B on one GPU, with the clock, `LoadBalanceMonitor` and `BottleneckAnalyzer`, and without.
+"""What watching costs: Wan-1.3B's blocks on one GPU, with the clock, `LoadBalanceMonitor` and `BottleneckAnalyzer`.
 
     python benchmarks/callbacks/clock_overhead.py
 
-One training, in which rounds of steps with and without take turns; a round's report is part of it. Under `ulysses_ddp`
-a micro-batch has a handful of marks; under `ulysses_fsdp2` there are six for every transformer block, as many as any
-strategy sets. The sequence is short, as the marks of a long one are the same, but not so short that the host would be
-slower than the device.
+One training under each strategy, without a stop from the first to the last step, of three parts:
+
+1. Clips of 16 tokens, for which the device has next to nothing to do: what the host takes to launch a step, and what
+   the clock adds to that.
+2. Clips long enough that the device is what a step waits for. Blocks of a few steps with and without the clock take
+   turns in pairs, in random order. Neighbours share the state of a GPU at its power limit, whose clock wanders by more
+   than is to be shown; the median of the pairs' ratios is left, with a 95 % interval by bootstrap.
+3. Both monitors on, a report every few steps. Reports wait for the device and leave it idle: the step after one takes
+   longer by what it costs.
+
+Under `ulysses_ddp` a step has a handful of marks; under `ulysses_fsdp2` there are six for every transformer block, as
+many as any strategy sets. The model has 4 of Wan-1.3B's 30 blocks, so that there are many steps; marks and work of a
+block keep their ratio. What is the same for every step, such as a report, weighs seven times as much as in the whole
+model. Takes about a minute a strategy on an H200.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
-from diffusers import WanTransformer3DModel
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
+from scipy.stats import bootstrap
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
 from benchmarks.launch import say
+from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow
 from lightning_videoscale.callbacks import BottleneckAnalyzer, LoadBalanceMonitor
 from lightning_videoscale.data.batch import BatchMeta
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
+from lightning_videoscale.timing import StepWatch, marks_on, watch_steps
 
-WAN_1_3B = {
-    "num_attention_heads": 12,
-    "attention_head_dim": 128,
-    "ffn_dim": 8960,
-    "num_layers": 30,
-    "text_dim": 4096,
-    "freq_dim": 256,
-}
-TINY_WAN = WAN_1_3B | {"num_attention_heads": 4, "attention_head_dim": 12, "ffn_dim": 64, "num_layers": 2}
+LAYERS = 4
 LATENT = (60, 104)  # 480 x 832 pixels: 1560 tokens to a frame
+NEXT_TO_NOTHING = (1, 8, 8)
 STRATEGIES = {"ulysses_ddp": SequenceParallelDDPStrategy, "ulysses_fsdp2": SequenceParallelFSDP2Strategy}
+WARM_UP = 4
+SETTLING = 2
+"""Steps of a block that do not count: the clock comes or goes, then makes the events that it uses again and again."""
+
 STEPS_BETWEEN_REPORTS = 10
+DEFAULT_INTERVAL = 50
+"""Steps between reports that users have: Lightning's ``log_every_n_steps``."""
+
+Part = Literal["launch", "train", "report"]
 Row = dict[str, Any]
 
 
-class Clips(Dataset[dict[str, Any]]):
-    """Clips of one shape, with the ``meta`` that the callbacks read."""
+class Step(NamedTuple):
+    """What a step is for.
 
-    def __init__(self, length: int, shape: tuple[int, int, int], text_dim: int) -> None:
-        self.length = length
-        tokens = shape[0] * shape[1] * shape[2] // 4
-        self.clip = {"latents": torch.randn(1, 16, *shape), "text": torch.randn(1, 512, text_dim)}
-        self.meta = BatchMeta(*shape, sequence_length=tokens, samples=1, predicted_cost=1.0, loss_weight=1.0)
+    Attributes:
+        part: Of the benchmark.
+        block: Number of its block in the part; -1 while it warms up.
+        is_watched: Whether the clock is on.
+    """
+
+    part: Part
+    block: int
+    is_watched: bool
+
+
+def schedule(launch_pairs: int, pairs: int, steps: int, reports: int) -> list[Step]:
+    """The steps of a training in their order. Blocks 2n and 2n + 1 are a pair."""
+    draw, found = random.Random(0), list[Step]()
+    for part, count in (("launch", launch_pairs), ("train", pairs)):
+        found += [Step(part, -1, False)] * WARM_UP  # type: ignore[arg-type]
+        for pair in range(count):
+            first = draw.random() < 0.5
+            for block, is_watched in ((2 * pair, first), (2 * pair + 1, not first)):
+                found += [Step(part, block, is_watched)] * steps  # type: ignore[arg-type]
+    for block in range(reports + 1):  # the last report costs the first step of a window that has no report
+        found += [Step("report", block, False)] * (STEPS_BETWEEN_REPORTS if block < reports else 1)
+    return found
+
+
+class Clips(Dataset[dict[str, Any]]):
+    """Clips with the ``meta`` that the callbacks read, in pinned memory: a copy from other memory stops the host."""
+
+    def __init__(self, steps: list[Step], shape: tuple[int, int, int]) -> None:
+        self.steps = steps
+        self.short, self.long = _clip(NEXT_TO_NOTHING), _clip(shape)
 
     def __len__(self) -> int:
-        return self.length
+        return len(self.steps)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**self.clip, "meta": self.meta}
+        return dict(self.short if self.steps[index].part == "launch" else self.long)
 
 
-class RectifiedFlow(pl.LightningModule):
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        self.config = config
-
-    def configure_model(self) -> None:
-        with self.trainer.strategy.root_device:
-            self.transformer = WanTransformer3DModel(
-                in_channels=16, out_channels=16, qk_norm="rms_norm_across_heads", **self.config
-            )
-
-    def training_step(self, batch: dict[str, Any]) -> Tensor:
-        clean = batch["latents"]
-        noise = torch.randn_like(clean)
-        time = torch.rand(len(clean), device=self.device)
-        noisy = torch.lerp(clean, noise, time.view(-1, 1, 1, 1, 1))
-        velocity = self.transformer(noisy, time * 1000, batch["text"], return_dict=False)[0]
-        return torch.nn.functional.mse_loss(velocity.float(), noise - clean)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-6, fused=True)
+def _clip(shape: tuple[int, int, int]) -> dict[str, Any]:
+    latents, tokens = torch.randn(1, 16, *shape), shape[0] * shape[1] * shape[2] // 4
+    return {
+        "latents": latents.pin_memory() if torch.cuda.is_available() else latents,
+        "meta": BatchMeta(*shape, tokens, samples=1, predicted_cost=1.0, loss_weight=1.0),
+    }
 
 
 class TakingTurns(pl.Callback):
-    """Lets other callbacks watch every second round, and times the rounds.
+    """Switches clock and monitors on and off by a schedule, and takes every step's time without stopping anything.
 
     Attributes:
-        seconds: Per step, of the rounds without and with.
+        seconds: Of every step, once the training has ended.
     """
 
-    def __init__(self, watching: list[pl.Callback], steps: int, warm_up: int) -> None:
-        self.watching = watching
+    def __init__(self, steps: list[Step], monitors: list[pl.Callback]) -> None:
         self.steps = steps
-        self.warm_up = warm_up
-        self.seconds: dict[bool, list[float]] = {False: [], True: []}
+        self.monitors = monitors
+        self.seconds: list[float] = []
+        self._watch: StepWatch | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._marks = marks_on(trainer.strategy.root_device)
+        self._ends = [self._marks.set()]
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        number, step = divmod(trainer.global_step - self.warm_up, self.steps)
-        is_on = number % 2 == 1
-        if number > 0 and step == 0:  # this step is the last of the round before
-            self._end_round(trainer, pl_module, was_on=not is_on, args=(outputs, batch, batch_idx))
-        elif number >= 0 and is_on:
-            for callback in self.watching:
-                callback.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if number >= 0 and step == 0:
-            self._begin = time.perf_counter()
-            if is_on:
-                for callback in self.watching:
-                    callback.on_train_start(trainer, pl_module)
+        self._ends.append(self._marks.set())
+        if self.steps[batch_idx].part == "report":
+            for monitor in self.monitors:
+                monitor.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if batch_idx + 1 < len(self.steps):
+            self._prepare(trainer, pl_module, self.steps[batch_idx], self.steps[batch_idx + 1])
 
-    def _end_round(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, was_on: bool, args: tuple[Any, Any, int]
-    ) -> None:
-        if was_on:
-            for callback in self.watching:
-                callback.on_train_batch_end(trainer, pl_module, *args)
-                callback.on_train_end(trainer, pl_module)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[was_on].append((time.perf_counter() - self._begin) / self.steps)
-        say(f"  {'watched' if was_on else 'without'}: {1e3 * self.seconds[was_on][-1]:.3f} ms a step")
+    def _prepare(self, trainer: pl.Trainer, pl_module: pl.LightningModule, now: Step, following: Step) -> None:
+        if self._watch is not None and not following.is_watched:
+            self._watch.close()
+            self._watch = None
+        elif self._watch is None and following.is_watched:
+            self._watch = watch_steps(trainer)
+        if following.part == "report" != now.part:
+            for monitor in self.monitors:
+                monitor.on_train_start(trainer, pl_module)
+        if following.part != now.part:
+            say(f"  {following.part}")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for monitor in self.monitors:
+            monitor.on_train_end(trainer, pl_module)
+        self._marks.wait_for(self._ends[-1])
+        self.seconds = [self._marks.seconds(*pair) for pair in zip(self._ends, self._ends[1:], strict=False)]
 
 
-def measure(strategy: str, frames: int, rounds: int, steps: int, tiny: bool, folder: str) -> Row:
+def pairs_of(part: Part, steps: list[Step], seconds: list[float]) -> list[tuple[float, float]]:
+    """Mean seconds of a step without and with the clock, pair by pair."""
+    blocks: dict[int, list[float]] = {}
+    is_watched: dict[int, bool] = {}
+    for step, taken in zip(steps, seconds, strict=True):
+        if step.part == part and step.block >= 0:
+            blocks.setdefault(step.block, []).append(taken)
+            is_watched[step.block] = step.is_watched
+    means = {block: statistics.fmean(taken[SETTLING:]) for block, taken in blocks.items()}
+    return [
+        (means[block + is_watched[block]], means[block + (not is_watched[block])]) for block in range(0, len(means), 2)
+    ]
+
+
+def cost_of_a_report(steps: list[Step], seconds: list[float]) -> list[float]:
+    """Seconds that the step after a report takes longer than the others of its window, report by report."""
+    windows: dict[int, list[float]] = {}
+    for step, taken in zip(steps, seconds, strict=True):
+        if step.part == "report":
+            windows.setdefault(step.block, []).append(taken)
+    return [windows[block + 1][0] - statistics.median(windows[block][1:]) for block in range(len(windows) - 1)]
+
+
+def median_of(values: list[float]) -> tuple[float, list[float]]:
+    """The median and its 95 % interval."""
+    found = bootstrap((values,), np.median, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    return statistics.median(values), [float(found.low), float(found.high)]
+
+
+def model_of(tiny: bool) -> dict[str, int]:
+    """The transformer's configuration."""
+    return (TINY_WAN if tiny else WAN_1_3B) | {"num_layers": LAYERS}
+
+
+def measure(strategy: str, steps: list[Step], frames: int, tiny: bool, folder: str) -> Row:
     """Trains under a strategy and returns what watching costs."""
-    config, shape = (TINY_WAN, (1, 8, 8)) if tiny else (WAN_1_3B, (frames, *LATENT))
-    monitor, analyzer = LoadBalanceMonitor(STEPS_BETWEEN_REPORTS), BottleneckAnalyzer(STEPS_BETWEEN_REPORTS)
-    turns = TakingTurns([monitor, analyzer], steps, warm_up=3)
-    count = 3 + 2 * rounds * steps
+    shape = (1, 16, 16) if tiny else (frames, *LATENT)
+    monitors = [LoadBalanceMonitor(STEPS_BETWEEN_REPORTS), BottleneckAnalyzer(STEPS_BETWEEN_REPORTS)]
+    turns = TakingTurns(steps, monitors)
     trainer = pl.Trainer(
         strategy=STRATEGIES[strategy](ulysses_size=1, activation_checkpointing=True),
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=1,
         precision="bf16-mixed",
-        max_steps=count,
+        max_steps=len(steps),
         callbacks=[turns],
         logger=CSVLogger(folder),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(RectifiedFlow(config), DataLoader(Clips(count, shape, config["text_dim"]), batch_size=None))
-    without, watched = turns.seconds[False], turns.seconds[True]
-    ratios = sorted(on / off - 1 for off, on in zip(without, watched, strict=True))
+    module = RectifiedFlow(model_of(tiny))
+    trainer.fit(module, DataLoader(Clips(steps, shape), batch_size=None))
+    return {"strategy": strategy, "tokens": shape[0] * shape[1] * shape[2] // 4, **figures(steps, turns.seconds)}
+
+
+def figures(steps: list[Step], seconds: list[float]) -> Row:
+    """What the steps' times say."""
+    launch, train = (pairs_of(part, steps, seconds) for part in ("launch", "train"))
+    ratios = [on / off - 1 for off, on in train]
+    step = statistics.median(off for off, _ in train)
+    clock, clock_95 = median_of(ratios)
+    added, added_95 = median_of([on - off for off, on in launch])
+    report, report_95 = median_of(cost_of_a_report(steps, seconds))
+    share = report / (DEFAULT_INTERVAL * step)
     return {
-        "strategy": strategy,
-        "tokens": shape[0] * shape[1] * shape[2] // 4,
-        "rounds": rounds,
-        "step_without_ms": round(1e3 * statistics.median(without), 3),
-        "step_watched_ms": round(1e3 * statistics.median(watched), 3),
-        "overhead_percent": round(100 * statistics.median(ratios), 3),
-        "overhead_of_rounds_percent": [round(100 * ratio, 3) for ratio in ratios],
-        "named": [finding["name"] for finding in analyzer.history][-1],
+        "launch_ms": _rounded(1e3, statistics.median(off for off, _ in launch)),
+        "step_ms": _rounded(1e3, step),
+        "clock_percent": _rounded(100, clock),
+        "clock_percent_95": _rounded(100, *clock_95),
+        "clock_added_to_launch_ms": _rounded(1e3, added),
+        "clock_added_to_launch_ms_95": _rounded(1e3, *added_95),
+        "report_ms": _rounded(1e3, report),
+        "report_ms_95": _rounded(1e3, *report_95),
+        "report_percent_of_default_interval": _rounded(100, share),
+        "overhead_percent": _rounded(100, clock + share),
+        "clock_percent_of_pairs": _rounded(100, *ratios),
     }
+
+
+def _rounded(factor: float, *values: float) -> Any:
+    rounded = [round(factor * value, 3) for value in values]
+    return rounded if len(rounded) > 1 else rounded[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=5, help="latent frames of a clip, 1560 tokens each")
-    parser.add_argument("--rounds", type=int, default=6, help="pairs of rounds")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a round")
+    parser.add_argument("--pairs", type=int, default=60, help="of blocks of steps")
+    parser.add_argument("--steps", type=int, default=5, help=f"of a block, of which {SETTLING} do not count")
+    parser.add_argument("--launch-pairs", type=int, default=15, help="of blocks of steps on 16 tokens")
+    parser.add_argument("--reports", type=int, default=10)
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES))
     parser.add_argument("--tiny", action="store_true", help="a model of two layers, on a CPU too: tries the script")
     parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
@@ -174,24 +256,30 @@ def main() -> None:
     options = parser.parse_args()
     commit = "not measured" if options.tiny else options.commit or provenance.commit()
     output = options.output or provenance.path("callbacks", "clock_overhead")
+    steps = schedule(options.launch_pairs, options.pairs, options.steps, options.reports)
     settings = {
         "dry_run": options.tiny,
-        "model": TINY_WAN if options.tiny else WAN_1_3B,
+        "model": model_of(options.tiny),
         "precision": "bf16-mixed",
         "activation_checkpointing": True,
-        "steps_per_round": options.steps,
+        "steps_of_a_block": options.steps,
         "steps_between_reports": STEPS_BETWEEN_REPORTS,
+        "default_interval": DEFAULT_INTERVAL,
     }
     rows = []
     with TemporaryDirectory() as folder:
         for strategy in options.strategies:
             say(strategy)
-            row = measure(strategy, options.frames, options.rounds, options.steps, options.tiny, folder)
+            row = measure(strategy, steps, options.frames, options.tiny, folder)
             rows.append(row)
             provenance.write(output, "callbacks/clock_overhead", commit, settings, rows)
+            low, high = row["clock_percent_95"]
             say(
-                f"{strategy}, {row['tokens']} tokens: {row['step_without_ms']} ms without, "
-                f"{row['step_watched_ms']} ms watched, {row['overhead_percent']:+.3f} % (median of rounds)"
+                f"{strategy}, {row['tokens']} tokens: {row['step_ms']} ms a step, of which the host needs "
+                f"{row['launch_ms']}; clock {row['clock_percent']:+.3f} % ({low:+.3f} to {high:+.3f}), "
+                f"{row['clock_added_to_launch_ms']:+.3f} ms of launching; a report {row['report_ms']} ms, every "
+                f"{DEFAULT_INTERVAL} steps {row['report_percent_of_default_interval']:+.3f} %; together "
+                f"{row['overhead_percent']:+.3f} %"
             )
     print(f"written to {output}")
 

@@ -4,17 +4,19 @@
 
 Wan-1.3B's blocks with random weights, trained under `ulysses_ddp` with ulysses_size = 1 and activation checkpointing on
 the standard mix: every step runs through VideoDataModule, planner, strategy and Trainer, on shards of zeros. A step of
-the whole model on this mix takes seconds; 2 of its 30 blocks take a fifteenth, and neither the distribution of sequence
-lengths nor the cost of a token or a pair of tokens beside each other changes. What is balanced is a model of the step
-time that is measured first, on the same GPUs.
+the whole model on this mix takes seconds; one of its 30 blocks takes a thirtieth, and neither the distribution of
+sequence lengths nor the cost of a token or a pair of tokens beside each other changes. What is balanced is a model of
+the step time that is measured first, on the same GPUs.
 
 A run is an epoch: all balances train on the same clips, every clip once. The draws are as many as make 100 steps of the
-balance that has the fewest; with K = 4 that are fewer steps, as long together. On H200s a call of K = 1 takes six
-minutes and one of K = 4 five, on two as on four.
+balance that has the fewest; with K = 4 that are fewer steps, as long together. On H200s a call of K = 1 takes seven
+minutes and one of K = 4 six, on two as on four.
 
-M_mem is twice the longest sample, M_comp what the longest sample alone costs: the same for all balances. SDPA is held
-to FlashAttention, as cuDNN builds a plan for every shape that a rank has not seen: in a short run, for most of them.
-Every finished run is in the output file at once, its report in --reports; a call goes on where an earlier one ended.
+M_mem is four times the longest sample. M_comp is the one under which `planned` has the most tokens per predicted
+second, as `budget="auto"` would choose it for the first K; both are the same for all balances and every K of a file.
+SDPA is held to FlashAttention, as cuDNN builds a plan for every shape that a rank has not seen: in a short run, for
+most of them. Every finished run is in the output file at once, its report in --reports; a call goes on where an earlier
+one ended, with the costs and the M_comp of it.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
+from benchmarks.data.balance_figures import Columns, row_of
 from benchmarks.data.sparse_shards import write_sparse_shards
 from benchmarks.launch import finish, launch, say, task_of_worker
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_of, trainer_with
@@ -43,18 +45,18 @@ from lightning_videoscale import VideoDataModule, benchmark_shapes
 from lightning_videoscale.callbacks import RunReport
 from lightning_videoscale.cost import BucketBudget, ShapeMatrix, StepTimeModel, TransformerFlops
 from lightning_videoscale.data.geometry import GEOMETRIES
-from lightning_videoscale.data.planning import SampleTable
+from lightning_videoscale.data.planning import BucketPlanner, SampleTable
+from lightning_videoscale.data.planning.compute_budgets import best_of, try_budgets
 from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
 from lightning_videoscale.timing import watch_steps
 
 RANKS = 4
 BALANCES = ("planned", "equal_token", "dual_constraint")
-SAMPLES_PER_RANK = 850
+SAMPLES_PER_RANK = 1550
 WARM_UP = 2
 SAY_EVERY = 20
 TINY_POLICY = replace(STANDARD_POLICY, areas=(64 * 64, 96 * 96, 128 * 128), max_frames=17, crop_min_frames=5)
 FIELDS = ("compute", "wait", "total", "samples", "sequence_length", "predicted_cost", "counts")
-Columns = dict[str, NDArray[np.float64]]
 
 
 def mix(file: Path, samples: int, tiny: bool) -> list[ClipShape]:
@@ -86,13 +88,20 @@ class Record(pl.Callback):
         self._watch.close()
 
 
-def train(module: RectifiedFlow, shards: str, balance: Any, k: int, step_time: StepTimeModel, **task: Any) -> Columns:
+def train(
+    module: RectifiedFlow,
+    shards: str,
+    balance: Any,
+    k: int,
+    budget: BucketBudget,
+    step_time: StepTimeModel,
+    **task: Any,
+) -> Columns:
     """Trains an epoch; every field of the micro-batches, (steps, ranks, micro-batches), warm-up left out."""
-    longest, p = longest_of(shards), step_time.power_law.p
     data = VideoDataModule(
         shards,
         balance=balance,
-        budget=BucketBudget(2 * longest, longest**p, p),
+        budget=budget,
         micro_batches=k,
         step_time=step_time,
         num_workers=2,
@@ -115,56 +124,31 @@ def train(module: RectifiedFlow, shards: str, balance: Any, k: int, step_time: S
     return {name: by_step[..., number] for number, name in enumerate(FIELDS)}
 
 
-def longest_of(shards: str) -> int:
-    """Tokens of the longest sample."""
-    data = VideoDataModule(shards)
-    data.setup("fit")
-    return int(data.training_shapes()[0].sequence_lengths.max())
+def budget_of(table: SampleTable, m_mem: float, m_comp: float, step_time: StepTimeModel) -> BucketBudget:
+    """Both in multiples of the longest sample."""
+    longest, p = int(table.sequence_lengths.max()), step_time.power_law.p
+    return BucketBudget(m_mem * longest, m_comp * float(longest) ** p, p)
 
 
-def row_of(balance: str, k: int, c: Columns) -> dict[str, Any]:
-    """The figures of one run."""
-    tokens = c["samples"] * c["sequence_length"]
-    compute, cost = c["compute"].sum(axis=2), c["predicted_cost"].sum(axis=2)  # steps, ranks
-    load = (tokens * c["sequence_length"]).sum(axis=2)
-    wall = c["total"].sum(axis=2).mean(axis=1)  # ranks leave a step together
-    counted = float((tokens * c["counts"]).sum())
-    cv_step = (compute.max(axis=1) - compute.min(axis=1)) / compute.max(axis=1)
-    ceiling = counted / float(cost.mean(axis=1).sum())
-    waits = compute.max(axis=1, keepdims=True) - compute
-    errors = np.abs(c["predicted_cost"] / c["compute"] - 1)
-    return {
-        "balance": balance,
-        "micro_batches": k,
-        "steps": len(wall),
-        "tokens_per_second": counted / float(wall.sum()),
-        "ceiling_tokens_per_second": ceiling,
-        "share_of_ceiling": counted / float(wall.sum()) / ceiling,
-        "share_of_measured_compute": float(compute.mean(axis=1).sum() / wall.sum()),
-        "predicted_mean_over_max": float(cost.mean(axis=1).sum() / cost.max(axis=1).sum()),
-        "cv_step_median": float(np.median(cv_step)),
-        "cv_step_p95": float(np.quantile(cv_step, 0.95)),
-        "compute_cv": _spread(compute),
-        "cost_cv": _spread(cost),
-        "b_s2_cv": _spread(load),
-        "cost_error_median": float(np.median(errors)),
-        "cost_error_p95": float(np.quantile(errors, 0.95)),
-        "step_seconds_median": float(np.median(wall)),
-        "wait_seconds_median": float(np.median(c["wait"].sum(axis=2))),
-        "behind_slowest_seconds_median": float(np.median(waits)),
-        "step_seconds": _rounded(wall),
-        "compute_seconds": _rounded(compute),
-        "wait_seconds": _rounded(c["wait"].sum(axis=2)),
-        "predicted_seconds": _rounded(cost),
-    }
+def best_m_comp(table: SampleTable, m_mem: float, k: int, step_time: StepTimeModel) -> float:
+    """The one that `planned` does best with, in multiples of the longest sample."""
+    budget, ranks = budget_of(table, m_mem, 1.0, step_time), int(os.environ["WORLD_SIZE"])
+    tried = try_budgets(BucketPlanner(table, budget, dp_size=ranks, micro_batches=k, step_time=step_time))
+    best = best_of(tried)
+    if os.environ["RANK"] == "0":
+        before, after = tried[0].figures.efficiency, best.figures.efficiency
+        say(f"M_comp = {best.factor:g} x the longest sample: mean / max {after:.1%}, and {before:.1%} with 1 x")
+    return best.factor
 
 
-def _spread(x: NDArray[np.float64]) -> float:
-    return float(np.mean(x.std(axis=1) / x.mean(axis=1)))
+def in_words(multiple: float) -> str:
+    """As it stands in the settings of a file."""
+    return "the longest sample" if multiple == 1 else f"{multiple:g} x the longest sample"
 
 
-def _rounded(x: NDArray[np.float64]) -> Any:
-    return np.round(x, 4).tolist()
+def of_words(text: str) -> float:
+    """The multiple again."""
+    return float(text.split(" x ")[0]) if " x " in text else 1.0
 
 
 def measure(shards: str, runs: list[tuple[str, int]], cost: dict[str, Any] | None, **task: Any) -> None:
@@ -182,17 +166,29 @@ def measure(shards: str, runs: list[tuple[str, int]], cost: dict[str, Any] | Non
         cost = model.to_dict()
         if is_first:
             matrix.save(output.with_name(output.name.replace("balances", "balances_matrix")))
-            write(output, task["commit"], task["settings"] | {"cost": cost}, rows)
             say(f"cost: {cost}")
+    step_time, table = StepTimeModel.from_dict(cost), table_of(shards)
+    m_comp = best_m_comp(table, task["m_mem"], runs[0][1], step_time) if task["m_comp"] is None else task["m_comp"]
+    settings = task["settings"] | {"m_comp": in_words(m_comp), "cost": cost}
+    if is_first:
+        write(output, task["commit"], settings, rows)
+    budget = budget_of(table, task["m_mem"], m_comp, step_time)
     for balance, k in runs:
         if is_first:
             say(f"{balance}, K = {k}")
-        columns = train(module, shards, balance, k, StepTimeModel.from_dict(cost), **task)
+        columns = train(module, shards, balance, k, budget, step_time, **task)
         if is_first:
             rows.append(row_of(balance, k, columns))
-            write(output, task["commit"], task["settings"] | {"cost": cost}, rows)
+            write(output, task["commit"], settings, rows)
             show(rows[-1])
     finish(len(rows))
+
+
+def table_of(shards: str) -> SampleTable:
+    """The samples as they are trained."""
+    data = VideoDataModule(shards)
+    data.setup("fit")
+    return data.training_shapes()[0]
 
 
 def matrix_of(module: RectifiedFlow, shards: str, seconds: float, tiny: bool) -> ShapeMatrix:
@@ -225,7 +221,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Path, required=True, help="table of clips")
     parser.add_argument("--ranks", type=int, default=RANKS)
-    parser.add_argument("--layers", type=int, default=2, help="of Wan-1.3B's 30")
+    parser.add_argument("--layers", type=int, default=1, help="of Wan-1.3B's 30")
+    parser.add_argument("--m-mem", type=float, default=4.0, help="in multiples of the longest sample")
+    parser.add_argument("--m-comp", type=float, help="likewise, to the power p; left out, the best for `planned`")
     parser.add_argument("--samples", type=int, help=f"draws of the mix; left out, {SAMPLES_PER_RANK} for each rank")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="values of K")
     parser.add_argument("--max-steps", type=int, help="of a run; left out, an epoch")
@@ -238,6 +236,9 @@ def main() -> None:
     commit = options.commit or provenance.commit()
     output = (options.output or provenance.path("data", "balances")).absolute()
     samples = options.samples or SAMPLES_PER_RANK * options.ranks
+    done = json.loads(output.read_text()) if output.exists() else {"rows": [], "settings": {}}
+    chosen = done["settings"].get("m_comp")
+    m_comp = of_words(chosen) if options.m_comp is None and chosen is not None else options.m_comp
     settings = {
         "dry_run": options.tiny,
         "ranks": options.ranks,
@@ -247,11 +248,10 @@ def main() -> None:
         "activation_checkpointing": True,
         "mix": {"samples": samples, "seed": 0},
         "max_steps": options.max_steps,
-        "m_mem": "2 x the longest sample",
-        "m_comp": "the longest sample",
+        "m_mem": in_words(options.m_mem),
+        "m_comp": None if m_comp is None else in_words(m_comp),
         "warm_up_steps": WARM_UP,
     }
-    done = json.loads(output.read_text()) if output.exists() else {"rows": [], "settings": {}}
     if done["settings"] and {name: done["settings"].get(name) for name in settings} != settings:
         parser.error(f"{output} holds runs of other settings: name another --output.")
     found = {(row["balance"], row["micro_batches"]) for row in done["rows"]}
@@ -270,6 +270,8 @@ def main() -> None:
             runs=runs,
             cost=done["settings"].get("cost"),
             settings=settings,
+            m_mem=options.m_mem,
+            m_comp=m_comp,
             max_steps=options.max_steps,
             reports=None if options.reports is None else str(options.reports.absolute()),
             layers=options.layers,

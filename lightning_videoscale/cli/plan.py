@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, ShapeMatrix, S
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, SampleTable
+from lightning_videoscale.data.planning.compute_budgets import TriedBudget, best_of, try_budgets
 from lightning_videoscale.data.planning.figures import PlanFigures
 from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ShapePolicy, standard_mix
 
@@ -38,6 +40,7 @@ _ROWS = {
     "delay_p99": "delay p99, steps",
     "tokens_per_cost": "predicted tokens/s",
 }
+_TRIED = {"efficiency": "mean/max", "cv_step": "CV_step", "diversity": "diversity", "tokens_per_cost": "tokens/s"}
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,7 +66,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--m-mem", type=float, default=2 * LONGEST, help="tokens per micro-batch (default: %(default)s)"
     )
-    parser.add_argument("--m-comp", type=float, help="tokens to the power p (default: one clip of 81 frames in 720p)")
+    m_comp = parser.add_mutually_exclusive_group()
+    m_comp.add_argument("--m-comp", type=float, help="tokens to the power p (default: one clip of 81 frames in 720p)")
+    m_comp.add_argument(
+        "--best-m-comp",
+        action="store_true",
+        help="try the default and more, up to twice as much, and plan by the one of most predicted tokens/s",
+    )
     parser.add_argument(
         "--cost",
         type=Path,
@@ -83,23 +92,36 @@ def _run(options: argparse.Namespace) -> int:
         table, step_time = _table(options), _step_time(options)
         law = step_time.power_law
         budget = BucketBudget(options.m_mem, LONGEST**law.p if options.m_comp is None else options.m_comp, law.p)
+        planner = BucketPlanner(
+            table,
+            budget,
+            options.balance or "planned",
+            options.dp_size,
+            options.micro_batches,
+            step_time,
+            seed=options.seed,
+        )
+        tried = try_budgets(planner) if options.best_m_comp else []
+        if tried:
+            planner = replace(planner, budget=best_of(tried).budget)
         balances: Sequence[Balance] = [options.balance] if options.balance else get_args(Balance)[::-1]
-        plans = {
-            balance: BucketPlanner(
-                table, budget, balance, options.dp_size, options.micro_batches, step_time, seed=options.seed
-            ).plan(epoch=0)
-            for balance in balances
-        }
+        plans = {balance: replace(planner, balance=balance).plan(epoch=0) for balance in balances}
     except (ValueError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         return 1
     figures = {balance: PlanFigures.of(plan) for balance, plan in plans.items()}
     if options.json:
-        rows = {balance: found.to_dict() for balance, found in figures.items()}
+        rows: dict[str, Any] = {balance: found.to_dict() for balance, found in figures.items()}
         report = {"balance": options.balance, **rows[options.balance]} if options.balance else rows
+        if tried:
+            report["m_comp"] = planner.budget.m_comp
+            report["tried"] = [{"m_comp": each.budget.m_comp, **each.figures.to_dict()} for each in tried]
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        _print(figures, plans, budget, step_time)
+        console = Console(soft_wrap=True, highlight=False)
+        if tried:
+            _print_tried(console, tried, planner)
+        _print(console, figures, plans, planner.budget, step_time)
     return 0
 
 
@@ -134,10 +156,24 @@ def _step_time(options: argparse.Namespace) -> StepTimeModel:
     return StepTimeModel.fit(ShapeMatrix.load(options.cost).measurements)
 
 
+def _print_tried(console: Console, tried: Sequence[TriedBudget], chosen: BucketPlanner) -> None:
+    console.print(f"M_comp for {chosen.balance}, on {tried[0].figures.samples} of the samples:")
+    table = Table("", "M_comp", *_TRIED.values(), "")
+    for each in tried:
+        budget, figures = each.budget, each.figures.to_dict()
+        note = "chosen" if budget == chosen.budget else "" if each.is_diverse else "too alike"
+        numbers = (f"{figures[name]:.4g}" for name in _TRIED)
+        table.add_row(f"{each.factor:.2f} x", f"{budget.m_comp:.4g}", *numbers, note)
+    console.print(table)
+
+
 def _print(
-    figures: dict[Balance, PlanFigures], plans: dict[Balance, EpochPlan], budget: BucketBudget, step_time: StepTimeModel
+    console: Console,
+    figures: dict[Balance, PlanFigures],
+    plans: dict[Balance, EpochPlan],
+    budget: BucketBudget,
+    step_time: StepTimeModel,
 ) -> None:
-    console = Console(soft_wrap=True, highlight=False)
     first = next(iter(plans.values()))
     _, ranks, micro_batches = first.grid.shape
     console.print(

@@ -3,8 +3,8 @@
 From all ranks' compute times, remembered with the ranks' own speeds taken out (`ObservedCosts`), follow
 
 - the power law a + b * B * S^p, whose p moves by `P_STEP` at most at a time, and the additive form;
-- M_comp = (target_sync - a) / b, AdaptiveLoad's; without a target in seconds, what one sample of the length S* costs
-  that the first budget allows alone: S*^p. It moves by `BATCH_STEP` at most at a time;
+- M_comp = (target_sync - a) / b, AdaptiveLoad's; without a target in seconds, room for as many of the longest samples
+  as in the first budget, n * S^p. It moves by `BATCH_STEP` at most at a time;
 - M_mem, from peaks of memory, by `MEMORY_STEP` at most at a time.
 
 A change that is small (`TOLERANCE`), or that noise may have made (`CERTAIN`), is left alone: hysteresis.
@@ -64,21 +64,24 @@ class Recalibration:
 
     Args:
         calibration: What the run starts with.
-        target_sync: Seconds that a micro-batch may take. None keeps what the first budget means: the longest sample
-            that it allows alone sets the time.
+        target_sync: Seconds that a micro-batch may take. None keeps what the first budget means: room for so many
+            samples of the longest.
+        longest: Tokens of the longest sample. None: as many as the first budget has room for one of.
 
     Attributes:
         calibration: What holds now.
         fitted: The last fit, whether it was adopted or not.
     """
 
-    def __init__(self, calibration: Calibration, target_sync: float | None = None) -> None:
+    def __init__(
+        self, calibration: Calibration, target_sync: float | None = None, longest: float | None = None
+    ) -> None:
         self.calibration = calibration
         self.fitted: StepTimeModel | None = None
         self._observed = ObservedCosts()
         self._target_sync = target_sync
         budget = calibration.budget
-        self._alone = budget.m_comp ** (1 / budget.p)
+        self._longest = longest if longest is not None else budget.m_comp ** (1 / budget.p)
         self._peaks: dict[int, float] = {}
         self._m_mem_limit = math.inf
 
@@ -136,7 +139,7 @@ class Recalibration:
             "calibration": self.calibration.to_dict(),
             "fitted": self.fitted.to_dict() if self.fitted else None,
             "observed": self._observed.state_dict(),
-            "alone": self._alone,
+            "longest": self._longest,
             "peaks": [[*item] for item in self._peaks.items()],
             "m_mem_limit": self._m_mem_limit,
         }
@@ -146,7 +149,7 @@ class Recalibration:
         self.calibration = Calibration.from_dict(state["calibration"])
         self.fitted = StepTimeModel.from_dict(state["fitted"]) if state["fitted"] else None
         self._observed.load_state_dict(state["observed"])
-        self._alone = state["alone"]
+        self._longest = state["longest"]
         self._peaks = dict(state["peaks"])
         self._m_mem_limit = state["m_mem_limit"]
 
@@ -158,16 +161,17 @@ class Recalibration:
         return free if low <= free.power_law.p <= high else fit_step_time(points, (low, high))
 
     def _compute_budget(self, fitted: StepTimeModel) -> tuple[float, float]:
-        """M_comp and p, clamped to `BATCH_STEP` at the length that sets the time."""
+        """M_comp and p, clamped to `BATCH_STEP` at the longest sample."""
         before, p = self.calibration.budget, fitted.power_law.p
         if math.isinf(before.m_comp):
             return math.inf, p
+        # How many samples of one length there is room for is what M_comp of different p have in common.
+        one = self._longest**p
+        room = before.m_comp / self._longest**before.p
         if self._target_sync is None:
-            return self._alone**p, p
-        wanted = fitted.budget(self._target_sync, before.m_mem).m_comp
-        # How many samples of this length the budget has room for is what M_comp of different p have in common.
-        room = before.m_comp / self._alone**before.p
-        return self._alone**p * min(max(wanted / self._alone**p, room / BATCH_STEP), room * BATCH_STEP), p
+            return room * one, p
+        wanted = fitted.budget(self._target_sync, before.m_mem).m_comp / one
+        return one * min(max(wanted, room / BATCH_STEP), room * BATCH_STEP), p
 
     def _difference(self, fitted: StepTimeModel, m_comp: float, p: float) -> str:
         """Why the fit is worth a new plan, or nothing."""
@@ -177,7 +181,7 @@ class Recalibration:
             return f"first fit, of {len(self._observed)} observed shapes: compute budget {move}"
         uncertain = Uncertainty.of(points, law, self._observed.noise)
         if math.isfinite(m_comp):
-            error = uncertain.m_comp(law, self._target_sync) if self._target_sync else uncertain.power(self._alone)
+            error = uncertain.m_comp(law, self._target_sync) if self._target_sync else uncertain.power(self._longest)
             if abs(math.log(m_comp / now.budget.m_comp)) > max(TOLERANCE, CERTAIN * error):
                 return f"compute budget {move}"
         old, new = (model.predict(points.samples, points.lengths) for model in (now.step_time, fitted))

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_videoscale.cost.budget import BucketBudget
+from lightning_videoscale.cost.floor import above_floor, floor_of, suffice
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.least_squares import Vector, nonnegative_least_squares
 from lightning_videoscale.cost.measurement import Measurement
@@ -20,10 +21,6 @@ EXPONENTS = np.round(np.arange(1.6, 2.4 + 1e-9, 0.01), 2)
 """Where AdaptiveLoad searches p."""
 
 _FOLDS = 5
-_MEASUREMENTS, _LENGTHS = 6, 3
-"""What a fit needs at least."""
-
-_NEAR_FLOOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -127,16 +124,15 @@ class StepTimeModel:
             ValueError: If there are too few, a time is not positive, or times do not grow with the work.
         """
         b, s, seconds = (np.array(column, np.float64) for column in zip(*(m[:3] for m in samples), strict=True))
-        if not _suffice(s):
+        if not suffice(s):
             raise ValueError(
                 f"A step-time model needs at least 6 measurements of 3 sequence lengths; got {len(samples)} of "
                 f"{len(np.unique(s))}. Measure more shapes."
             )
         if not (np.isfinite(seconds) & (seconds > 0) & (b >= 1) & (s >= 1)).all():
             raise ValueError("Every measurement needs a positive time, batch size and sequence length.")
-        every, above = (b, s, seconds), seconds > _NEAR_FLOOR * seconds.min()
-        if has_floor := _suffice(s[above]):
-            b, s, seconds = b[above], s[above], seconds[above]
+        every, above = (b, s, seconds), above_floor(s, seconds)
+        b, s, seconds = b[above], s[above], seconds[above]
         power_law = PowerLaw.fit(b, s, seconds)
         if power_law.b <= 0:
             raise ValueError(
@@ -146,7 +142,7 @@ class StepTimeModel:
             float(np.median(np.abs(_held_out(form, b, s, seconds)))) for form in (PowerLaw, AdditiveCost)
         )
         model = cls(power_law, AdditiveCost.fit(b, s, seconds), of_power_law, of_sum)
-        return replace(model, floor=_floor(model.form, *every)) if has_floor else model
+        return model if above.all() else model.with_floor(*every, np.ones(len(above)))
 
     @classmethod
     def analytic(cls, flops: TransformerFlops, flops_per_second: float = 4e14, longest: int = 80_000) -> StepTimeModel:
@@ -165,6 +161,10 @@ class StepTimeModel:
         misses = power_law.predict(1, lengths) / additive.predict(1, lengths) - 1
         one_token = float(additive.predict(1, 1))
         return cls(power_law, additive, float(np.median(np.abs(misses))), 0.0, one_token)
+
+    def with_floor(self, samples: Vector, lengths: Vector, seconds: Vector, weights: Vector) -> StepTimeModel:
+        """Returns this model with the floor that measurements show; see `cost.floor.floor_of`."""
+        return replace(self, floor=floor_of(self.form.predict(samples, lengths), seconds, weights))
 
     @property
     def form(self) -> PowerLaw | AdditiveCost:
@@ -205,20 +205,6 @@ class StepTimeModel:
         """Reads what `to_dict` returned."""
         forms = {"power_law": PowerLaw(**fields["power_law"]), "additive": AdditiveCost(**fields["additive"])}
         return cls(**{**fields, **forms})
-
-
-def _suffice(lengths: Vector) -> bool:
-    return len(lengths) >= _MEASUREMENTS and len(np.unique(lengths)) >= _LENGTHS
-
-
-def _floor(form: PowerLaw | AdditiveCost, b: Vector, s: Vector, seconds: Vector) -> float:
-    """What steps take whose work the device does in less than the shortest of all took.
-
-    The shortest itself is the luckiest of them: the host's times vary more than the device's.
-    """
-    shortest = seconds.min()
-    is_launch = form.predict(b, s) < shortest
-    return float(np.median(seconds[is_launch])) if is_launch.any() else float(shortest)
 
 
 def _held_out(form: type[PowerLaw] | type[AdditiveCost], b: Vector, s: Vector, seconds: Vector) -> Vector:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_videoscale.metrics.loads import loads_of
+
 
 class ComputeCV(Metric):
     """Compute CV = std / mean over the data-parallel ranks of the load B * S**p, averaged over the steps.
@@ -43,27 +45,22 @@ class ComputeCV(Metric):
         self.add_state("steps", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, batch_sizes: Tensor, sequence_lengths: Tensor) -> None:
-        """Adds one step.
+        """Adds one step, or several.
 
         Args:
-            batch_sizes: Samples, shape ``(dp_ranks,)``, or ``(dp_ranks, micro_batches)`` where a step accumulates
-                several micro-batches: the loads of one rank add up.
+            batch_sizes: Samples: of one step, shape ``(dp_ranks,)``, or ``(dp_ranks, micro_batches)`` where it
+                accumulates several micro-batches: the loads of one rank add up. Of several steps, ``(dp_ranks, steps,
+                micro_batches)``, where 0 fills up what a step has fewer of.
             sequence_lengths: Tokens per sample, the same shape.
 
         Raises:
-            ValueError: The shapes differ or have another number of dimensions, or no rank has any load.
+            ValueError: The shapes differ or have another number of dimensions, or in a step no rank has any load.
         """
-        if batch_sizes.shape != sequence_lengths.shape or batch_sizes.ndim not in (1, 2):
-            raise ValueError(
-                "batch_sizes and sequence_lengths must both have shape (dp_ranks,) or (dp_ranks, micro_batches); "
-                f"got {tuple(batch_sizes.shape)} and {tuple(sequence_lengths.shape)}."
-            )
-        loads = batch_sizes.double() * sequence_lengths.double() ** self.p
-        loads = loads.reshape(loads.shape[0], -1).sum(dim=1)
-        if not bool(loads.sum() > 0):
-            raise ValueError(f"at least one rank must have a load above zero; got B * S**p = {loads.tolist()}.")
-        self.cv_sum += loads.std(correction=0) / loads.mean()
-        self.steps += 1
+        loads = loads_of(batch_sizes, sequence_lengths, self.p)
+        if not bool((loads.sum(dim=0) > 0).all()):
+            raise ValueError(f"at least one rank must have a load above zero; got B * S**p = {loads.T.tolist()}.")
+        self.cv_sum += (loads.std(dim=0, correction=0) / loads.mean(dim=0)).sum()
+        self.steps += loads.shape[1]
 
     def compute(self) -> Tensor:
         """Returns the mean Compute CV, a float64 scalar at or above 0; NaN before the first step."""

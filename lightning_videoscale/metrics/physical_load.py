@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_videoscale.metrics.loads import loads_of
+
 
 class PhysicalLoad(Metric):
     """O = B · S² of the data-parallel ranks: its mean, and the largest of any rank in any step.
@@ -42,26 +44,21 @@ class PhysicalLoad(Metric):
         self.add_state("loads", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, batch_sizes: Tensor, sequence_lengths: Tensor) -> None:
-        """Adds one step.
+        """Adds one step, or several.
 
         Args:
-            batch_sizes: Samples, shape ``(dp_ranks,)``, or ``(dp_ranks, micro_batches)`` where a step accumulates
-                several micro-batches: the loads of one rank add up.
+            batch_sizes: Samples: of one step, shape ``(dp_ranks,)``, or ``(dp_ranks, micro_batches)`` where it
+                accumulates several micro-batches: the loads of one rank add up. Of several steps, ``(dp_ranks, steps,
+                micro_batches)``, where 0 fills up what a step has fewer of.
             sequence_lengths: Tokens per sample, the same shape.
 
         Raises:
             ValueError: The shapes differ, have another number of dimensions or no element.
         """
-        if batch_sizes.shape != sequence_lengths.shape or batch_sizes.ndim not in (1, 2) or batch_sizes.numel() == 0:
-            raise ValueError(
-                "batch_sizes and sequence_lengths must both have shape (dp_ranks,) or (dp_ranks, micro_batches); "
-                f"got {tuple(batch_sizes.shape)} and {tuple(sequence_lengths.shape)}."
-            )
-        loads = batch_sizes.double() * sequence_lengths.double() ** 2
-        loads = loads.reshape(loads.shape[0], -1).sum(dim=1)
+        loads = loads_of(batch_sizes, sequence_lengths, p=2.0)
         self.load_sum += loads.sum()
         self.load_max = torch.maximum(self.load_max, loads.max())
-        self.loads += len(loads)
+        self.loads += loads.numel()
 
     def compute(self) -> dict[str, Tensor]:
         """Returns ``mean`` and ``max`` of B · S², float64 scalars; before the first step NaN and 0."""

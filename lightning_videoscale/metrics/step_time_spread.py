@@ -44,21 +44,25 @@ class StepTimeSpread(Metric):
         self.add_state("steps", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, times: Tensor) -> None:
-        """Adds one step.
+        """Adds one step, or several.
 
         Args:
-            times: What each rank needed, shape ``(ranks,)``, any unit, all above zero.
+            times: What each rank needed, shape ``(ranks,)``, or ``(ranks, steps)``; any unit, all above zero.
 
         Raises:
-            ValueError: ``times`` is not a vector of positive, finite numbers.
+            ValueError: ``times`` has another number of dimensions, no element, or one that is not positive and finite.
         """
-        if times.ndim != 1 or times.numel() == 0:
-            raise ValueError(f"times must have shape (ranks,), one value per rank; got shape {tuple(times.shape)}.")
+        if times.ndim not in (1, 2) or times.numel() == 0:
+            raise ValueError(
+                "times must have shape (ranks,), one value per rank, or (ranks, steps); "
+                f"got shape {tuple(times.shape)}."
+            )
         if not bool((torch.isfinite(times) & (times > 0)).all()):
             raise ValueError(f"times must be positive and finite; got {times.tolist()}.")
         times = times.detach().double()
-        self.spread_sum += (times.max() - times.min()) / times.max()
-        self.steps += 1
+        slowest, fastest = times.amax(dim=0), times.amin(dim=0)
+        self.spread_sum += ((slowest - fastest) / slowest).sum()
+        self.steps += slowest.numel()
 
     def compute(self) -> Tensor:
         """Returns the mean CV_step, a float64 scalar in ``[0, 1)``; NaN before the first step."""

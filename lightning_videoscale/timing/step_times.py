@@ -17,7 +17,9 @@ class StepTimes(NamedTuple):
     Attributes:
         data: From asking the loader for a batch to the start of the batch: loading, transfer, sharing in the group.
         forward: Forward pass, without what it waited and exchanged.
-        backward: Backward pass, recomputation included, without what it waited and exchanged.
+        backward: Backward pass, recomputation included, without what it waited and exchanged. DDP reduces gradients
+            beside it: on a rank that is ahead, reductions that wait for another rank take a part of the device from
+            what is left of the pass, which then takes longer than it would alone.
         wait: At synchronisation with other ranks: gathers of parameters, reductions of gradients. Part of it is the
             transfer itself; what exceeds the least wait of all ranks is waiting for a slower one.
         exchange: Sequence-parallel exchanges that nothing hid. Those inside of compiled blocks are part of forward and

@@ -93,7 +93,6 @@ def _train_until_killed(folder: Path) -> None:
     trainer_with(*callbacks, enable_checkpointing=True).fit(Dying(), data_in(folder))
 
 
-@pytest.mark.full
 def test_after_a_kill_the_command_draws_what_was_logged_and_a_resumed_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

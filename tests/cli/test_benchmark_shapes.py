@@ -39,7 +39,6 @@ def test_the_matrix_lies_where_auto_budgets_look(config: Path, capsys: pytest.Ca
     assert "peaks" in report["memory"]  # none on a CPU
 
 
-@pytest.mark.full
 def test_a_table_and_a_place_for_it(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = yaml.safe_load(config.read_text())
     content["model"] = {}

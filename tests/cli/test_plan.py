@@ -76,6 +76,31 @@ def test_budgets_and_a_measured_model_are_taken(
     assert small["padding"] > 0
 
 
+def test_the_compute_budget_of_most_tokens_per_second_is_taken(
+    shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A quarter of the longest clip's time is there for every micro-batch: the fewer, the better.
+    measured = [Measurement(b, s, 0.6 + b * s**1.9 * 1e-9) for b in (1, 2) for s in (4000, 8000, 32_000, 75_600)]
+    (tmp_path / "cost.json").write_text(json.dumps(StepTimeModel.fit(measured).to_dict()))
+    cost = ("--cost", str(tmp_path / "cost.json"), "--m-mem", "302400")
+    mix = ("--shapes", shapes, "--standard-mix", "--samples", "5000", "--dp-size", "8", *cost)
+    found = run(capsys, *mix, "--balance", "planned", "--best-m-comp")
+    first, *others = found.pop("tried")
+    assert len(others) > 3 and all(row["m_comp"] > first["m_comp"] for row in others)
+    chosen = next(row for row in (first, *others) if row["m_comp"] == found["m_comp"])
+    assert found["tokens_per_cost"] == chosen["tokens_per_cost"] > 1.01 * first["tokens_per_cost"]
+    assert chosen["tokens_per_cost"] > 0.994 * max(row["tokens_per_cost"] for row in others)
+
+    named = run(capsys, *mix, "--balance", "planned", "--m-comp", str(found.pop("m_comp")))
+    assert named == found, "the same as of the option, and without it nothing else is printed"
+    assert main(["plan", *mix, "--best-m-comp"]) == 0
+    printed = capsys.readouterr().out
+    assert "M_comp for planned, on 5000 of the samples" in printed and printed.count("chosen") == 1
+    with pytest.raises(SystemExit):
+        main(["plan", *mix, "--best-m-comp", "--m-comp", "1e7"])
+    assert "--m-comp: not allowed with argument --best-m-comp" in capsys.readouterr().err
+
+
 def test_an_index_is_planned_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = write_shards(tmp_path, 50)
     file = tmp_path / "index.jsonl"

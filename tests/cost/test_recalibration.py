@@ -111,6 +111,20 @@ def test_without_a_target_the_longest_sample_keeps_setting_it() -> None:
     assert unlimited.update(window((1.0, 1.0))).calibration.budget.m_comp == math.inf
 
 
+def test_without_a_target_there_is_room_for_as_many_of_the_longest_samples_as_at_first() -> None:
+    first = Calibration(BucketBudget(4 * LONGEST, 2 * LONGEST**2.2, 2.2), wrong(TRUTH, 0.5, 0.3))
+    loop = Recalibration(first, longest=LONGEST)
+    for n in range(8):
+        loop.update(window((1.0, 1.0), seed=n))
+        assert loop.calibration.budget.batch_size(LONGEST) == 2
+    budget = loop.calibration.budget
+    assert budget.p == pytest.approx(1.9, abs=0.01) and budget.m_comp == pytest.approx(2 * LONGEST**budget.p)
+    by_one_sample = Recalibration(first)
+    for n in range(8):
+        by_one_sample.update(window((1.0, 1.0), seed=n))
+    assert by_one_sample.calibration.budget.batch_size(LONGEST) == 1
+
+
 def test_too_little_to_tell_changes_nothing_and_says_so() -> None:
     for observed, reason in (
         ([], "no times were observed"),

@@ -17,12 +17,12 @@ Ranks = Callable[[int], ProcessPool]
 
 FAST, SLOW = Pace(forward=0.02, backward=0.02), Pace(forward=0.10, backward=0.06)
 STRATEGIES = [
-    pytest.param("plain_ddp", marks=pytest.mark.full),
+    "plain_ddp",
     "ddp",
     "fsdp2",
     pytest.param("zero1", marks=[needs_deepspeed, pytest.mark.full]),  # stage 2 waits in the same places
-    pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.full]),
-    pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.full]),
+    pytest.param("zero2", marks=needs_deepspeed),
+    pytest.param("zero3", marks=needs_deepspeed),
 ]
 
 
@@ -45,7 +45,7 @@ def test_a_slow_rank_computes_and_the_other_waits(ranks: Ranks, strategy: str) -
     assert all(time.exchange == 0.0 for time in fast + slow)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_accumulated_and_recomputed_micro_batches_with_validation_in_between(ranks: Ranks, strategy: str) -> None:
     pace = Pace(forward=0.06, backward=0.04, validation=0.05)
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 2}

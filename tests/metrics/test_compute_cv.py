@@ -31,6 +31,13 @@ def test_accumulated_micro_batches_add_up() -> None:
     assert cv.compute().item() == 0.0
 
 
+def test_several_steps_at_once_are_several_steps() -> None:
+    cv = ComputeCV()
+    # The second step has one micro-batch less: loads 100 and 300; then 400 and 400.
+    cv.update(torch.tensor([[[1, 0], [3, 1]], [[3, 0], [1, 3]]]), torch.tensor([[[10, 0], [10, 10]]] * 2))
+    assert cv.compute().item() == 0.25 and cv.steps == 2
+
+
 def test_long_videos_do_not_overflow() -> None:
     cv = ComputeCV(p=2.4)
     cv.update(torch.tensor([1, 1]), torch.tensor([2_000_000, 2_000_000]))
@@ -54,8 +61,9 @@ def test_nan_before_the_first_step() -> None:
     ("batch_sizes", "sequence_lengths", "message"),
     [
         (torch.ones(2), torch.ones(3), r"got \(2,\) and \(3,\)"),
-        (torch.ones(1, 1, 1), torch.ones(1, 1, 1), r"got \(1, 1, 1\)"),
-        (torch.zeros(2), torch.ones(2), r"above zero; got B \* S\*\*p = \[0.0, 0.0\]"),
+        (torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), r"got \(1, 1, 1, 1\)"),
+        (torch.zeros(2), torch.ones(2), r"above zero; got B \* S\*\*p = \[\[0.0, 0.0\]\]"),
+        (torch.tensor([[[1], [0]]]), torch.ones(1, 2, 1), r"above zero; got B \* S\*\*p = \[\[1.0\], \[0.0\]\]"),
     ],
 )
 def test_refuses_what_is_not_one_load_per_rank(

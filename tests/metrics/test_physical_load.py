@@ -27,6 +27,12 @@ def test_accumulated_micro_batches_add_up() -> None:
     assert _values(load) == (300.0, 400.0)
 
 
+def test_several_steps_at_once_are_several_steps() -> None:
+    load = PhysicalLoad()
+    load.update(torch.tensor([[[1, 3], [2, 0]]]), torch.tensor([[[10, 10], [10, 0]]]))  # 400, then 200
+    assert _values(load) == (300.0, 400.0)
+
+
 def test_one_token_more_shows_in_long_videos() -> None:
     load = PhysicalLoad()
     load.update(torch.tensor([1]), torch.tensor([2_000_001]))
@@ -50,7 +56,7 @@ def test_empty_before_the_first_step_and_after_reset() -> None:
     assert math.isnan(mean) and largest == 0.0
 
 
-@pytest.mark.parametrize(("shape", "other"), [((2,), (3,)), ((1, 1, 1), (1, 1, 1)), ((0,), (0,))])
+@pytest.mark.parametrize(("shape", "other"), [((2,), (3,)), ((1, 1, 1, 1), (1, 1, 1, 1)), ((0,), (0,))])
 def test_refuses_what_is_not_one_load_per_rank(shape: tuple[int, ...], other: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="must both have shape"):
         PhysicalLoad().update(torch.ones(shape), torch.ones(other))

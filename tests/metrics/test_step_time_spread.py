@@ -18,6 +18,12 @@ def test_mean_over_steps_of_max_minus_min_over_max() -> None:
     assert spread.compute().dtype == torch.float64
 
 
+def test_several_steps_at_once_are_several_steps() -> None:
+    spread = StepTimeSpread()
+    spread.update(torch.tensor([[2.0, 4.0], [1.0, 3.0], [1.5, 4.0]]))  # 0.5 and 0.25
+    assert spread.compute().item() == 0.375 and spread.steps == 2
+
+
 def test_sequence_lengths_may_stand_in_for_times() -> None:
     spread = StepTimeSpread()
     spread.update(torch.tensor([32_760, 8_190]))
@@ -52,7 +58,7 @@ def test_states_merge_by_adding_and_units_cancel(steps: list[list[float]], unit:
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        (torch.ones(2, 3), r"shape \(2, 3\)"),
+        (torch.ones(2, 3, 1), r"shape \(2, 3, 1\)"),
         (torch.ones(0), r"shape \(0,\)"),
         (torch.tensor([1.0, 0.0]), r"positive and finite; got \[1.0, 0.0\]"),
         (torch.tensor([1.0, math.nan]), "positive and finite"),

@@ -188,7 +188,7 @@ def _on_two_ranks(in_backward: bool) -> tuple[ShapeMatrix, bool]:
     return matrix, all(torch.equal(value.cpu(), before[name]) for name, value in module.state_dict().items())
 
 
-@pytest.mark.parametrize("in_backward", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("in_backward", [False, True])
 def test_one_rank_without_memory_speaks_for_all(ranks: Ranks, in_backward: bool) -> None:
     (matrix, same), (theirs, same_there) = ranks(2).run(_on_two_ranks, in_backward)
     assert same and same_there and matrix == theirs
@@ -213,7 +213,7 @@ def _under(strategy: str) -> tuple[ShapeMatrix, bool]:
     return _benchmark(Flow(), trainer, shapes=SHAPES[:2], max_tokens=16), where.meet
 
 
-@pytest.mark.parametrize("strategy", ["ulysses_ddp", pytest.param("ulysses_fsdp2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("strategy", ["ulysses_ddp", "ulysses_fsdp2"])
 def test_under_our_strategies(ranks: Ranks, strategy: str) -> None:
     (matrix, meet), theirs = ranks(2).run(_under, strategy)
     assert (matrix, meet) == theirs and meet

@@ -1,0 +1,36 @@
+"""Fits to weighted observations of a training run: what the host takes to launch a step must not bend them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_videoscale.cost.weighted_fit import Points, fit_step_time
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+
+
+def observed(launch: float, noise: float = 0.02) -> Points:
+    """Seconds = 0.01 + 2e-5 S B + 7e-10 S² B on the device, or what the host takes, with noise on both."""
+    draw = np.random.default_rng(0)
+    b, s = np.array([(b, s) for s in LENGTHS for b in (1, 2, 4, 8) if b * s <= 140_000], np.float64).T
+    device = (0.01 + b * (2e-5 * s + 7e-10 * s**2)) * (1 + noise * draw.standard_normal(len(b)))
+    host = launch * (1 + 0.2 * draw.standard_normal(len(b)))
+    return Points(b, s, np.maximum(device, host), draw.integers(1, 30, len(b)).astype(np.float64))
+
+
+def test_launching_is_a_floor() -> None:
+    points = observed(launch=0.15)
+    model = fit_step_time(points)
+    assert 0.13 < model.floor < 0.19 and model.predict(1, 300) == model.floor
+    errors = np.abs(model.predict(points.samples, points.lengths) / points.seconds - 1)
+    assert np.median(errors[points.seconds > 0.3]) < 0.02
+    assert model.additive.linear == pytest.approx(2e-5, rel=0.1)
+    assert model.additive.quadratic == pytest.approx(7e-10, rel=0.05)
+
+
+def test_where_the_host_is_no_limit_short_steps_are_fitted_too() -> None:
+    points = observed(launch=0.0)
+    model = fit_step_time(points)
+    assert model.additive.a == pytest.approx(0.01, rel=0.1)  # which long steps alone do not tell
+    assert model.floor < 0.001
