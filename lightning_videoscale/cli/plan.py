@@ -130,6 +130,8 @@ def _table(options: argparse.Namespace) -> SampleTable:
     shard = None
     if options.shapes is not None:
         clips = Clips.from_csv(options.shapes)
+    elif not options.index.is_file():
+        raise ValueError(f"No index at {options.index}: name the file that `videoscale index SHARDS` has written.")
     else:
         index = ShardIndex.load(options.index)
         clips, shard = index.samples.clips, index.shard_numbers

@@ -45,7 +45,13 @@ class DiffusersVae:
             raise ModuleNotFoundError(
                 "Encoding needs diffusers: pip install 'lightning-videoscale[diffusers]'."
             ) from error
-        vae = AutoModel.from_pretrained(name, subfolder=subfolder, torch_dtype=dtype, use_safetensors=True)
+        try:
+            vae = AutoModel.from_pretrained(name, subfolder=subfolder, torch_dtype=dtype, use_safetensors=True)
+        except OSError as error:
+            raise OSError(
+                f"No VAE at {name!r}, subfolder {subfolder!r}: name a folder or a model of the Hugging Face Hub, and "
+                f"the subfolder that the VAE has in it, mostly 'vae' ({error})."
+            ) from error
         if not hasattr(vae, "encode"):
             raise ValueError(f"{name} is a {type(vae).__name__}, which encodes nothing; name a VAE.")
         self.geometry = geometry
@@ -94,8 +100,8 @@ class DiffusersVae:
 
 
 def _normalisation(vae: Any) -> tuple[Tensor, Tensor]:
-    config = vae.config
-    mean, std = (config.get(name) or getattr(vae, name, None) for name in ("latents_mean", "latents_std"))
+    config, buffers = vae.config, dict(vae.named_buffers())
+    mean, std = (config.get(name) or buffers.get(name) for name in ("latents_mean", "latents_std"))
     if mean is not None and std is not None:
         scale = config.get("scaling_factor") or 1.0
         mean, std = (torch.as_tensor(values, dtype=torch.float32) for values in (mean, std))

@@ -150,6 +150,11 @@ def test_latents_are_not_encoded_again(tmp_path: Path) -> None:
         _encode([str(write_shard(tmp_path / "000.tar", [clip(0)]))], tmp_path / "out")
 
 
+def test_a_folder_whose_vae_lies_deeper_is_named(vae: Path) -> None:
+    with pytest.raises(OSError, match=r"No VAE at '.*', subfolder None: .* mostly 'vae'"):
+        DiffusersVae(str(vae), GEOMETRIES["wan2.1"])
+
+
 def test_a_vae_of_another_model_is_named(vae: Path) -> None:
     encoder = DiffusersVae(str(vae), GEOMETRIES["wan2.2-ti2v-5b"], "vae")
     with pytest.raises(ValueError, match=r"\(1, 8, 8\) of \(1, 64, 64\) pixels.*geometry says \(1, 4, 4\)"):

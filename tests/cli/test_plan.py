@@ -115,6 +115,8 @@ def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, capsys: pytest
     assert "None of the 1 clips can be trained on" in capsys.readouterr().err
     assert main(["plan", "--shapes", str(tmp_path / "none.csv")]) == 1
     assert "none.csv" in capsys.readouterr().err
+    assert main(["plan", "--index", str(tmp_path / "*.tar")]) == 1
+    assert "name the file that `videoscale index SHARDS` has written" in capsys.readouterr().err
     (tmp_path / "one.csv").write_text("source,width,height,fps,num_frames\na,640,480,25,100\n")
     assert main(["plan", "--shapes", str(tmp_path / "one.csv"), "--dp-size", "0"]) == 1
     assert "dp_size=0" in capsys.readouterr().err
