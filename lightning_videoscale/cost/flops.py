@@ -66,8 +66,8 @@ class TransformerFlops:
                 found[path] = config
         if len(found) != 1:
             raise ValueError(
-                f"{type(module).__name__} has {len(found)} transformers with a configuration that are trained "
-                f"{sorted(found)}, and one is expected."
+                f"expected one trained transformer with a diffusers config in {type(module).__name__}, found "
+                f"{', '.join(sorted(found)) or 'none'}."
             )
         return cls.from_config(next(iter(found.values())))
 

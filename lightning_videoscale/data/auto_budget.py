@@ -25,7 +25,7 @@ from lightning_videoscale.data.benchmark.grid import spread_over_shapes
 from lightning_videoscale.data.benchmark.measuring import DECISIVE, measure_shapes, provenance_of
 from lightning_videoscale.data.benchmark.synthetic import SyntheticBatches
 from lightning_videoscale.data.planning import BucketPlanner
-from lightning_videoscale.data.planning.compute_budgets import EQUAL, best_of, try_budgets
+from lightning_videoscale.data.planning.compute_budgets import EQUAL, FACTORS, best_of, try_budgets
 from lightning_videoscale.topology import waits_in_every_micro_batch
 
 _SHORT = {"max_shapes": 6, "seconds": 0.3}
@@ -98,12 +98,13 @@ class BudgetSearch:
                 f"target_sync={self._auto.target_sync} s needs measured seconds, and budget='auto' finds its costs "
                 f"{reason}: give matrix=, or step_time=."
             )
+        has_seconds = step_time is not None
         if step_time is None and trainer is not None:
             step_time, note = step_time_of(trainer.lightning_module)
             notes.append(note)
         m_mem, note = self._m_mem(matrix)
         in_slots = trainer is not None and waits_in_every_micro_batch(trainer)
-        budget, why = self._budget(step_time, m_mem, in_slots)
+        budget, why = self._budget(step_time, has_seconds, m_mem, in_slots)
         rank_zero_info(
             f"budget='auto', {reason}: M_mem = {budget.m_mem:g} tokens ({note}), M_comp = {budget.m_comp:.4g} tokens^"
             f"{budget.p:g} ({why}){''.join(f'; {n}' for n in notes).rstrip('.')}."
@@ -112,7 +113,10 @@ class BudgetSearch:
         # The last bits of a fit may differ between processors, and all ranks must plan alike.
         return calibration if trainer is None else trainer.strategy.broadcast(calibration)
 
-    def _budget(self, step_time: StepTimeModel | None, m_mem: float, in_slots: bool) -> tuple[BucketBudget, str]:
+    def _budget(
+        self, step_time: StepTimeModel | None, has_seconds: bool, m_mem: float, in_slots: bool
+    ) -> tuple[BucketBudget, str]:
+        """The budget and why, by costs that are seconds or else, by FLOPs, only in proportion to them."""
         longest, target = max(self._lengths), self._auto.target_sync
         if step_time is not None and target is not None:
             return step_time.budget(target, m_mem), f"target_sync = {target:g} s"
@@ -121,12 +125,15 @@ class BudgetSearch:
         alone = BucketBudget(m_mem, float(longest) ** p, p)
         tried = try_budgets(replace(self._planner, budget=alone, step_time=step_time))
         best = best_of(tried, in_slots)
-        takes = "" if step_time is None else f", {float(step_time.predict(1, longest)):.3g} s"
+        takes = f", {float(step_time.predict(1, longest)):.3g} s" if step_time is not None and has_seconds else ""
         sample = f"what one sample of {longest} tokens takes{takes}"
         now, before = best.figures, tried[0].figures
-        works = f"ranks work {now.at_work(in_slots):.1%} of the predicted time"
+        works = f"ranks are predicted to work {now.at_work(in_slots):.1%} of the time"
         if best is tried[0]:
-            return best.budget, f"{sample}: {works}, and no more of it, up to twice as much, is {EQUAL:.1%} faster"
+            return best.budget, (
+                f"{sample}: {works}, and no budget up to {FACTORS[-1]:g} x this one that mixes shapes as well has "
+                f"{EQUAL:.1%} more tokens per second"
+            )
         return best.budget, (
             f"{best.factor:g} x {sample}: {works} instead of {before.at_work(in_slots):.1%}, "
             f"{now.throughput(in_slots) / before.throughput(in_slots) - 1:+.1%} tokens per second, "

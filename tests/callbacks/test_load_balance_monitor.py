@@ -196,7 +196,7 @@ def test_the_mfu_is_that_of_the_transformer_that_trains() -> None:
         monitor = LoadBalanceMonitor(peak_flops_per_second=1e9)
         trainer_with(monitor).fit(WithWan("first", "second"), batches_of([Meta(2, 10)]))
     assert "mfu" not in monitor.summary() and "samples" in monitor.summary()
-    assert any("trained ['first', 'second'], and one" in str(warning.message) for warning in caught)
+    assert any("found first, second." in str(warning.message) for warning in caught)
 
 
 def test_refuses_an_interval_below_one() -> None:

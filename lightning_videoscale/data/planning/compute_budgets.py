@@ -4,11 +4,12 @@ M_comp says which batch sizes there are, and so which costs micro-batches have. 
 find micro-batches of one cost, and of different shapes: whether the mix has them depends on where M_comp cuts. Where
 one sample of the longest shape is all that M_comp allows, most shapes a little shorter come alone too, at any cost
 between half of it and all; a little more room can put them in pairs. No formula tells how much, and planning a sample
-of the epoch under each of some budgets does, in about a second.
+of the epoch under each of some budgets does, in about a second, or a few on a thousand ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,6 +27,8 @@ EQUAL = 0.005
 """Throughputs that differ by less count as equal: a sample of the epoch tells no better, nor does a fit of costs."""
 
 _DRAWS = 32_000
+_STEPS = 16
+"""What is planned: so many draws, or, where many ranks train, so many steps. In one step all shapes meet anyway."""
 
 
 class TriedBudget(NamedTuple):
@@ -86,6 +89,8 @@ def best_of(tried: Sequence[TriedBudget], in_slots: bool = False) -> TriedBudget
 def _sampled(planner: BucketPlanner) -> SampleTable:
     """Draws of the first epoch, evenly apart, in their order."""
     table, stream = planner.table, planner.stream(epoch=0)
-    draws = min(_DRAWS, len(stream))
-    rows = stream[np.arange(draws) * len(stream) // max(draws, 1)]
+    micro_batches = (1 / planner.batch_sizes[table.shape_id[stream]]).sum()
+    steps = micro_batches / (planner.dp_size * planner.micro_batches)
+    draws = min(max(_DRAWS, math.ceil(_STEPS / steps * len(stream))), len(stream))
+    rows = stream[np.arange(draws) * len(stream) // draws]
     return SampleTable.create(table.shapes, table.sequence_lengths, table.shape_id[rows], start=table.start[rows])

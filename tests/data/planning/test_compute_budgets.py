@@ -95,3 +95,11 @@ def test_speed_is_not_bought_with_steps_of_one_shape() -> None:
     # What no budget has, none is asked for.
     alike = BucketPlanner(PAIRS, ALONE, dp_size=2, min_diversity=5.0)
     assert best_of(try_budgets(alike)).is_diverse
+
+
+def test_many_ranks_plan_as_many_steps_as_tell_what_a_step_has() -> None:
+    planner = BucketPlanner(mixed(100_000), BUDGET, dp_size=640, step_time=WAN_14B)
+    found = [each.figures for each in try_budgets(planner)]
+    # In one step, all shapes that there are would meet under any budget.
+    assert found[0].steps >= 16 and min(figures.steps for figures in found) > 8
+    assert found[0].samples < 100_000
