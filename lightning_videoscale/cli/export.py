@@ -36,7 +36,7 @@ def export(checkpoint: Path, output: Path, module: str | None = None) -> str:
     if module is None or module not in networks:
         raise CheckpointError(
             f"{checkpoint} holds these diffusers models: {sorted(networks)}. "
-            + ("Name one of them with --module." if networks else "Other weights can be had with `read_weights`.")
+            + ("Name one of them with --module." if networks else "Use `strategies.read_weights` for others.")
         )
     config: dict[str, Any] = json.loads(networks[module])
     with torch.device("meta"):

@@ -3,6 +3,7 @@
 `SequenceParallelDDPStrategy`        registered as "ulysses_ddp" and "usp_ddp"
 `SequenceParallelDeepSpeedStrategy`  registered as "ulysses_deepspeed_stage_1", "..._2" and "..._3"
 `SequenceParallelFSDP2Strategy`      registered as "ulysses_fsdp2" and "usp_fsdp2"
+`read_weights`                       the weights of a checkpoint, without a Trainer
 `register_strategies`                makes the names known to Lightning; importing `lightning_videoscale` does it
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_videoscale.strategies.checkpoints.folder import read_weights
 from lightning_videoscale.strategies.ddp import SequenceParallelDDPStrategy
 from lightning_videoscale.strategies.deepspeed import SequenceParallelDeepSpeedStrategy
 from lightning_videoscale.strategies.fsdp2 import SequenceParallelFSDP2Strategy
@@ -18,6 +20,7 @@ __all__ = [
     "SequenceParallelDDPStrategy",
     "SequenceParallelDeepSpeedStrategy",
     "SequenceParallelFSDP2Strategy",
+    "read_weights",
     "register_strategies",
 ]
 

@@ -14,7 +14,8 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder, read_weights
+from lightning_videoscale.strategies import read_weights
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder
 from lightning_videoscale.strategies.checkpoints.zero import Shares
 from tests.distributed.pool import ProcessPool
 from tests.strategies.checkpoints.checkpointing import OPTIMIZERS, Module, Stateful, fit, message, trainer
