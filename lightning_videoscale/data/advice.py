@@ -32,13 +32,20 @@ def warn_of_ignored(index: ShardIndex) -> None:
 
 
 def warn_of_shapeless(index: ShardIndex, table: SampleTable) -> None:
-    """Names samples that are too small to be trained on."""
+    """Names samples that are too small to be trained on.
+
+    Raises:
+        ValueError: If all of them are.
+    """
     if len(shapeless := np.flatnonzero(table.shape_id < 0)):
         clips, first = index.samples.clips, int(shapeless[0])
-        rank_zero_warn(
+        left_out = (
             f"{len(shapeless)} samples are left out, because they are smaller than one patch of the model: "
             f"the first is {index.sample_id(first)!r} of {clips.width[first]}x{clips.height[first]} pixels."
         )
+        if len(shapeless) == len(table):
+            raise ValueError(f"No samples are left: all {left_out}")
+        rank_zero_warn(left_out)
 
 
 def warn_of_oversized(table: SampleTable, budget: BucketBudget) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.cli import LightningCLI
+from PIL import Image
 
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import VideoDataModule
@@ -91,3 +93,12 @@ def test_shards_may_be_paths(tmp_path: Path) -> None:
 def test_wrong_settings_are_said_before_anything_is_read(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VideoDataModule("none.tar", **({"budget": BUDGET} | setting))
+
+
+@pytest.mark.parametrize("budget", ["auto", BUDGET])
+def test_shards_of_nothing_but_too_small_pictures_are_refused(tmp_path: Path, budget: Any) -> None:
+    picture = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(picture, "PNG")
+    shard = write_shard(tmp_path / "0.tar", [{"__key__": "tiny", "png": picture.getvalue(), "txt": b""}])
+    with pytest.raises(ValueError, match=r"all 1 samples .* smaller than one patch .*'0.tar/tiny' of 4x4 pixels"):
+        trainer_with().fit(Witness(), VideoDataModule(str(shard), budget=budget))
