@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_videoscale.cost import MatrixRow, ShapeMatrix
 from lightning_videoscale.data.benchmark.grid import Cell
@@ -78,15 +79,19 @@ class GrowingMatrix:
             return ()
         part = _part(self._file)
         try:
-            if not part.exists():
-                self._matrix.save(part)
-            begun = ShapeMatrix.load(part)
+            begun = ShapeMatrix.load(part) if part.exists() else self._matrix
+            begun.save(part)
         except (OSError, ValueError) as error:
             return error
         if differences := begun.differences(self._provenance, list(self._provenance)):
             return ValueError(
                 f"{part} holds the first {len(begun.rows)} rows of a benchmark in another setting "
-                f"({'; '.join(differences)}). Go on in that one, or name another file."
+                f"({'; '.join(differences)}). Go on in that one, name another file, or delete {part.name}."
+            )
+        if begun.rows:
+            rank_zero_info(
+                f"The benchmark goes on after the {len(begun.rows)} rows in {part}; delete it to measure them anew, "
+                "as after a change of the model that its class and its number of parameters do not show."
             )
         return begun.rows
 

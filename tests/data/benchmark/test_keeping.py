@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +53,8 @@ def _cells(matrix: ShapeMatrix) -> list[tuple[int, int]]:
     return [(row.sequence_length, row.samples) for row in matrix.rows]
 
 
-def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_it_goes_on_where_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     file, part = tmp_path / "results" / "matrix.json", tmp_path / "results" / "matrix.json.part"
     with pytest.raises(KeyError, match="the end of this job"):
         _benchmark(Interrupted(48), file)
@@ -60,7 +62,9 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     assert _cells(begun) == CELLS[:3] and not file.exists()
 
     module = Interrupted()
+    assert "goes on" not in caplog.text
     matrix = _benchmark(module, file)
+    assert f"The benchmark goes on after the 3 rows in {part}" in caplog.text
     assert _cells(matrix) == CELLS and matrix.rows[:3] == begun.rows
     assert set(module.seen) == set(CELLS[3:])
     # A new process has new optimizers: they get their states before anything is measured.
@@ -90,6 +94,23 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_is_measured(tmp_
     with pytest.raises(OSError):
         _benchmark(module, tmp_path / "file" / "matrix.json")
     assert not module.seen
+
+
+def test_neither_are_rows_of_an_earlier_run_gone_on_from_where_no_more_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyError):
+        _benchmark(Interrupted(48), tmp_path / "matrix.json")
+    # A folder that is read-only is not so to root, whom containers run as.
+    monkeypatch.setattr(Path, "replace", _refuse)
+    module = Interrupted()
+    with pytest.raises(OSError, match="read-only"):
+        _benchmark(module, tmp_path / "matrix.json")
+    assert not module.seen
+
+
+def _refuse(*_: Any) -> None:
+    raise OSError("read-only file system")
 
 
 def _on_two_ranks(folder: Path) -> tuple[str, ShapeMatrix, list[tuple[int, int]]]:
