@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -204,9 +205,8 @@ class BudgetRecalibrator(pl.Callback):
     def _decide(self, ranks: Tensor) -> dict[str, Any]:
         """What follows from all ranks' rows, (ranks, micro-batches + peaks, 4)."""
         assert self._recalibration is not None
-        # A copy: what fails half-way must not leave half a state.
-        trial = Recalibration(self._recalibration.calibration, self.target_sync)
-        trial.load_state_dict(self._recalibration.state_dict())
+        # What fails half-way must not leave half a state.
+        trial = copy.deepcopy(self._recalibration)
         memory = [row for row in ranks[:, -_PEAKS:, :3].reshape(-1, 3).tolist() if math.isfinite(row[2])]
         peaks = {int(tokens): peak for tokens, peak, _ in sorted(memory)}
         capacity = min((row[2] for row in memory), default=None)

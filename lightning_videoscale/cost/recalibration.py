@@ -139,7 +139,6 @@ class Recalibration:
             "calibration": self.calibration.to_dict(),
             "fitted": self.fitted.to_dict() if self.fitted else None,
             "observed": self._observed.state_dict(),
-            "longest": self._longest,
             "peaks": [[*item] for item in self._peaks.items()],
             "m_mem_limit": self._m_mem_limit,
         }
@@ -149,7 +148,6 @@ class Recalibration:
         self.calibration = Calibration.from_dict(state["calibration"])
         self.fitted = StepTimeModel.from_dict(state["fitted"]) if state["fitted"] else None
         self._observed.load_state_dict(state["observed"])
-        self._longest = state["longest"]
         self._peaks = dict(state["peaks"])
         self._m_mem_limit = state["m_mem_limit"]
 
