@@ -177,16 +177,17 @@ class Recalibration:
         move = f"from {_describe(now.budget.m_comp, now.budget.p)} to {_describe(m_comp, p)}"
         if now.step_time is None:
             return f"first fit, of {len(self._observed)} observed shapes: compute budget {move}"
-        uncertain = Uncertainty.of(points, law, self._observed.noise)
+        new = fitted.predict(points.samples, points.lengths)
+        above = points.where(new > fitted.floor)  # what only took long to launch says nothing of the law
+        uncertain = Uncertainty.of(above, law, self._observed.noise)
         if math.isfinite(m_comp):
             error = uncertain.m_comp(law, self._target_sync) if self._target_sync else uncertain.power(self._longest)
             if abs(math.log(m_comp / now.budget.m_comp)) > max(TOLERANCE, CERTAIN * error):
                 return f"compute budget {move}"
-        old, new = (model.predict(points.samples, points.lengths) for model in (now.step_time, fitted))
-        ratio = np.log(new / old)
+        ratio = np.log(new / now.step_time.predict(points.samples, points.lengths))
         ratio -= np.average(ratio, weights=points.weights)
         uneven = math.sqrt(float(np.average(ratio**2, weights=points.weights)))
-        if uneven > max(TOLERANCE, CERTAIN * uncertain.costs(points, law)):
+        if uneven > max(TOLERANCE, CERTAIN * uncertain.costs(above, law)):
             return f"costs of shapes beside each other differ by {uneven:.1%}: compute budget {move}"
         return ""
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.callbacks.recalibration import LONGEST, power_law, simulate, world_of, wrong
-from lightning_videoscale.cost import BucketBudget, Calibration, Observation, Recalibration
+from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, Calibration, Observation, Recalibration, StepTimeModel
+from lightning_videoscale.cost.step_time import AdditiveCost
 from tests.data.planning.tables import footage
 
 LENGTHS = (256, 1560, 4096, 8190, 14_040, 32_760, 75_600)
@@ -54,6 +55,27 @@ def test_a_resumed_calibration_goes_on_as_if_it_had_not_stopped() -> None:
     first = wrong(world.truth, 2.0, 0.3)
     whole, resumed = (simulate(world, first, steps=120, stop=stop) for stop in (None, 60))
     assert resumed == whole
+
+
+def test_steps_that_wait_for_the_host_make_a_fit_no_more_certain() -> None:
+    launch, device, longest = 0.12, AdditiveCost(0.0, 2e-5, 7e-10), 32_000
+    first = StepTimeModel.analytic(TRANSFORMERS["wan2.1-1.3b"])
+    p = first.power_law.p
+
+    def launched(seed: int) -> list[Observation]:
+        draw = np.random.default_rng(seed)
+        lengths = draw.choice([256, 512, 1024, 2048, 4096, 8192, 16_384, 24_000, longest], 80)
+        samples = np.where(lengths > 8000, draw.integers(1, 3, 80), draw.integers(1, 5, 80))
+        seconds = np.maximum(launch, device.predict(samples, lengths)) * np.exp(0.08 * draw.standard_normal(80))
+        columns = zip(samples.tolist(), lengths.tolist(), seconds.tolist(), strict=True)
+        return [Observation(n % 2, *load) for n, load in enumerate(columns)]
+
+    changes = []
+    for run in range(4):
+        loop = Recalibration(Calibration(BucketBudget(2 * longest, longest**p, p), first), longest=longest)
+        changes += [loop.update(launched(100 * run + n)).changed for n in range(30)][12:]
+        assert loop.fitted is not None and loop.fitted.floor == pytest.approx(launch, rel=0.05)
+    assert sum(changes) <= 8, "of 72 windows in which nothing is new"
 
 
 def test_a_slow_gpu_is_no_wrong_cost() -> None:
