@@ -42,7 +42,7 @@ class AutoBudget:
     measured power law a + b * B * S^p. Memory and costs come from the first of these that there is: the ``matrix``; the
     file that `videoscale benchmark-shapes` left beside the index, if it was measured under the same strategy, precision
     and GPUs; a short benchmark at the start of ``fit`` on GPUs; else M_mem is the longest sample, and costs are the
-    model's FLOPs.
+    model's FLOPs. A run that goes on keeps what it began with, on however many ranks, unless a ``matrix`` is named.
 
     Args:
         matrix: File of `videoscale benchmark-shapes`.
