@@ -181,24 +181,25 @@ class MicroBatchReader(Dataset[Batch]):
         meta = micro_batch.meta
         shape = ClipShape(meta.frames, meta.height, meta.width)
         starts = micro_batch.starts or (0.0,) * len(micro_batch.samples)
-        found: dict[int, dict[str, Any]] = {}
+        # No mapping: a dataset that is walked through more than once may have a sample twice in a micro-batch.
+        found: list[tuple[int, dict[str, Any]]] = []
         problem: ShardError | None = None
         for number, start in zip(micro_batch.samples, starts, strict=True):
             try:
-                found[number] = self._samples.read(number, Cut(shape, start, self._fps))
+                found.append((number, self._samples.read(number, Cut(shape, start, self._fps))))
             except ShardError as error:
                 problem = error
                 self._warn_once(number, error)
         weight = meta.loss_weight * len(found) / len(micro_batch.samples)
         if problem is not None and not found:
-            found = self._stand_in(micro_batch.samples[0], shape, problem)
+            found = [self._stand_in(micro_batch.samples[0], shape, problem)]
         meta = meta._replace(samples=len(found), loss_weight=weight)
-        return collate(list(found.values()), [self._index.sample_id(number) for number in found], meta)
+        return collate([sample for _, sample in found], [self._index.sample_id(number) for number, _ in found], meta)
 
-    def _stand_in(self, number: int, shape: ClipShape, problem: ShardError) -> dict[int, dict[str, Any]]:
+    def _stand_in(self, number: int, shape: ClipShape, problem: ShardError) -> tuple[int, dict[str, Any]]:
         for other in _alike(self._index, number):
             try:
-                return {other: self._samples.read(other, Cut(shape, 0.0, self._fps))}
+                return other, self._samples.read(other, Cut(shape, 0.0, self._fps))
             except ShardError as error:
                 self._warn_once(other, error)
         raise ShardError(

@@ -46,6 +46,15 @@ def test_a_batch_holds_its_samples_in_the_order_of_the_plan(tmp_path: Path) -> N
     assert latents.mean(dim=(1, 2, 3, 4)).tolist() == [3.0, 1.0]
 
 
+def test_a_sample_that_is_drawn_twice_counts_twice(tmp_path: Path) -> None:
+    """As of a small dataset that is mixed in with a large weight."""
+    batch = _read(write_shard(tmp_path / "000.tar", [clip(i) for i in range(5)]), 3, 1, 3)
+    assert batch["sample_ids"] == [f"000.tar/clip0000{i}" for i in (3, 1, 3)]
+    meta, latents = batch["meta"], batch["latents"]
+    assert isinstance(meta, BatchMeta) and meta.samples == 3 and meta.loss_weight == 1.0
+    assert isinstance(latents, torch.Tensor) and latents.mean(dim=(1, 2, 3, 4)).tolist() == [3.0, 1.0, 3.0]
+
+
 def test_further_members_pass_through(tmp_path: Path) -> None:
     members = [
         {"mask_npy": npy(np.full((2, 2), i, "u1")), "words_npy": npy(np.zeros(i + 1, "f4")), "prompt_txt": b"p"}
