@@ -141,16 +141,6 @@ def best_m_comp(table: SampleTable, m_mem: float, k: int, step_time: StepTimeMod
     return best.factor
 
 
-def in_words(multiple: float) -> str:
-    """As it stands in the settings of a file."""
-    return "the longest sample" if multiple == 1 else f"{multiple:g} x the longest sample"
-
-
-def of_words(text: str) -> float:
-    """The multiple again."""
-    return float(text.split(" x ")[0]) if " x " in text else 1.0
-
-
 def measure(shards: str, runs: list[tuple[str, int]], cost: dict[str, Any] | None, **task: Any) -> None:
     """All runs in one process group; after each, rank 0 writes what there is."""
     tiny, output = task["tiny"], Path(task["output"])
@@ -169,7 +159,7 @@ def measure(shards: str, runs: list[tuple[str, int]], cost: dict[str, Any] | Non
             say(f"cost: {cost}")
     step_time, table = StepTimeModel.from_dict(cost), table_of(shards)
     m_comp = best_m_comp(table, task["m_mem"], runs[0][1], step_time) if task["m_comp"] is None else task["m_comp"]
-    settings = task["settings"] | {"m_comp": in_words(m_comp), "cost": cost}
+    settings = task["settings"] | {"m_comp_over_longest": m_comp, "cost": cost}
     if is_first:
         write(output, task["commit"], settings, rows)
     budget = budget_of(table, task["m_mem"], m_comp, step_time)
@@ -237,8 +227,7 @@ def main() -> None:
     output = (options.output or provenance.path("data", "balances")).absolute()
     samples = options.samples or SAMPLES_PER_RANK * options.ranks
     done = json.loads(output.read_text()) if output.exists() else {"rows": [], "settings": {}}
-    chosen = done["settings"].get("m_comp")
-    m_comp = of_words(chosen) if options.m_comp is None and chosen is not None else options.m_comp
+    m_comp = done["settings"].get("m_comp_over_longest") if options.m_comp is None else options.m_comp
     settings = {
         "dry_run": options.tiny,
         "ranks": options.ranks,
@@ -248,8 +237,8 @@ def main() -> None:
         "activation_checkpointing": True,
         "mix": {"samples": samples, "seed": 0},
         "max_steps": options.max_steps,
-        "m_mem": in_words(options.m_mem),
-        "m_comp": None if m_comp is None else in_words(m_comp),
+        "m_mem_over_longest": options.m_mem,
+        "m_comp_over_longest": m_comp,
         "warm_up_steps": WARM_UP,
     }
     if done["settings"] and {name: done["settings"].get(name) for name in settings} != settings:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.cost.least_squares import Vector
+from lightning_videoscale.cost.median import weighted_median
 
 _NEAR_FLOOR = 2.0
 _MEASUREMENTS, _LENGTHS = 6, 3
@@ -37,4 +38,4 @@ def floor_of(predicted: Vector, seconds: Vector, weights: Vector) -> float:
     is_launch = predicted < shortest
     if not is_launch.any():
         return float(shortest)
-    return float(np.quantile(seconds[is_launch], 0.5, weights=weights[is_launch], method="inverted_cdf"))
+    return weighted_median(seconds[is_launch], weights[is_launch])

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from lightning_videoscale.cost.floor import above_floor, suffice
 from lightning_videoscale.cost.least_squares import Vector, nonnegative_least_squares
+from lightning_videoscale.cost.median import weighted_median
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw, StepTimeModel
 
 P_BOUNDS = 1.0, 2.4
@@ -182,8 +183,3 @@ def _held_out_error(points: Points, p_bounds: tuple[float, float], of_power_law:
         form = fit_power_law(others, p_bounds) if of_power_law else _fit_additive(others)
         errors[out] = np.abs(form.predict(points.samples[out], points.lengths[out]) / points.seconds[out] - 1)
     return weighted_median(errors, points.weights)
-
-
-def weighted_median(values: Vector, weights: NDArray[np.float64] | NDArray[np.int64]) -> float:
-    """The least value that half of the weight lies at or below; both of shape (values,)."""
-    return float(np.quantile(values, 0.5, weights=weights, method="inverted_cdf"))

@@ -91,8 +91,7 @@ def is_left(state: Mapping[str, Any], trainer: pl.Trainer | None) -> bool:
     """
     if trainer is None or trainer.current_epoch < epoch_of_trainer(state):
         return True
-    is_whole: bool = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-    return not is_whole
+    return _was_cut_short(trainer)
 
 
 def has_cut_epoch(trainer: pl.Trainer | None, epoch: int) -> bool:
@@ -101,8 +100,11 @@ def has_cut_epoch(trainer: pl.Trainer | None, epoch: int) -> bool:
     A plain loader's rest would be lost then. Another Trainer, or one whose epoch was broken off by an exception, begins
     anew.
     """
-    if trainer is None or trainer.current_epoch != epoch + 1:
-        return False
+    return trainer is not None and trainer.current_epoch == epoch + 1 and _was_cut_short(trainer)
+
+
+def _was_cut_short(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer's last epoch ended before its loader did."""
     is_whole: bool = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     return not is_whole
 

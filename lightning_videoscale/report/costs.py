@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_videoscale.cost import BucketBudget, StepTimeModel
-from lightning_videoscale.cost.weighted_fit import Points, fit_step_time, weighted_median
+from lightning_videoscale.cost.median import weighted_median
+from lightning_videoscale.cost.weighted_fit import Points, fit_step_time
 from lightning_videoscale.data.planning import Balance
 from lightning_videoscale.report.comparison import budget_of
 from lightning_videoscale.report.reading import Record

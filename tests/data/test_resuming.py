@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -215,21 +216,25 @@ def test_validating_a_checkpoint_is_no_place_to_train_from(shards: str, tmp_path
     assert fit(data, max_epochs=1).batches == whole.batches
 
 
-def test_a_fit_reads_shards_that_were_written_again_as_they_are_now(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "000.tar", [clip(i) for i in range(9)])
+def trained_before_shards_were_written_again(
+    folder: Path,
+) -> tuple[pl.Trainer, pl.LightningModule, VideoDataModule]:
+    """Two steps of an epoch of nine clips, whose shard then has four others."""
+    shard = write_shard(folder / "000.tar", [clip(i) for i in range(9)])
     data, module = VideoDataModule(str(shard), budget=BUDGET), Scheduled()
     trainer = trainer_with(max_epochs=2, max_steps=2, callbacks=[LossWeighting()])
     trainer.fit(module, data)
     write_shard(shard, [clip(i) for i in range(20, 24)])
+    return trainer, module, data
+
+
+def test_a_fit_reads_shards_that_were_written_again_as_they_are_now(tmp_path: Path) -> None:
+    _, _, data = trained_before_shards_were_written_again(tmp_path)
     assert ids(fit(data, max_epochs=1).batches[0]) == [f"000.tar/clip{i:05}" for i in range(20, 24)]
 
 
 def test_the_rest_of_an_epoch_is_refused_once_shards_were_written_again(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "000.tar", [clip(i) for i in range(9)])
-    data, module = VideoDataModule(str(shard), budget=BUDGET), Scheduled()
-    trainer = trainer_with(max_epochs=2, max_steps=2, callbacks=[LossWeighting()])
-    trainer.fit(module, data)
-    write_shard(shard, [clip(i) for i in range(20, 24)])
+    trainer, module, data = trained_before_shards_were_written_again(tmp_path)
     trainer.fit_loop.epoch_loop.max_steps = -1
     with pytest.raises(ValueError, match=r"The epoch was begun with other shards \(1 changed: 000.tar\)"):
         trainer.fit(module, data)
