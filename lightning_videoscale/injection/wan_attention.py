@@ -23,7 +23,7 @@ from lightning_videoscale.injection.fused_block import (
     original_forward,
     source_hash,
 )
-from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
+from lightning_videoscale.kernels import qk_norm_rope, qkv_linear
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
 _MODULE = "diffusers.models.transformers.transformer_wan"
@@ -54,6 +54,10 @@ def query_key_value(
         detach_biases: Leaves the gradients of query's and key's biases to `fused_query_key`.
     """
     asked = hidden_states if context is None else context
+    if detach_biases and context is None and changed_linear(attn.to_v) is None:
+        projections, (q, k, v) = (attn.to_q, attn.to_k, attn.to_v), (attn.to_q.bias, attn.to_k.bias, attn.to_v.bias)
+        weights = tuple(linear.weight for linear in projections)
+        return qkv_linear(hidden_states, weights, (q.detach(), k.detach(), v))
     if detach_biases:
         return apply_detached(attn.to_q, hidden_states), apply_detached(attn.to_k, asked), attn.to_v(asked)
     if not getattr(attn, "fused_projections", False):
@@ -209,7 +213,7 @@ def is_fused(attn: nn.Module) -> bool:
 WAN_ATTENTION = FusedBlock(
     class_path=f"{_MODULE}.WanAttention",
     forward=_forward,
-    what="norm_q, norm_k and the rotary embedding: qk_norm_rope",
+    what="norm_q, norm_k and the rotary embedding: qk_norm_rope; to_q, to_k and to_v of one input: qkv_linear",
     known_forwards=_ATTENTION_FORWARDS,
     objection=_objection,
     last_linear=_last_linear,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_videoscale.injection import inject_fused_kernels, source_hash
 from lightning_videoscale.injection.fused_block import fused_block_of
@@ -258,4 +259,23 @@ def test_fused_projections_stay_fused() -> None:
         fused_output, fused_gradients = run(model, inputs)
     assert torch.equal(fused_output, output)
     assert "blocks.0.attn1.to_qkv.weight" in fused_gradients
+    assert gradient_error(fused_gradients, gradients) < 1e-5
+
+
+def test_the_gradients_of_query_key_and_value_are_added_in_the_products() -> None:
+    """Where all three are plain Linears of one input; one with LoRA or hooks is called, and the sum is as before."""
+    called: list[int] = []
+
+    class CountedProducts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func is torch.ops.lightning_videoscale.sum_of_products.default)
+            return func(*args, **(kwargs or {}))
+
+    with prepared(text_to_video, torch.float32) as (model, inputs):
+        _, gradients = run(model, inputs)
+        inject_fused_kernels(model)
+        model.get_submodule("blocks.0.attn1.to_v").register_forward_hook(lambda module, args, output: output * 1)
+        with CountedProducts():
+            _, fused_gradients = run(model, inputs)
+    assert sum(called) == 1  # of two blocks
     assert gradient_error(fused_gradients, gradients) < 1e-5
