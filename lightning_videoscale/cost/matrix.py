@@ -29,9 +29,10 @@ class MatrixRow:
         samples: Batch size B.
         sequence_length: Tokens S of one sample.
         outcome: Whether it could be trained on.
-        seconds: Compute time of forward and backward, without waits: the median over the repeats, then over the ranks.
-        spread: (slowest - fastest) / median of the repeats, the largest of the ranks.
-        wait_seconds: Time at synchronisation with other ranks, median likewise.
+        seconds: Compute time of forward and backward, without waits: the lower quartile of the repeats, the
+            median of the ranks. What disturbs a step on its host only makes it longer.
+        spread: (slowest - fastest) over that quartile, the largest of the ranks.
+        wait_seconds: Time at synchronisation with other ranks, the median of both.
         peak_bytes: Highest memory in use of all ranks; None where it cannot be measured.
     """
 
