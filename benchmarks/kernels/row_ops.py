@@ -5,7 +5,7 @@
 Forward and backward apart, bfloat16 tokens and float32 modulation, the L2 cache flushed before every run. 100 % of copy
 is the time in which the device copies as many bytes as the op must read and write, measured in the same rounds. Beside
 the time, what the forward keeps for backward beyond its inputs and outputs, and the peak of forward and backward.
-Liger-Kernel and a GPU are needed; without Liger-Kernel its rows are left out.
+Liger-Kernel and a GPU are needed; without Liger-Kernel its rows are left out. The file is written anew after every op.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ def main() -> None:
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
     torch._functorch.config.donated_buffer = False  # backward runs more than once
+    settings = {"dtype": "bfloat16", "modulation": "float32, one per sample", "flush_bytes": FLUSH} | {
+        "repeats": options.repeats,
+        "rounds": options.rounds,
+    }
+    output = options.output or provenance.path("kernels", "row_ops")
     rows: list[Row] = []
     for op in options.ops:
         for thousands, d in SHAPES:
@@ -50,12 +55,7 @@ def main() -> None:
             mine = measure(op, thousands * 1024, d, candidates, options.repeats, options.rounds)
             rows += mine
             show(mine)
-    settings = {"dtype": "bfloat16", "modulation": "float32, one per sample", "flush_bytes": FLUSH} | {
-        "repeats": options.repeats,
-        "rounds": options.rounds,
-    }
-    output = options.output or provenance.path("kernels", "row_ops")
-    provenance.write(output, "kernels/row_ops", commit, settings, rows)
+        provenance.write(output, "kernels/row_ops", commit, settings, rows)
     print(f"written to {output}")
 
 
