@@ -219,6 +219,7 @@ def train(strategy: str, turns: TakingTurns, shape: tuple[int, int, int], tiny: 
         devices=1,
         precision="bf16-mixed",
         max_steps=len(turns.steps),
+        use_distributed_sampler=False,  # which would shuffle them
         callbacks=[turns],
         logger=CSVLogger(folder),
         enable_checkpointing=False,

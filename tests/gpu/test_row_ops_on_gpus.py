@@ -37,7 +37,11 @@ def test_every_variant(part: int, backend: str, dtype: torch.dtype) -> None:
 def test_real_widths_and_many_rows(backend: str, d: int, rows: int) -> None:
     """More rows than programs, with groups that end inside a program's rows; per token at last."""
     case = Case(b=2, s=7 * 293, d=d, rows=rows, tables=True)
-    assert_close_to_oracle(case, backend, "cuda")
+    if backend == "cuda" and rows == case.s and d >= 5120:  # six inputs of 4 bytes, two rows of each at a time
+        with pytest.raises(NotImplementedError, match="must fit in a block's shared memory"):
+            assert_close_to_oracle(case, backend, "cuda")
+    else:
+        assert_close_to_oracle(case, backend, "cuda")
     assert_close_to_oracle(replace(case, dtype=torch.bfloat16, modulation_dtype=torch.bfloat16), backend, "cuda")
 
 
