@@ -135,6 +135,26 @@ def balances(result: Result) -> None:
     spreads.legend(fontsize=7)
 
 
+def step_time_fit(result: Result) -> None:
+    """Left seconds by tokens, measured and predicted, right the errors; filled: held out of the fit."""
+    _, (seconds, errors) = plt.subplots(1, 2, figsize=(10, 3.8))
+    rows = [row for row in result["rows"] if row["seconds"] is not None]
+    lengths = sorted({row["sequence_length"] for row in rows})
+    for length, color in zip(lengths, plt.colormaps["viridis"](np.linspace(0, 0.95, len(lengths))), strict=True):
+        mine = [row for row in rows if row["sequence_length"] == length]
+        tokens = [row["samples"] * length for row in mine]
+        fill = color if mine[0]["held_out"] else "none"
+        marks = {"marker": "o", "edgecolors": [color], "facecolors": [fill], "s": 28}
+        seconds.plot(tokens, [row["predicted_seconds"] for row in mine], color=color, linewidth=1)
+        seconds.scatter(tokens, [row["seconds"] for row in mine], label=f"S = {length}", **marks)
+        errors.scatter([row["seconds"] for row in mine], [100 * row["error"] for row in mine], **marks)
+    seconds.set(xscale="log", yscale="log", xlabel="tokens, B·S", ylabel="seconds of a step", title="Lines: predicted")
+    errors.axvline(result["settings"]["floor"], color="gray", linestyle=":", linewidth=1)
+    errors.axhline(0, color="gray", linewidth=0.5)
+    errors.set(xscale="log", xlabel="seconds of a step; dotted: the host's floor", ylabel="error of the prediction, %")
+    seconds.legend(fontsize=7)
+
+
 def row_ops(result: Result) -> None:
     """Per op and direction at the widest D: share of a device copy's bandwidth by number of tokens."""
     rows = [row for row in result["rows"] if "percent_of_copy" in row and row["implementation"] != "copy"]
@@ -185,7 +205,8 @@ def wan_step(result: Result) -> None:
         times.set(xlim=(0, 1.08 * left.max()), title=f"{model}, {rows[0]['tokens']} tokens: ms")
         peaks.barh(modes, [row["peak_bytes"] / GIB for row in rows], color="tab:gray")
         peaks.set(yticks=[], title="peak GiB")
-    panels[0][0].legend(fontsize=8, loc="lower left")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    panels[0][0].figure.legend(handles, labels, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 0.0))
 
 
 def kernels_loss_overlay(result: Result) -> None:
@@ -240,6 +261,7 @@ FIGURES: dict[str, Callable[[Result], None]] = {
     "parallel-activation_memory": activation_memory,
     "parallel-attention_layer": attention_layer,
     "data-plan": plan,
+    "cost-step_time_fit": step_time_fit,
     "data-balances": balances,
     "callbacks-recalibration": recalibration,
     "callbacks-recalibration_on_gpus": recalibration,
