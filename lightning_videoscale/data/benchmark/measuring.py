@@ -28,6 +28,9 @@ from lightning_videoscale.topology import topology_of
 DECISIVE = ("gpu", "world_size", "strategy", "sequence_parallel_size", "precision", "module", "parameters")
 """What of the provenance decides over time and memory: matrices that differ in it hold for other runs."""
 
+_STEADY = 0.1
+"""Spread up to which the repeats of a cell agree."""
+
 _REPEATS = (2, 20)
 """Two of a step that is longer than the time for its cell: its own time hardly varies then, and both show whether."""
 
@@ -44,7 +47,8 @@ def measure_shapes(
 
     A cell that is out of memory is a row like any other, and larger batches of its sequence length are left out. Under
     strategies whose ranks meet within the forward pass (sharded parameters, split sequences), a cell is not tried where
-    the peaks so far say that it does not fit.
+    the peaks so far say that it does not fit. Cells whose repeats differ by more than a tenth are measured once more in
+    the end, the last first: what disturbed them, such as other work on the host, may be over then.
 
     Args:
         trainer: A Trainer whose model is wrapped, not in the middle of a step.
@@ -66,6 +70,7 @@ def measure_shapes(
         matrix = GrowingMatrix(trainer, provenance_of(trainer), capacity, file)
         full = {row.sequence_length for row in matrix.rows if row.outcome != "measured"}
         with_states = True  # of the optimizers, which no earlier run can have left
+        unsteady: list[Cell] = []
         for cell in tqdm(cells, desc="benchmark", unit=" shapes", disable=not shown, leave=False):
             if cell.sequence_length in full or cell in matrix:
                 continue
@@ -78,6 +83,11 @@ def measure_shapes(
             else:
                 full.add(cell.sequence_length)
             matrix.append(row)
+            steps.drop_gradients()
+            if row.spread is not None and row.spread > _STEADY:
+                unsteady.append(cell)
+        for cell in tqdm(unsteady[::-1], desc="once more", unit=" shapes", disable=not shown, leave=False):
+            matrix.improve(_measure(steps, ranks, cell, batches, seconds, with_states=False))
             steps.drop_gradients()
     return matrix.finish()
 
