@@ -11,7 +11,7 @@ import torch
 
 
 def seed_generators(seed: int, *place: int | str) -> None:
-    """Seeds the global generators of torch (all devices), NumPy and Python for one place in the run.
+    """Seeds the global generators of torch (CPU and CUDA), NumPy and Python for one place in the run.
 
     Ranks that name the same place draw the same numbers afterwards, whatever any of them drew before; different
     places are independent streams. That is what keeps noise, timesteps and dropped captions equal on the ranks that
@@ -23,7 +23,12 @@ def seed_generators(seed: int, *place: int | str) -> None:
     """
     words = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in place]
     torch_seed, python_seed, numpy_seed = np.random.SeedSequence([seed, *words]).generate_state(3, np.uint64).tolist()
-    torch.manual_seed(torch_seed >> 1)  # torch takes signed 64-bit seeds
+    torch_seed >>= 1  # torch takes signed 64-bit seeds
+    # Not torch.manual_seed: for every kind of accelerator that is not in use it writes down the stack, for a later error
+    # message, which takes the host longer than all the rest of a step's bookkeeping.
+    torch.default_generator.manual_seed(torch_seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(torch_seed)
     random.seed(python_seed)
     np.random.seed(numpy_seed & 0xFFFFFFFF)
 
