@@ -24,8 +24,8 @@ def seed_generators(seed: int, *place: int | str) -> None:
     words = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in place]
     torch_seed, python_seed, numpy_seed = np.random.SeedSequence([seed, *words]).generate_state(3, np.uint64).tolist()
     torch_seed >>= 1  # torch takes signed 64-bit seeds
-    # Not torch.manual_seed: for every kind of accelerator that is not in use it writes down the stack, for a later error
-    # message, which takes the host longer than all the rest of a step's bookkeeping.
+    # Not torch.manual_seed: for every kind of accelerator that is not in use it writes down the stack, for a later
+    # error message, which takes the host longer than all the rest of a step's bookkeeping.
     torch.default_generator.manual_seed(torch_seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(torch_seed)
