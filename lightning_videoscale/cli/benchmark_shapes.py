@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -68,7 +69,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _from_config(options: argparse.Namespace) -> tuple[Any, Any, VideoDataModule]:
     """The Trainer, the module and the data that the config describes."""
-    sys.path.insert(0, "")  # as `python script.py` does: a console script does not see the working directory
+    # As `python script.py` does: a console script does not see the working directory, which jsonargparse leaves for
+    # the folder of the config that it reads.
+    sys.path.insert(0, os.getcwd())
     config: Any = yaml.safe_load(options.config.read_text(encoding="utf-8"))
     if not isinstance(config, dict) or "model" not in config or "data" not in config:
         raise ValueError(f"{options.config} is no config of LightningCLI with trainer:, model: and data:.")

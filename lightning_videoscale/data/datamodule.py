@@ -54,8 +54,8 @@ class VideoDataModule(pl.LightningDataModule):
     A checkpoint keeps what of the epoch is done. A run goes on from there on any number of ranks, with any number of
     workers, and every sample is in exactly one step of the epoch all the same; so does a Trainer that fits again.
 
-    Validation and prediction batches come in the order of the shards. Where the ranks would have unequally many, one
-    sample is read again with ``meta.loss_weight`` 0.
+    Validation and prediction batches are the same every time, but do not keep the shards' order: each has one shape. If
+    ranks would have unequally many, one batch is read again with ``meta.loss_weight`` 0.
 
     Args:
         shards: Tar files to train on: a path, a pattern such as ``clips/{000..099}.tar`` or ``clips/*.tar``, a list; or

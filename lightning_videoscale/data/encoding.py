@@ -71,11 +71,22 @@ class EncodeSettings:
         policy: Which part of a clip is encoded, at which size and rate.
         seed: Seed of the policy's draws.
         samples_per_shard: Samples of a piece.
+
+    Raises:
+        ValueError: If the seed is negative, or a piece would hold no sample.
     """
 
     policy: ShapePolicy
     seed: int = 0
     samples_per_shard: int = 128
+
+    def __post_init__(self) -> None:
+        # Before the output folder is begun, which takes no other settings afterwards.
+        if self.seed < 0 or self.samples_per_shard < 1:
+            raise ValueError(
+                f"EncodeSettings needs seed >= 0 and samples_per_shard >= 1, got {self.seed} and "
+                f"{self.samples_per_shard}."
+            )
 
 
 def encode_shards(

@@ -24,7 +24,7 @@ def start_record(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, A
     """Returns the fields of a `start` record."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return {
-        "module": type(module).__name__,
+        "module": _own_class(module),
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "callbacks": [name for callback in callbacks if not (name := type(callback).__name__).startswith("_")],
         "settings": _settings(trainer),
@@ -46,6 +46,11 @@ def plan_record(planner: BucketPlanner) -> dict[str, Any]:
         "budget": asdict(planner.budget),
         "step_time": None if planner.step_time is None else planner.step_time.to_dict(),
     }
+
+
+def _own_class(module: pl.LightningModule) -> str:
+    """The name of the user's class; `fully_shard` puts one of its own before it."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
 
 
 def _settings(trainer: pl.Trainer) -> dict[str, Any]:

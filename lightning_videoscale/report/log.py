@@ -42,6 +42,7 @@ from typing import Any, Protocol, runtime_checkable
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 LOG_NAME = "run_log.jsonl"
 VERSION = 1
@@ -102,7 +103,8 @@ def record(trainer: pl.Trainer, kind: str, fields: Mapping[str, Any]) -> None:
     Args:
         trainer: The Trainer that runs.
         kind: What the record is, see the module's table.
-        fields: Numbers, strings, lists and dicts; numpy's scalars and arrays will do. What is not finite becomes null.
+        fields: Numbers, strings, lists and dicts; tensors and numpy's scalars and arrays will do. What is not finite
+            becomes null.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
@@ -116,7 +118,7 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
-    if isinstance(value, (np.generic, np.ndarray)):
+    if isinstance(value, (np.generic, np.ndarray, Tensor)):
         return _plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -137,6 +137,10 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         precision, engine = self.precision_plugin, self.deepspeed_engine
         assert isinstance(precision, DeepSpeedPrecision)
         self.precision_plugin = ZeroPrecision(precision.precision, engine.gradient_clipping())
+        if engine.bfloat16_enabled():
+            # DeepSpeed has called `bfloat16()`, by which Lightning's `module.dtype` does not change.
+            assert self.lightning_module is not None
+            self.lightning_module.to(torch.bfloat16)
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,20 @@ def test_a_table_and_a_place_for_it(config: Path, tmp_path: Path, capsys: pytest
     assert [row.outcome for row in ShapeMatrix.load(tmp_path / "here.json").rows] == ["measured"] * 2 + [
         "out_of_memory"
     ] * 2
+
+
+def test_modules_of_the_working_directory_are_found_by_a_config_in_another(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = yaml.safe_load(config.read_text())
+    content["trainer"]["callbacks"] = [{"class_path": "my_callback.Mine"}]
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "train.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "my_callback.py").write_text("import lightning.pytorch as pl\n\n\nclass Mine(pl.Callback):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    arguments = ["--seconds", "0.001", "--max-shapes", "2", "--json"]
+    assert main(["benchmark-shapes", "--config", "configs/train.yaml", *arguments]) == 0
 
 
 @pytest.mark.parametrize(

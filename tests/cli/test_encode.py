@@ -139,6 +139,16 @@ def test_a_folder_of_other_settings_is_left_alone(shards: list[str], tmp_path: P
     assert _content(tmp_path) == before
 
 
+@pytest.mark.parametrize("setting", [["--seed", "-1"], ["--samples-per-shard", "0"]])
+def test_settings_that_cannot_be_begin_no_folder(
+    shards: list[str], vae: Path, tmp_path: Path, setting: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "latents"
+    arguments = ["--output", str(output), "--vae", str(vae), "--subfolder", "vae", "--workers", "0"]
+    assert main(["encode", *shards, *arguments, *setting]) == 1
+    assert "seed >= 0 and samples_per_shard >= 1" in capsys.readouterr().err and not output.exists()
+
+
 def test_workers_read_ahead_and_change_nothing(shards: list[str], tmp_path: Path) -> None:
     _encode(shards, tmp_path / "a")
     _encode(shards, tmp_path / "b", workers=2)

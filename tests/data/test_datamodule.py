@@ -119,7 +119,7 @@ def test_lightnings_switches_count_micro_batches(shards: str, switch: dict[str, 
     assert len(module.gradients) == trainer.global_step == 2 * epochs
 
 
-def test_predictions_come_once_and_in_the_order_of_the_shards(shards: str) -> None:
+def test_predictions_come_once_and_alike_every_time(shards: str) -> None:
     class Predicts(Witness):
         def predict_step(self, batch: Batch, batch_idx: int) -> list[str]:
             return batch["sample_ids"]
@@ -129,7 +129,7 @@ def test_predictions_come_once_and_in_the_order_of_the_shards(shards: str) -> No
         return predicted
 
     whole = predict()
-    assert _ids(whole) == _all_ids()
+    assert _ids(whole) == _all_ids() and predict() == whole
     assert predict(limit_predict_batches=3) == whole[:3]
 
 

@@ -100,3 +100,24 @@ def test_the_balances_are_compared_on_the_clips_of_the_run(ranks: Ranks, tmp_pat
     html = (tmp_path / "run" / "report.html").read_text()
     for balance in ("planned", "dual_constraint", "equal_token"):
         assert f'<tr><th scope="row">{balance} <small>predicted</small></th>' in html
+
+
+class Sharded(Slope):
+    """Has a parameter of its own, so that FSDP2 shards the LightningModule itself and makes it an `FSDPSharded`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))  # FSDP2 shards no scalars
+
+
+def _train_sharded(folder: Path) -> str:
+    module = Sharded()
+    trainer = trainer_with(RunReport(folder), strategy="ulysses_fsdp2", devices=1)
+    trainer.fit(module, batches_of([Meta(samples=1, sequence_length=10)]))
+    return type(module).__name__
+
+
+def test_a_sharded_module_has_the_name_of_its_class(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(1).run(_train_sharded, tmp_path) == ["FSDPSharded"]
+    assert [start["module"] for start in _records(tmp_path, "start")] == ["Sharded"]
+    assert "Run of Sharded" in (tmp_path / "report.html").read_text()

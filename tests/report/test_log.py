@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_videoscale.report import LOG_NAME, RunLog
 from lightning_videoscale.report.reading import read_run
@@ -22,12 +23,13 @@ def _log(folder: Path, step: int = 0) -> RunLog:
 
 def test_a_record_is_one_line_of_json(tmp_path: Path) -> None:
     log = _log(tmp_path / "new" / "folder")
-    log.append("memory", 7, {"peak": np.float64(1.5), "many": np.arange(2), "none": math.inf, "deep": [{"a": (1, 2)}]})
+    fields = {"peak": np.float64(1.5), "many": np.arange(2), "none": math.inf, "deep": [{"a": (1, 2)}]}
+    log.append("memory", 7, fields | {"logged": torch.tensor(2.0), "per_rank": torch.tensor([1, 2])})
     line = (tmp_path / "new" / "folder" / LOG_NAME).read_text().splitlines()[-1]
     record = json.loads(line)
     assert record.pop("time") > 1.6e9
-    fields = {"peak": 1.5, "many": [0, 1], "none": None, "deep": [{"a": [1, 2]}]}
-    assert record == {"v": 1, "kind": "memory", "step": 7} | fields
+    plain = {"peak": 1.5, "many": [0, 1], "none": None, "deep": [{"a": [1, 2]}], "logged": 2.0, "per_rank": [1, 2]}
+    assert record == {"v": 1, "kind": "memory", "step": 7} | plain
 
 
 def test_what_comes_before_the_start_is_written_after_it(tmp_path: Path) -> None:

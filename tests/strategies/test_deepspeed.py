@@ -329,3 +329,26 @@ def test_the_loops_follow_one_another_on_one_module(ranks: Ranks, stage: int) ->
     assert expected[0] == expected[1] != expected[2] == expected[3]
     for got in ranks(4).run(evaluate_between_fits, stage):
         assert got == pytest.approx(expected, rel=1e-5)
+
+
+def train_and_validate_in_bfloat16() -> list[torch.dtype]:
+    class Noting(Scale):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            dtypes.append(self.dtype)
+            self.net(torch.ones(1, 1).to(self.dtype))
+
+    dtypes: list[torch.dtype] = []
+    loader = DataLoader(torch.arange(4.0), batch_size=2)
+    with deepspeed_on_cpu():
+        for run in (
+            lambda runner: runner.fit(Noting(), loader, loader),
+            lambda runner: runner.validate(Noting(), loader),
+        ):
+            run(trainer(scaling(2, 1), precision="bf16-mixed", num_sanity_val_steps=1, limit_val_batches=1))
+    return dtypes
+
+
+@needs_deepspeed
+def test_the_module_knows_its_dtype_in_bfloat16(ranks: Ranks) -> None:
+    (dtypes,) = ranks(1).run(train_and_validate_in_bfloat16)
+    assert len(dtypes) >= 2 and set(dtypes) == {torch.bfloat16}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_videoscale.cost import ShapeMatrix
 from lightning_videoscale.data.benchmark.grid import Cell, spread_over_shapes
@@ -42,7 +43,7 @@ def benchmark_shapes(
 
     Args:
         trainer: The Trainer of the training to come, or one with the same strategy, devices and precision. Its loggers
-            and checkpoint callbacks rest meanwhile.
+            and checkpoint callbacks rest meanwhile, and callbacks do not sum up in ``on_fit_end`` what was not trained.
         module: What will be trained; with automatic optimization.
         shapes: The data, or the shapes of its samples.
         batches: Makes the batches. None: one sample of each shape, repeated, where the data is given; else random
@@ -70,6 +71,9 @@ def benchmark_shapes(
     def run() -> None:
         cells, make = _grid_and_batches(shapes, batches, geometry, max_shapes, max_tokens)
         found.append(measure_shapes(trainer, cells, make, seconds, progress, file))
+        # No training has begun, and callbacks that sum one up at the end would miss it.
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        trainer.callbacks = [c for c in callbacks if not is_overridden("on_fit_end", c)]  # type: ignore[attr-defined]
 
     with _instead_of_training(trainer) as loop:
         loop.run = run

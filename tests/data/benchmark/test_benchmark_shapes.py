@@ -118,6 +118,24 @@ def test_nothing_is_trained_logged_or_drawn(tmp_path: Path) -> None:
     assert trainer.global_step == 0 and not list(tmp_path.iterdir())
 
 
+class Summary(pl.Callback):
+    """Says at the end how long training took, as users' callbacks do."""
+
+    def on_train_start(self, *_: Any) -> None:
+        self.start = 0.0
+
+    def on_fit_end(self, *_: Any) -> None:
+        self.seconds = 1.0 - self.start
+
+
+def test_callbacks_do_not_sum_up_what_was_not_trained(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    trainer = trainer_with(callbacks=[Summary(), vs.callbacks.RunReport()], default_root_dir=tmp_path)
+    callbacks = list(trainer.callbacks)
+    assert _benchmark(Flow(), trainer, shapes=SHAPES[:1]).rows
+    assert not [str(w.message) for w in recwarn if "RunReport" in str(w.message)] and not list(tmp_path.iterdir())
+    assert trainer.callbacks == callbacks
+
+
 def test_training_after_a_benchmark_is_training_without_one(tmp_path: Path) -> None:
     data = str(write_shard(tmp_path / "000.tar", [clip(i) for i in range(6)]))
     losses = []
