@@ -50,7 +50,7 @@ class RunReport(pl.Callback):
         self.run_log: RunLog | None = None
         self.path: Path | None = None
         self._window: StepWindow | None = None
-        self._is_training = False
+        self._has_begun = self._is_training = False
         self._planner: BucketPlanner | None = None
         self._plan: dict[str, Any] | None = None
         self._guard = Guard("RunReport")
@@ -59,13 +59,14 @@ class RunReport(pl.Callback):
         """Finds the folder; from here on callbacks may record."""
         if stage != "fit":
             return
+        self._has_begun = False
         logged = trainer.log_dir  # collective
         if trainer.is_global_zero:
             self.run_log = RunLog(self.folder or Path(logged or trainer.default_root_dir))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records what the run is, and opens the first window."""
-        self._is_training = True
+        self._has_begun = self._is_training = True
         self._planner = self._plan = None
         self._window = self._guard.attempt("watch the steps", lambda: StepWindow(trainer, self.every_n_steps))
         if trainer.is_global_zero:
@@ -96,8 +97,9 @@ class RunReport(pl.Callback):
         self._is_training = False
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draws the report."""
-        self._finish(trainer, {"status": "completed"})
+        """Draws the report, if there was a training."""
+        if self._has_begun:
+            self._finish(trainer, {"status": "completed"})
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Draws what there is to draw; the steps since the last record are lost, as ranks cannot meet any more."""

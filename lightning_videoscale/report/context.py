@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_videoscale.data.planning import BucketPlanner
 from lightning_videoscale.topology import topology_of
@@ -50,7 +51,7 @@ def plan_record(planner: BucketPlanner) -> dict[str, Any]:
 
 def _own_class(module: pl.LightningModule) -> str:
     """The name of the user's class; `fully_shard` puts one of its own before it."""
-    return next(cls.__name__ for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _settings(trainer: pl.Trainer) -> dict[str, Any]:

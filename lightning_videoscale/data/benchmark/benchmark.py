@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_videoscale.cost import ShapeMatrix
 from lightning_videoscale.data.benchmark.grid import Cell, spread_over_shapes
@@ -43,7 +44,7 @@ def benchmark_shapes(
 
     Args:
         trainer: The Trainer of the training to come, or one with the same strategy, devices and precision. Its loggers
-            and checkpoint callbacks rest meanwhile, and callbacks do not sum up in ``on_fit_end`` what was not trained.
+            and checkpoint callbacks rest meanwhile; what fails in a callback's ``on_fit_end`` is a warning.
         module: What will be trained; with automatic optimization.
         shapes: The data, or the shapes of its samples.
         batches: Makes the batches. None: one sample of each shape, repeated, where the data is given; else random
@@ -71,9 +72,6 @@ def benchmark_shapes(
     def run() -> None:
         cells, make = _grid_and_batches(shapes, batches, geometry, max_shapes, max_tokens)
         found.append(measure_shapes(trainer, cells, make, seconds, progress, file))
-        # No training has begun, and callbacks that sum one up at the end would miss it.
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        trainer.callbacks = [c for c in callbacks if not is_overridden("on_fit_end", c)]  # type: ignore[attr-defined]
 
     with _instead_of_training(trainer) as loop:
         loop.run = run
@@ -106,11 +104,27 @@ def _instead_of_training(trainer: pl.Trainer) -> Iterator[Any]:
     """``fit`` sets everything up and tears it down; in between, the loop's ``run`` is replaced."""
     loop, callbacks, loggers = trainer.fit_loop, trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
     sanity_steps = trainer.num_sanity_val_steps
-    trainer.callbacks = [c for c in callbacks if not isinstance(c, Checkpoint)]  # type: ignore[attr-defined]
+    active = [c for c in callbacks if not isinstance(c, Checkpoint)]
+    ends = [(c, "on_fit_end" in vars(c), c.on_fit_end) for c in active]
+    for callback, _, on_fit_end in ends:
+        callback.on_fit_end = partial(_without_training, on_fit_end)
+    trainer.callbacks = active  # type: ignore[attr-defined]
     trainer.loggers, trainer.num_sanity_val_steps = [], 0
     try:
         yield loop
     finally:
         del loop.run
+        for callback, was_own, on_fit_end in ends:
+            del callback.on_fit_end
+            if was_own:
+                callback.on_fit_end = on_fit_end
         trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
         trainer.num_sanity_val_steps = sanity_steps
+
+
+def _without_training(on_fit_end: Callable[..., None], *arguments: Any) -> None:
+    """Calls what ends a callback's work. If it sums up a training it fails, since there was none."""
+    try:
+        on_fit_end(*arguments)
+    except Exception as error:
+        rank_zero_warn(f"{on_fit_end} failed after the benchmark, in which nothing is trained: {error!r}")
