@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.loss import attach_context
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.plan import Split, SplitPlan, Undo, find_plan, known_models
 from lightning_videoscale.parallel.randomness import RegionRandomness
-from lightning_videoscale.parallel.sharding import gather, split
+from lightning_videoscale.parallel.sharding import gather, split, whole_gradient
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
 
 
@@ -22,9 +23,9 @@ def parallelize(
 ) -> Undo:
     """Splits the model's sequence over ``mesh.sp``; inputs, outputs, parameters and ``state_dict`` stay as they were.
 
-    Every rank of a group must call the model with the same inputs and gets the same, whole output. Gradients must
-    then be averaged over all ranks, dp × sp (see `sharding`). Between the first split of an input and the last gather
-    the ranks draw different random numbers, for dropout (see `randomness`).
+    Every rank of a group must call the model with the same inputs and gets the same, whole output. Gradients of
+    parameters must then be averaged over all ranks, dp × sp (see `sharding`); inputs receive theirs whole. Between the
+    first split of an input and the last gather the ranks draw different random numbers, for dropout (see `randomness`).
 
     Args:
         model: The network, not yet compiled or wrapped by a data-parallel engine.
@@ -52,6 +53,7 @@ def parallelize(
     attach_context(model, context)
     undos.append(lambda: attach_context(model, None))
     undos.append(model.register_forward_pre_hook(lambda *_: context.begin_forward()).remove)
+    undos.append(model.register_forward_pre_hook(_average_input_gradients(context), with_kwargs=True).remove)
     for path, arguments in plan.inputs.items():
         module = _submodule(model, path)
         hook = _split_inputs(module, arguments, context, randomness)
@@ -81,6 +83,16 @@ def _submodule(model: nn.Module, path: str) -> nn.Module:
 
 def _applies(rule: Split, x: Tensor) -> bool:
     return rule.ndim is None or x.ndim == rule.ndim
+
+
+def _average_input_gradients(context: SequenceContext) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        whole: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+            Tensor, lambda x: whole_gradient(x, context), (args, kwargs)
+        )
+        return whole
+
+    return hook
 
 
 def _split_inputs(

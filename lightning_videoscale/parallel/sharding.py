@@ -9,6 +9,9 @@ the same loss from the gathered outputs. Hence
 
 A parameter before the split, inside the region, after the gather, or fed into the region from outside then receives
 exactly the gradient it has on one rank.
+
+Nobody averages the gradient of a model's *input*. `whole_gradient` does, where one is asked for: for guidance, or
+because the input is what a split model returned, whose `gather` relies on equal gradients on all ranks.
 """
 
 from __future__ import annotations
@@ -63,6 +66,19 @@ def gather(x: Tensor, dim: int, context: SequenceContext) -> Tensor:
     return whole
 
 
+def whole_gradient(x: Tensor, context: SequenceContext) -> Tensor:
+    """Returns ``x``, whose gradient will be that of one rank, on every rank of the group.
+
+    Args:
+        x: The same tensor on all ranks of the group, before any `split`.
+        context: The group.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    same: Tensor = _WholeGradient.apply(x, context)  # type: ignore[no-untyped-call]
+    return same
+
+
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], rank: int) -> Tensor:
@@ -97,3 +113,17 @@ class _Gather(torch.autograd.Function):
         sp = ctx.context.mesh.sp
         piece = grad.narrow(ctx.dim, sum(ctx.lengths[: sp.rank]), ctx.lengths[sp.rank])
         return piece * sp.size, None, None
+
+
+class _WholeGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: SequenceContext) -> Tensor:
+        ctx.context = context
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        sp = ctx.context.mesh.sp
+        grads = ctx.context.transport.all_gather(grad[None].contiguous(), (1,) * sp.size, sp)
+        return grads.mean(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype), None

@@ -43,6 +43,7 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         self._undo_changes: Undo | None = None
         self._watch: JobWatch | None = None
         self._sharing: BatchSharing | None = None
+        self._frozen: list[tuple[str, nn.Parameter]] = []
         self._seed = self._micro_batch = self._stream = 0
         self._loss_weight = 1.0
 
@@ -154,6 +155,9 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
     def setup(self, trainer: pl.Trainer) -> None:
         self._change_model()
         super().setup(trainer)
+        if self.world_size > 1:
+            assert self.lightning_module is not None
+            self._frozen = [(name, p) for name, p in self.lightning_module.named_parameters() if not p.requires_grad]
 
     def _change_model(self) -> None:
         """What comes before wrapping; for strategies whose ``setup`` does not go through their parent's."""
@@ -212,7 +216,18 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self.mesh.sp.size > 1:
             check_loss(closure_loss)
+        self._refuse_unfrozen()
         super().pre_backward(closure_loss)
+
+    def _refuse_unfrozen(self) -> None:
+        """DDP and ZeRO average what trains when they wrap the model, and nothing that comes later."""
+        unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if unfrozen:
+            raise ValueError(
+                f"{unfrozen} were frozen when the model was set up, so nobody would average their gradients, and train "
+                "now. Let them require gradients before fit, and freeze them in on_fit_start if they are to train "
+                "later; DDP then needs find_unused_parameters=True."
+            )
 
     @override
     def teardown(self) -> None:
