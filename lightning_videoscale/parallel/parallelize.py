@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.loss import attach_context
@@ -85,10 +85,12 @@ def _applies(rule: Split, x: Tensor) -> bool:
     return rule.ndim is None or x.ndim == rule.ndim
 
 
-def _average_input_gradients(context: SequenceContext) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _average_input_gradients(context: SequenceContext) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
+    def hook(_: nn.Module, *inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(inputs)):
+            return None  # the same objects then: a model may write into a dict that it is given
         whole: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-            Tensor, lambda x: whole_gradient(x, context), (args, kwargs)
+            Tensor, lambda x: whole_gradient(x, context), inputs
         )
         return whole
 

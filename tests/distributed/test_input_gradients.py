@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.injection import wan  # noqa: F401  # registers Wan's plan
-from lightning_videoscale.parallel import SequenceMesh, check_loss, parallelize
+from lightning_videoscale.parallel import SequenceMesh, SplitPlan, check_loss, parallelize
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
@@ -42,6 +42,26 @@ def gradients(split: bool, checkpointing: bool = False) -> dict[str, Tensor]:
         dist.all_reduce(gradient)
         gradient /= dist.get_world_size()
     return found | {"noise": noise.grad}
+
+
+class Remembering(torch.nn.Module):
+    """Writes into what it is given, as models with a cache do."""
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        cache["x"] = x
+        return x
+
+
+def keys_of_a_cache() -> list[str]:
+    network, cache = Remembering(), {"earlier": torch.ones(2)}
+    plan = SplitPlan({}, {}, {}, lambda model, context: lambda: None)
+    parallelize(network, SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()), plan)
+    network(torch.ones(2), cache=cache)
+    return list(cache)
+
+
+def test_without_gradients_a_model_is_given_the_same_objects(ranks: Ranks) -> None:
+    assert ranks(2).run(keys_of_a_cache)[0] == ["earlier", "x"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
