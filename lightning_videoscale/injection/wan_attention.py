@@ -55,9 +55,9 @@ def query_key_value(
     """
     asked = hidden_states if context is None else context
     if detach_biases and context is None and changed_linear(attn.to_v) is None:
-        projections, (q, k, v) = (attn.to_q, attn.to_k, attn.to_v), (attn.to_q.bias, attn.to_k.bias, attn.to_v.bias)
-        weights = tuple(linear.weight for linear in projections)
-        return qkv_linear(hidden_states, weights, (q.detach(), k.detach(), v))
+        weights = attn.to_q.weight, attn.to_k.weight, attn.to_v.weight
+        biases = attn.to_q.bias.detach(), attn.to_k.bias.detach(), attn.to_v.bias
+        return qkv_linear(hidden_states, weights, biases)
     if detach_biases:
         return apply_detached(attn.to_q, hidden_states), apply_detached(attn.to_k, asked), attn.to_v(asked)
     if not getattr(attn, "fused_projections", False):

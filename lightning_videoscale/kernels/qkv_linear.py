@@ -1,7 +1,7 @@
 """The Linears of query, key and value, whose gradients for their one input are added inside the matrix products.
 
 PyTorch adds the three in passes of their own, which read and write tensors of the input's size. Here each matrix
-product adds to what the one before has written, in the float32 that it accumulates in.
+product adds to what the one before has written, as it writes.
 
 Shapes: N rows of D channels come in; queries, keys and values may have different numbers of channels E.
 """
@@ -26,7 +26,7 @@ def qkv_linear(
 ) -> _Three:
     """Query, key and value of x: ``F.linear(x, weight, bias)`` each, to the bit; x is kept once.
 
-    x's gradient is rounded as often as PyTorch rounds it, for every Linear once. Differentiable once.
+    x's gradient is rounded at most as often as PyTorch rounds it. Differentiable once.
 
     Args:
         x: (..., D), any floating dtype.

@@ -220,7 +220,10 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         super().pre_backward(closure_loss)
 
     def _refuse_unfrozen(self) -> None:
-        """DDP and ZeRO average what trains when they wrap the model, and nothing that comes later."""
+        """DDP and ZeRO average what trains when they wrap the model, and nothing that comes later.
+
+        FSDP2 has its own way to tell, before a step: between forward and backward some of its parameters are whole too.
+        """
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
         if unfrozen:
             raise ValueError(

@@ -56,6 +56,8 @@ def test_no_stack_is_written_down_for_devices_that_are_not_there(monkeypatch: py
         written.append(1)
         return format_stack(*arguments, **settings)
 
+    if torch.cuda.is_available():
+        torch.cuda.init()  # as a strategy has, before it trains
     monkeypatch.setattr(traceback, "format_stack", noting)
     seed_generators(3, "train", 0, 0)
     assert not written

@@ -53,7 +53,7 @@ def benchmark_shapes(
         max_shapes: Sequence lengths to measure at most.
         max_tokens: Tokens B * S to measure at most; None: those of two samples of the longest shape. Sequences of
             20 000 tokens and more are measured in up to 8 samples within that.
-        seconds: Time per shape, about, beside its first run.
+        seconds: Time per shape, about, beside its first run; once more at the end where its repeats differed.
         progress: Whether rank 0 draws a bar.
         file: Where rank 0 writes the matrix, such as ``"shapes.json"``. Until it is whole, its rows are in
             ``shapes.json.part``, from which the next call in the same setting goes on if this one is ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,8 @@ class GrowingMatrix:
     def improve(self, again: MatrixRow) -> None:
         """Puts a cell's second row in the place of its first, where it took less time: nothing makes a step shorter."""
         place = [_key(row) for row in self.rows].index(_key(again))
-        before = self.rows[place].seconds
-        if again.seconds is not None and (before is None or again.seconds < before):
-            self.rows[place] = again
-            self._keep()
+        self.rows[place] = min(self.rows[place], again, key=_seconds)
+        self._keep()
 
     def finish(self) -> ShapeMatrix:
         """Returns the whole matrix, which then lies in its file."""
@@ -108,6 +107,10 @@ class GrowingMatrix:
 
 def _key(row: MatrixRow) -> tuple[int, ...]:
     return row.frames, row.height, row.width, row.samples, row.sequence_length
+
+
+def _seconds(row: MatrixRow) -> float:
+    return math.inf if row.seconds is None else row.seconds
 
 
 def _part(file: Path) -> Path:
