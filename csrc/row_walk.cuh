@@ -20,6 +20,14 @@ __device__ __forceinline__ int group_begin(const RowOrder& map, int group) {
     return (INDEXED ? map.starts[group] : group) * map.rows_per_group;
 }
 
+// Stops the kernel where an entry names a group that there is not: it lies before the first group, or after the last.
+__device__ __forceinline__ void assert_groups(const RowOrder& map) {
+    if constexpr (INDEXED) {
+        if (group_begin(map, 0) != 0 || group_begin(map, map.groups) != map.rows)
+            __assertfail("index out of range", "csrc/row_walk.cuh", __LINE__, "rows_forward", sizeof(char));
+    }
+}
+
 // A block's walk: its runs in turn. It goes in steps of at most ROWS rows that all belong to one group.
 struct Walk {
     int position, end, group, group_end;  // end: of the run
