@@ -76,19 +76,14 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, backend: BackendName = "auto"
 
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, section 2.
     """
+    check_tensors(x=x, bias=bias)
     check_gelu(x, bias)
     y: Tensor = _op(x, bias, backend)
     return y
 
 
 def check_gelu(x: Tensor, bias: Tensor | None) -> None:
-    """Checks x, and the bias against it.
-
-    Raises:
-        TypeError: If a tensor is not floating.
-        ValueError: If shapes or devices do not fit.
-    """
-    check_tensors(x=x, bias=bias)
+    """Raises ValueError unless the shapes of x and of the bias fit."""
     if x.ndim == 0:
         raise ValueError("x must have shape (..., F); got ().")
     if bias is not None and bias.shape != x.shape[-1:]:

@@ -52,7 +52,7 @@ def gelu_linear(
         ValueError: If shapes, dtypes or devices do not fit.
         NotImplementedError: If the backend asked for by name cannot run this.
     """
-    check_tensors(x=x, weight=weight, bias=bias)
+    check_tensors(x=x, weight=weight, bias=bias, x_bias=x_bias)
     check_gelu(x, x_bias)
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(

@@ -22,6 +22,7 @@ class Case:
         operation: "norm_modulate", "gate_residual" or both in one.
         rows: R: 1 per sample, S per token; with ``indexed`` the entries per sample of the index.
         modulated: "both", "scale" or "none".
+        tables: Whether gate, scale and shift have tables, or the name of the one that has.
         branch_bias: Whether the gradient of the branch's bias is asked for.
         branch_dtype: By default that of the residual.
         table_dtype: Of the tables.
@@ -39,7 +40,7 @@ class Case:
     affine: bool = False
     modulated: str = "both"
     gated: bool = True
-    tables: bool = False
+    tables: bool | str = False
     activation: str = "identity"
     branch_norm: bool = False
     branch_bias: bool = False
@@ -84,7 +85,9 @@ class Case:
             tensors["branch_bias"] = draw(self.d, dtype=bias_dtype) if self.branch_bias else None
         for name, there in wanted.items():
             tensors[name] = draw(*modulation, dtype=self.modulation_dtype) if there else None
-            tensors[f"{name}_table"] = draw(self.d, dtype=self.table_dtype) if there and self.tables else None
+            tensors[f"{name}_table"] = (
+                draw(self.d, dtype=self.table_dtype) if there and self.tables in (True, name) else None
+            )
         if has_norm and self.affine:
             affine_dtype = self.affine_dtype or self.modulation_dtype
             tensors["weight"] = draw(self.d, dtype=affine_dtype)
