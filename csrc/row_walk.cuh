@@ -3,6 +3,9 @@
 // so that all blocks together read and write one moving window of memory.
 #pragma once
 #include "row_config.cuh"
+#ifndef __CUDACC_RTC__  // NVRTC has assert built in
+#include <cassert>
+#endif
 
 namespace videoscale {
 
@@ -18,6 +21,12 @@ struct RowOrder {
 // First position of a group.
 __device__ __forceinline__ int group_begin(const RowOrder& map, int group) {
     return (INDEXED ? map.starts[group] : group) * map.rows_per_group;
+}
+
+// Stops the device where an entry names a group that there is not: it lies before the first group or after the last.
+__device__ __forceinline__ void assert_groups(const RowOrder& map) {
+    if constexpr (INDEXED)
+        assert(group_begin(map, 0) == 0 && group_begin(map, map.groups) == map.rows && "index out of range");
 }
 
 // A block's walk: its runs in turn. It goes in steps of at most ROWS rows that all belong to one group.

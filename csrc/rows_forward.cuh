@@ -104,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                               {a.gate.values, a.gate.stride * int(sizeof(GateValue))},
                               {a.scale.values, a.scale.stride * int(sizeof(ScaleValue))},
                               {a.shift.values, a.shift.stride * int(sizeof(ShiftValue))}};
+    assert_groups(a.map);
     Pipeline pipeline(a.map, sources, barriers, ring);
     Sum sum(scratch);
 

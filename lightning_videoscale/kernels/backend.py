@@ -10,13 +10,15 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from torch import Tensor
 
+from lightning_videoscale.kernels.arguments import check_choice
 from lightning_videoscale.kernels.rows import Operand, RowBackend, RowMap, RowOp
 
 BackendName = Literal["auto", "cuda", "triton", "reference"]
+_NAMES = get_args(BackendName)
 _log = logging.getLogger(__name__)
 
 
@@ -27,6 +29,7 @@ def choose_backend(
     x: Tensor,
     branch: Tensor | None,
     operands: tuple[Operand, ...],
+    affine: tuple[Tensor, ...],
     rows: RowMap,
 ) -> RowBackend:
     """Returns the module that runs ``operation`` on tensors like these, forward and backward alike.
@@ -39,13 +42,16 @@ def choose_backend(
         x: (N, D), what the operation reads first.
         branch: (N, D), or None.
         operands: Gate, scale and shift, as far as the variant has them.
+        affine: The norm's weight and bias, likewise.
         rows: Their map.
 
     Raises:
         ValueError: If there is no backend of that name.
         NotImplementedError: If the one asked for by name cannot run this; the message says why.
     """
-    chosen = first_able(asked, operation, "rows", x.is_cuda, lambda b: b.objection(op, x, branch, operands, rows))
+    chosen = first_able(
+        asked, operation, "rows", x.is_cuda, lambda b: b.objection(op, x, branch, operands, affine, rows)
+    )
     return cast(RowBackend, chosen)
 
 
@@ -63,8 +69,7 @@ def first_able(asked: str, operation: str, module: str, on_gpu: bool, objection:
         ValueError: If there is no backend of that name.
         NotImplementedError: If the one asked for by name cannot run this; the message says why.
     """
-    if asked not in ("auto", "cuda", "triton", "reference"):
-        raise ValueError(f'backend must be "auto", "cuda", "triton" or "reference"; got {asked!r}.')
+    check_choice("backend", asked, _NAMES)
     candidates = [asked]
     if asked == "auto":
         candidates = ["cuda", "triton", "reference"] if on_gpu else ["reference"]

@@ -6,7 +6,7 @@ an empty tensor, since an op returns the same number of tensors always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.backend import choose_backend
-from lightning_videoscale.kernels.modulation import as_rows, operand, row_map
+from lightning_videoscale.kernels.modulation import as_rows, gradient_rows, operand, row_map
 from lightning_videoscale.kernels.rows import Operand, RowGradients, RowOp, RowOutputs
 
 NAMESPACE = "lightning_videoscale"
@@ -55,11 +55,11 @@ def run_forward(
     rows, flat_x = row_map(x, operands.any_values, operands.index), as_rows(x)
     flat_branch = None if branch is None else as_rows(branch)
     gate, scale, shift = _flat_operands(operands)
-    given = tuple(o for o in (gate, scale, shift) if o is not None)
-    run = choose_backend(backend, operation, op, flat_x, flat_branch, given, rows).forward
-    h, y, mean, rstd = run(
-        op, flat_x, flat_branch, gate, scale, shift, _contiguous(weight), _contiguous(bias), rows, eps
-    )
+    weight, bias = _contiguous(weight), _contiguous(bias)
+    run = choose_backend(
+        backend, operation, op, flat_x, flat_branch, _given(gate, scale, shift), _given(weight, bias), rows
+    ).forward
+    h, y, mean, rstd = run(op, flat_x, flat_branch, gate, scale, shift, weight, bias, rows, eps)
     h, y = (None if out is None else torch.ops.aten._unsafe_view.default(out, x.shape) for out in (h, y))
     return RowOutputs(h, y, mean, rstd)  # no views, which autograd would not let anybody write into
 
@@ -82,19 +82,20 @@ def run_backward(
     """Runs the backend's backward; dx and dbranch come back as (B, S, D), the rest in the shape of its parameter.
 
     The gradients of gate, scale, shift and their tables have their parameter's dtype, as have those of weight and bias;
-    that of the branch's bias is wide.
+    that of the branch's bias is wide. h stands for the stream whose dtype forward had: a variant without a norm, which
+    does not keep it, gives dh in its place.
     """
     if not h.numel():
         return _zero_gradients(h, branch, operands, weight, bias)
+    op = op._replace(shift_table=operands.shift_table is not None)
     rows, flat_h = row_map(h, operands.any_values, operands.index), as_rows(h)
-    flat_branch, flat_dh, flat_dy = (None if t is None else as_rows(t) for t in (branch, dh, dy))
-    gate, scale, _ = _flat_operands(operands)
-    given = tuple(o for o in (gate, scale) if o is not None)
-    run = choose_backend(backend, operation, op, flat_h, flat_branch, given, rows).backward
-    raw = run(
-        op, flat_dh, flat_dy, flat_h, flat_branch, gate, scale, _contiguous(weight), _contiguous(bias), mean, rstd,
-        rows, eps,
-    )  # fmt: skip
+    flat_dh, flat_dy = (flat_h if t is h else gradient_rows(t, flat_h) for t in (dh, dy))
+    flat_branch = None if branch is None else as_rows(branch)
+    (gate, scale, _), (weight, bias) = _flat_operands(operands), (_contiguous(weight), _contiguous(bias))
+    run = choose_backend(
+        backend, operation, op, flat_h, flat_branch, _given(gate, scale), _given(weight, bias), rows
+    ).backward
+    raw = run(op, flat_dh, flat_dy, flat_h, flat_branch, gate, scale, weight, bias, mean, rstd, rows, eps)
     return RowGradients(
         None if raw.dx is None else raw.dx.view(h.shape),
         None if raw.dbranch is None else raw.dbranch.view(h.shape),
@@ -108,6 +109,11 @@ def run_backward(
         _table_gradient(raw.dshift_table, raw.dshift, operands.shift_table),
         raw.dbranch_bias,
     )
+
+
+def stand_in(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stands for a branch whose values backward does not use, only its shape and dtype."""
+    return like if like.dtype is dtype else like.new_zeros(like.shape[-1], dtype=dtype).expand(like.shape)
 
 
 def empty(like: Tensor) -> Tensor:
@@ -146,65 +152,16 @@ def none_where_unneeded(gradients: Sequence[Tensor | None], needs: Sequence[bool
     return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
 
 
-def register_autograd(
-    name: str, differentiate: Callable[..., Any], save_for_backward: Callable[..., None]
-) -> Callable[..., Any]:
-    """Makes an op differentiable, as `torch.library.register_autograd` does at 40 µs less per call.
-
-    That one reads the schema for default values every time; the schema of ``name`` must have none.
-
-    Args:
-        name: Of an op that is defined already, such as "lightning_videoscale::norm_modulate".
-        differentiate: Called with the context and the gradient of every output; returns one per input.
-        save_for_backward: Called with the context, the inputs and the output.
-
-    Returns:
-        The op.
-    """
-    namespace, short = name.split("::")
-    op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), short).default
-
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            output = below_autograd(*inputs)
-            save_for_backward(ctx, inputs, output)
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return differentiate(ctx, *gradients)
-
-    def below_autograd(*inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*inputs)
-
-    def autograd(*inputs: Any) -> Any:
-        needed = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        return Differentiable.apply(*inputs) if needed else below_autograd(*inputs)  # type: ignore[no-untyped-call]
-
-    torch.library.impl(name, "Autograd", autograd)
-    return op
-
-
-def refuse_second_derivative(name: str, operation: str) -> Callable[..., Any]:
-    """Makes the gradient of an op that computes ``operation``'s gradient an error; returns the op."""
-
-    def refuse(ctx: object, *gradients: Tensor) -> None:
-        raise NotImplementedError(
-            f"{operation} has no second derivative. If you need one (a gradient penalty, for example), leave this "
-            "model without fused kernels."
-        )
-
-    return register_autograd(name, refuse, lambda ctx, inputs, output: None)
-
-
 def _flat_operands(operands: Operands) -> tuple[Operand | None, Operand | None, Operand | None]:
     return (
         operand(operands.gate, operands.gate_table),
         operand(operands.scale, operands.scale_table),
         operand(operands.shift, operands.shift_table),
     )
+
+
+def _given(*parameters: Any) -> tuple[Any, ...]:
+    return tuple(p for p in parameters if p is not None)
 
 
 def _contiguous(parameter: Tensor | None) -> Tensor | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_videoscale.kernels.autograd import refuse_forward_mode
 from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.dispatch import none_where_unneeded
 from lightning_videoscale.kernels.norm_modulate import check_norm_modulate
@@ -46,8 +47,9 @@ def fork_norm_modulate(
     Returns:
         x, a view of it to use in its place, and y; both (B, S, D).
     """
-    check_norm_modulate(x, scale, shift, weight, bias, norm, scale_table, shift_table, index)
+    check_norm_modulate(x, scale, shift, weight, bias, norm, scale_table, shift_table, index, rounding)
     operands = (scale, shift, weight, bias, scale_table, shift_table)
+    refuse_forward_mode("fork_norm_modulate", x, *operands)
     alone = [None if t is None else t.detach() for t in (x, *operands)]
     outputs = torch.ops.lightning_videoscale.norm_modulate(*alone[:5], eps, *alone[5:], index, norm, rounding, backend)
     forked: tuple[Tensor, Tensor] = _Fork.apply(x, *operands, index, *outputs, norm, backend)  # type: ignore[no-untyped-call]

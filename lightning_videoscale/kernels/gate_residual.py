@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_videoscale.kernels.arguments import check_choice, check_tensors
+from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.dispatch import (
     NAMESPACE,
@@ -20,13 +22,12 @@ from lightning_videoscale.kernels.dispatch import (
     fake_gradient,
     if_needed,
     none_where_unneeded,
-    refuse_second_derivative,
-    register_autograd,
     run_backward,
     run_forward,
+    stand_in,
 )
-from lightning_videoscale.kernels.modulation import check_branch, check_devices, check_modulation
-from lightning_videoscale.kernels.rows import Activation, Rounding, RowOp
+from lightning_videoscale.kernels.modulation import check_branch, check_modulation
+from lightning_videoscale.kernels.rows import ACTIVATIONS, ROUNDINGS, Activation, Rounding, RowOp
 
 _FORWARD = f"{NAMESPACE}::gate_residual"
 _BACKWARD = f"{NAMESPACE}::gate_residual_backward"
@@ -73,12 +74,15 @@ def gate_residual(
         h, (B, S, D) in the residual's dtype, contiguous.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not fit.
+        TypeError: If a tensor is not floating.
+        ValueError: If shapes, dtypes or devices do not fit, or a setting has no such value.
         NotImplementedError: If the backend asked for by name cannot run this.
     """
+    check_tensors(residual=residual, branch=branch, gate=gate, gate_table=gate_table, branch_bias=branch_bias)
+    check_choice("gate_activation", gate_activation, ACTIVATIONS)
+    check_choice("rounding", rounding, ROUNDINGS)
     check_branch(residual, branch, branch_bias)
     check_modulation(residual, {"gate": gate}, {"gate": gate_table}, index)
-    check_devices(residual, branch, gate, gate_table, branch_bias, index)
     h: Tensor = _op(
         residual, branch, gate, gate_table, branch_bias, index, eps, gate_activation, branch_norm, rounding, backend
     )
@@ -125,9 +129,7 @@ def _backward(
     branch_sum = bias_dtype is not None
     op = RowOp(None, True, activation, branch_norm, sums=any(needs), branch_sum=branch_sum)
     operands = Operands(gate=gate, gate_table=gate_table, index=index)
-    gradients = run_backward(
-        "gate_residual", backend, op, dh, None, branch, branch, operands, None, None, None, None, eps
-    )
+    gradients = run_backward("gate_residual", backend, op, dh, None, dh, branch, operands, None, None, None, None, eps)
     assert gradients.dbranch is not None
     dgate = if_needed(gradients.dgate, needs[0], branch)
     dgate_table = if_needed(gradients.dgate_table, needs[1], branch)
@@ -166,7 +168,7 @@ def _differentiate(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     if needs_branch or needs_bias or any(needs):
         branch, *saved = ctx.saved_tensors
         if branch is None:  # only the gate's gradient has a use for its values
-            branch = dh.to(ctx.branch_dtype)
+            branch = stand_in(dh, ctx.branch_dtype)
         dbranch, *gradients = _backward_op(dh, branch, *saved, *ctx.settings, needs, ctx.bias_dtype)
         dgate, dgate_table, dbias = none_where_unneeded(gradients, (*needs, needs_bias))
     return dh if needs_residual else None, dbranch if needs_branch else None, dgate, dgate_table, dbias, *(None,) * 6

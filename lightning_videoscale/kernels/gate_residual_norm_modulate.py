@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_videoscale.kernels.arguments import check_choice, check_tensors
+from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.dispatch import (
     NAMESPACE,
@@ -22,14 +24,13 @@ from lightning_videoscale.kernels.dispatch import (
     fake_gradient,
     if_needed,
     none_where_unneeded,
-    refuse_second_derivative,
-    register_autograd,
     run_backward,
     run_forward,
+    stand_in,
 )
-from lightning_videoscale.kernels.modulation import check_branch, check_devices, check_modulation
+from lightning_videoscale.kernels.modulation import check_branch, check_modulation
 from lightning_videoscale.kernels.norm_modulate import check_norm, fake_statistics
-from lightning_videoscale.kernels.rows import Activation, Norm, Rounding, RowOp
+from lightning_videoscale.kernels.rows import ACTIVATIONS, ROUNDINGS, Activation, Norm, Rounding, RowOp
 
 _FORWARD = f"{NAMESPACE}::gate_residual_norm_modulate"
 _BACKWARD = f"{NAMESPACE}::gate_residual_norm_modulate_backward"
@@ -89,9 +90,17 @@ def gate_residual_norm_modulate(
         h and y, both (B, S, D) in the residual's dtype, contiguous.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not fit, or a norm's or operand's parts do not belong together.
+        TypeError: If a tensor is not floating.
+        ValueError: If shapes, dtypes or devices do not fit, a norm's or operand's parts do not belong together, or a
+            setting has no such value.
         NotImplementedError: If the backend asked for by name cannot run this.
     """
+    check_tensors(
+        residual=residual, branch=branch, gate=gate, scale=scale, shift=shift, weight=weight, bias=bias,
+        gate_table=gate_table, scale_table=scale_table, shift_table=shift_table, branch_bias=branch_bias,
+    )  # fmt: skip
+    check_choice("gate_activation", gate_activation, ACTIVATIONS)
+    check_choice("rounding", rounding, ROUNDINGS)
     check_branch(residual, branch, branch_bias)
     if gate is None and branch_norm:
         raise ValueError("branch_norm belongs to a gated branch; give a gate, or normalise the branch before.")
@@ -99,7 +108,6 @@ def gate_residual_norm_modulate(
     names = ("gate", "scale", "shift")
     check_modulation(residual, dict(zip(names, values, strict=True)), dict(zip(names, tables, strict=True)), index)
     check_norm(residual, norm, scale, shift, weight, bias)
-    check_devices(residual, branch, *values, weight, bias, *tables, branch_bias, index)
     h, y, _, _ = _op(
         residual, branch, *values, weight, bias, *tables, branch_bias, index, eps, norm, gate_activation, branch_norm,
         rounding, backend,
@@ -225,20 +233,21 @@ def _differentiate(
 ) -> tuple[Tensor | None, ...]:
     needs_residual, needs_branch, *needs, needs_bias = ctx.needs_input_grad[:11]
     h, branch, gate, *rest = ctx.saved_tensors
-    if gate is not None and branch is None:  # only the gate's gradient has a use for its values
-        branch = h.to(ctx.branch_dtype)
+    if branch is None and (gate is not None or ctx.branch_dtype is not h.dtype):  # only a gate uses its values
+        branch = stand_in(h, ctx.branch_dtype)
     saved = h, branch, gate, *rest
     dbranch, dresidual = None, dh
     gradients: Sequence[Tensor | None] = (None,) * 9
     if dy is not None:
         dresidual, dbranch, *gradients = _backward_op(dh, dy, *saved, *ctx.settings, needs, ctx.bias_dtype)
+        dbranch = dresidual if branch is None else dbranch
     elif dh is not None and gate is not None:
         dbranch, *gradients = _gradients_without_norm(dh, saved, ctx.settings, needs, ctx.bias_dtype)
-    elif dh is not None and needs_bias:
-        total = dh.sum(dim=(0, 1), dtype=torch.promote_types(dh.dtype, torch.float32))
-        gradients = (*(None,) * 8, total.to(ctx.bias_dtype))
-    if gate is None and dresidual is not None:
-        dbranch = dresidual.to(ctx.branch_dtype)
+    elif dh is not None:
+        dbranch = dh.to(ctx.branch_dtype)
+        if needs_bias:
+            total = dh.sum(dim=(0, 1), dtype=torch.promote_types(dh.dtype, torch.float32))
+            gradients = (*(None,) * 8, total.to(ctx.bias_dtype))
     gradients = none_where_unneeded(gradients, (*needs, needs_bias))
     return dresidual if needs_residual else None, dbranch if needs_branch else None, *gradients, *(None,) * 7
 

@@ -17,9 +17,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from lightning_videoscale.kernels.arguments import check_tensors
+from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import BackendName, first_able
-from lightning_videoscale.kernels.dispatch import NAMESPACE, empty, refuse_second_derivative, register_autograd
-from lightning_videoscale.kernels.modulation import as_rows, check_devices
+from lightning_videoscale.kernels.dispatch import NAMESPACE, empty
+from lightning_videoscale.kernels.modulation import as_rows
 
 _FORWARD = f"{NAMESPACE}::gelu"
 _BACKWARD = f"{NAMESPACE}::gelu_backward"
@@ -68,30 +70,26 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, backend: BackendName = "auto"
         y, (..., F) in x's dtype, contiguous.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not fit.
+        TypeError: If a tensor is not floating.
+        ValueError: If shapes or devices do not fit.
         NotImplementedError: If the backend asked for by name cannot run this.
 
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, section 2.
     """
+    check_tensors(x=x, bias=bias)
     check_gelu(x, bias)
     y: Tensor = _op(x, bias, backend)
     return y
 
 
 def check_gelu(x: Tensor, bias: Tensor | None) -> None:
-    """Checks x, and the bias against it.
-
-    Raises:
-        ValueError: If shapes, dtypes or devices do not fit.
-    """
-    if x.ndim == 0 or not x.is_floating_point():
-        raise ValueError(f"x must be floating, (..., F); got {x.dtype} of shape {tuple(x.shape)}.")
-    if bias is not None and (bias.shape != x.shape[-1:] or not bias.is_floating_point()):
+    """Raises ValueError unless the shapes of x and of the bias fit."""
+    if x.ndim == 0:
+        raise ValueError("x must have shape (..., F); got ().")
+    if bias is not None and bias.shape != x.shape[-1:]:
         raise ValueError(
-            f"bias must be that of the Linear that x comes from: floating, {tuple(x.shape[-1:])}; got {bias.dtype} of "
-            f"shape {tuple(bias.shape)}."
+            f"bias must be that of the Linear that x comes from, {tuple(x.shape[-1:])}; got {tuple(bias.shape)}."
         )
-    check_devices(x, bias)
 
 
 def _choose(asked: str, rows: Tensor) -> GeluBackend:
@@ -115,7 +113,8 @@ def _backward(
     if not x.numel():
         return _backward_fake(dy, x, bias_dtype, again, backend)
     rows = as_rows(x)
-    dx, dbias, y = _choose(backend, rows).backward(as_rows(dy), rows, sums=bias_dtype is not None, again=again)
+    dy = as_rows(dy.to(x.dtype))  # in which the kernels read it
+    dx, dbias, y = _choose(backend, rows).backward(dy, rows, sums=bias_dtype is not None, again=again)
     return (
         dx.view(x.shape),
         empty(x) if dbias is None else dbias.to(bias_dtype),

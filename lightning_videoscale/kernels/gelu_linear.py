@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_videoscale.kernels.arguments import check_tensors
+from lightning_videoscale.kernels.autograd import in_dtypes_of_forward, refuse_forward_mode, under_autocast
 from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.gelu import check_gelu
-from lightning_videoscale.kernels.modulation import check_devices
 
 
 def gelu_linear(
@@ -47,24 +48,25 @@ def gelu_linear(
         z, (..., D) in x's dtype.
 
     Raises:
+        TypeError: If a tensor is not floating.
         ValueError: If shapes, dtypes or devices do not fit.
         NotImplementedError: If the backend asked for by name cannot run this.
     """
+    check_tensors(x=x, weight=weight, bias=bias, x_bias=x_bias)
     check_gelu(x, x_bias)
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
             f"weight must be (D, {x.shape[-1]}) to fit x of shape {tuple(x.shape)}, and bias (D,); got "
             f"{tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}."
         )
-    check_devices(x, weight, bias)
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):  # meta has no autocast to ask for
-        with torch.autocast(kind, enabled=False):
+    if under_autocast(x):
+        with torch.autocast(x.device.type, enabled=False):
             bias = None if bias is None else bias.to(x.dtype)
             return gelu_linear(x, weight.to(x.dtype), bias, x_bias=x_bias, backend=backend)
     parameters = [p for p in (weight, bias) if p is not None]
     if any(p.dtype != x.dtype for p in parameters):
         raise ValueError(f"weight and bias must have x's dtype {x.dtype}; got {[p.dtype for p in parameters]}.")
+    refuse_forward_mode("gelu_linear", x, x_bias, weight, bias)
     z: Tensor = _GeluLinear.apply(x, x_bias, weight, bias, backend)  # type: ignore[no-untyped-call]
     return z
 
@@ -82,6 +84,7 @@ class _GeluLinear(torch.autograd.Function):
         return F.linear(torch.ops.lightning_videoscale.gelu(x, None, backend), weight, bias)
 
     @staticmethod
+    @in_dtypes_of_forward
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_x_bias, needs_weight, needs_bias = ctx.needs_input_grad[:4]

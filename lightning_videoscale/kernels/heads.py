@@ -10,15 +10,17 @@ Every backend computes exactly this; the PyTorch reference is the oracle.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels import modulation
 
+HeadNorm = Literal["none", "rms", "layer"]
 Layout = Literal["interleaved", "half"]
 HeadRounding = Literal["fp32_once", "eager", "at_end"]
+HEAD_NORMS, LAYOUTS, HEAD_ROUNDINGS = get_args(HeadNorm), get_args(Layout), get_args(HeadRounding)
 
 
 class HeadOp(NamedTuple):
@@ -32,7 +34,7 @@ class HeadOp(NamedTuple):
         round_normed: Round n to the activations' dtype before it is rotated.
     """
 
-    norm: Literal["none", "rms", "layer"]
+    norm: HeadNorm
     per_head: bool
     layout: Layout
     round_x_hat: bool
@@ -101,7 +103,8 @@ class SideGradients(NamedTuple):
         dx: (B, S, H, Dh) in x's dtype, new and contiguous.
         dweight: The weight's shape and dtype; None without a weight.
         dbias: Likewise.
-        dx_sum: (H·Dh,) wide, dx over all rows, which is the gradient of the projection's bias; None unless asked for.
+        dx_sum: (H·Dh,) wide, dx over all rows before it is rounded: the gradient of the projection's bias; None unless
+            asked for.
     """
 
     dx: Tensor
@@ -142,7 +145,7 @@ class HeadBackend(Protocol):
 
         Args:
             op: The variant.
-            gradients: (B, S, H, Dh) of each y.
+            gradients: (B, S, H, Dh) of each y, in its dtype.
             sides: With the statistics of forward.
             rotation: As in forward.
             row_means: (B, S) each, `gradient_sums` over a whole row divided by its width, where x has only part of the

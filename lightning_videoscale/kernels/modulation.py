@@ -70,22 +70,11 @@ def check_branch(residual: Tensor, branch: Tensor, branch_bias: Tensor | None) -
         raise ValueError(
             f"residual and branch must have one shape (B, S, D); got {_shape(residual)} and {_shape(branch)}."
         )
-    if branch_bias is not None and (branch_bias.shape != branch.shape[-1:] or not branch_bias.is_floating_point()):
+    if branch_bias is not None and branch_bias.shape != branch.shape[-1:]:
         raise ValueError(
-            f"branch_bias must be that of the Linear that the branch comes from: floating, {_shape(branch)[-1:]}; got "
-            f"{branch_bias.dtype} of shape {_shape(branch_bias)}."
+            f"branch_bias must be that of the Linear that the branch comes from, {_shape(branch)[-1:]}; got "
+            f"{_shape(branch_bias)}."
         )
-
-
-def check_devices(x: Tensor, *others: Tensor | None) -> None:
-    """Checks that all tensors lie on x's device, since a kernel would not notice.
-
-    Raises:
-        ValueError: If one does not.
-    """
-    for other in others:
-        if other is not None and other.device != x.device:
-            raise ValueError(f"All arguments must lie on one device; got {x.device} and {other.device}.")
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -98,11 +87,17 @@ def as_rows(x: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
+def gradient_rows(gradient: Tensor | None, like: Tensor) -> Tensor | None:
+    """Returns a gradient as `as_rows`, in the dtype of ``like``, in which the kernels read it."""
+    return None if gradient is None else as_rows(gradient.to(like.dtype))
+
+
 def row_map(x: Tensor, values: Tensor | None, index: Tensor | None) -> RowMap:
     """Returns the map for x (B, S, D), which has elements, and one of its operands (None: all rows are one group).
 
     Raises:
-        IndexError: If an entry of the index is out of range; on CPU only, elsewhere the host would have to wait.
+        IndexError: If an entry of the index is out of range; on CPU only. On a GPU, where the host would have to wait,
+            it is the kernel that reads the index which stops with an assertion, as PyTorch's own indexing does.
     """
     b, s, _ = x.shape
     if values is None:
@@ -111,7 +106,9 @@ def row_map(x: Tensor, values: Tensor | None, index: Tensor | None) -> RowMap:
         return RowMap(groups=b * values.shape[1], rows_per_group=s // values.shape[1])
     if not index.is_cuda and not 0 <= int(index.min()) <= int(index.max()) < values.shape[0]:
         raise IndexError(f"index must lie in [0, {values.shape[0]}); got [{int(index.min())}, {int(index.max())}].")
-    return RowMap(values.shape[0], s // index.shape[1], index.reshape(-1).to(torch.int32))
+    if index.dtype is not torch.int32:  # what does not fit into 32 bits must not become an entry that there is
+        index = index.clamp(-1, values.shape[0]).to(torch.int32)
+    return RowMap(values.shape[0], s // index.shape[1], index.reshape(-1))
 
 
 def operand(values: Tensor | None, table: Tensor | None) -> Operand | None:
@@ -124,6 +121,8 @@ def operand(values: Tensor | None, table: Tensor | None) -> Operand | None:
 
 
 def _check_index(x: Tensor, index: Tensor) -> None:
+    if index.device != x.device:
+        raise ValueError(f"All arguments must lie on one device; got {x.device}, but index on {index.device}.")
     fits = index.ndim == 2 and index.shape[0] == x.shape[0] and _divides(index, x.shape[1])
     if not fits or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_videoscale.kernels.arguments import check_choice, check_tensors
+from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.dispatch import (
     NAMESPACE,
@@ -19,13 +21,11 @@ from lightning_videoscale.kernels.dispatch import (
     fake_gradient,
     if_needed,
     none_where_unneeded,
-    refuse_second_derivative,
-    register_autograd,
     run_backward,
     run_forward,
 )
-from lightning_videoscale.kernels.modulation import check_devices, check_modulation
-from lightning_videoscale.kernels.rows import Norm, Rounding, RowOp
+from lightning_videoscale.kernels.modulation import check_modulation
+from lightning_videoscale.kernels.rows import NORMS, ROUNDINGS, Norm, Rounding, RowOp
 
 _FORWARD = f"{NAMESPACE}::norm_modulate"
 _BACKWARD = f"{NAMESPACE}::norm_modulate_backward"
@@ -74,10 +74,12 @@ def norm_modulate(
         (B, S, D) in x's dtype, contiguous.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not fit, or a norm's or operand's parts do not belong together.
+        TypeError: If a tensor is not floating.
+        ValueError: If shapes, dtypes or devices do not fit, a norm's or operand's parts do not belong together, or a
+            setting has no such value.
         NotImplementedError: If the backend asked for by name cannot run this.
     """
-    check_norm_modulate(x, scale, shift, weight, bias, norm, scale_table, shift_table, index)
+    check_norm_modulate(x, scale, shift, weight, bias, norm, scale_table, shift_table, index, rounding)
     y: Tensor = _op(x, scale, shift, weight, bias, eps, scale_table, shift_table, index, norm, rounding, backend)[0]
     return y
 
@@ -92,17 +94,23 @@ def check_norm_modulate(
     scale_table: Tensor | None,
     shift_table: Tensor | None,
     index: Tensor | None,
+    rounding: Rounding,
 ) -> None:
     """Checks what `norm_modulate` is called with.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not fit, or a norm's or operand's parts do not belong together.
+        TypeError: If a tensor is not floating.
+        ValueError: If shapes, dtypes or devices do not fit, a norm's or operand's parts do not belong together, or a
+            setting has no such value.
     """
+    check_tensors(
+        x=x, scale=scale, shift=shift, weight=weight, bias=bias, scale_table=scale_table, shift_table=shift_table
+    )
+    check_choice("rounding", rounding, ROUNDINGS)
     if x.ndim != 3:
         raise ValueError(f"x must have shape (B, S, D); got {tuple(x.shape)}.")
     check_modulation(x, {"scale": scale, "shift": shift}, {"scale": scale_table, "shift": shift_table}, index)
     check_norm(x, norm, scale, shift, weight, bias)
-    check_devices(x, scale, shift, weight, bias, scale_table, shift_table, index)
 
 
 def check_norm(
@@ -114,8 +122,7 @@ def check_norm(
         ValueError: If they do not.
     """
     d = x.shape[-1]
-    if norm not in ("layer", "rms"):
-        raise ValueError(f'norm must be "layer" or "rms"; got {norm!r}.')
+    check_choice("norm", norm, NORMS)
     if shift is not None and scale is None:
         raise ValueError("A shift needs a scale beside it; give a scale of zeros where there is none.")
     if norm == "rms" and bias is not None:

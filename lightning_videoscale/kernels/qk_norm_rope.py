@@ -25,14 +25,21 @@ Autocast changes nothing here: dtypes go in and out as they are. Eager code may 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
+from lightning_videoscale.kernels.arguments import check_choice, check_tensors
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.heads import HeadRounding, Layout, wide_dtype
+from lightning_videoscale.kernels.heads import (
+    HEAD_NORMS,
+    HEAD_ROUNDINGS,
+    LAYOUTS,
+    HeadNorm,
+    HeadRounding,
+    Layout,
+    wide_dtype,
+)
 
 
 def qk_norm_rope(
@@ -45,7 +52,7 @@ def qk_norm_rope(
     *,
     q_proj_bias: Tensor | None = None,
     k_proj_bias: Tensor | None = None,
-    norm: Literal["none", "rms", "layer"] = "rms",
+    norm: HeadNorm = "rms",
     per_head: bool = False,
     eps: float = 1e-6,
     rope: tuple[Tensor, Tensor] | None = None,
@@ -92,10 +99,16 @@ def qk_norm_rope(
         New contiguous tensors of q's and k's shape and dtype.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit, a table requires a gradient, or a norm's parameter is given without
-            its norm.
+        TypeError: If a tensor is not floating.
+        ValueError: If shapes, dtypes or devices do not fit, a table requires a gradient, a norm's parameter is given
+            without its norm, or a setting has no such value.
         NotImplementedError: If the backend asked for by name cannot run this.
     """
+    check_tensors(
+        q=q, k=k, q_weight=q_weight, k_weight=k_weight, q_bias=q_bias, k_bias=k_bias, q_proj_bias=q_proj_bias,
+        k_proj_bias=k_proj_bias,
+    )  # fmt: skip
+    check_settings(norm, rope_layout, rounding)
     check_sides(q, k)
     check_parameters(q, k, norm, per_head, q_weight, k_weight, q_bias, k_bias)
     cos, sin = (None, None) if rope is None else rope_tables(q, k, *rope, rope_start)
@@ -124,8 +137,9 @@ def rope_per_pair(cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Ten
         cos and sin (..., P): views, which `qk_norm_rope` reads where they are and keeps for backward.
 
     Raises:
-        ValueError: If the last dimension is odd or the shapes differ.
+        ValueError: If the last dimension is odd, the shapes differ or there is no such layout.
     """
+    check_choice("layout", layout, LAYOUTS)
     if cos.shape != sin.shape or cos.shape[-1] % 2:
         raise ValueError(
             f"cos and sin must have one shape with an even last dimension; got {tuple(cos.shape)} and "
@@ -133,6 +147,13 @@ def rope_per_pair(cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Ten
         )
     kept = slice(0, None, 2) if layout == "interleaved" else slice(0, cos.shape[-1] // 2)
     return cos[..., kept], sin[..., kept]
+
+
+def check_settings(norm: str, layout: str, rounding: str) -> None:
+    """Raises ValueError unless these are names that there are."""
+    check_choice("norm", norm, HEAD_NORMS)
+    check_choice("rope_layout", layout, LAYOUTS)
+    check_choice("rounding", rounding, HEAD_ROUNDINGS)
 
 
 def check_sides(q: Tensor, k: Tensor) -> None:
@@ -171,7 +192,8 @@ def check_parameters(q: Tensor, k: Tensor, norm: str, per_head: bool, *parameter
 
 
 def rope_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """The tables as `Rotation` wants them; raises ValueError unless they fit q and k."""
+    """The tables as `Rotation` wants them; raises TypeError or ValueError unless they fit q and k."""
+    check_tensors(q=q, cos=cos, sin=sin)
     b, s, h, dh = q.shape
     if cos.shape != sin.shape or cos.ndim not in (2, 4):
         raise ValueError(

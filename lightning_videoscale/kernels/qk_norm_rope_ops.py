@@ -15,13 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import first_able
-from lightning_videoscale.kernels.dispatch import (
-    bias_gradient,
-    fake_bias_gradient,
-    refuse_second_derivative,
-    register_autograd,
-)
+from lightning_videoscale.kernels.dispatch import bias_gradient, fake_bias_gradient
 from lightning_videoscale.kernels.heads import HeadBackend, HeadOp, Layout, Rotation, Side, wide_dtype
 
 _NAMES = ("qk_norm_rope", "qk_norm_rope_backward", "qk_square_sums", "qk_gradient_sums")
@@ -103,7 +99,7 @@ def _backward(
     row_means = None if q_row_means is None or k_row_means is None else (q_row_means, k_row_means)
     dx_sums = q_bias_dtype is not None or k_bias_dtype is not None
     run = _choose(backend, op, sides, rotation).backward
-    of_q, of_k = run(op, (dq, dk), sides, rotation, row_means, dx_sums=dx_sums)
+    of_q, of_k = run(op, (dq.to(q.dtype), dk.to(q.dtype)), sides, rotation, row_means, dx_sums=dx_sums)
     gradients = _paired((of_q[:3], of_k[:3]), q.dtype)
     return *gradients, bias_gradient(of_q.dx_sum, q_bias_dtype, q), bias_gradient(of_k.dx_sum, k_bias_dtype, q)
 
@@ -140,7 +136,7 @@ def _gradient_sums(
 ) -> tuple[Tensor, Tensor]:
     op, rotation = HeadOp("rms", False, layout, False), _rotation(cos, sin, start)
     sides = Side(q, q_weight, None, rstd=q_rstd), Side(k, k_weight, None, rstd=k_rstd)
-    return _choose(backend, op, sides, rotation).gradient_sums(op, (dq, dk), sides, rotation)
+    return _choose(backend, op, sides, rotation).gradient_sums(op, (dq.to(q.dtype), dk.to(q.dtype)), sides, rotation)
 
 
 def _gradient_sums_fake(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
+from lightning_videoscale.kernels.arguments import check_tensors
+from lightning_videoscale.kernels.autograd import refuse_forward_mode
 from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.heads import HeadRounding, Layout
-from lightning_videoscale.kernels.qk_norm_rope import check_parameters, check_sides, rope_tables
+from lightning_videoscale.kernels.qk_norm_rope import check_parameters, check_settings, check_sides, rope_tables
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -59,12 +61,16 @@ def qk_norm_rope_sharded(
         New contiguous tensors of q's and k's shape and dtype.
 
     Raises:
-        ValueError: As `qk_norm_rope`.
-        NotImplementedError: As `qk_norm_rope`.
+        TypeError: As `qk_norm_rope`.
+        ValueError: Likewise.
+        NotImplementedError: Likewise.
     """
+    check_tensors(q=q, k=k, q_weight=q_weight, k_weight=k_weight)
+    check_settings("rms", rope_layout, rounding)
     check_sides(q, k)
     check_parameters(q, k, "rms", False, q_weight, k_weight, None, None)
     cos, sin = (None, None) if rope is None else rope_tables(q, k, *rope, rope_start)
+    refuse_forward_mode("qk_norm_rope_sharded", q, k, q_weight, k_weight, cos, sin)
     round_x_hat = rounding == "eager" and q_weight is not None and q_weight.dtype is q.dtype
     variant = ("rms", False, rope_layout, rope_start, round_x_hat, rounding != "at_end", backend)
     outputs: tuple[Tensor, Tensor] = _Sharded.apply(  # type: ignore[no-untyped-call]
@@ -98,12 +104,12 @@ class _Sharded(torch.autograd.Function):
         return outputs[0], outputs[1]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd = ctx.saved_tensors
         _, _, layout, start, *_, backend = ctx.variant
-        sums = ops.gradient_sums(dq, dk, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, layout, start, backend)
-        means = _exchanged(sums, ctx.widths, ctx.sum_over_ranks)
+        with torch.no_grad():  # it is `ops.backward` that refuses a second derivative
+            sums = ops.gradient_sums(dq, dk, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, layout, start, backend)
+            means = _exchanged(sums, ctx.widths, ctx.sum_over_ranks)
         none = q_rstd.new_empty(0)
         gradients = ops.backward(
             dq, dk, q, k, q_weight, k_weight, None, None, cos, sin, none, none, q_rstd, k_rstd, *means, *ctx.variant,

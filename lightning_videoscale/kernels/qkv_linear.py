@@ -14,8 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_videoscale.kernels.dispatch import NAMESPACE, refuse_second_derivative
-from lightning_videoscale.kernels.modulation import check_devices
+from lightning_videoscale.kernels.arguments import check_tensors
+from lightning_videoscale.kernels.autograd import (
+    in_dtypes_of_forward,
+    refuse_forward_mode,
+    refuse_second_derivative,
+    under_autocast,
+)
+from lightning_videoscale.kernels.dispatch import NAMESPACE
 
 _SUM_OF_PRODUCTS = f"{NAMESPACE}::sum_of_products"
 _Three = tuple[Tensor, Tensor, Tensor]
@@ -37,17 +43,21 @@ def qkv_linear(
         (..., E) each.
 
     Raises:
+        TypeError: If a tensor is not floating.
         ValueError: If shapes, dtypes or devices do not fit.
     """
+    (q, k, v), (q_bias, k_bias, v_bias) = weights, biases
+    check_tensors(x=x, q_weight=q, k_weight=k, v_weight=v, q_bias=q_bias, k_bias=k_bias, v_bias=v_bias)
     for w, b in zip(weights, biases, strict=True):
         if w.ndim != 2 or w.shape[1] != x.shape[-1] or (b is not None and b.shape != w.shape[:1]):
             raise ValueError(
                 f"Weights must be (E, {x.shape[-1]}) to fit x of shape {tuple(x.shape)}, and biases (E,); got "
                 f"{tuple(w.shape)} and {None if b is None else tuple(b.shape)}."
             )
-        check_devices(x, w, b)
-    kind, parameters = x.device.type, (*weights, *biases)
-    if kind != "meta" and torch.is_autocast_enabled(kind):  # meta has no autocast to ask for
+    parameters = (*weights, *biases)
+    refuse_forward_mode("qkv_linear", x, *parameters)
+    if under_autocast(x):
+        kind = x.device.type
         dtype = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
             cast = [None if t is None else t.to(dtype) for t in (x, *parameters)]
@@ -67,6 +77,7 @@ class _QkvLinear(torch.autograd.Function):
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
+    @in_dtypes_of_forward
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad

@@ -14,13 +14,14 @@ A row operation works on N rows of D channels (N = B·S tokens) and is one of, o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from torch import Tensor
 
 Norm = Literal["layer", "rms"]
 Rounding = Literal["fp32_once", "eager"]
 Activation = Literal["identity", "tanh"]
+NORMS, ROUNDINGS, ACTIVATIONS = get_args(Norm), get_args(Rounding), get_args(Activation)
 
 
 class RowOp(NamedTuple):
@@ -47,6 +48,7 @@ class RowOp(NamedTuple):
     rounding: Rounding = "fp32_once"
     sums: bool = True
     branch_sum: bool = False
+    shift_table: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class RowMap:
     Attributes:
         groups: G.
         rows_per_group: Consecutive rows that share an entry, at least 1; N is a multiple of it.
-        index: (N / rows_per_group,) int32, each in [0, G), in any order; or None.
+        index: (N / rows_per_group,) int32, each in [0, G), in any order; or None. On a GPU a backend's forward asserts
+            the range.
     """
 
     groups: int
@@ -102,15 +105,15 @@ class RowGradients(NamedTuple):
         dx: (N, D) of x, which is that of the residual too, in its dtype. None for a variant without a norm, whose
             residual receives dh itself.
         dbranch: (N, D) in the branch's dtype. None for a variant without gate and branch norm, where it is dx; such a
-            variant is called without its branch.
+            variant is called with its branch only where that has another dtype.
         dgate: (G, D) wide, as dscale and dshift: of an operand's values, hence of values + table. For maps per token,
             where nothing is summed, they may have the values' dtype already.
         dscale: (G, D) wide.
         dshift: (G, D) wide, wherever there is a scale.
         dweight: (D,) wide.
         dbias: (D,) wide.
-        dgate_table: (D,) wide, the sum of dgate over the groups, as the two below. None leaves it to the caller;
-            worthwhile for maps per token, where dgate has N rows.
+        dgate_table: (D,) wide, the sum of dgate over the groups, as the two below. None leaves it to the caller, which
+            needs a wide dgate for that; worthwhile for maps per token, where dgate has N rows.
         dscale_table: (D,) wide.
         dshift_table: (D,) wide.
         dbranch_bias: (D,) wide, the sum of dbranch over all rows before that is rounded (of dx where dbranch is dx),
@@ -133,12 +136,18 @@ class RowGradients(NamedTuple):
 class RowBackend(Protocol):
     """A module with these three functions (``kernels/reference/rows.py`` and its likes) is a backend.
 
-    Rows of x, branch, dh and dy come at any stride that is a multiple of 16 bytes, if the row itself is one, with the
-    last dimension contiguous.
+    dh and dy have h's dtype. Rows of x, branch, dh and dy come at any stride that is a multiple of 16 bytes, if the row
+    itself is one, with the last dimension contiguous.
     """
 
     def objection(
-        self, op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap
+        self,
+        op: RowOp,
+        x: Tensor,
+        branch: Tensor | None,
+        operands: tuple[Operand, ...],
+        affine: tuple[Tensor, ...],
+        rows: RowMap,
     ) -> str | None:
         """Returns why this variant cannot run, forward or backward, on tensors like these, or None if it can."""
 

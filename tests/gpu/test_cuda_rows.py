@@ -37,7 +37,8 @@ def same(mine: Tensor | None, again: Tensor | None) -> bool:
 def test_any_variant_equals_float64_and_repeats(seed: int) -> None:
     case = draw_case(seed, "cuda", DTYPES, CHANNELS)
     operands = tuple(o for o in (case.gate, case.scale, case.shift) if o is not None)
-    reason = cuda_rows.objection(case.op, case.x, case.branch, operands, case.rows)
+    affine = tuple(p for p in (case.weight, case.bias) if p is not None)
+    reason = cuda_rows.objection(case.op, case.x, case.branch, operands, affine, case.rows)
     if reason is not None:
         assert "shared memory" in reason
         return
@@ -177,11 +178,11 @@ def test_more_elements_than_a_32_bit_integer_counts() -> None:
 def test_what_cannot_run_says_why() -> None:
     x = torch.zeros(4, 64, device="cuda")
     rows, op = RowMap(1, 4), RowOp("layer")
-    assert cuda_rows.objection(op, x, None, (), rows) is None
-    assert "multiple of 8" in str(cuda_rows.objection(op, x[:, :60], None, (), rows))
-    assert "one dtype" in str(cuda_rows.objection(op, x.double(), None, (), rows))
-    assert "one dtype" in str(cuda_rows.objection(RowOp("layer", residual=True), x, x.bfloat16(), (), rows))
-    assert "cpu" in str(cuda_rows.objection(op, x.cpu(), None, (), rows))
+    assert cuda_rows.objection(op, x, None, (), (), rows) is None
+    assert "multiple of 8" in str(cuda_rows.objection(op, x[:, :60], None, (), (), rows))
+    assert "one dtype" in str(cuda_rows.objection(op, x.double(), None, (), (), rows))
+    assert "one dtype" in str(cuda_rows.objection(RowOp("layer", residual=True), x, x.bfloat16(), (), (), rows))
+    assert "cpu" in str(cuda_rows.objection(op, x.cpu(), None, (), (), rows))
 
 
 def test_a_launch_costs_the_host_little() -> None:

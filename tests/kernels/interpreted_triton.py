@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from tests.kernels.dtype_pairs import HEADS, check_gelu, check_heads, check_rows, every_pair, row_cases
 from tests.kernels.row_cases import Case, all_variants, assert_close_to_oracle, gradients
 
 
@@ -39,6 +40,16 @@ def repeats() -> None:
     t = case.tensors()
     runs = [gradients(case.run(t, "triton"), t) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def pairs_of_dtypes() -> None:
+    for operation in ("norm_modulate", "gate_residual", "gate_residual_norm_modulate"):
+        for case in row_cases(operation)[::2]:  # all of them on GPUs
+            check_rows(case, "triton")
+    for heads, dtypes in zip(HEADS, every_pair(3), strict=False):
+        check_heads(heads, dtypes, "triton")
+    for dtype, bias_dtype in every_pair(2):
+        check_gelu(dtype, bias_dtype, "triton")
 
 
 if __name__ == "__main__":

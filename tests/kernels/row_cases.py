@@ -22,7 +22,12 @@ class Case:
         operation: "norm_modulate", "gate_residual" or both in one.
         rows: R: 1 per sample, S per token; with ``indexed`` the entries per sample of the index.
         modulated: "both", "scale" or "none".
+        tables: Whether gate, scale and shift have tables, or the name of the one that has.
         branch_bias: Whether the gradient of the branch's bias is asked for.
+        branch_dtype: By default that of the residual.
+        table_dtype: Of the tables.
+        affine_dtype: Of weight and bias, by default that of the modulation, as the branch's bias.
+        bias_dtype: Of the branch's bias.
     """
 
     operation: str = "gate_residual_norm_modulate"
@@ -35,12 +40,16 @@ class Case:
     affine: bool = False
     modulated: str = "both"
     gated: bool = True
-    tables: bool = False
+    tables: bool | str = False
     activation: str = "identity"
     branch_norm: bool = False
     branch_bias: bool = False
     dtype: torch.dtype = torch.float32
     modulation_dtype: torch.dtype = torch.float32
+    branch_dtype: torch.dtype | None = None
+    table_dtype: torch.dtype = torch.float32
+    affine_dtype: torch.dtype | None = None
+    bias_dtype: torch.dtype | None = None
     rounding: str = "fp32_once"
     seed: int = 0
 
@@ -71,14 +80,18 @@ class Case:
         }
         tensors: Tensors = {"residual" if has_branch else "x": draw(*x, dtype=self.dtype)}
         if has_branch:
-            tensors["branch"] = draw(*x, dtype=self.dtype)
-            tensors["branch_bias"] = draw(self.d, dtype=self.modulation_dtype) if self.branch_bias else None
+            tensors["branch"] = draw(*x, dtype=self.branch_dtype or self.dtype)
+            bias_dtype = self.bias_dtype or self.modulation_dtype
+            tensors["branch_bias"] = draw(self.d, dtype=bias_dtype) if self.branch_bias else None
         for name, there in wanted.items():
             tensors[name] = draw(*modulation, dtype=self.modulation_dtype) if there else None
-            tensors[f"{name}_table"] = draw(self.d, dtype=torch.float32) if there and self.tables else None
+            tensors[f"{name}_table"] = (
+                draw(self.d, dtype=self.table_dtype) if there and self.tables in (True, name) else None
+            )
         if has_norm and self.affine:
-            tensors["weight"] = draw(self.d, dtype=self.modulation_dtype)
-            tensors["bias"] = draw(self.d, dtype=self.modulation_dtype) if self.norm == "layer" else None
+            affine_dtype = self.affine_dtype or self.modulation_dtype
+            tensors["weight"] = draw(self.d, dtype=affine_dtype)
+            tensors["bias"] = draw(self.d, dtype=affine_dtype) if self.norm == "layer" else None
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         return given | ({"index": index} if any(wanted.values()) and index is not None else {})
 
@@ -88,8 +101,13 @@ class Case:
         result = functions[self.operation](**tensors, **self.settings, backend=backend)
         return result if isinstance(result, tuple) else (result,)
 
-    def oracle(self, tensors: Tensors, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-        """The outputs in plain PyTorch, everything in ``dtype``, rounded nowhere in between unless by ``dtype``."""
+    def oracle(
+        self, tensors: Tensors, dtype: torch.dtype = torch.float64, h: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The outputs in plain PyTorch, everything in ``dtype``, rounded nowhere in between unless by ``dtype``.
+
+        The norm's statistics are those of the h that is given, if one is, as of one that was rounded.
+        """
         t = {name: x if name == "index" or x is None else x.to(dtype) for name, x in tensors.items()}
         x = t["x"] if "x" in t else t["residual"]
         assert x is not None
@@ -113,6 +131,7 @@ class Case:
                 branch = branch * (rows_of("gate").tanh() if self.activation == "tanh" else rows_of("gate"))
             x = x + branch
             outputs.append(x)
+            x = x if h is None else x + (h.to(dtype) - x).detach()
         if self.operation != "gate_residual":
             if self.norm == "layer":
                 x = torch.nn.functional.layer_norm(x, (self.d,), t.get("weight"), t.get("bias"), 1e-6)

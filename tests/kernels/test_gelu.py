@@ -110,11 +110,8 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
 def test_what_is_refused() -> None:
     x = torch.ones(2, 8, requires_grad=True)
     for message, arguments in [
-        ("x must be floating", (torch.ones(2, 8, dtype=torch.int64),)),
-        ("x must be floating", (torch.ones(()),)),
-        (r"floating, \(8,\); got torch.float32 of shape \(2,\)", (x, torch.ones(2))),
-        ("bias must be", (x, torch.ones(8, dtype=torch.int64))),
-        ("one device", (x, torch.ones(8, device="meta"))),
+        (r"x must have shape \(..., F\)", (torch.ones(()),)),
+        (r"comes from, \(8,\); got \(2,\)", (x, torch.ones(2))),
     ]:
         with pytest.raises(ValueError, match=message):
             gelu(*arguments)

@@ -15,7 +15,14 @@ from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, Row
 _FINALIZE_COLUMNS, _FINALIZE_BLOCK, _MAX_GRID_Y = 16, (4, 64, 1), 65535
 
 
-def objection(op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap) -> str | None:
+def objection(
+    op: RowOp,
+    x: Tensor,
+    branch: Tensor | None,
+    operands: tuple[Operand, ...],
+    affine: tuple[Tensor, ...],
+    rows: RowMap,
+) -> str | None:
     """Returns why CUDA cannot run this, or None if it can."""
     if not x.is_cuda:
         return f"the tensors are on {x.device}"
@@ -24,9 +31,9 @@ def objection(op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Opera
         return f"activations must have one dtype out of {[*TYPES]}; got {dtypes}"
     if x.shape[1] % 8:
         return f"D must be a multiple of 8; got {x.shape[1]}"
-    tensors = [t for operand in operands for t in (operand.values, operand.table) if t is not None]
-    if any(t.dtype not in TYPES for t in tensors):
-        return f"gate, scale and shift must be of {[*TYPES]}; got {[t.dtype for t in tensors]}"
+    parameters = [t for t in (*(t for operand in operands for t in operand), *affine) if t is not None]
+    if any(t.dtype not in TYPES for t in parameters):
+        return f"gate, scale, shift, weight and bias must be of {[*TYPES]}; got {[t.dtype for t in parameters]}"
     if x.shape[0] >= 2**31:
         return f"at most 2³¹ - 1 rows; got {x.shape[0]}"
     per_row = rows.index is None and rows.rows_per_group == 1

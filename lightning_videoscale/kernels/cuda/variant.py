@@ -89,8 +89,8 @@ class Variant(NamedTuple):
 
     @property
     def has_tables(self) -> bool:
-        """Whether gate or scale has a table."""
-        return self.gate_table is not None or self.scale_table is not None
+        """Whether gate, scale or shift has a table, as far as backward knows."""
+        return self.gate_table is not None or self.scale_table is not None or self.op.shift_table
 
     @property
     def reads_branch(self) -> bool:

@@ -12,7 +12,14 @@ from torch import Tensor
 from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
 
 
-def objection(op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap) -> str | None:
+def objection(
+    op: RowOp,
+    x: Tensor,
+    branch: Tensor | None,
+    operands: tuple[Operand, ...],
+    affine: tuple[Tensor, ...],
+    rows: RowMap,
+) -> str | None:
     """Returns None: the reference runs everything everywhere."""
     return None
 
@@ -127,7 +134,8 @@ def _composed(operand: Operand, rows: RowMap, step: torch.dtype, wide: torch.dty
     if operand.table is not None:
         values = values + operand.table.to(wide)
     values = _round(values, step)
-    return (values if rows.index is None else values[rows.index]).unsqueeze(1)
+    # Unlike values[index], this takes no entry from behind for a negative one.
+    return (values if rows.index is None else values.index_select(0, rows.index)).unsqueeze(1)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

@@ -40,7 +40,8 @@ def _norm_backward(dx_hat, x_hat, rstd, D: tl.constexpr, K: tl.constexpr, BLOCK:
     along = -row_dot(dx_hat, x_hat, K) / D
     if LAYER:
         mean = row_sum(dx_hat, K) / D
-        dx_hat = shifted(dx_hat, mean, D, K, BLOCK)
+        # One channel has no gradient; a fused multiply-add would leave that of a rounding error.
+        dx_hat = shifted(dx_hat, mean, D, K, BLOCK) if D > 1 else zero_row(K, BLOCK)
     return scaled(add(dx_hat, scaled(x_hat, along, K), K), rstd, K)
 
 
@@ -140,7 +141,6 @@ def backward_kernel(
                 if BRANCH_NORM:
                     branch, _, branch_rstd = normalized(branch, D, K, BLOCK, eps, LAYER=False)
                     dbranch = _norm_backward(dbranch, branch, branch_rstd, D, K, BLOCK, LAYER=False)
-                store_row(DBRANCH + row * D, dbranch, True, D, K, BLOCK)
                 dgate = multiply(dh, branch, K)
                 if PER_ROW and TANH:
                     dgate = multiply(dgate, _tanh_slope(gate, K), K)
@@ -148,6 +148,8 @@ def backward_kernel(
                     sum_c = add(sum_c, dgate, K)
                 if DGATE is not None:
                     store_row(DGATE + row * D, dgate, True, D, K, BLOCK)
+            if DBRANCH is not None:
+                store_row(DBRANCH + row * D, dbranch, True, D, K, BLOCK)
             if SUM_BRANCH is not None:
                 sum_branch = add(sum_branch, dbranch, K)
         if not PER_ROW:

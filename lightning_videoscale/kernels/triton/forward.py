@@ -23,16 +23,19 @@ from lightning_videoscale.kernels.triton.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def forward_kernel(
     X, BRANCH, H, Y, MEAN, RSTD,
     GATE, GATE_TABLE, SCALE, SCALE_TABLE, SHIFT, SHIFT_TABLE, WEIGHT, BIAS, INDEX,
     x_stride, branch_stride, gate_stride, scale_stride, shift_stride,
-    rows, rows_per_program, rows_per_group, eps,
+    rows, rows_per_program, rows_per_group, groups, eps,
     NORM: tl.constexpr, TANH: tl.constexpr, BRANCH_NORM: tl.constexpr, EAGER: tl.constexpr,
     D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pointers that a variant lacks are None. NORM is "none", "layer" or "rms". All row offsets are 64-bit."""
+    """Pointers that a variant lacks are None. NORM is "none", "layer" or "rms". All row offsets are 64-bit.
+
+    With an INDEX to be launched in debug mode, without which Triton leaves the assertion out.
+    """
     dtype: tl.constexpr = X.dtype.element_ty
     start = tl.program_id(0).to(tl.int64) * rows_per_program
     stop = tl.minimum(start + rows_per_program, rows)
@@ -44,6 +47,7 @@ def forward_kernel(
         group = entry
         if INDEX is not None:
             group = tl.load(INDEX + entry).to(tl.int64)
+            tl.device_assert((group >= 0) & (group < groups), "index out of range")
         if GATE is not None:
             gate = operand_row(GATE, gate_stride, GATE_TABLE, group, dtype, EAGER, D, K, BLOCK)
             if TANH:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 from torch import Tensor
 
 from lightning_videoscale.kernels.triton.finalize import finalize_kernel
 from lightning_videoscale.kernels.triton.gelu_kernels import backward_kernel, forward_kernel
+from lightning_videoscale.kernels.triton.launch import on_device_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROWS, _WIDEST, _WARPS = 4, 512, 4  # a tile: two vectors of 16 bytes per thread and tensor in half precision
@@ -30,7 +29,7 @@ def forward(x: Tensor) -> Tensor:
     """See `GeluBackend.forward`."""
     (n, f), y = x.shape, x.new_empty(x.shape)
     columns, shares = _launch(x)
-    with _on(x):
+    with on_device_of(x):
         forward_kernel[(triton.cdiv(f, columns), shares)](
             x, y, x.stride(0), n, shares, F=f, ROWS=_ROWS, COLUMNS=columns, num_warps=_WARPS
         )
@@ -43,7 +42,7 @@ def backward(dy: Tensor, x: Tensor, *, sums: bool, again: bool) -> tuple[Tensor,
     y = x.new_empty(x.shape) if again else None
     columns, shares = _launch(x)
     partials = x.new_empty(shares, f, dtype=torch.float32) if sums else None
-    with _on(x):
+    with on_device_of(x):
         backward_kernel[(triton.cdiv(f, columns), shares)](
             dy, x, dx, y, partials, dy.stride(0), x.stride(0), n, shares,
             F=f, ROWS=_ROWS, COLUMNS=columns, num_warps=_WARPS,
@@ -66,7 +65,3 @@ def _launch(x: Tensor) -> tuple[int, int]:
     if x.is_cuda:
         most = _PROGRAMS_OF_MULTIPROCESSOR * torch.cuda.get_device_properties(x.device).multi_processor_count
     return columns, min(triton.cdiv(n, _ROWS), max(1, most // triton.cdiv(f, columns)))
-
-
-def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

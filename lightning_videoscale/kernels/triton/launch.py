@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 _INTERPRETED_PROGRAMS = 5  # so that groups and programs meet in every way at small sizes
 
@@ -58,3 +60,8 @@ def _programs(device: torch.device, warps: int) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count * max(1, 16 // warps)
+
+
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import triton
 from torch import Tensor
 
 from lightning_videoscale.kernels.heads import HeadOp, Rotation, Side, SideGradients, SideOutputs, as_rows
+from lightning_videoscale.kernels.triton.launch import on_device_of
 from lightning_videoscale.kernels.triton.qk_norm_rope_kernels import backward_kernel, forward_kernel, square_sums_kernel
 
 _TILE = 2048  # channels that a program holds at once, where heads are independent
@@ -22,6 +22,8 @@ def objection(op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -
         return f"Triton's kernels take float32, bfloat16 and float16, not {x.dtype}"
     if not x.is_cuda and not triton.knobs.runtime.interpret:
         return f"Triton's kernels run on CUDA tensors, not on {x.device}"
+    if x.shape[3] % 2:
+        return f"Triton's kernels take channels by twos, hence an even Dh; got {x.shape[3]}"
     return None
 
 
@@ -65,7 +67,10 @@ def backward(
     dx_sums: bool,
 ) -> tuple[SideGradients, SideGradients]:
     """See `HeadBackend.backward`."""
-    partials = [[_partials(op, side, p) for p in (side.weight, side.bias)] for side in sides]
+    partials = [
+        [*(_partials(op, side, p) for p in (side.weight, side.bias)), _dx_partials(op, side.x) if dx_sums else None]
+        for side in sides
+    ]
     outputs = [side.x.new_empty(side.x.shape) for side in sides]
     arguments = [
         _backward_arguments(dy, side, dx, means, *sums)
@@ -73,15 +78,15 @@ def backward(
             gradients, sides, outputs, row_means or (None, None), partials, strict=True
         )
     ]
-    _launch(backward_kernel, op, sides, rotation, arguments, (), GIVEN=row_means is not None, SUMS_ONLY=False)
+    _launch(
+        backward_kernel, op, sides, rotation, arguments, (),
+        GIVEN=row_means is not None, SUMS_ONLY=False, DX_SUMS=dx_sums,
+    )  # fmt: skip
     q, k = (
         SideGradients(
-            dx,
-            _total(dweight, side.weight),
-            _total(dbias, side.bias),
-            dx.sum((0, 1), dtype=torch.float32).flatten() if dx_sums else None,
+            dx, _total(dweight, side.weight), _total(dbias, side.bias), None if dx_sum is None else dx_sum.sum(0)
         )
-        for dx, (dweight, dbias), side in zip(outputs, partials, sides, strict=True)
+        for dx, (dweight, dbias, dx_sum), side in zip(outputs, partials, sides, strict=True)
     )
     return q, k
 
@@ -94,7 +99,7 @@ def square_sums(xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         out = x.new_empty(x.shape[:2], dtype=torch.float32)
         if rows.shape[0]:
             block = triton.next_power_of_2(rows.shape[1])
-            with _on(x):
+            with on_device_of(x):
                 square_sums_kernel[(rows.shape[0],)](
                     rows, out, rows.stride(0), rows.shape[1], block, num_warps=_warps(block)
                 )
@@ -108,21 +113,20 @@ def gradient_sums(
     """See `HeadBackend.gradient_sums`."""
     sums = [side.x.new_empty(side.x.shape[:2], dtype=torch.float32) for side in sides]
     arguments = [
-        _backward_arguments(dy, side, None, out, None, None)
+        _backward_arguments(dy, side, None, out, None, None, None)
         for dy, side, out in zip(gradients, sides, sums, strict=True)
     ]
-    _launch(backward_kernel, op, sides, rotation, arguments, (), GIVEN=False, SUMS_ONLY=True)
+    _launch(backward_kernel, op, sides, rotation, arguments, (), GIVEN=False, SUMS_ONLY=True, DX_SUMS=False)
     return sums[0], sums[1]
 
 
 def _backward_arguments(
-    dy: Tensor, side: Side, dx: Tensor | None, row_means: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
+    dy: Tensor, side: Side, dx: Tensor | None, row_means: Tensor | None, *partials: Tensor | None
 ) -> tuple[Any, ...]:
     dy, x = as_rows(dy), as_rows(side.x)
     means = None if row_means is None else row_means.contiguous()
     return (
-        dy, x, dx, side.weight, side.mean, side.rstd, means, dweight, dbias, dy.stride(0), x.stride(0),
-        *_extent(side.x),
+        dy, x, dx, side.weight, side.mean, side.rstd, means, *partials, dy.stride(0), x.stride(0), *_extent(side.x),
     )  # fmt: skip
 
 
@@ -142,7 +146,7 @@ def _launch(
     pairs, table_heads = (0, 1) if rotation is None else (rotation.cos.shape[3], rotation.cos.shape[2])
     if not sum(programs):
         return
-    with _on(q):
+    with on_device_of(q):
         kernel[(sum(programs),)](
             *arguments, _table(rotation), *scalars, programs[0], q.shape[2], k.shape[2], q.shape[3],
             pairs, *blocks, channels, NORM=op.norm, PER_HEAD=op.per_head,
@@ -176,13 +180,23 @@ def _heads_at_once(op: HeadOp, x: Tensor) -> int:
 
 
 def _programs(op: HeadOp, x: Tensor, forward: bool) -> int:
-    """Enough for loads to be on their way while others are worked on; few in backward, where each leaves sums."""
+    """Enough for loads to be on their way while others are worked on; few in backward, where each leaves sums.
+
+    A multiple of the parts that a row has, hence each program has the same part of all its rows.
+    """
     heads = _heads_at_once(op, x)
-    units: int = x.shape[0] * x.shape[1] * triton.cdiv(x.shape[2], heads)
+    parts: int = triton.cdiv(x.shape[2], heads)
+    units: int = x.shape[0] * x.shape[1] * parts
     warps = _warps(heads * triton.next_power_of_2(x.shape[3]))
     of_multiprocessor = 16 if forward else max(4, 16 // warps)
     most = of_multiprocessor * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
-    return min(units, most)
+    return min(units, max(1, most // parts) * parts)
+
+
+def _dx_partials(op: HeadOp, x: Tensor) -> Tensor:
+    """Room for what programs add up of dx: a row for as many of them as a row has parts."""
+    rows = _programs(op, x, forward=False) // triton.cdiv(x.shape[2], _heads_at_once(op, x))
+    return x.new_empty((rows, x.shape[2] * x.shape[3]), dtype=torch.float32)
 
 
 def _partials(op: HeadOp, side: Side, parameter: Tensor | None) -> Tensor | None:
@@ -197,7 +211,3 @@ def _total(partials: Tensor | None, parameter: Tensor | None) -> Tensor | None:
 
 def _warps(tile: int) -> int:
     return min(16, max(2, tile // 1024))
-
-
-def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

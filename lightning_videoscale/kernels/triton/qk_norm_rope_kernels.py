@@ -182,9 +182,9 @@ def _store_sums(
 def _backward_side(
     program, programs, side, table, heads: tl.constexpr, dh: tl.constexpr, pairs: tl.constexpr, BH: tl.constexpr,
     BC: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
-    AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr, SUMS_ONLY: tl.constexpr,
+    AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr, SUMS_ONLY: tl.constexpr, DX_SUMS: tl.constexpr,
 ):  # fmt: skip
-    dy, x, dx, weight, mean_in, rstd_in, row_means, dweight, dbias, dy_stride, stride, rows, tokens = side
+    dy, x, dx, weight, mean_in, rstd_in, row_means, dweight, dbias, dx_sums, dy_stride, stride, rows, tokens = side
     width: tl.constexpr = dh if PER_HEAD else heads * dh
     blocks: tl.constexpr = (heads + BH - 1) // BH
     i = tl.arange(0, BC // 2)[None, :]
@@ -194,6 +194,8 @@ def _backward_side(
     weight_b = tl.zeros((BH, BC // 2), tl.float32)
     bias_a = tl.zeros((BH, BC // 2), tl.float32)
     bias_b = tl.zeros((BH, BC // 2), tl.float32)
+    dx_a = tl.zeros((BH, BC // 2), tl.float32)
+    dx_b = tl.zeros((BH, BC // 2), tl.float32)
     for unit in range(program, rows * blocks, programs):
         row = tl.cast(unit // blocks, tl.int64)
         h = unit % blocks * BH + tl.arange(0, BH)[:, None]
@@ -228,6 +230,14 @@ def _backward_side(
                 a, b = (a - xa * along) * rstd, (b - xb * along) * rstd
         if not SUMS_ONLY:
             _store_pairs(dx, row * (heads * dh) + h * dh, a, b, exists, dh, pairs, BC, HALF)
+        if DX_SUMS:
+            dx_a += a
+            dx_b += b
+    if DX_SUMS:
+        h = program % blocks * BH + tl.arange(0, BH)[:, None]
+        _store_pairs(
+            dx_sums, program // blocks * (heads * dh) + h * dh, dx_a, dx_b, h < heads, dh, pairs, BC, HALF
+        )  # fmt: skip
     if AFFINE and not SUMS_ONLY:
         _store_sums(dweight, program, weight_a, weight_b, heads, dh, pairs, BH, BC, HALF, PER_HEAD)
         if BIAS:
@@ -239,16 +249,16 @@ def backward_kernel(
     q, k, table, q_programs, q_heads: tl.constexpr, k_heads: tl.constexpr, dh: tl.constexpr, pairs: tl.constexpr,
     Q_BH: tl.constexpr, K_BH: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr,
     HALF: tl.constexpr, TABLE_HEADS: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr,
-    SUMS_ONLY: tl.constexpr,
+    SUMS_ONLY: tl.constexpr, DX_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Differentiates both sides, or, with SUMS_ONLY, leaves their rows' sums of dx̂ · x̂."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     if program < q_programs:
         _backward_side(program, q_programs, q, table, q_heads, dh, pairs, Q_BH, BC, NORM, PER_HEAD, HALF, TABLE_HEADS,
-                       AFFINE, BIAS, GIVEN, SUMS_ONLY)  # fmt: skip
+                       AFFINE, BIAS, GIVEN, SUMS_ONLY, DX_SUMS)  # fmt: skip
     else:
         _backward_side(program - q_programs, programs - q_programs, k, table, k_heads, dh, pairs, K_BH, BC, NORM,
-                       PER_HEAD, HALF, TABLE_HEADS, AFFINE, BIAS, GIVEN, SUMS_ONLY)  # fmt: skip
+                       PER_HEAD, HALF, TABLE_HEADS, AFFINE, BIAS, GIVEN, SUMS_ONLY, DX_SUMS)  # fmt: skip
 
 
 @triton.jit

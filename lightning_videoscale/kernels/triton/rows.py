@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
 from lightning_videoscale.kernels.triton.backward import backward_kernel
 from lightning_videoscale.kernels.triton.forward import forward_kernel
-from lightning_videoscale.kernels.triton.launch import launch_for
+from lightning_videoscale.kernels.triton.launch import launch_for, on_device_of
 from lightning_videoscale.kernels.triton.partials import Partials, Walk
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -17,11 +17,18 @@ _MAX_CHANNELS = 16384
 _KINDS = ("a", "b", "c", "weight", "bias", "branch")  # the sums of the backward kernel, in the order of its arguments
 
 
-def objection(op: RowOp, x: Tensor, branch: Tensor | None, operands: tuple[Operand, ...], rows: RowMap) -> str | None:
+def objection(
+    op: RowOp,
+    x: Tensor,
+    branch: Tensor | None,
+    operands: tuple[Operand, ...],
+    affine: tuple[Tensor, ...],
+    rows: RowMap,
+) -> str | None:
     """Returns why Triton cannot run this, or None if it can."""
     if not x.is_cuda and not triton.knobs.runtime.interpret:
         return f"the tensors are on {x.device}, and Triton runs on GPUs"
-    tensors = [x, branch, *(t for operand in operands for t in (operand.values, operand.table))]
+    tensors = [x, branch, *(t for operand in operands for t in operand), *affine]
     dtypes = {t.dtype for t in tensors if t is not None}
     if not dtypes <= set(_DTYPES):
         return f"it computes in float32 and takes {[*_DTYPES]}; got {dtypes}"
@@ -49,14 +56,16 @@ def forward(
     mean = x.new_empty(n, dtype=torch.float32) if op.norm == "layer" else None
     rstd = x.new_empty(n, dtype=torch.float32) if op.norm else None
     launch = launch_for(n, d, x.device, backward=False)
-    forward_kernel[(launch.programs,)](
-        x, branch, h, y, mean, rstd,
-        *_pointers(gate), *_pointers(scale), *_pointers(shift), weight, bias, rows.index,
-        _stride(x), _stride(branch), *(0 if o is None else _stride(o.values) for o in (gate, scale, shift)),
-        n, launch.rows_per_program, rows.rows_per_group, eps,
-        NORM=op.norm or "none", TANH=op.gate == "tanh", BRANCH_NORM=op.branch_norm, EAGER=op.rounding == "eager",
-        D=d, K=launch.tiles, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps,
-    )  # fmt: skip
+    with on_device_of(x):
+        forward_kernel[(launch.programs,)](
+            x, branch, h, y, mean, rstd,
+            *_pointers(gate), *_pointers(scale), *_pointers(shift), weight, bias, rows.index,
+            _stride(x), _stride(branch), *(0 if o is None else _stride(o.values) for o in (gate, scale, shift)),
+            n, launch.rows_per_program, rows.rows_per_group, rows.groups, eps,
+            NORM=op.norm or "none", TANH=op.gate == "tanh", BRANCH_NORM=op.branch_norm, EAGER=op.rounding == "eager",
+            D=d, K=launch.tiles, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps,
+            debug=rows.index is not None, sanitize_overflow=False,
+        )  # fmt: skip
     return RowOutputs(h, y, mean, rstd)
 
 
@@ -85,16 +94,18 @@ def backward(
     kinds += ("branch",) if op.branch_sum else ()
     partials = Partials(kinds, walk, h)
     dx = h.new_empty(n, d) if op.norm else None
-    dbranch = None if branch is None or gate is None else branch.new_empty(n, d)
-    backward_kernel[(launch.programs,)](
-        dh, dy, h, branch, dx, dbranch, mean, rstd,
-        *_pointers(gate), *_pointers(scale), weight, bias, rows.index, walk.order, *by_row, *partials.slots_of(_KINDS),
-        *(_stride(t) for t in (dh, dy, h, branch)), *(0 if o is None else _stride(o.values) for o in (gate, scale)),
-        n, launch.rows_per_program, rows.rows_per_group, eps,
-        NORM=op.norm or "none", TANH=op.gate == "tanh", BRANCH_NORM=op.branch_norm, PER_ROW=per_row,
-        D=d, K=launch.tiles, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps,
-    )  # fmt: skip
-    sums = partials.finalize()
+    dbranch = None if branch is None else branch.new_empty(n, d)
+    with on_device_of(h):
+        backward_kernel[(launch.programs,)](
+            dh, dy, h, branch, dx, dbranch, mean, rstd,
+            *_pointers(gate), *_pointers(scale), weight, bias, rows.index, walk.order, *by_row,
+            *partials.slots_of(_KINDS),
+            *(_stride(t) for t in (dh, dy, h, branch)), *(0 if o is None else _stride(o.values) for o in (gate, scale)),
+            n, launch.rows_per_program, rows.rows_per_group, eps,
+            NORM=op.norm or "none", TANH=op.gate == "tanh", BRANCH_NORM=op.branch_norm, PER_ROW=per_row,
+            D=d, K=launch.tiles, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps,
+        )  # fmt: skip
+        sums = partials.finalize()
     dbranch_bias = sums.pop("branch").sum(dim=0) if op.branch_sum else None
     if per_row:
         gradients = _per_row_gradients(dx, dbranch, by_row, sums, weight, bias)

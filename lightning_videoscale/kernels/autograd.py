@@ -1,0 +1,100 @@
+"""How the operations take part in autograd: backward once, in the dtypes of forward; nothing else, and not silently."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def register_autograd(
+    name: str, differentiate: Callable[..., Any], save_for_backward: Callable[..., None]
+) -> Callable[..., Any]:
+    """Makes an op differentiable, as `torch.library.register_autograd` does at 40 µs less per call.
+
+    That one reads the schema for default values every time; the schema of ``name`` must have none.
+
+    Args:
+        name: Of an op that is defined already, such as "lightning_videoscale::norm_modulate".
+        differentiate: Called with the context and the gradient of every output; returns one per input.
+        save_for_backward: Called with the context, the inputs and the output.
+
+    Returns:
+        The op.
+    """
+    namespace, short = name.split("::")
+    op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), short).default
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = below_autograd(*inputs)
+            save_for_backward(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return differentiate(ctx, *gradients)
+
+    def below_autograd(*inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*inputs)
+
+    def autograd(*inputs: Any) -> Any:
+        refuse_forward_mode(short, *inputs)
+        needed = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        return Differentiable.apply(*inputs) if needed else below_autograd(*inputs)  # type: ignore[no-untyped-call]
+
+    torch.library.impl(name, "Autograd", autograd)
+    return op
+
+
+def refuse_second_derivative(name: str, operation: str) -> Callable[..., Any]:
+    """Makes the gradient of an op that computes ``operation``'s gradient an error; returns the op."""
+
+    def refuse(ctx: object, *gradients: Tensor) -> None:
+        raise NotImplementedError(
+            f"{operation} has no second derivative. If you need one (a gradient penalty, for example), leave this "
+            "model without fused kernels."
+        )
+
+    return register_autograd(name, refuse, lambda ctx, inputs, output: None)
+
+
+def refuse_forward_mode(operation: str, *inputs: object) -> None:
+    """Refuses tensors with a tangent, which would be lost without a word.
+
+    Raises:
+        NotImplementedError: If there is one.
+    """
+    # Private, yet to ask every tensor where nobody uses forward mode would cost microseconds per call.
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise NotImplementedError(
+            f"{operation} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad). If you need one, "
+            "leave this model without fused kernels."
+        )
+
+
+def under_autocast(x: Tensor) -> bool:
+    """Whether PyTorch's operations on tensors like x choose their dtype themselves just now."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)  # meta has no autocast to ask for
+
+
+def in_dtypes_of_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a backward of PyTorch's operations one that an autocast context around it does not change."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Tensor) -> Any:
+        if not under_autocast(gradients[0]):
+            return backward(ctx, *gradients)
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            return backward(ctx, *gradients)
+
+    return run
