@@ -3,6 +3,7 @@
 - `inject`: `inject_fused_kernels`, replaces the forward of every block it knows.
 - `report`: `InjectionReport`, what was replaced, what was skipped and why, and the way back.
 - `fused_block`: `FusedBlock`, how one class of blocks is replaced.
+- `methods`: whether a class's methods are still those it was written with, and which version.
 - `branch_bias`: the bias gradient of a branch's last Linear, taken by the gated residual after it.
 - `bypassed`: whether modules that fused forwards do not call are still as they take them to be.
 - `wan_blocks`, `wan_attention`, `wan_timesteps`: the fused forwards of diffusers' Wan 2.1 / 2.2 / TI2V: its blocks, its
@@ -36,8 +37,9 @@ A block built like DiT's takes the one line alone: ``dit_block("my_package.model
 
 from lightning_videoscale.injection import wan  # noqa: F401  importing it registers Wan's split plan
 from lightning_videoscale.injection.dit_block import dit_block
-from lightning_videoscale.injection.fused_block import FusedBlock, source_hash
+from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.inject import inject_fused_kernels
+from lightning_videoscale.injection.methods import source_hash
 from lightning_videoscale.injection.report import InjectionReport
 
 __all__ = ["FusedBlock", "InjectionReport", "dit_block", "inject_fused_kernels", "source_hash"]

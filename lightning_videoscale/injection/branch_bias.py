@@ -16,7 +16,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_videoscale.injection.bypassed import has_hooks
+from lightning_videoscale.injection.bypassed import changed, has_hooks
 from lightning_videoscale.injection.fused_block import class_path, fused_block_of
 
 
@@ -57,4 +57,4 @@ def changed_linear(linear: nn.Module) -> str | None:
     """
     if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
         return f"is no Linear of its own weight, but {class_path(type(linear))}"
-    return "has hooks, which would not be called" if has_hooks(linear) else None
+    return changed(linear)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_videoscale.injection.fused_block import class_path, original_forward
+from lightning_videoscale.injection.methods import replacement_of
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -24,6 +25,21 @@ def has_hooks(module: nn.Module) -> bool:
     kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     hooks = [hook for kind in kinds for hook in kind.values()]
     return "forward" in module.__dict__ or not all(str(hook.__module__).startswith("deepspeed.") for hook in hooks)
+
+
+def changed(module: nn.Module, *helpers: str) -> str | None:
+    """Returns what calling it, or its backward, does beyond what its class was written to do; None: nothing.
+
+    Args:
+        module: One that a fused forward does not call.
+        helpers: Methods of it that its forward calls.
+    """
+    for method in ("forward", "__call__", *helpers):
+        if method in vars(module):
+            return f"has a {method} that was replaced on the instance"
+        if (replacement := replacement_of(type(module), method)) is not None:
+            return f"has a {method} that was replaced by {replacement}"
+    return "has hooks, which would not be called" if has_hooks(module) else None
 
 
 def unfused(module: nn.Module, change: str) -> Callable[..., Any]:

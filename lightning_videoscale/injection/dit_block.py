@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_videoscale.injection.bypassed import has_hooks, unfused
+from lightning_videoscale.injection.bypassed import changed, unfused
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.kernels import (
     fork_norm_modulate,
@@ -79,8 +79,8 @@ def _objection(block: nn.Module) -> str | None:
         ):
             shape = getattr(norm, "normalized_shape", None)
             return f"{name} is not a LayerNorm over the channels, but {type(norm).__name__}({shape})"
-        if has_hooks(norm):
-            return f"{name} has hooks, which would not be called"
+        if (change := changed(norm)) is not None:
+            return f"{name} {change}"
     return None
 
 

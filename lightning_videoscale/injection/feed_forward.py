@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_videoscale.injection.branch_bias import changed_linear
-from lightning_videoscale.injection.bypassed import has_hooks, unfused
-from lightning_videoscale.injection.fused_block import FusedBlock, class_path, original_forward, source_hash
+from lightning_videoscale.injection.bypassed import changed, unfused
+from lightning_videoscale.injection.fused_block import FusedBlock, class_path, original_forward
+from lightning_videoscale.injection.methods import is_known
 from lightning_videoscale.kernels import gelu_linear
 
 _FEED_FORWARDS = frozenset({"2534be46672c7017"})  # diffusers 0.37 to 0.42
@@ -39,13 +40,18 @@ def _changed(feed_forward: Any) -> str | None:
     if not _is_meant(feed_forward):
         return "net is not the tanh GELU, a Dropout and a Linear"
     activation, dropout, second = feed_forward.net
-    for name, linear in (("net.0.proj", activation.proj), ("net.2", second)):
-        if (change := changed_linear(linear)) is not None:
+    changes = {
+        "net.0.proj": changed_linear(activation.proj),
+        "net.2": changed_linear(second),
+        "net.0": changed(activation, "gelu"),
+        "net.1": changed(dropout),
+    }
+    for name, change in changes.items():
+        if change is not None:
             return f"{name} {change}"
     if dropout.p and feed_forward.training:
         return f"net.1 drops {dropout.p} of the activations"
-    hooked = [name for name, part in (("net.0", activation), ("net.1", dropout)) if has_hooks(part)]
-    return f"{hooked[0]} has hooks, which would not be called" if hooked else None
+    return None
 
 
 def _last_linear(feed_forward: Any) -> nn.Linear | str:
@@ -68,9 +74,10 @@ def _is_meant(module: nn.Module) -> bool:
 
 def _objection(module: nn.Module) -> str | None:
     activation: Any = module.get_submodule("net.0")
-    if source_hash(type(activation).forward) not in _GELU_FORWARDS:
-        return "the forward of net.0, its GELU, is not one that the fused forward was written for"
-    return _changed(module)
+    if (change := _changed(module)) is not None:
+        return change
+    known = is_known(type(activation), "forward", _GELU_FORWARDS)
+    return None if known else "the forward of net.0, its GELU, is not one that the fused forward was written for"
 
 
 FEED_FORWARD = FusedBlock(

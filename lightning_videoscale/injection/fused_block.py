@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from lightning_videoscale.injection.methods import is_known, replacement_of
+
 
 def class_path(cls: type) -> str:
     """Returns ``"package.module.ClassName"``."""
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-@functools.cache
-def source_hash(function: Callable[..., Any]) -> str | None:
-    """Returns 16 hexadecimal digits of the SHA-256 of a function's source, or None where there is no source."""
-    try:
-        source = inspect.getsource(inspect.unwrap(function))
-    except (OSError, TypeError):
-        return None
-    return hashlib.sha256(textwrap.dedent(source).encode()).hexdigest()[:16]
 
 
 def _supports_all(module: nn.Module) -> str | None:
@@ -48,8 +38,8 @@ class FusedBlock:
             whose ``kernel_backend`` says what is to run its kernels, and whose ``recompute_norms`` whether to keep norm
             outputs for backward) and parameters of the same names as the original.
         what: What it does, for the report: ``"norm1, norm3: norm_modulate"``.
-        known_forwards: `source_hash` of every original forward that the new one stands for. None means any, for
-            classes whose code you own.
+        known_forwards: `source_hash` of every original forward that the new one stands for. None means whatever the
+            class's body says, for classes whose code you own; a decorated forward must be named.
         objection: Returns why one block cannot be replaced, None if it can.
         is_meant: Whether a module of that class is such a block at all, where one class has many uses; the others are
             not in the report.
@@ -76,7 +66,13 @@ class FusedBlock:
         if "forward" in vars(module):
             return "its forward was replaced on the instance already; inject before whatever did that"
         cls = type(module)
-        if self.known_forwards is not None and source_hash(cls.forward) not in self.known_forwards:
+        replacement = replacement_of(cls, "forward")
+        if self.known_forwards is None:
+            if replacement is not None:
+                return f"its forward was replaced by {replacement}; known_forwards may name it by its source_hash"
+        elif not is_known(cls, "forward", self.known_forwards):
+            if replacement is not None:
+                return f"its forward was replaced by {replacement}"
             package = cls.__module__.partition(".")[0]
             version = getattr(sys.modules.get(package), "__version__", "of unknown version")
             return f"its forward in {package} {version} is not one that the fused forward was written for"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.injection.wan_attention import (
     can_detach,
+    foreign,
     fused_query_key,
     is_fused,
     project_out,
@@ -97,10 +98,10 @@ def _install_attention(model: nn.Module, context: SequenceContext) -> Undo:
     layers: list[Any] = [block.attn1 for block in model.get_submodule("blocks").children()]
     for layer in layers:
         check_heads(layer.heads, context.mesh.ulysses.size)
-        if type(layer.processor).__name__ != "WanAttnProcessor":
+        if (other := foreign(layer.processor)) is not None:
             raise ValueError(
-                f"The model's self-attention has the processor {type(layer.processor).__name__}, whose computation is "
-                "unknown here; sequence parallelism replaces only diffusers' own WanAttnProcessor."
+                f"The model's self-attention has the processor {type(layer.processor).__name__}, {other}, whose "
+                "computation is unknown here; sequence parallelism replaces only diffusers' own WanAttnProcessor."
             )
     originals = [layer.processor for layer in layers]
     for layer in layers:

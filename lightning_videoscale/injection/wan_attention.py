@@ -15,14 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.injection.branch_bias import apply_detached, changed_linear
-from lightning_videoscale.injection.bypassed import has_hooks, unfused
-from lightning_videoscale.injection.fused_block import (
-    FusedBlock,
-    class_path,
-    fused_block_of,
-    original_forward,
-    source_hash,
-)
+from lightning_videoscale.injection.bypassed import changed, unfused
+from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, original_forward
+from lightning_videoscale.injection.methods import is_known, replacement_of
 from lightning_videoscale.kernels import qk_norm_rope, qkv_linear
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
@@ -113,7 +108,7 @@ def _forward(
 ) -> Tensor:
     """The fused forward; a processor that took the place of diffusers' own is called as before."""
     change = _changed(self)
-    if change is not None or not _is_plain(self.processor) or kwargs.keys() - {"detach_bias"}:
+    if change is not None or foreign(self.processor) is not None or kwargs.keys() - {"detach_bias"}:
         original = original_forward(self) if change is None else unfused(self, change)
         unchanged: Tensor = original(hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
         return unchanged
@@ -144,11 +139,12 @@ def _last_linear(attn: Any) -> nn.Linear | str:
     projection, dropout = attn.to_out
     if (change := _changed(attn)) is not None:
         return change
-    if not (_is_plain(attn.processor) or getattr(attn.processor, "detaches_bias", False)):
-        return f"its processor is a {class_path(type(attn.processor))}"
+    other = foreign(attn.processor)
+    if other is not None and not getattr(attn.processor, "detaches_bias", False):
+        return f"its processor is {other}"
     if (change := changed_linear(projection)) is not None:
         return f"to_out.0 {change}"
-    if type(dropout) is not nn.Dropout or has_hooks(dropout):
+    if type(dropout) is not nn.Dropout or changed(dropout) is not None:
         return "to_out.1 is not a Dropout alone"
     if dropout.p and attn.training:
         return f"to_out.1 drops {dropout.p} of the activations"
@@ -165,9 +161,10 @@ def _image_key_value(attn: Any, image: Tensor) -> tuple[Tensor, Tensor]:
 
 def _attend(processor: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, own: bool) -> Tensor:
     """The attention of diffusers, with the backend that it was told to use; (B, S, D)."""
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
+    # From there, since kernels of one's own are put in its place there.
+    from diffusers.models.transformers import transformer_wan
 
-    attended: Tensor = dispatch_attention_fn(
+    attended: Tensor = transformer_wan.dispatch_attention_fn(
         query,
         key,
         value,
@@ -184,14 +181,21 @@ def _under_autocast_on_cuda(x: Tensor) -> bool:
     return x.is_cuda and torch.is_autocast_enabled("cuda")
 
 
-def _is_plain(processor: Any) -> bool:
-    return class_path(type(processor)) == f"{_MODULE}.WanAttnProcessor"
+def foreign(processor: Any) -> str | None:
+    """Returns what a processor is where it is not diffusers' own, as diffusers wrote it."""
+    cls = type(processor)
+    if class_path(cls) != f"{_MODULE}.WanAttnProcessor":
+        return f"a {class_path(cls)}"
+    replacement = replacement_of(cls, "__call__")
+    return None if replacement is None else f"a WanAttnProcessor whose __call__ was replaced by {replacement}"
 
 
 def _objection(attn: nn.Module) -> str | None:
     processor: Any = attn.processor
-    if not _is_plain(processor) or source_hash(type(processor).__call__) not in _PROCESSOR_CALLS:
-        return f"its processor is a {class_path(type(processor))}, not diffusers' WanAttnProcessor as known here"
+    if (other := foreign(processor)) is not None:
+        return f"its processor is {other}, not diffusers' WanAttnProcessor as known here"
+    if not is_known(type(processor), "__call__", _PROCESSOR_CALLS):
+        return "its processor is not diffusers' WanAttnProcessor as known here"
     return _changed(attn)
 
 
@@ -200,8 +204,8 @@ def _changed(attn: Any) -> str | None:
     for name, norm in (("norm_q", attn.norm_q), ("norm_k", attn.norm_k)):
         if type(norm) is not torch.nn.RMSNorm or norm.eps is None or norm.weight is None:
             return f"{name} is not a RMSNorm with a weight and an eps, as known here, but {class_path(type(norm))}"
-        if has_hooks(norm):
-            return f"{name} has hooks, which would not be called"
+        if (change := changed(norm)) is not None:
+            return f"{name} {change}"
     return "norm_q and norm_k have different eps" if attn.norm_q.eps != attn.norm_k.eps else None
 
 

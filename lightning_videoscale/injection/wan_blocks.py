@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_videoscale.injection.branch_bias import branch_and_bias
-from lightning_videoscale.injection.bypassed import has_hooks, unfused
-from lightning_videoscale.injection.fused_block import FusedBlock, class_path, source_hash
+from lightning_videoscale.injection.bypassed import changed, unfused
+from lightning_videoscale.injection.fused_block import FusedBlock, class_path
+from lightning_videoscale.injection.methods import is_known
 from lightning_videoscale.kernels import (
     fork_norm_modulate,
     gate_residual,
@@ -145,7 +146,7 @@ def _objection(block: nn.Module) -> str | None:
     """The fused forward computes the norms itself, hence they must be what it takes them for."""
     if (change := _changed(block)) is not None:
         return change
-    known = source_hash(type(block.get_submodule("norm1")).forward) in _FP32_LAYER_NORM_FORWARDS
+    known = is_known(type(block.get_submodule("norm1")), "forward", _FP32_LAYER_NORM_FORWARDS)
     return None if known else "norm1 is not diffusers' FP32LayerNorm as known here"
 
 
@@ -156,8 +157,8 @@ def _changed(block: Any) -> str | None:
         ("norm2", block.norm2, True),
         ("norm3", block.norm3, False),
     ):
-        if has_hooks(norm):
-            return f"{name} has hooks, which would not be called"
+        if (change := changed(norm)) is not None:
+            return f"{name} {change}"
         if affine and type(norm) is nn.Identity:
             continue
         if class_path(type(norm)) != _FP32_LAYER_NORM or (norm.weight is not None) is not affine:

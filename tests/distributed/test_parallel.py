@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -310,11 +313,15 @@ def wan_messages() -> list[str]:
             parallelize(model, mesh, plan)
         except ValueError as error:
             messages.append(str(error))
-    return messages
+    original = WanAttnProcessor.__call__
+    wrapper = functools.wraps(original)(lambda *arguments: 2 * original(*arguments))
+    with patch.object(WanAttnProcessor, "__call__", wrapper), pytest.raises(ValueError) as caught:
+        parallelize(tiny_wan(), mesh)
+    return [*messages, str(caught.value)]
 
 
 def test_parallelize_says_what_does_not_fit(ranks: Ranks) -> None:
-    no_plan, heads, processor, path, argument = ranks(4).run(wan_messages)[0]
+    no_plan, heads, processor, path, argument, patched = ranks(4).run(wan_messages)[0]
     assert "No split plan is known for Linear" in no_plan
     assert "WanTransformer3DModel" in no_plan
     assert "register_plan" in no_plan
@@ -322,6 +329,7 @@ def test_parallelize_says_what_does_not_fit(ranks: Ranks) -> None:
     assert "has the processor MyProcessor" in processor
     assert "module 'nowhere', which WanTransformer3DModel does not have" in path
     assert "arguments ['latents'] of WanTransformer3DModel.forward" in argument
+    assert "a WanAttnProcessor whose __call__ was replaced by wan_messages.<locals>.<lambda>" in patched
 
 
 def undone_wan_is_unchanged() -> bool:

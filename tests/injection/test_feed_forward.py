@@ -112,7 +112,7 @@ CHANGES = {
     hook_first: "net.0.proj has hooks",
     hook_second: "net.2 has hooks",
     hook_activation: "net.0 has hooks",
-    replace_forward: "net.2 has hooks",
+    replace_forward: "net.2 has a forward that was replaced on the instance",
 }
 
 
