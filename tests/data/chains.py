@@ -12,6 +12,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,8 +196,9 @@ def chain_of(seed: int, ranks: bool = False) -> Chain:
     """The chain of a seed."""
     draw = random.Random(seed)
     validates = draw.choice([None, None, 1.0, 1.0, 0.5, 2])
-    limit = draw.choice([None, None, None, None, 4, 7])
-    weights = draw.choice([None, None, None, (1.0, 1.0), (3.0, 1.0)])
+    limit, weights = draw.choice(
+        [(None, None)] * 6 + [(4, None), (7, None), (None, (1.0, 1.0)), (None, (3.0, 1.0))]
+    )
     epochs = draw.randint(2, 3)
     same = draw.random() < 0.3
     legs: list[Leg] = []
@@ -285,7 +287,9 @@ def train(chain: Chain, run: int, shards: Any, folder: Path) -> None:
         place = random.Random(chain.seed).choice([0, len(callbacks)])  # before or after others save
         callbacks.insert(place, At(*leg.stop))
     validates = {} if chain.validates is None else {"val_check_interval": chain.validates}
-    limits = {"max_epochs": max(chain.epochs, state.get("epoch", 0) + 1)}
+    epoch = state.get("epoch", 0)
+    # Where max_steps has cut an epoch short, the Trainer counts one more.
+    limits = {"max_epochs": max(chain.epochs, epoch + 2 if leg is chain.legs[-1] else epoch)}
     if leg.more_steps is not None:
         limits = {"max_epochs": -1, "max_steps": before + leg.more_steps}
     trainer = trainer_with(
@@ -296,12 +300,10 @@ def train(chain: Chain, run: int, shards: Any, folder: Path) -> None:
     data = VideoDataModule(
         shards if chain.weights is None else dict(zip(names, chain.weights, strict=True)),
         folder / "index.json", leg.balance, BUDGETS[leg.budget], micro_batches=leg.micro_batches,
-        num_workers=leg.workers, val_shards=None if chain.validates is None else shards if chain.weights is None else shards[0],
+        num_workers=leg.workers, val_shards=None if chain.validates is None else names[0],
     )  # fmt: skip
-    try:
+    with suppress(Stop):
         trainer.fit(Ledger(folder, run, leg.looks_ahead), data, ckpt_path=start)
-    except Stop:
-        pass
     with (folder / "ends.jsonl").open("a") as file:
         file.write(json.dumps((run, trainer.global_step)) + "\n")
 
