@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,9 +25,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
+from lightning_videoscale import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
 from lightning_videoscale.callbacks import LossWeighting
 from lightning_videoscale.cost import BucketBudget, Calibration
 from lightning_videoscale.data import Batch, VideoDataModule
+from lightning_videoscale.parallel import SplitPlan
 from tests.data.training import trainer_with
 
 BUDGETS = [BucketBudget(m_mem=tokens, m_comp=tokens * 80) for tokens in (80, 160, 320)]
@@ -50,11 +55,11 @@ class Stop(Exception):
 
 
 class Entry(NamedTuple):
-    """One micro-batch that a rank trained on, and the optimizer step that it is part of."""
+    """One micro-batch that ranks trained on together (one rank, or a sequence-parallel group), and for which step."""
 
     step: int
     epoch: int
-    rank: int
+    group: int
     ids: list[str]
     weight: float
 
@@ -69,13 +74,14 @@ class Leg:
         budget: Micro-batches may hold.
         workers: Processes per rank that read ahead.
         savers: What saves checkpoints, see `_saver`.
-        stop: Hook, and at which of its calls the run ends by an exception; None trains to the end.
+        stop: How the run ends (see `At`), in which hook and at which of its calls; None: not before its last step.
         more_steps: The run ends after so many optimizer steps (``max_steps``); None: at the last epoch.
         adopt: Optimizer step of the run after which another budget is adopted; None: never.
         looks_ahead: Whether the optimizers ask how many steps there will be, before anything is restored.
+        strategy: Name of the Trainer's strategy, one of ``auto``, ``ddp``, ``sp_ddp`` and ``sp_fsdp2``.
         ranks: Processes.
         sp: Ranks that train on one batch together.
-        strategy: Name of the Trainer's strategy, one of ``auto``, ``ddp``, ``sp_ddp`` and ``sp_fsdp2``.
+        mortal: The rank that is killed, where one is.
     """
 
     micro_batches: int
@@ -83,13 +89,14 @@ class Leg:
     budget: int
     workers: int
     savers: tuple[tuple[Any, ...], ...]
-    stop: tuple[str, int] | None
+    stop: tuple[str, str, int] | None
     more_steps: int | None
     adopt: int | None
     looks_ahead: bool
+    strategy: str = "auto"
     ranks: int = 1
     sp: int = 1
-    strategy: str = "auto"
+    mortal: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,22 +131,21 @@ class Ledger(pl.LightningModule):
 
     def __init__(self, folder: Path, run: int, looks_ahead: bool = False) -> None:
         super().__init__()
-        self.slope = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.net = nn.Linear(1, 1, dtype=torch.float64)
         self.folder, self.run, self.looks_ahead = folder, run, looks_ahead
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        entry = Entry(
-            self.global_step, self.current_epoch, self.global_rank, batch["sample_ids"], batch["meta"].loss_weight
-        )
-        with (self.folder / f"run{self.run}-rank{self.global_rank}.jsonl").open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        group = getattr(self.trainer.strategy, "data_parallel_rank", self.global_rank)
+        entry = Entry(self.global_step, self.current_epoch, group, batch["sample_ids"], batch["meta"].loss_weight)
+        _note(self.folder / f"run{self.run}-rank{self.global_rank}.jsonl", entry)
         return self._loss(batch)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("val_loss", self._loss(batch))
 
     def _loss(self, batch: Batch) -> Tensor:
-        return ((self.slope * batch["latents"].double().mean(dim=(1, 2, 3, 4)) / 100 - 1) ** 2).mean()
+        x: Tensor = self.net(batch["latents"].double().mean(dim=(1, 2, 3, 4))[:, None] / 100)
+        return ((x - 1) ** 2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         assert not self.looks_ahead or self.trainer.estimated_stepping_batches
@@ -150,10 +156,17 @@ class Ledger(pl.LightningModule):
 
 
 class At(Callback):
-    """Does something at the n-th call of a hook."""
+    """Ends a run at the n-th call of a hook.
 
-    def __init__(self, hook: str, count: int) -> None:
-        self.count = count
+    Args:
+        how: ``raise`` an exception, ``stop`` as `EarlyStopping` does, ``kill`` the process as an operating system that
+            is out of memory does, or kill it while it next ``write``s a checkpoint.
+        hook: The hook.
+        count: At which of its calls.
+    """
+
+    def __init__(self, how: str, hook: str, count: int) -> None:
+        self.how, self.count = how, count
         setattr(self, hook, self._count)
 
     def _count(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -162,14 +175,28 @@ class At(Callback):
             self.act(trainer)
 
     def act(self, trainer: pl.Trainer) -> None:
-        raise Stop
+        match self.how:
+            case "raise":
+                raise Stop
+            case "stop":
+                trainer.should_stop = True
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "write":
+                sys.addaudithook(_kill_before_rename)
+
+
+def _kill_before_rename(event: str, _: Any) -> None:
+    """Checkpoints are written under another name first."""
+    if event in ("shutil.move", "os.rename"):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SaveAt(At):
     """Saves a checkpoint, as any callback of a user may."""
 
     def __init__(self, hook: str, count: int, file: Path) -> None:
-        super().__init__(hook, count)
+        super().__init__("save", hook, count)
         self.file = file
 
     def act(self, trainer: pl.Trainer) -> None:
@@ -180,7 +207,7 @@ class Adopt(At):
     """Gives the data another budget between two steps."""
 
     def __init__(self, step: int, budget: BucketBudget) -> None:
-        super().__init__("on_train_batch_end", -1)
+        super().__init__("adopt", "on_train_batch_end", -1)
         self.step, self.budget, self.first = step, budget, -1
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -192,9 +219,11 @@ class Adopt(At):
             trainer.datamodule.adopt(Calibration(self.budget))  # type: ignore[attr-defined]
 
 
-def chain_of(seed: int, ranks: bool = False) -> Chain:
-    """The chain of a seed."""
+def chain_of(seed: int, processes: bool = False) -> Chain:
+    """The chain of a seed: in this process, or of one to four processes some of which are killed."""
     draw = random.Random(seed)
+    families = [("auto", "ddp"), ("sp_ddp", "sp_fsdp2")]  # Lightning's strategies do not read ours' checkpoints
+    strategies = draw.choice(families) if processes else ("auto",)
     validates = draw.choice([None, None, 1.0, 1.0, 0.5, 2])
     limit, weights = draw.choice(
         [(None, None)] * 6 + [(4, None), (7, None), (None, (1.0, 1.0)), (None, (3.0, 1.0))]
@@ -203,7 +232,7 @@ def chain_of(seed: int, ranks: bool = False) -> Chain:
     same = draw.random() < 0.3
     legs: list[Leg] = []
     for number in range(count := draw.randint(3, 6)):
-        leg = _leg(draw, validates is not None, last=number == count - 1)
+        leg = _leg(draw, validates is not None, strategies, last=number == count - 1)
         if same and legs:
             leg = _with(leg, legs[0])
         legs.append(leg)
@@ -215,11 +244,13 @@ def _with(leg: Leg, first: Leg) -> Leg:
     return Leg(**{name: getattr(first if name in kept else leg, name) for name in Leg.__dataclass_fields__})
 
 
-def _leg(draw: random.Random, validates: bool, last: bool) -> Leg:
-    hook = draw.choice([name for name in HOOKS if validates or "validation" not in name])
-    often = hook in _OFTEN
-    stop = (hook, draw.randint(1, 40 if often else 2))
-    saver_hook = draw.choice([name for name in HOOKS if (validates or "validation" not in name)])
+def _leg(draw: random.Random, validates: bool, strategies: tuple[str, ...], last: bool) -> Leg:
+    hooks = [name for name in HOOKS if validates or "validation" not in name]
+    strategy = draw.choice(strategies)
+    ranks = 1 if strategy == "auto" else draw.randint(1, 4)
+    hook, saver_hook = draw.choice(hooks), draw.choice([name for name in hooks if name != "on_save_checkpoint"])
+    hows = ["raise", "raise", "stop"] if strategies == ("auto",) else ["kill", "kill", "write", "stop"]
+    stop = (draw.choice(hows), hook, draw.randint(1, 40 // ranks if hook in _OFTEN else 2))
     savers = [
         ("steps", draw.choice([1, 1, 2, 3, 5])),
         ("last",),
@@ -238,6 +269,10 @@ def _leg(draw: random.Random, validates: bool, last: bool) -> Leg:
         more_steps=draw.randint(0, 12) if not last and ends < 0.35 else None,
         adopt=draw.randint(0, 4) if draw.random() < 0.25 else None,
         looks_ahead=draw.random() < 0.5,
+        strategy=strategy,
+        ranks=ranks,
+        sp=draw.choice([1, 2]) if strategy.startswith("sp") and ranks % 2 == 0 else 1,
+        mortal=draw.randrange(ranks),
     )
 
 
@@ -266,26 +301,42 @@ def _saver(kind: tuple[Any, ...], folder: Path, run: int) -> Callback:
     raise ValueError(kind)
 
 
+def _strategy(leg: Leg) -> Any:
+    if not leg.strategy.startswith("sp"):
+        return leg.strategy
+    kind = SequenceParallelDDPStrategy if leg.strategy == "sp_ddp" else SequenceParallelFSDP2Strategy
+    return kind(ulysses_size=leg.sp, modules=["net"], plan=SplitPlan({}, {}, {}, lambda model, context: lambda: None))
+
+
 def newest(folder: Path) -> Path | None:
     """The checkpoint that was written last."""
     return max(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns, default=None)
 
 
-def train(chain: Chain, run: int, shards: Any, folder: Path) -> None:
-    """One run of a chain, from the newest checkpoint to its end or to the exception that it draws."""
-    leg = chain.legs[run]
-    start = newest(folder)
-    state = {} if start is None else torch.load(start, weights_only=False)
+def train(chain: Chain, run: int, start: Path | None, folder: Path, rank: int = 0) -> None:
+    """One rank of one run of a chain, from a checkpoint to its end or to where it is stopped.
+
+    Args:
+        chain: The chain.
+        run: Number of the run.
+        start: The checkpoint.
+        folder: Holds ``shards``, and ``runs`` for checkpoints and what is written down.
+        rank: The rank.
+    """
+    leg, shards, folder = chain.legs[run], folder / "shards", folder / "runs"
+    meta = start / "meta.pt" if start is not None and start.is_dir() else start
+    state = {} if meta is None else torch.load(meta, weights_only=False)
     before = state.get("global_step", 0)
-    with (folder / "starts.jsonl").open("a") as file:
-        file.write(json.dumps((run, state.get("run"), before)) + "\n")
+    if rank == 0:
+        _note(folder / "starts.jsonl", (run, state.get("run"), before))
     callbacks: list[Callback] = [LossWeighting()]
     if leg.adopt is not None:
         callbacks.append(Adopt(leg.adopt, BUDGETS[leg.budget - 1]))
     callbacks += [_saver(kind, folder, run) for kind in leg.savers]
     if leg.stop is not None:
         place = random.Random(chain.seed).choice([0, len(callbacks)])  # before or after others save
-        callbacks.insert(place, At(*leg.stop))
+        if leg.stop[0] in ("raise", "stop") or rank == leg.mortal:
+            callbacks.insert(place, At(*leg.stop))
     validates = {} if chain.validates is None else {"val_check_interval": chain.validates}
     epoch = state.get("epoch", 0)
     # Where max_steps has cut an epoch short, the Trainer counts one more.
@@ -293,33 +344,46 @@ def train(chain: Chain, run: int, shards: Any, folder: Path) -> None:
     if leg.more_steps is not None:
         limits = {"max_epochs": -1, "max_steps": before + leg.more_steps}
     trainer = trainer_with(
-        accumulate_grad_batches=leg.micro_batches, callbacks=callbacks, limit_train_batches=chain.limit,
+        strategy=_strategy(leg), devices=leg.ranks, accumulate_grad_batches=leg.micro_batches, callbacks=callbacks, limit_train_batches=chain.limit,
         enable_checkpointing=True, num_sanity_val_steps=0, default_root_dir=folder, **validates, **limits,
     )  # fmt: skip
-    names = [shards] if chain.weights is None else shards
+    first, others, every = (str(shards / name) for name in ("000.tar", "{001..002}.tar", "{000..002}.tar"))
     data = VideoDataModule(
-        shards if chain.weights is None else dict(zip(names, chain.weights, strict=True)),
+        every if chain.weights is None else dict(zip((first, others), chain.weights, strict=True)),
         folder / "index.json", leg.balance, BUDGETS[leg.budget], micro_batches=leg.micro_batches,
-        num_workers=leg.workers, val_shards=None if chain.validates is None else names[0],
+        num_workers=leg.workers, val_shards=None if chain.validates is None else first,
     )  # fmt: skip
     with suppress(Stop):
         trainer.fit(Ledger(folder, run, leg.looks_ahead), data, ckpt_path=start)
-    with (folder / "ends.jsonl").open("a") as file:
-        file.write(json.dumps((run, trainer.global_step)) + "\n")
+    if rank == 0:
+        _note(folder / "ends.jsonl", (run, trainer.global_step))
 
 
 def lineage(folder: Path) -> Iterator[list[Entry]]:
-    """The optimizer steps that the last run's weights have seen, each with the micro-batches of all ranks."""
-    starts = {run: (parent, step) for run, parent, step in _lines(folder / "starts.jsonl")}
-    run, end = list(_lines(folder / "ends.jsonl"))[-1]
+    """The optimizer steps that the last run's weights have seen, each with the micro-batches of all groups."""
+    starts = {run: (parent, step) for run, parent, step in _lines(folder / "runs/starts.jsonl")}
+    run, end = list(_lines(folder / "runs/ends.jsonl"))[-1]
     history: list[list[list[Entry]]] = []
     while run is not None:
         parent, first = starts[run]
-        entries = [Entry(*line) for file in folder.glob(f"run{run}-rank*.jsonl") for line in _lines(file)]
-        steps = [[entry for entry in entries if entry.step == step] for step in range(first, end)]
-        history.append(steps)
+        ranks = [[Entry(*line) for line in _lines(file)] for file in folder.glob(f"runs/run{run}-rank*.jsonl")]
+        history.append([_of_groups(ranks, step) for step in range(first, end)])
         run, end = parent, first
     return itertools.chain.from_iterable(reversed(history))
+
+
+def _of_groups(ranks: list[list[Entry]], step: int) -> list[Entry]:
+    """What was trained in a step; the ranks of a group must have trained on the same."""
+    groups: dict[int, list[Entry]] = {}
+    for entries in ranks:
+        if found := [entry for entry in entries if entry.step == step]:
+            assert groups.setdefault(found[0].group, found) == found, f"ranks of a group differ in step {step}"
+    return list(itertools.chain.from_iterable(groups.values()))
+
+
+def _note(file: Path, content: Any) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps(content) + "\n")
 
 
 def _lines(file: Path) -> Iterator[Any]:

@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.data.chains import chain_of, check, lineage, train
+from tests.data.chains import Chain, chain_of, check, lineage, newest, train
 from tests.data.clips import write_shards
+from tests.data.killing import Processes
 
 SAMPLES = 61
 
 
-def run_chain(folder: Path, seed: int) -> None:
-    """Trains all runs of a chain in this process and checks what the weights have seen."""
-    chain = chain_of(seed)
-    shards = write_shards(folder / "shards", SAMPLES, shards=3)
-    names = [f"{i % 3:03}.tar/clip{i:05}" for i in range(SAMPLES)]
-    datasets = [str(folder / "shards/000.tar"), str(folder / "shards/{001..002}.tar")]
+def run_chain(folder: Path, chain: Chain, start: Callable[[Chain, int, Path], object]) -> None:
+    """Trains all runs of a chain, one after the other, and checks what the weights have seen."""
+    write_shards(folder / "shards", SAMPLES, shards=3)
     (folder / "runs").mkdir()
     try:
         for run in range(len(chain.legs)):
-            train(chain, run, shards if chain.weights is None else datasets, folder / "runs")
-        check(list(lineage(folder / "runs")), chain, names)
+            start(chain, run, folder)
+        check(list(lineage(folder)), chain, [f"{i % 3:03}.tar/clip{i:05}" for i in range(SAMPLES)])
     except Exception as error:
-        error.add_note(str(chain))
+        error.add_note(f"This was {chain}.")
         raise
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_chain(tmp_path: Path, seed: int) -> None:
-    run_chain(tmp_path, seed)
+def in_this_process(chain: Chain, run: int, folder: Path) -> None:
+    train(chain, run, newest(folder / "runs"), folder)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_that_end_anywhere(tmp_path: Path, seed: int) -> None:
+    run_chain(tmp_path, chain_of(seed), in_this_process)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(5, 180))
+def test_many_runs_that_end_anywhere(tmp_path: Path, seed: int) -> None:
+    run_chain(tmp_path, chain_of(seed), in_this_process)
+
+
+def test_ranks_that_are_killed(tmp_path: Path) -> None:
+    run_chain(tmp_path, chain_of(0, processes=True), Processes().train)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 20))
+def test_many_ranks_that_are_killed(tmp_path: Path, seed: int) -> None:
+    run_chain(tmp_path, chain_of(seed, processes=True), Processes().train)
