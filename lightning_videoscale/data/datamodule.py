@@ -202,7 +202,7 @@ class VideoDataModule(pl.LightningDataModule):
         """Returns what of the epoch is done, the same on every rank; nothing outside of training."""
         if self._sampler is None or self._standing is None:
             return dict(self._state) if self._state is not None else {}
-        trained = self._standing.now(self._sampler.progress)
+        trained = self._standing.now(self._sampler)
         state = self._sampler.state_dict(trained.micro_batches, trained.is_over, trained.has_ended)
         return {**state, **self._budgets.state_dict(), "shards": self._contents, "total": trained.total}
 

@@ -16,6 +16,7 @@ from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 
+from lightning_videoscale.data.loader import PlannedSampler
 from lightning_videoscale.data.progress import Progress
 
 
@@ -57,16 +58,21 @@ class Standing:
         _place(self.trainer, progress, self._total)
         self._total = None
 
-    def now(self, progress: Progress) -> Trained:
-        """What is trained of the epoch; ``progress`` where no pass has begun.
+    def now(self, sampler: PlannedSampler) -> Trained:
+        """What is trained of the sampler's epoch.
 
         Raises:
-            RuntimeError: If the Trainer counts otherwise.
+            RuntimeError: If the Trainer counts otherwise, or never told the sampler which epoch it trains.
         """
         loop: Any = self.trainer.fit_loop
         batches = loop.epoch_loop.batch_progress
         if self._begun is None:
-            return Trained(progress.done, batches.total.processed if self._total is None else self._total)
+            if sampler.is_started:
+                raise RuntimeError(
+                    "A pass over the epoch began and the sampler was not told which: the loader around that of "
+                    "VideoDataModule hides it from Lightning. Give it the attribute `sampler`."
+                )
+            return Trained(sampler.progress.done, batches.total.processed if self._total is None else self._total)
         begun, k = self._begun, self._begun.micro_batches
         trained = batches.current.processed
         if self.trainer.lightning_module.automatic_optimization:  # else any number of optimizers steps at any time

@@ -106,7 +106,7 @@ class Chain:
     Attributes:
         seed: Names the chain.
         epochs: That the last run ends with.
-        validates: ``val_check_interval``, None for no validation.
+        validates: ``val_check_interval``, None for no validation; -n: every n batches, across epochs.
         limit: ``limit_train_batches``; None: all.
         weights: Weights of two datasets; None: one dataset.
         legs: The runs.
@@ -115,7 +115,7 @@ class Chain:
     seed: int
     epochs: int
     validates: float | int | None
-    limit: int | None
+    limit: int | float | None
     weights: tuple[float, float] | None
     legs: list[Leg] = field(default_factory=list)
 
@@ -148,7 +148,7 @@ class Ledger(pl.LightningModule):
         return ((x - 1) ** 2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        assert not self.looks_ahead or self.trainer.estimated_stepping_batches
+        self.steps = self.trainer.estimated_stepping_batches if self.looks_ahead else None
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -224,11 +224,11 @@ def chain_of(seed: int, processes: bool = False) -> Chain:
     draw = random.Random(seed)
     families = [("auto", "ddp"), ("sp_ddp", "sp_fsdp2")]  # Lightning's strategies do not read ours' checkpoints
     strategies = draw.choice(families) if processes else ("auto",)
-    validates = draw.choice([None, None, 1.0, 1.0, 0.5, 2])
+    validates = draw.choice([None, None, 1.0, 1.0, 0.5, 2, -3])
     limit, weights = draw.choice(
-        [(None, None)] * 6 + [(4, None), (7, None), (None, (1.0, 1.0)), (None, (3.0, 1.0))]
+        [(None, None)] * 6 + [(4, None), (7, None), (0.6, None), (None, (1.0, 1.0)), (None, (3.0, 1.0))]
     )
-    epochs = draw.randint(2, 3)
+    epochs = draw.randint(2, 4)
     same = draw.random() < 0.3
     legs: list[Leg] = []
     for number in range(count := draw.randint(3, 6)):
@@ -250,7 +250,7 @@ def _leg(draw: random.Random, validates: bool, strategies: tuple[str, ...], last
     ranks = 1 if strategy == "auto" else draw.randint(1, 4)
     hook, saver_hook = draw.choice(hooks), draw.choice([name for name in hooks if name != "on_save_checkpoint"])
     hows = ["raise", "raise", "stop"] if strategies == ("auto",) else ["kill", "kill", "write", "stop"]
-    stop = (draw.choice(hows), hook, draw.randint(1, 40 // ranks if hook in _OFTEN else 2))
+    stop = (draw.choice(hows), hook, draw.randint(1, 30 // ranks if hook in _OFTEN else 2))
     savers = [
         ("steps", draw.choice([1, 1, 2, 3, 5])),
         ("last",),
@@ -337,15 +337,17 @@ def train(chain: Chain, run: int, start: Path | None, folder: Path, rank: int = 
         place = random.Random(chain.seed).choice([0, len(callbacks)])  # before or after others save
         if leg.stop[0] in ("raise", "stop") or rank == leg.mortal:
             callbacks.insert(place, At(*leg.stop))
-    validates = {} if chain.validates is None else {"val_check_interval": chain.validates}
+    validates: dict[str, Any] = {} if chain.validates is None else {"val_check_interval": abs(chain.validates)}
+    if chain.validates is not None and chain.validates < 0:
+        validates["check_val_every_n_epoch"] = None
     epoch = state.get("epoch", 0)
     # Where max_steps has cut an epoch short, the Trainer counts one more.
-    limits = {"max_epochs": max(chain.epochs, epoch + 2 if leg is chain.legs[-1] else epoch)}
+    limits: dict[str, Any] = {"max_epochs": max(chain.epochs, epoch + 2 if leg is chain.legs[-1] else epoch)}
     if leg.more_steps is not None:
-        limits = {"max_epochs": -1, "max_steps": before + leg.more_steps}
+        limits: dict[str, Any] = {"max_epochs": -1, "max_steps": before + leg.more_steps}
     trainer = trainer_with(
-        strategy=_strategy(leg), devices=leg.ranks, accumulate_grad_batches=leg.micro_batches, callbacks=callbacks, limit_train_batches=chain.limit,
-        enable_checkpointing=True, num_sanity_val_steps=0, default_root_dir=folder, **validates, **limits,
+        strategy=_strategy(leg), devices=leg.ranks, accumulate_grad_batches=leg.micro_batches, callbacks=callbacks,
+        limit_train_batches=chain.limit, enable_checkpointing=True, num_sanity_val_steps=0, default_root_dir=folder, **validates, **limits,
     )  # fmt: skip
     first, others, every = (str(shards / name) for name in ("000.tar", "{001..002}.tar", "{000..002}.tar"))
     data = VideoDataModule(
