@@ -267,7 +267,7 @@ class VideoDataModule(pl.LightningDataModule):
     def _resume(
         self, trainer: pl.Trainer, planner: BucketPlanner, state: Mapping[str, Any], contents: dict[str, str]
     ) -> Progress:
-        if not state["is_over"]:
+        if not state.get("is_over"):
             check_same_index(state["shards"], contents)
         progress = Progress.resume(planner, state)
         if progress.done and progress.done >= epoch_length(trainer, len(progress)):  # the limit is another one now

@@ -347,7 +347,8 @@ def train(chain: Chain, run: int, start: Path | None, folder: Path, rank: int = 
         limits: dict[str, Any] = {"max_epochs": -1, "max_steps": before + leg.more_steps}
     trainer = trainer_with(
         strategy=_strategy(leg), devices=leg.ranks, accumulate_grad_batches=leg.micro_batches, callbacks=callbacks,
-        limit_train_batches=chain.limit, enable_checkpointing=True, num_sanity_val_steps=0, default_root_dir=folder, **validates, **limits,
+        limit_train_batches=chain.limit, enable_checkpointing=True, num_sanity_val_steps=0, default_root_dir=folder,
+        **validates, **limits,
     )  # fmt: skip
     first, others, every = (str(shards / name) for name in ("000.tar", "{001..002}.tar", "{000..002}.tar"))
     data = VideoDataModule(
