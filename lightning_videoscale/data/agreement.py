@@ -1,10 +1,8 @@
-"""Where the data and the Trainer must agree: accumulation, loss weights, one plan, the counters on resume."""
+"""Where the data and the Trainer must agree: accumulation, loss weights, one plan."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -12,7 +10,6 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.loss_weighting import LossWeighting
-from lightning_videoscale.data.progress import epoch_of_trainer
 from lightning_videoscale.data.shards import short_names
 from lightning_videoscale.topology import topology_of
 
@@ -81,46 +78,6 @@ def check_same_index(before: Mapping[str, str], now: Mapping[str, str]) -> None:
         f"The epoch was begun with other shards ({listed or 'in another order'}): which of their samples are done "
         "with cannot be told any more. Bring the shards back, or start a new run from the weights."
     )
-
-
-def is_left(state: Mapping[str, Any], trainer: pl.Trainer | None) -> bool:
-    """Whether a run goes on within the epoch of a state, which the Trainer may have ended.
-
-    ``max_steps`` and ``max_time`` cut it short; ``limit_train_batches`` makes it a shorter one, of which nothing is
-    left.
-    """
-    if trainer is None or trainer.current_epoch < epoch_of_trainer(state):
-        return True
-    return _was_cut_short(trainer)
-
-
-def has_cut_epoch(trainer: pl.Trainer | None, epoch: int) -> bool:
-    """Whether a Trainer that fits again had stopped within an epoch, by its own count, and will go on with the next.
-
-    A plain loader's rest would be lost then. Another Trainer, or one whose epoch was broken off by an exception, begins
-    anew.
-    """
-    return trainer is not None and trainer.current_epoch == epoch + 1 and _was_cut_short(trainer)
-
-
-def _was_cut_short(trainer: pl.Trainer) -> bool:
-    """Whether the Trainer's last epoch ended before its loader did."""
-    is_whole: bool = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-    return not is_whole
-
-
-def align_counters(trainer: pl.Trainer, micro_batches: int) -> None:
-    """Brings the Trainer's count of this epoch's micro-batches to where the plan goes on.
-
-    They differ if the checkpoint was saved within a step, whose gradients are lost, so that it is repeated; or if a
-    step has more or fewer micro-batches now.
-    """
-    count: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    shift = micro_batches - count.processed
-    for name in ("ready", "started", "processed", "completed"):
-        setattr(count, name, getattr(count, name) + shift)
-    # The data does go on where it was; Lightning looks for a state in the loader, and ours is in the DataModule.
-    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

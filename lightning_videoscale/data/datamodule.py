@@ -16,14 +16,11 @@ from torch import nn
 from lightning_videoscale.cost import Calibration, StepTimeModel
 from lightning_videoscale.data.advice import say_passes, warn_of_oversized, warn_of_shapeless
 from lightning_videoscale.data.agreement import (
-    align_counters,
     apply_loss_weights,
     check_accumulation,
     check_same_index,
     check_same_plan,
     contents_of,
-    has_cut_epoch,
-    is_left,
 )
 from lightning_videoscale.data.auto_budget import AutoBudget, BudgetSearch
 from lightning_videoscale.data.benchmark.synthetic import RepresentativeBatches
@@ -35,9 +32,11 @@ from lightning_videoscale.data.online import BatchEncoder, check_geometry
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossWeighting, SampleTable
 from lightning_videoscale.data.planning.plan import check_settings
 from lightning_videoscale.data.planning.stream import draws_per_epoch
+from lightning_videoscale.data.progress import Progress
 from lightning_videoscale.data.reader import MicroBatchReader
 from lightning_videoscale.data.replanning import replan
 from lightning_videoscale.data.shapes import Media, ShapePolicy
+from lightning_videoscale.data.standing import Standing, epoch_length, forget_loader
 from lightning_videoscale.topology import topology_of
 
 
@@ -124,6 +123,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._num_workers = num_workers
         self._encode = encode
         self._sampler: PlannedSampler | None = None
+        self._standing: Standing | None = None  # of the Trainer in the sampler's epoch
         self._contents: dict[str, str] = {}  # of the shards that the sampler plans
         self._state: Mapping[str, Any] | None = None
         if val_shards is None and type(self).val_dataloader is VideoDataModule.val_dataloader:
@@ -137,7 +137,8 @@ class VideoDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Reads the index as it is now, and says what of the shards is left alone."""
         if stage == "fit" and self._sampler is not None:
-            self._state = self.state_dict() if has_cut_epoch(self.trainer, self._sampler.progress.trained_as) else None
+            same = self._standing is not None and self._standing.trainer is self.trainer
+            self._state = self.state_dict() if same else None  # another Trainer begins at the beginning
             self._sampler = None
         if not self._shards.read(self._shape_policy.fps):
             return
@@ -155,30 +156,36 @@ class VideoDataModule(pl.LightningDataModule):
                 shards. Each message names the fix.
         """
         contents = contents_of(self._shards.index("shards"))
-        trainer, state, on_resume, overfit, epoch = self.trainer, None, None, False, 0
+        trainer, overfit = self.trainer, False
         if trainer is not None:
             check_accumulation(trainer, self._micro_batches)  # before a minute is spent on measuring
             overfit = trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
-            epoch, on_resume = trainer.current_epoch, partial(align_counters, trainer)
         if (found := self._budgets.find(self._search, trainer)) is not None:
             warn_of_oversized(self._table("shards"), found)
         planner = self._planner("shards", self._micro_batches, self._loss_weighting, is_training=True)
-        if self._sampler is not None and self._sampler.is_started:
-            self._state = None  # this run has gone on from there
-        if self._state is not None and not overfit and is_left(self._state, trainer):
-            check_same_index(self._state["shards"], contents)
-            state = self._state
-        rank = self._dp_rank_and_size()[0]
+        progress, standing = None, None
+        if trainer is not None and trainer.training and not overfit:  # else somebody only looks at what would come
+            if self._sampler is not None:
+                self._state = self.state_dict()  # this run has gone on from there
+            if self._state:
+                progress = self._resume(trainer, planner, self._state, contents)
+            standing = Standing(trainer, self._state["total"] if self._state else None)
         sampler = PlannedSampler(
-            planner, rank, repeat_first_epoch=overfit, epoch=epoch, state=state, on_resume=on_resume
+            planner,
+            self._dp_rank_and_size()[0],
+            repeat_first_epoch=overfit,
+            progress=progress,
+            epoch=0 if trainer is None else trainer.current_epoch,
+            on_begin=None if standing is None else standing.begin,
         )
         if trainer is not None:
             apply_loss_weights(trainer)
             differs = planner.source_weights is not None or (planner.redraw and self._shape_policy.draws_shapes)
-            if state is not None or differs:
+            if progress is not None or differs:
                 # The next epochs have another number of steps, which Lightning asks for when it makes the loader.
                 trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
-        self._sampler, self._contents = None if overfit else sampler, contents
+        if trainer is None or trainer.training:
+            self._sampler, self._standing, self._contents = None if overfit else sampler, standing, contents
         if planner.source_weights is not None:
             say_passes(sampler.progress.epoch, self.passes())
         return self._loader("shards", sampler)
@@ -193,16 +200,19 @@ class VideoDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what of the epoch is done, the same on every rank; nothing outside of training."""
-        if self._sampler is None or self.trainer is None:
+        if self._sampler is None or self._standing is None:
             return dict(self._state) if self._state is not None else {}
-        count: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        state = self._sampler.state_dict(count.processed if self._sampler.is_started else self._sampler.taken)
-        return {**state, **self._budgets.state_dict(), "shards": self._contents}
+        trained = self._standing.now(self._sampler)
+        state = self._sampler.state_dict(trained.micro_batches, trained.is_over, trained.has_ended)
+        return {**state, **self._budgets.state_dict(), "shards": self._contents, "total": trained.total}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a state: the next train_dataloader begins there, with what was adopted before."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:  # validating is no place to train from
             self._state = state_dict
+            if self._standing is not None:
+                forget_loader(self._standing.trainer)  # the optimizers may have asked how long it is
+            self._sampler, self._standing = None, None
             self._budgets.load_state_dict(state_dict)
 
     def adopt(self, calibration: Calibration) -> None:
@@ -253,6 +263,16 @@ class VideoDataModule(pl.LightningDataModule):
         """Where ``budget="auto"`` looks for what `videoscale benchmark-shapes` has measured."""
         file = self._shards.file
         return file.with_name(f"{file.stem}-shapes.json")
+
+    def _resume(
+        self, trainer: pl.Trainer, planner: BucketPlanner, state: Mapping[str, Any], contents: dict[str, str]
+    ) -> Progress:
+        if not state.get("is_over"):
+            check_same_index(state["shards"], contents)
+        progress = Progress.resume(planner, state)
+        if progress.done and progress.done >= epoch_length(trainer, len(progress)):  # the limit is another one now
+            return Progress.start(planner, progress.epoch + 1, progress.trained_as + 1)
+        return progress
 
     def _dp_rank_and_size(self) -> tuple[int, int]:
         if self.trainer is None:

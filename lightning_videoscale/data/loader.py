@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -23,9 +22,9 @@ class PlannedSampler(Sampler[MicroBatch]):
         planner: Makes the plan of an epoch.
         dp_rank: Whose part of it.
         repeat_first_epoch: Whether every epoch uses the plan of the first (to overfit, to validate).
-        epoch: Where to begin.
-        state: State to go on from; see `Progress`. What is left of an earlier epoch is trained as ``epoch``.
-        on_resume: Called, when an epoch begins in its middle, with the micro-batches of it that are done.
+        progress: Where the first pass begins, whatever epoch `set_epoch` is told; None: at the beginning of an epoch.
+        epoch: Which one.
+        on_begin: Called with where a pass begins, before each.
 
     Attributes:
         planner: Makes the plan of an epoch.
@@ -39,20 +38,17 @@ class PlannedSampler(Sampler[MicroBatch]):
         dp_rank: int,
         *,
         repeat_first_epoch: bool = False,
+        progress: Progress | None = None,
         epoch: int = 0,
-        state: Mapping[str, Any] | None = None,
-        on_resume: Callable[[int], None] | None = None,
+        on_begin: Callable[[Progress], None] | None = None,
     ) -> None:
         self.planner = planner
         self._dp_rank = dp_rank
         self._repeat_first_epoch = repeat_first_epoch
-        self._on_resume = on_resume
+        self._on_begin = on_begin
         self.is_started = False
-        self._goes_on = state is not None
-        if state is not None:
-            self._begin(Progress.resume(planner, state, epoch))
-        else:
-            self._begin(Progress.start(planner, 0 if repeat_first_epoch else epoch))
+        self._goes_on = progress is not None
+        self._begin(progress or Progress.start(planner, 0 if repeat_first_epoch else epoch))
 
     @property
     def progress(self) -> Progress:
@@ -69,13 +65,13 @@ class PlannedSampler(Sampler[MicroBatch]):
         self.is_started = False
         if self._repeat_first_epoch:
             return
-        if self._goes_on:
-            # Where only steps are limited, Lightning goes on within an epoch that it has counted.
-            self._begin(replace(self.progress, trained_as=epoch))
-        elif epoch != self.progress.trained_as:
-            self._begin(Progress.start(self.planner, epoch))
-        if self.progress.done and self._on_resume is not None:
-            self._on_resume(self.progress.done)
+        passes = epoch - self.progress.trained_as
+        if passes and not self._goes_on:
+            self._begin(Progress.start(self.planner, self.progress.epoch + passes, epoch))
+        else:
+            self._begin(self._parts[0])
+        if self._on_begin is not None:
+            self._on_begin(self.progress)
 
     def replan(self, planner: BucketPlanner, taken: int) -> None:
         """Plans by another planner from now on: the rest of this pass, and the next ones.
@@ -95,10 +91,10 @@ class PlannedSampler(Sampler[MicroBatch]):
         else:
             self._parts.append(rest)
 
-    def state_dict(self, micro_batches: int) -> dict[str, Any]:
+    def state_dict(self, micro_batches: int, is_over: bool = False, has_ended: bool = False) -> dict[str, Any]:
         """Returns the state of the epoch after a number of micro-batches, see `Progress.state_dict`."""
         begun = [part for part in self._parts if part.counted <= micro_batches] or self._parts[:1]
-        return begun[-1].state_dict(micro_batches)
+        return begun[-1].state_dict(micro_batches, is_over, has_ended)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         self.is_started, self._goes_on = True, False

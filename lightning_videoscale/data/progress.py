@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Progress:
         counted: Micro-batches that each rank had trained in this epoch before this plan; a multiple of those of a step.
         steps: Steps of the plan that are done.
         trained_as: The epoch as the Trainer counts it. It goes ahead of ``epoch`` where a run was stopped within an
-            epoch that the Trainer takes for complete (``max_steps``, ``max_time``): the rest is trained as the next.
+            epoch that the Trainer takes for complete (``max_steps``, ``max_time``): the rest is trained as the next,
+            and no epoch is left out for it.
     """
 
     epoch: int
@@ -44,18 +45,17 @@ class Progress:
     trained_as: int = 0
 
     @classmethod
-    def start(cls, planner: BucketPlanner, epoch: int) -> Progress:
-        """The beginning of an epoch."""
-        return cls(epoch, planner.plan(epoch), trained_as=epoch)
+    def start(cls, planner: BucketPlanner, epoch: int, trained_as: int | None = None) -> Progress:
+        """The beginning of an epoch, which the Trainer counts by the same number if none is given."""
+        return cls(epoch, planner.plan(epoch), trained_as=epoch if trained_as is None else trained_as)
 
     @classmethod
-    def resume(cls, planner: BucketPlanner, state: Mapping[str, Any], trained_as: int = 0) -> Progress:
+    def resume(cls, planner: BucketPlanner, state: Mapping[str, Any]) -> Progress:
         """Goes on from a state; at the next epoch, where nothing of its own is left.
 
         Args:
             planner: How to plan from now on.
             state: What `state_dict` returned, maybe under another planner.
-            trained_as: The Trainer's epoch now; beyond that of the state, what is left is an epoch of its own.
 
         Raises:
             ValueError: If the state is of another version.
@@ -64,20 +64,19 @@ class Progress:
             raise ValueError(
                 f"The checkpoint's data state has version {state['version']}, this release reads {_VERSION}."
             )
-        epoch, draws = state["epoch"], state["draws"]
-        before = epoch_of_trainer(state)
+        epoch, draws, trained_as = state["epoch"], state["draws"], state["trained_as"]
+        if state["is_over"]:
+            return cls.start(planner, epoch + 1, trained_as + 1)
         done = _unpack(state["done"], draws)
-        if done is not None and done.all():
-            return cls.start(planner, max(trained_as, before + 1))
-        if trained_as > before:
-            return cls(epoch, planner.plan(epoch, done), done, trained_as=trained_as)
+        if state["has_ended"]:
+            return cls(epoch, planner.plan(epoch, done), done, trained_as=trained_as + 1)
         begun = _unpack(state["begun"], draws)
         plan = planner.plan(epoch, begun)
         if plan.digest == state["plan"]:
-            return cls(epoch, plan, begun, state["counted"], state["steps"], before)
+            return cls(epoch, plan, begun, state["counted"], state["steps"], trained_as)
         # Lightning counts the micro-batches of an epoch to know when a step is complete.
         whole_steps = -(-state["micro_batches_done"] // planner.micro_batches)
-        return cls(epoch, planner.plan(epoch, done), done, whole_steps * planner.micro_batches, trained_as=before)
+        return cls(epoch, planner.plan(epoch, done), done, whole_steps * planner.micro_batches, trained_as=trained_as)
 
     def replan(self, planner: BucketPlanner, micro_batches: int) -> Progress | None:
         """The same epoch with another plan, from the first step on that is not begun; None where nothing is left.
@@ -107,11 +106,13 @@ class Progress:
         """Micro-batches that each rank trains in this epoch, those before this plan included."""
         return self.counted + int(self.plan.grid.shape[0]) * self.micro_batches
 
-    def state_dict(self, micro_batches: int) -> dict[str, Any]:
+    def state_dict(self, micro_batches: int, is_over: bool = False, has_ended: bool = False) -> dict[str, Any]:
         """Returns the state after a number of micro-batches; a step that is not complete does not count.
 
         Args:
-            micro_batches: What each rank has trained in this epoch, as the Trainer counts it.
+            micro_batches: What each rank has trained in this epoch.
+            is_over: Whether the rest of the epoch, if any, is not to be trained.
+            has_ended: Whether the Trainer takes the epoch for complete; the rest is then trained as the next.
         """
         steps = max(0, micro_batches - self.counted) // self.micro_batches
         done = self.plan.done_after(steps)
@@ -125,14 +126,10 @@ class Progress:
             "steps": steps,
             "plan": self.plan.digest,
             "done": _pack(done),
+            "is_over": is_over or bool(done.all()),
+            "has_ended": has_ended,
             "micro_batches_done": self.counted + steps * self.micro_batches,
         }
-
-
-def epoch_of_trainer(state: Mapping[str, Any]) -> int:
-    """The epoch of a state as the Trainer counted it."""
-    epoch: int = state.get("trained_as", state["epoch"])
-    return epoch
 
 
 def _pack(done: NDArray[np.bool_] | None) -> Tensor | None:

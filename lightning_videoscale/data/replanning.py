@@ -10,12 +10,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
-from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_videoscale.data.agreement import check_same_plan
 from lightning_videoscale.data.loader import PlannedSampler
 from lightning_videoscale.data.planning import BucketPlanner
+from lightning_videoscale.data.standing import epoch_length
 
 
 def replan(trainer: pl.Trainer, sampler: PlannedSampler, planner: BucketPlanner) -> None:
@@ -44,9 +43,8 @@ def _most(trainer: pl.Trainer, count: int) -> int:
 
 def _set_length(trainer: pl.Trainer, micro_batches: int) -> None:
     """Tells the training loop, which asks for an epoch's length only when it makes the loader."""
-    limit: Any = trainer.limit_train_batches
     loop: Any = trainer.fit_loop
-    length = _parse_num_batches(RunningStage.TRAINING, micro_batches, limit)
+    length = epoch_length(trainer, micro_batches)
     loop.max_batches = length
     loop._combined_loader.limits[:] = [length]  # in place: the iterator under way has the same list
     loop._data_fetcher.length = length

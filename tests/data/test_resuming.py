@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_videoscale.callbacks import LossWeighting
 from lightning_videoscale.cost import BucketBudget
-from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data import Batch, VideoDataModule
 from tests.data.clips import clip, write_shard, write_shards
 from tests.data.training import Witness, trainer_with
 
@@ -47,6 +47,47 @@ class SaveAfter(Callback):
         self.count -= 1
         if not self.count:
             trainer.save_checkpoint(self.file)
+
+
+class FailAfter(Callback):
+    """Interrupts a training once, within a micro-batch."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.count -= 1
+        if not self.count:
+            raise InterruptedError
+
+
+class AccumulateLess(Callback):
+    """Steps after every micro-batch, once the first step is done."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            trainer.accumulate_grad_batches = 1
+
+
+class ByHand(Scheduled):
+    """Makes two optimizer steps of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for _ in range(2):
+            self.optimizers().step()
+
+
+def fit_by_hand(data: VideoDataModule, resume: Path | None, *callbacks: Callback) -> ByHand:
+    module = ByHand()
+    settings = {"max_epochs": 2, "enable_checkpointing": bool(callbacks)}
+    trainer_with(callbacks=[LossWeighting(), *callbacks], **settings).fit(module, data, ckpt_path=resume)
+    return module
 
 
 def fit(
@@ -102,6 +143,47 @@ def test_what_is_left_of_an_epoch_is_planned_with_new_settings(
     assert len(resumed.validated) == 4, "validated after every epoch, of whatever length"
     assert len(resumed.batches[0]) % after == 0
     assert len(resumed.gradients) * after == sum(map(len, resumed.batches.values())), "steps are those of the plan"
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_checkpoint_on_the_last_step_of_an_epoch_is_followed_by_the_next(
+    shards: str, tmp_path: Path, micro_batches: int
+) -> None:
+    resume: Path | None = None
+    for epoch, tokens in enumerate((160, 80, 320, 320)):
+        saver = ModelCheckpoint(tmp_path / str(epoch), every_n_train_steps=1)  # before the epoch ends for Lightning
+        data = VideoDataModule(shards, budget=BucketBudget(tokens, tokens * 80), micro_batches=micro_batches)
+        run = fit(data, micro_batches, resume, saver, max_epochs=epoch + 1, enable_checkpointing=True)
+        assert run.batches.keys() == {epoch} and ids(run.batches[epoch]) == everything()
+        assert len(run.gradients) * micro_batches == len(run.batches[epoch]), "every step holds all micro-batches"
+        resume = Path(saver.best_model_path)
+
+
+def test_a_trainer_that_fits_again_goes_on_where_an_exception_stopped_it(shards: str) -> None:
+    data, module = VideoDataModule(shards, budget=BUDGET, micro_batches=2), Scheduled()
+    fails = FailAfter(5)
+    trainer = trainer_with(max_epochs=2, accumulate_grad_batches=2, callbacks=[LossWeighting(), fails])
+    with pytest.raises(InterruptedError):
+        trainer.fit(module, data)
+    del module.batches[0][4:]  # the gradients of half a step are lost
+    trainer.fit(module, data)
+    assert {epoch: ids(batches) for epoch, batches in module.batches.items()} == {0: everything(), 1: everything()}
+
+
+def test_manual_optimization_goes_on_after_any_batch(shards: str, tmp_path: Path) -> None:
+    data = VideoDataModule(shards, budget=BUDGET)
+    whole = fit_by_hand(data, None, ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1))
+    length = len(whole.batches[0])
+    for batches in (1, length - 1, length, length + 1):
+        resumed = fit_by_hand(VideoDataModule(shards, budget=BUDGET), tmp_path / f"step={2 * batches}.ckpt")
+        assert resumed.batches.get(0, []) == whole.batches[0][batches:]
+        assert resumed.batches[1] == whole.batches[1][max(0, batches - length) :]
+
+
+def test_counts_that_differ_are_an_error(shards: str, tmp_path: Path) -> None:
+    data = VideoDataModule(shards, budget=BUDGET, micro_batches=2)
+    with pytest.raises(RuntimeError, match="Epoch 0 began at micro-batch 0 and 2 optimizer steps of 2 were made since"):
+        fit(data, 2, None, AccumulateLess(), SaveAfter(3, tmp_path / "three.ckpt"))
 
 
 def test_gradients_that_a_checkpoint_does_not_hold_are_computed_again(shards: str, tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Runs that end anywhere, one after the other: every sample in exactly one step of what the last weights have seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.data.chains import Chain, chain_of, check, lineage, newest, train
+from tests.data.clips import write_shards
+from tests.data.killing import Processes
+
+SAMPLES = 61
+
+
+def run_chain(folder: Path, chain: Chain, start: Callable[[Chain, int, Path], object]) -> None:
+    """Trains all runs of a chain, one after the other, and checks what the weights have seen."""
+    write_shards(folder / "shards", SAMPLES, shards=3)
+    (folder / "runs").mkdir()
+    try:
+        for run in range(len(chain.legs)):
+            start(chain, run, folder)
+        check(list(lineage(folder)), chain, [f"{i % 3:03}.tar/clip{i:05}" for i in range(SAMPLES)])
+    except Exception as error:
+        error.add_note(f"This was {chain}.")
+        raise
+
+
+def in_this_process(chain: Chain, run: int, folder: Path) -> None:
+    train(chain, run, newest(folder / "runs"), folder)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_that_end_anywhere(tmp_path: Path, seed: int) -> None:
+    run_chain(tmp_path, chain_of(seed), in_this_process)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(5, 180))
+def test_many_runs_that_end_anywhere(tmp_path: Path, seed: int) -> None:
+    run_chain(tmp_path, chain_of(seed), in_this_process)
+
+
+def test_ranks_that_are_killed(tmp_path: Path) -> None:
+    run_chain(tmp_path, chain_of(0, processes=True), Processes().train)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 20))
+def test_many_ranks_that_are_killed(tmp_path: Path, seed: int) -> None:
+    run_chain(tmp_path, chain_of(seed, processes=True), Processes().train)
