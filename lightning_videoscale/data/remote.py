@@ -178,9 +178,13 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _sounds_final(error: BaseException) -> bool:
-    return isinstance(error, PermissionError | _UnfitServerError) or _status(error) in _FINAL
+    is_refused = isinstance(error, PermissionError | _UnfitServerError) or _status(error) in _FINAL
+    return is_refused or "Credentials" in type(error).__name__  # as of every cloud's own library
 
 
 def _status(error: BaseException) -> int | None:
-    status = getattr(error, "status", None) or getattr(error, "code", None)
-    return status if isinstance(status, int) else None
+    """The HTTP status in an error of aiohttp, of Google's, Azure's or Amazon's library."""
+    found = [getattr(error, name, None) for name in ("status", "code", "status_code")]
+    if isinstance(response := getattr(error, "response", None), dict):
+        found.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+    return next((status for status in found if isinstance(status, int)), None)

@@ -224,8 +224,8 @@ def test_what_a_server_did_not_send_is_not_left_out_for_good(
         index = index_shards([f"{server.url}/{name}" for name in server.files])
         server.broken = ("001.tar", index.samples[6].members["mp4"].offset)
         with pytest.raises(ShardError, match=r"001\.tar cannot be read after 2 attempts"):
-            _encode(index, tmp_path / "there"
+            _encode(index, tmp_path / "there")
         assert {"000000.tar", "000001.tar"} < set(_content(tmp_path / "there"))
         server.broken = None
-        _encode(index, tmp_path / "there"
+        _encode(index, tmp_path / "there")
     assert _content(tmp_path / "there") == _content(tmp_path / "here")
