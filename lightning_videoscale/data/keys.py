@@ -8,8 +8,6 @@ the key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from lightning_videoscale.data.decoding import suffix
 from lightning_videoscale.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from lightning_videoscale.data.shards import Members
@@ -18,7 +16,7 @@ _LATENTS = ("latents.npy", "latents.safetensors")
 _BESIDE = ("txt", "json")
 
 
-def split_dotted(key: str, members: Members) -> Iterator[tuple[str, Members]]:
+def split_dotted(key: str, members: Members) -> dict[str, Members]:
     """Parts members of one key, as WebDataset reads it, into samples.
 
     A dotted name counts where it has latents or a video, or a picture with a text or fields: ``first.png`` alone is a
@@ -28,18 +26,28 @@ def split_dotted(key: str, members: Members) -> Iterator[tuple[str, Members]]:
         key: All up to the first dot.
         members: By all that follows it.
 
-    Yields:
-        Samples by key: several, or one with a dotted key, if each member belongs to one of them; else what was given.
+    Returns:
+        Samples by key. Where a member belongs to none of the dotted names, they are one sample, unless there are
+        several names and that member has one too: then it has only lost its main member.
     """
-    names = sorted(filter(None, (_dotted_name(extension, members) for extension in members)), key=len, reverse=True)
+    names = {name for extension in members if (name := _dotted_name(extension, members))}
     parts: dict[str, Members] = {}
     for extension, at in members.items():
-        name = next((name for name in names if extension.startswith(f"{name}.")), None)
-        if name is None:
-            yield key, members
-            return
+        name = _longest_of(names, extension)
+        if name is None and len(names) > 1:
+            name = extension.rpartition(".")[0]
+        if not name:
+            return {key: members}
         parts.setdefault(f"{key}.{name}", {})[extension.removeprefix(f"{name}.")] = at
-    yield from parts.items()
+    return parts
+
+
+def _longest_of(names: set[str], extension: str) -> str | None:
+    """The longest of some names that an extension begins with, up to a dot."""
+    name = extension.rpartition(".")[0]
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return name or None
 
 
 def _dotted_name(extension: str, members: Members) -> str | None:

@@ -73,7 +73,7 @@ def list_members(file: BinaryIO, size: int) -> Listing:
         if damage is not None:  # the last member listed may itself be cut off
             cut = [extension for extension, at in members.items() if at.offset + at.size > size]
             refused |= {f"{key}.{extension}": f"the shard ends within it, at byte {size}" for extension in cut}
-        for sample, own in split_dotted(key, members):
+        for sample, own in split_dotted(key, members).items():
             if refused.keys().isdisjoint(f"{sample}.{extension}" for extension in own):
                 usable[sample] = own
     refused |= {"": damage} if damage is not None else {}

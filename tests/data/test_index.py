@@ -18,10 +18,12 @@ import torch
 from lightning_videoscale.data import ShardError, ShardIndex, indexing
 from lightning_videoscale.data.index import default_index_file
 from lightning_videoscale.data.indexing import build_index, index_shards, known_shards
+from lightning_videoscale.data.keys import split_dotted
 from lightning_videoscale.data.patterns import expand_shards
 from lightning_videoscale.data.reader import SampleReader
 from lightning_videoscale.data.safetensors import read_tensors
 from lightning_videoscale.data.shapes import Media
+from lightning_videoscale.data.shards import ByteRange
 from lightning_videoscale.data.storage import open_shard
 from tests.data.clips import SHAPES, clip, npy, write_shard, write_shards
 from tests.data.films import picture
@@ -232,11 +234,24 @@ def test_dots_belong_to_the_key_where_every_member_of_it_has_them(tmp_path: Path
     read = SampleReader(index).read(1)
     assert read["latents"].mean() == 2 and read["caption"] == "a caption, n° 2" and len(read["mask"]) == 2
 
+    orphan = {"__key__": "movie.v3.0", "txt": b"its video was never written"}
+    index = index_shards([str(write_shard(tmp_path / "000.tar", [*dotted, orphan]))])
+    assert index.samples.keys == ("movie.v1.0", "movie.v2.0")
+    assert [refusal.member for _, refusal in index.refused] == ["movie.v3.0"]
+
     photos = [{"__key__": f"album.{i}", "jpg": picture(), "txt": b"a photo"} for i in range(2)]
     named = [{"__key__": "album", "first.jpg": picture(), "last.jpg": picture()}]
     assert index_shards([str(write_shard(tmp_path / "001.tar", photos))]).samples.keys == ("album.0", "album.1")
     [(_, refusal)] = index_shards([str(write_shard(tmp_path / "002.tar", named))]).refused
     assert "ends at the first dot" in refusal.reason
+
+
+def test_many_dotted_samples_are_told_apart_quickly() -> None:
+    at = ByteRange(0, 1)
+    members = {f"{i:05}.{extension}": at for i in range(30_000) for extension in ("mp4", "txt", "json")}
+    samples = split_dotted("scene", members)
+    assert len(samples) == 30_000 and samples["scene.00007"] == {"mp4": at, "txt": at, "json": at}
+    assert split_dotted("scene", members | {"txt": at}) == {"scene": members | {"txt": at}}, "one text of all of them"
 
 
 def test_one_dotted_sample_that_is_hostile_leaves_the_others(tmp_path: Path) -> None:
