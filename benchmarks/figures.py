@@ -243,7 +243,7 @@ def recalibration(result: Result) -> None:
     measured = "room_over_oracle" in row
     title = "Samples of the longest length that fit" if measured else "M_comp"
     budgets.set(title=f"{title} over the oracle's", yscale="linear" if measured else "log")
-    exponents.set(title="p minus the true p")
+    exponents.set(title="p minus what the oracle began with" if measured else "p minus the true p")
     spreads.axhline(1.3, color="gray", linestyle=":", linewidth=1)
     spreads.set(title="CV of the ranks' costs over the oracle's", ylim=(0, None))
     for panel in (budgets, exponents, spreads):

@@ -130,8 +130,8 @@ def advice_on(name: Name, straggler: Straggler) -> str:
             "the speed of the storage."
         ),
         "exchange": (
-            "Use a smaller sequence-parallel group or keep it within a host, on GPUs try transport='symmetric', "
-            "accumulate more micro-batches under DDP, or under FSDP2 shard within nodes (replicas=)."
+            "Use a smaller sequence-parallel group or keep it within a host, accumulate more micro-batches under DDP, "
+            "or under FSDP2 shard within nodes (replicas=)."
         ),
         "straggler": (
             f"It is nearly always rank {straggler.rank}: compare its GPU's clock, temperature and neighbours with the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -47,3 +48,25 @@ def test_commands_are_understood(page: Path) -> None:
 
 def test_there_are_commands_to_check() -> None:
     assert sum(len(commands(page)) for page in PAGES) > 3
+
+
+@pytest.mark.parametrize(
+    ("page", "columns"),
+    [
+        ("README.md", ["cv_step_mean", "cv_step_median", "compute_cv", "cost_cv", "b_s2_cv"]),
+        ("docs/measured.md", ["cv_step_mean", "cv_step_median", "cv_step_p95", "compute_cv", "cost_cv", "b_s2_cv"]),
+    ],
+)
+def test_the_tables_of_measured_balance_are_those_of_the_file(page: str, columns: list[str]) -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "data-balances-h200x2.json").read_text())
+    tables = (ROOT / page).read_text()
+    for row in result["rows"]:
+        if page == "README.md" and row["micro_batches"] > 1:
+            continue
+        spread = [(max(seconds) - min(seconds)) / max(seconds) for seconds in row["compute_seconds"]]
+        assert row["cv_step_mean"] == pytest.approx(sum(spread) / len(spread), abs=1e-3)
+        speed = (
+            f"{row['tokens_per_second'] / 1e3:.0f} k | {row['over_equal_token']:.3g} | {row['share_of_ceiling']:.1%}"
+        )
+        figures = " | ".join([speed, *(f"{row[name]:.1%}" for name in columns)]).replace("%", " %")
+        assert f"{figures} |" in tables, f"{row['balance']}, K = {row['micro_batches']}"

@@ -6,12 +6,14 @@ Wan-1.3B with random weights, activation checkpointing and bf16-mixed is measure
 of the standard mix. Some sequence lengths are left out of the fit, with all their batch sizes, and predicted.
 
 Takes three minutes on an H200, most of it in the steps of 3 to 12 seconds that every length has at its largest batch.
-A call that is ended before keeps its rows beside --matrix, and the next one goes on from there.
+A call that is ended before keeps its rows beside --matrix, and the next one goes on from there. With --refit RESULT
+nothing is measured: the rows of a result are fitted anew, on any machine, and the file is written again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,15 @@ from benchmarks import provenance
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_of, trainer_with
 from lightning_videoscale import benchmark_shapes
 from lightning_videoscale.cost import Measurement, MemoryModel, ShapeMatrix, StepTimeModel
+from lightning_videoscale.cost.floor import above_floor
+from lightning_videoscale.cost.step_time import PowerLaw
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import SampleTable
 from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
 
 SAMPLES = 20_000
+WIDE = np.round(np.arange(0.5, 3.0 + 1e-9, 0.01), 2)
+"""Values of p beyond those that the paper, and `StepTimeModel`, search."""
 TINY_SHAPES = [ClipShape(f, h, h, True) for f, h in ((1, 8), (1, 16), (3, 16), (5, 24), (5, 32), (9, 32), (9, 48))]
 
 
@@ -77,17 +83,62 @@ def summary(model: StepTimeModel, measurements: list[Measurement], held_out: lis
     return found
 
 
-def rows_of(model: StepTimeModel, matrix: ShapeMatrix, held_out: list[Measurement]) -> list[dict[str, Any]]:
+def wide_power_law(fitted_to: list[Measurement], every: list[Measurement], out: list[Measurement]) -> dict[str, Any]:
+    """The power law where p may be any of `WIDE`: fitted as the model's is, its errors on what was held out."""
+    b, s, seconds = columns(fitted_to)
+    above = above_floor(s, seconds)
+    law = PowerLaw.fit(b[above], s[above], seconds[above], WIDE)
+    b, s, seconds = columns(every)
+    correlation = float(np.corrcoef(b * s**law.p, seconds)[0, 1])
+    b, s, seconds = columns(out)
+    errors = np.abs(law.predict(b, s) / seconds - 1)
+    return {
+        "searched": [float(WIDE[0]), float(WIDE[-1])],
+        **vars(law),
+        "correlation_with_b_s_p": correlation,
+        "median_error": float(np.median(errors)),
+        "worst_error": float(errors.max()),
+    }
+
+
+def fitted(cells: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What is found of the cells of a matrix, and the cells with what is predicted of each."""
+    measured = [
+        Measurement(cell["samples"], cell["sequence_length"], cell["seconds"], cell["peak_bytes"])
+        for cell in cells
+        if cell["seconds"] is not None
+    ]
+    fitted_to, held_out = split(measured)
+    model = StepTimeModel.fit(fitted_to)
+    found = summary(model, measured, held_out)
+    found["wide_power_law"] = wide_power_law(fitted_to, measured, held_out)
+    if any(m.peak_bytes for m in measured):
+        found["memory"] = vars(MemoryModel.fit(measured))
+    rows = rows_of(model, cells, held_out)
+    found["worst_error_of_all_cells"] = max(abs(row["error"]) for row in rows if row["seconds"] is not None)
+    return found, rows
+
+
+def rows_of(model: StepTimeModel, cells: list[dict[str, Any]], held_out: list[Measurement]) -> list[dict[str, Any]]:
     """Every cell of the matrix, with what is predicted of it."""
     out = {(m.samples, m.sequence_length) for m in held_out}
     rows = []
-    for row in matrix.rows:
-        cell: dict[str, Any] = vars(row) | {"held_out": (row.samples, row.sequence_length) in out}
-        if row.seconds is not None:
-            cell["predicted_seconds"] = float(model.predict(row.samples, row.sequence_length))
-            cell["error"] = cell["predicted_seconds"] / row.seconds - 1
+    for row in cells:
+        cell = row | {"held_out": (row["samples"], row["sequence_length"]) in out}
+        if row["seconds"] is not None:
+            cell["predicted_seconds"] = float(model.predict(row["samples"], row["sequence_length"]))
+            cell["error"] = cell["predicted_seconds"] / row["seconds"] - 1
         rows.append(cell)
     return rows
+
+
+def refit(file: Path) -> None:
+    """Fits the rows of a result anew; what was measured, where and when, stays as it is."""
+    result = json.loads(file.read_text())
+    found, result["rows"] = fitted(result["rows"])
+    result["settings"] |= found
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    show(result["rows"], result["settings"])
 
 
 def main() -> None:
@@ -99,15 +150,18 @@ def main() -> None:
     parser.add_argument("--matrix", type=Path, help="where to write the matrix; left out, beside the result")
     parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
+    parser.add_argument("--refit", type=Path, metavar="RESULT", help="fit what this file holds, and write it again")
     options = parser.parse_args()
+    if options.refit is not None:
+        refit(options.refit)
+        return
     commit = options.commit or provenance.commit()
     shapes = TINY_SHAPES if options.tiny else shapes_of_mix(options.shapes)
     output = options.output or provenance.path("cost", "step_time_fit")
     file = options.matrix or output.with_name(f"{output.stem}_matrix.json")
     matrix = measure(shapes, options.max_shapes, options.seconds, options.tiny, file)
 
-    fitted_to, held_out = split(matrix.measurements)
-    model = StepTimeModel.fit(fitted_to)
+    found, rows = fitted([vars(row) for row in matrix.rows])
     settings = {
         "dry_run": options.tiny,
         "model": TINY_WAN if options.tiny else WAN_1_3B,
@@ -116,11 +170,8 @@ def main() -> None:
         "mix": {"samples": SAMPLES, "seed": 0},
         "seconds_per_shape": options.seconds,
         "provenance": dict(matrix.provenance),
-        **summary(model, matrix.measurements, held_out),
+        **found,
     }
-    if any(m.peak_bytes for m in matrix.measurements):
-        settings["memory"] = vars(MemoryModel.fit(matrix.measurements))
-    rows = rows_of(model, matrix, held_out)
     show(rows, settings)
     provenance.write(output, "cost/step_time_fit", commit, settings, rows)
     print(f"written to {output}")
@@ -137,7 +188,7 @@ def show(rows: list[dict[str, Any]], settings: dict[str, Any]) -> None:
             f"{row['sequence_length']:>7} {row['samples']:>4} {row['seconds']:>9.4f} {row['spread']:>7.1%} "
             f"{row['predicted_seconds']:>9.4f} {row['error']:>+7.1%}  {peak}{'  held out' * row['held_out']}"
         )
-    for name in ("p", "floor", "chosen", "power_law", "additive"):
+    for name in ("p", "floor", "chosen", "power_law", "wide_power_law", "additive"):
         print(f"{name}: {settings[name]}")
     for name, value in settings.items():
         if name.endswith("_error") or name.startswith("correlation"):

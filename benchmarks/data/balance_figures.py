@@ -31,6 +31,7 @@ def row_of(balance: str, k: int, c: Columns) -> dict[str, Any]:
         "share_of_ceiling": counted / float(wall.sum()) / ceiling,
         "share_of_measured_compute": float(compute.mean(axis=1).sum() / wall.sum()),
         "predicted_mean_over_max": float(cost.mean(axis=1).sum() / cost.max(axis=1).sum()),
+        "cv_step_mean": float(np.mean(cv_step)),
         "cv_step_median": float(np.median(cv_step)),
         "cv_step_p95": float(np.quantile(cv_step, 0.95)),
         "compute_cv": _spread(compute),

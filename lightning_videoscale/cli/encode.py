@@ -19,8 +19,9 @@ from lightning_videoscale.data.encoding import EncodeReport, EncodeSettings, enc
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.index import ShardIndex, default_index_file
 from lightning_videoscale.data.indexing import build_index, index_shards, known_shards, outdated
+from lightning_videoscale.data.patterns import expand_shards
 from lightning_videoscale.data.shapes import ShapePolicy
-from lightning_videoscale.data.shards import ShardError, expand_shards
+from lightning_videoscale.data.shards import ShardError
 from lightning_videoscale.data.vae import DiffusersVae
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

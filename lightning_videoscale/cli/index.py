@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from lightning_videoscale.data.advice import check_caption_key
 from lightning_videoscale.data.index import ShardIndex, default_index_file
 from lightning_videoscale.data.indexing import build_index
+from lightning_videoscale.data.patterns import expand_shards
 from lightning_videoscale.data.shapes import Media
-from lightning_videoscale.data.shards import ShardError, expand_shards
+from lightning_videoscale.data.shards import ShardError
 
 _SHOWN = 20
 
@@ -24,12 +26,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Adds ``index`` to the command line."""
     description = (
         "Decodes every sample of the shards once and keeps a table of their true shapes. Running it again looks only "
-        "at shards that changed; a run that was stopped goes on. Exit status 1 if nothing can be used."
+        "at shards that changed, and at what could not be reached; a run that was stopped goes on. Exit status 1 if "
+        "nothing can be used, or something could not be reached."
     )
     parser = commands.add_parser("index", help="what is in some shards", description=description)
     parser.add_argument("shards", nargs="+", help="tars: paths or URLs, with {000..099} and * as in WebDataset")
     parser.add_argument("--index", type=Path, help="where to keep the table (default: beside the first shard)")
     parser.add_argument("--workers", type=_positive, default=_cores(), help="threads (default: one per core)")
+    parser.add_argument("--caption-key", help="field of .json that holds the captions (default: .txt, or the usual)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=_run)
 
@@ -38,7 +42,8 @@ def _run(options: argparse.Namespace) -> int:
     try:
         shards = expand_shards(options.shards)
         file = options.index or default_index_file(shards)
-        index = build_index(shards, file, options.workers, progress=True)
+        index = build_index(shards, file, options.workers, progress=True, caption_key=options.caption_key)
+        check_caption_key(index, options.caption_key)
     except (ShardError, OSError, ModuleNotFoundError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         return 1
@@ -47,19 +52,25 @@ def _run(options: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         _print(report)
-    return int(not len(index))
+    return int(not len(index) or bool(index.unread))
 
 
 def _report(index: ShardIndex, file: Path) -> dict[str, Any]:
     clips = index.samples.clips
-    refused = ({"shard": shard, "member": member, "reason": reason} for shard, (member, reason) in index.refused)
+    refused, unread = (
+        [{"shard": shard, "member": member, "reason": reason} for shard, (member, reason) in rows]
+        for rows in (index.refused, index.unread)
+    )
     return {
         "index": str(file),
         "shards": len(index.shards),
         "indexed": len(index),
         "media": {kind.name.lower(): int(np.sum(clips.media == kind)) for kind in Media},
         "hours": round(float(clips.duration.sum()) / 3600, 4),
-        "refused": list(refused),
+        "without_caption": int(index.without_caption.sum()),
+        "caption_fields": sorted({field for shard in index.shards for field in shard.caption_fields}),
+        "refused": refused,
+        "unread": unread,
         "ignored": sorted({extension for shard in index.shards for extension in shard.ignored}),
     }
 
@@ -68,14 +79,30 @@ def _print(report: dict[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     media = ", ".join(f"{count} {kind}" for kind, count in report["media"].items() if count)
     console.print(f"{report['indexed']} samples ({media or 'none'}) in {report['shards']} shards -> {report['index']}")
+    if report["indexed"]:
+        fields = f" (found in .json under {', '.join(report['caption_fields'])})" * bool(report["caption_fields"])
+        console.print(f"{report['without_caption']} samples have no caption{fields}", markup=False)
     if report["ignored"]:
         console.print(f"not read: {', '.join(report['ignored'])}", markup=False)
     if report["refused"]:
-        console.print(f"{len(report['refused'])} refused:")
-    for row in report["refused"][:_SHOWN]:
+        _print_rows(console, f"{len(report['refused'])} refused:", report["refused"])
+    if report["unread"]:
+        _print_rows(
+            console,
+            f"{len(report['unread'])} samples or shards could not be read just now; run this again, which looks at "
+            "these alone:",
+            report["unread"],
+        )
+
+
+def _print_rows(console: Console, title: str, rows: list[dict[str, str]]) -> None:
+    console.print(title)
+    reason = ""
+    for row in rows[:_SHOWN]:
         name = f"{row['shard']}: {row['member']!r}" if row["member"] else row["shard"]
-        console.print(f"  {name}: {row['reason']}", markup=False)
-    if len(report["refused"]) > _SHOWN:
+        console.print(f"  {name}: {'likewise' if row['reason'] == reason else row['reason']}", markup=False)
+        reason = row["reason"]
+    if len(rows) > _SHOWN:
         console.print("  … (--json lists all)")
 
 

@@ -40,11 +40,11 @@ class PowerLaw:
     r_squared: float
 
     @classmethod
-    def fit(cls, samples: Vector, lengths: Vector, seconds: Vector) -> PowerLaw:
-        """Searches p over `EXPONENTS` for the highest R²; a and b by least squares, as in the paper."""
+    def fit(cls, samples: Vector, lengths: Vector, seconds: Vector, exponents: Vector = EXPONENTS) -> PowerLaw:
+        """Searches p over ``exponents`` for the highest R²; a and b by least squares, as in the paper."""
         total = float(np.sum((seconds - seconds.mean()) ** 2))
         fits = []
-        for p in EXPONENTS:
+        for p in exponents:
             work = samples * lengths**p
             b = float(np.sum((work - work.mean()) * (seconds - seconds.mean())) / np.sum((work - work.mean()) ** 2))
             a = float(seconds.mean() - b * work.mean())

@@ -8,8 +8,10 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.data.captions import CAPTION_KEYS
 from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.planning import SampleTable
+from lightning_videoscale.data.shards import ShardError
 
 
 def warn_of_refused(index: ShardIndex) -> None:
@@ -27,7 +29,30 @@ def warn_of_ignored(index: ShardIndex) -> None:
     if ignored := sorted({extension for shard in index.shards for extension in shard.ignored}):
         rank_zero_warn(
             f"The shards hold members that are left alone: {ignored}. Read are the one video, image or latents "
-            "that a sample is about, and beside it npy, safetensors, json, txt, and images that have a name."
+            "that a sample is about, and beside it npy, safetensors, json, txt, and images that have a name. Pickles "
+            "(.pth, .pt, .pkl) never are, since loading them runs code."
+        )
+
+
+def check_caption_key(index: ShardIndex, caption_key: str | None) -> None:
+    """Raises ShardError if captions were asked for by the name of a field that no sample has."""
+    if caption_key is not None and not any(caption_key in shard.caption_fields for shard in index.shards):
+        raise ShardError(
+            f"caption_key={caption_key!r}, but no sample has a text under that name in its .json. Name another field, "
+            f"or none: then captions are .txt, or else one of the fields {', '.join(CAPTION_KEYS)}."
+        )
+
+
+def warn_of_captions(index: ShardIndex) -> None:
+    """Says how many samples have no caption."""
+    if len(without := np.flatnonzero(index.without_caption)):
+        # Without texts and fields altogether, a model without captions is meant.
+        is_meant = len(without) == len(index) and "json" not in index.samples.extensions
+        say = rank_zero_info if is_meant else rank_zero_warn
+        say(
+            f"{len(without)} of {len(index)} samples have no caption and are read with an empty text; the first is "
+            f"{index.sample_id(int(without[0]))!r}. Captions are .txt, or else a field of .json "
+            f"({', '.join(CAPTION_KEYS)}; caption_key= names another)."
         )
 
 

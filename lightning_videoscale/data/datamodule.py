@@ -26,9 +26,10 @@ from lightning_videoscale.data.auto_budget import AutoBudget, BudgetSearch
 from lightning_videoscale.data.benchmark.synthetic import RepresentativeBatches
 from lightning_videoscale.data.budgets import Budget, Budgets
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.data.indexed_shards import IndexedShards, Patterns, Shards
+from lightning_videoscale.data.indexed_shards import IndexedShards, Shards
 from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
 from lightning_videoscale.data.online import BatchEncoder, check_geometry
+from lightning_videoscale.data.patterns import Patterns
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossWeighting, SampleTable
 from lightning_videoscale.data.planning.plan import check_settings
 from lightning_videoscale.data.planning.stream import draws_per_epoch
@@ -82,6 +83,8 @@ class VideoDataModule(pl.LightningDataModule):
         num_workers: Processes per rank that read ahead. 0 reads in the training process.
         encode: Makes latents of videos, embeddings of captions, or anything of a user's own, on the device that trains
             and once per sequence-parallel group; see `OnlineEncoder`. None: batches stay as they were read.
+        caption_key: Field of ``<key>.json`` that holds the caption; it goes before ``<key>.txt``. None: ``.txt``, or
+            where that is missing or empty, the field ``caption``, ``text``, ``prompt`` or ``description``.
     """
 
     def __init__(
@@ -103,13 +106,15 @@ class VideoDataModule(pl.LightningDataModule):
         shard_window: int = 64,
         num_workers: int = 0,
         encode: BatchEncoder | nn.Module | None = None,
+        caption_key: str | None = None,
     ) -> None:
         super().__init__()
         if isinstance(geometry, str) and geometry not in GEOMETRIES:
             raise ValueError(f"geometry={geometry!r} is none of {sorted(GEOMETRIES)}; give a ModelGeometry instead.")
         check_settings(balance=balance, micro_batches=micro_batches, shard_window=shard_window,
                        loss_weighting=loss_weighting, loss_normalization=loss_normalization)  # fmt: skip
-        self._shards = IndexedShards(shards, {"val_shards": val_shards, "predict_shards": predict_shards}, index)
+        others = {"val_shards": val_shards, "predict_shards": predict_shards}
+        self._shards = IndexedShards(shards, others, index, caption_key)
         self._budgets = Budgets(budget, step_time)
         self._balance: Balance = balance
         self._micro_batches = micro_batches

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_videoscale.data.batch import RESERVED, batch_name
+from lightning_videoscale.data.captions import Caption, find_caption
 from lightning_videoscale.data.decoding import NPY_HEADER_LIMIT, PICKLED, decode, is_decodable, npy_header, suffix
 from lightning_videoscale.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Footage, MediaError, probe
 from lightning_videoscale.data.safetensors import HEADER_LIMIT, main_tensor, read_header
@@ -15,6 +16,13 @@ from lightning_videoscale.data.storage import Shard, open_member
 from lightning_videoscale.data.tars import Refusal
 
 _LATENTS = ("latents.npy", "latents.safetensors", "safetensors")
+_PICKLE = "it is a pickle, which runs code when it is loaded"
+_CONVERT = (
+    f"{_PICKLE}. This converts it safely, NAME being its name:\n"
+    "    import numpy, torch\n"
+    "    latents = torch.load('NAME.pth', map_location='cpu', weights_only=True)\n"
+    "    numpy.save('NAME.latents.npy', latents.half().numpy())"
+)
 
 
 class RefusedError(ValueError):
@@ -25,7 +33,16 @@ class RefusedError(ValueError):
         self.refusal = Refusal(member, reason)
 
 
-def describe(shard: Shard, key: str, members: Members) -> Sample:
+class Described(NamedTuple):
+    """A sample, and the field of its ``.json`` that the caption was found in; empty where it was not found there."""
+
+    sample: Sample
+    caption_field: str
+
+
+def describe(
+    shard: Shard, key: str, members: Members, caption_key: str | None = None, known: Sample | None = None
+) -> Described:
     """Looks at one sample.
 
     A sample has one main member: latents (``latents.npy``, ``latents.safetensors`` or ``safetensors``), a video, or an
@@ -35,17 +52,16 @@ def describe(shard: Shard, key: str, members: Members) -> Sample:
         shard: Where it lies.
         key: Its name.
         members: Its members.
+        caption_key: Field of ``.json`` that holds the caption; see `find_caption`.
+        known: What it was when it was looked at before; then only its caption is read.
 
     Raises:
         RefusedError: If it cannot be used.
         ShardError: If the shard cannot be read.
     """
-    for extension in members:
-        if suffix(extension) in PICKLED:
-            raise RefusedError(
-                f"{key}.{extension}",
-                "it is a pickle, which runs code when it is loaded; write tensors as .npy and fields as .json",
-            )
+    if known is not None:
+        caption = _caption(shard, key, known.members, caption_key)
+        return Described(known._replace(caption_length=len(caption.text)), caption.field)
     main = _main_member(key, members)
     read = {extension: at for extension, at in members.items() if extension == main or _passes_through(extension)}
     for extension in read:
@@ -53,31 +69,44 @@ def describe(shard: Shard, key: str, members: Members) -> Sample:
             raise RefusedError(
                 f"{key}.{extension}", f"a batch uses the name {batch_name(extension)!r} itself; rename it"
             )
-    caption_length = _caption_length(shard, key, read)
+    caption = _caption(shard, key, read, caption_key)
     members = {main: read.pop(main), **read}
     if main in _LATENTS:
         shape = _latent_shape(shard, f"{key}.{main}", members[main])
         _check_shape_fields(shard, key, members, shape)
-        return Sample(key, Media.LATENTS, *shape, 0.0, 0.0, caption_length, members)
+        return Described(Sample(key, Media.LATENTS, *shape, 0.0, 0.0, len(caption.text), members), caption.field)
     footage = _footage(shard, f"{key}.{main}", members[main])
     media = Media.IMAGE if footage.is_image else Media.VIDEO
-    return Sample(
+    sample = Sample(
         key, media, 3, footage.num_frames, footage.height, footage.width, footage.fps, footage.duration,
-        caption_length, members,
+        len(caption.text), members,
     )  # fmt: skip
+    return Described(sample, caption.field)
 
 
 def _main_member(key: str, members: Members) -> str:
     for latents in _LATENTS:
         if latents in members:
             return latents
+    pickled = [extension for extension in members if suffix(extension) in PICKLED]
+    for extension in pickled:
+        if "latents" in extension.lower().split("."):
+            raise RefusedError(f"{key}.{extension}", _why_pickled(extension))
     for suffixes in (VIDEO_SUFFIXES, IMAGE_SUFFIXES):
         found = [extension for extension in members if suffix(extension) in suffixes]
         bare = [extension for extension in found if extension.lower() in suffixes] or found
         if len(bare) > 1:
-            raise RefusedError(f"{key}.{bare[1]}", f"the sample holds {bare}; it may hold one of them")
+            raise RefusedError(
+                f"{key}.{bare[1]}",
+                f"the sample holds {bare}; it may hold one of them. A sample's name ends at the first dot, so files "
+                "of several samples must differ before it",
+            )
         if bare:
             return bare[0]
+    if "npy" in members:
+        raise RefusedError(f"{key}.npy", f"latents have a name: write this member as '{key}.latents.npy'")
+    if pickled:
+        raise RefusedError(f"{key}.{pickled[0]}", _why_pickled(pickled[0]))
     raise RefusedError(
         key,
         f"it has neither latents nor a video nor an image; found {sorted(members)}. Known are {', '.join(_LATENTS)}, "
@@ -85,18 +114,29 @@ def _main_member(key: str, members: Members) -> str:
     )
 
 
+def _why_pickled(extension: str) -> str:
+    is_of_torch = suffix(extension) in ("pth", "pt")
+    return _CONVERT if is_of_torch else f"{_PICKLE}; write tensors as .npy and fields as .json"
+
+
 def _passes_through(extension: str) -> bool:
     """Whether a member beside the main one is read: numbers, fields, text, and pictures that have a name."""
     return is_decodable(extension) and extension.lower() not in IMAGE_SUFFIXES
 
 
-def _caption_length(shard: Shard, key: str, members: Members) -> int:
-    if "txt" not in members:
-        return 0
+def _caption(shard: Shard, key: str, members: Members, caption_key: str | None) -> Caption:
+    text = _decoded(shard, key, "txt", members) if "txt" in members else ""
+    if "json" not in members or (caption_key is None and text.strip()):
+        return Caption(text)
+    return find_caption(text, _decoded(shard, key, "json", members), caption_key)
+
+
+def _decoded(shard: Shard, key: str, extension: str, members: Members) -> Any:
+    data = shard.read(members[extension])
     try:
-        return len(decode("txt", shard.read(members["txt"])))
-    except ValueError as error:
-        raise RefusedError(f"{key}.txt", f"it is not UTF-8 text: {error}") from error
+        return decode(extension, data)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"{key}.{extension}", f"it cannot be read: {error}") from error
 
 
 def _footage(shard: Shard, member: str, at: ByteRange) -> Footage:
@@ -110,13 +150,15 @@ def _footage(shard: Shard, member: str, at: ByteRange) -> Footage:
 
 
 def _latent_shape(shard: Shard, member: str, at: ByteRange) -> LatentShape:
+    is_npy = suffix(member) == "npy"
+    header = shard.read(ByteRange(at.offset, min(at.size, NPY_HEADER_LIMIT if is_npy else HEADER_LIMIT)))
     try:
-        if suffix(member) == "npy":
-            found, numbers, size = npy_header(shard.read(ByteRange(at.offset, min(at.size, NPY_HEADER_LIMIT))))
+        if is_npy:
+            found, numbers, size = npy_header(header)
             is_whole_float = numbers.kind == "f" and size == at.size
             what = f"{numbers}, {at.size} of {size} bytes"
         else:
-            tensors = read_header(shard.read(ByteRange(at.offset, min(at.size, HEADER_LIMIT))), at.size)
+            tensors = read_header(header, at.size)
             _, found, begin, end = tensor = tensors[main_tensor(tensors)]
             is_whole_float, what = tensor.dtype.is_floating_point, f"{tensor.dtype}, {end - begin} bytes"
     except ValueError as error:
@@ -134,10 +176,7 @@ def _latent_shape(shard: Shard, member: str, at: ByteRange) -> LatentShape:
 def _check_shape_fields(shard: Shard, key: str, members: Members, shape: LatentShape) -> None:
     if "json" not in members:
         return
-    try:
-        fields: Any = decode("json", shard.read(members["json"]))
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{key}.json", f"it cannot be read: {error}") from error
+    fields = _decoded(shard, key, "json", members)
     if not isinstance(fields, dict):
         raise RefusedError(f"{key}.json", f"it holds a {type(fields).__name__}; it must hold an object")
     actual = dict(zip(("frames", "height", "width"), shape[1:], strict=True))

@@ -25,7 +25,7 @@ from lightning_videoscale.data.geometry import ModelGeometry
 from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.reader import Cut, SampleReader
 from lightning_videoscale.data.shapes import Media, ShapedClips, ShapePolicy
-from lightning_videoscale.data.shards import ShardError
+from lightning_videoscale.data.shards import MemberError, ShardError
 
 _SETTINGS = "encoded.json"
 _PIXEL_FIELDS = ("frames", "height", "width")
@@ -116,8 +116,8 @@ def encode_shards(
         progress: Whether to show a progress bar.
 
     Raises:
-        ShardError: If the folder holds something made of other samples or settings, with the difference, or the index
-            holds latents.
+        ShardError: If the folder holds something made of other samples or settings, with the difference, the index
+            holds latents, or a shard cannot be read. The pieces that are written stay, and another run goes on.
     """
     if (index.samples.clips.media == Media.LATENTS).any():
         raise ShardError("The shards hold latents already; encode those with videos and images only.")
@@ -168,7 +168,7 @@ class _Cuts(Dataset[_Read]):
             return _Read(number, cut, None, {}, f"its {size} pixels are fewer than the model makes into one token")
         try:
             return _Read(number, cut, self._reader.pixels(number, cut), self._reader.beside(number))
-        except ShardError as error:
+        except MemberError as error:
             return _Read(number, cut, None, {}, str(error))
 
 

@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from lightning_videoscale.data.batch import batch_name
 from lightning_videoscale.data.samples import Samples
 from lightning_videoscale.data.shapes import Media
 from lightning_videoscale.data.shards import ShardError, identity, is_remote, short_names
 from lightning_videoscale.data.tars import Refusal
 
-_VERSION = 2
+_VERSION = 3
 _CACHE = Path("~/.cache/lightning-videoscale")
 
 
@@ -39,6 +40,10 @@ class ShardEntry:
         samples: What can be used of it, in the order of the tar.
         refused: Members that cannot be used, and why.
         ignored: Extensions that it also holds and that are not read, sorted.
+        unread: Members that could not be read when it was looked at, and why; an empty name stands for the shard. They
+            are looked at the next time, and what is in them is not known.
+        caption_key: Field of ``.json`` that captions were to be taken from. None: ``.txt``, or else the usual fields.
+        caption_fields: Fields that captions were found in, sorted.
     """
 
     url: str
@@ -47,14 +52,18 @@ class ShardEntry:
     samples: Samples
     refused: tuple[Refusal, ...] = ()
     ignored: tuple[str, ...] = ()
+    unread: tuple[Refusal, ...] = ()
+    caption_key: str | None = None
+    caption_fields: tuple[str, ...] = ()
 
     def to_json(self, folder: Path) -> dict[str, Any]:
         """The entry as it stands in a file in ``folder``: local paths are relative to it, so that both can move."""
         is_url = is_remote(self.url)
         place = {"url": self.url} if is_url else {"path": os.path.relpath(identity(self.url), folder.resolve())}
         version = {"size": self.size, "stamp": self.stamp}
-        left_out = {"refused": self.refused, "ignored": self.ignored}
-        return {**place, **version, "samples": self.samples.to_json(), **left_out}
+        left_out = {"refused": self.refused, "ignored": self.ignored, "unread": self.unread}
+        captions = {"caption_key": self.caption_key, "caption_fields": self.caption_fields}
+        return {**place, **version, "samples": self.samples.to_json(), **left_out, **captions}
 
     @classmethod
     def from_json(cls, row: dict[str, Any], folder: Path) -> ShardEntry:
@@ -64,8 +73,11 @@ class ShardEntry:
             KeyError, TypeError, ValueError: If it is something else.
         """
         url = row["url"] if "url" in row else os.path.normpath(folder / row["path"])
-        refused = tuple(Refusal(member, reason) for member, reason in row["refused"])
-        return cls(url, row["size"], row["stamp"], Samples.from_json(row["samples"]), refused, tuple(row["ignored"]))
+        refused, unread = (tuple(Refusal(*refusal) for refusal in row[name]) for name in ("refused", "unread"))
+        return cls(
+            url, row["size"], row["stamp"], Samples.from_json(row["samples"]), refused, tuple(row["ignored"]), unread,
+            row["caption_key"], tuple(row["caption_fields"]),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +132,22 @@ class ShardIndex:
         return tuple((name, refusal) for name, shard in names for refusal in shard.refused)
 
     @cached_property
+    def unread(self) -> tuple[tuple[str, Refusal], ...]:
+        """What could not be read so far, with the name of its shard."""
+        names = zip(self._names, self.shards, strict=True)
+        return tuple((name, refusal) for name, shard in names for refusal in shard.unread)
+
+    @cached_property
+    def without_caption(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """(N,) bool, which samples have neither a caption nor ``text_embeds``."""
+        samples, embeds = self.samples, [e for e in self.samples.extensions if batch_name(e) == "text_embeds"]
+        row_of_member = np.repeat(np.arange(len(samples)), np.diff(samples.first_member))
+        is_embeds = np.isin(samples.extension, [samples.extensions.index(extension) for extension in embeds])
+        without: np.ndarray[Any, np.dtype[np.bool_]] = samples.clips.caption_length == 0
+        without[row_of_member[is_embeds]] = False
+        return without
+
+    @cached_property
     def shard_numbers(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """(N,) int32, the number of each sample's shard."""
         return np.repeat(np.arange(len(self.shards), dtype=np.int32), [len(shard.samples) for shard in self.shards])
@@ -140,8 +168,16 @@ class ShardIndex:
         """Looks whether this can be trained on.
 
         Raises:
-            ShardError: If nothing in the shards can be used, or the latents differ in their channels.
+            ShardError: If something could not be read so far, nothing in the shards can be used, or the latents differ
+                in their channels.
         """
+        if self.unread:
+            shard, (member, reason) = self.unread[0]
+            raise ShardError(
+                f"The index is not complete: {len(self.unread)} samples or shards could not be read just now (the "
+                f"first: {f'{shard}: {member!r}' if member else shard}: {reason}). Start again, or run `videoscale "
+                "index` until it has seen all of them; what was read is kept."
+            )
         urls = [shard.url for shard in self.shards]
         if not len(self) and not self.refused:
             raise ShardError(f"No samples found: the shards {urls} hold no members.")

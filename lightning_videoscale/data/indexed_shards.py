@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_videoscale.data.advice import warn_of_ignored, warn_of_refused
+from lightning_videoscale.data.advice import check_caption_key, warn_of_captions, warn_of_ignored, warn_of_refused
 from lightning_videoscale.data.index import ShardIndex, default_index_file
 from lightning_videoscale.data.indexing import build_index, index_shards, known_shards
+from lightning_videoscale.data.patterns import Patterns, expand_each
 from lightning_videoscale.data.reader import MicroBatchReader
 from lightning_videoscale.data.shapes import Clips
-from lightning_videoscale.data.shards import ShardError, expand_shards
+from lightning_videoscale.data.shards import ShardError
 
-Patterns = str | Path | list[str | Path] | list[str] | list[Path]
 Shards = Patterns | dict[str, float]
 """A path or pattern of tar files, a list of them, or several datasets: pattern by pattern with its weight."""
 
@@ -29,6 +29,7 @@ class IndexedShards:
         train: What ``shards`` is.
         others: Further arguments by name, ``val_shards`` and ``predict_shards``; None where there are none.
         index_file: Where the table is kept. None: beside the first shard.
+        caption_key: Field of ``.json`` that holds the captions; see `find_caption`.
 
     Raises:
         ValueError: If a dataset's weight is not a positive number.
@@ -37,7 +38,13 @@ class IndexedShards:
         weights: What each dataset to train on is drawn with, by its pattern; None unless ``train`` tells.
     """
 
-    def __init__(self, train: Shards, others: Mapping[str, Patterns | None], index_file: str | Path | None) -> None:
+    def __init__(
+        self,
+        train: Shards,
+        others: Mapping[str, Patterns | None],
+        index_file: str | Path | None,
+        caption_key: str | None = None,
+    ) -> None:
         self.weights = train if isinstance(train, dict) else None
         for name, weight in (self.weights or {}).items():
             if not (weight > 0 and math.isfinite(weight)):
@@ -48,13 +55,15 @@ class IndexedShards:
         self._patterns: dict[str, Patterns] = {"shards": list(train) if isinstance(train, dict) else train}
         self._patterns |= {name: patterns for name, patterns in others.items() if patterns is not None}
         self._index_file = index_file
+        self._caption_key = caption_key
+        self._listed: dict[str, list[list[str]]] = {}
         self._parts: dict[str, tuple[ShardIndex, MicroBatchReader]] = {}
         self._versions: list[tuple[str, int, str]] = []
 
     @property
     def file(self) -> Path:
         """Where the table is kept."""
-        return default_index_file(self._files()) if self._index_file is None else Path(self._index_file)
+        return default_index_file(self._files) if self._index_file is None else Path(self._index_file)
 
     def build(self, workers: int) -> None:
         """Looks at what the kept table does not know yet, and keeps it; a warning where it cannot be kept.
@@ -62,8 +71,9 @@ class IndexedShards:
         Args:
             workers: Processes that look.
         """
+        self._list()
         try:
-            build_index(self._files(), self.file, workers=workers, progress=True)
+            build_index(self._files, self.file, workers=workers, progress=True, caption_key=self._caption_key)
         except OSError as error:
             rank_zero_warn(f"The shard index cannot be kept ({error}), so every rank reads the shards. Give `index=`.")
 
@@ -79,14 +89,16 @@ class IndexedShards:
         Raises:
             ShardError: If there are no samples for an argument, or a shard cannot be read.
         """
-        index = index_shards(self._files(), known_shards(self.file))
+        self._list()
+        index = index_shards(self._files, known_shards(self.file), caption_key=self._caption_key)
         versions = [(shard.url, shard.size, shard.stamp) for shard in index.shards]
         if versions == self._versions:
             return False
         index.check()
+        check_caption_key(index, self._caption_key)
         begin = 0
-        for name, patterns in self._patterns.items():
-            end = begin + len(expand_shards(patterns))
+        for name, listed in self._listed.items():
+            end = begin + sum(map(len, listed))
             part = ShardIndex(index.shards[begin:end])
             if not len(part):
                 raise ShardError(f"No samples found in {name}.")
@@ -94,6 +106,7 @@ class IndexedShards:
             begin = end
         warn_of_refused(index)
         warn_of_ignored(index)
+        warn_of_captions(index)
         self._versions = versions
         return True
 
@@ -119,7 +132,7 @@ class IndexedShards:
         index = self.index(argument)
         if argument != "shards" or self.weights is None:
             return index.samples.clips
-        sources = [number for number, pattern in enumerate(self.weights) for _ in expand_shards(pattern)]
+        sources = [number for number, files in enumerate(self._listed[argument]) for _ in files]
         return replace(index.samples.clips, source=np.array(sources, np.int32)[index.shard_numbers])
 
     def _part(self, argument: str) -> tuple[ShardIndex, MicroBatchReader]:
@@ -130,5 +143,12 @@ class IndexedShards:
             )
         return self._parts[argument]
 
+    def _list(self) -> None:
+        """Lists the files of each pattern as they are now."""
+        self._listed = {name: expand_each(patterns) for name, patterns in self._patterns.items()}
+
+    @property
     def _files(self) -> list[str]:
-        return [file for patterns in self._patterns.values() for file in expand_shards(patterns)]
+        if not self._listed:
+            self._list()
+        return [file for listed in self._listed.values() for files in listed for file in files]

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_videoscale.data.batch import Batch, batch_name, collate
+from lightning_videoscale.data.captions import find_caption
 from lightning_videoscale.data.decoding import decode
 from lightning_videoscale.data.frames import decode_clip
 from lightning_videoscale.data.index import ShardEntry, ShardIndex
@@ -20,8 +21,8 @@ from lightning_videoscale.data.media import MediaError
 from lightning_videoscale.data.planning import MicroBatch
 from lightning_videoscale.data.samples import Sample
 from lightning_videoscale.data.shapes import ClipShape, Media
-from lightning_videoscale.data.shards import MemberError, ShardError, is_remote
-from lightning_videoscale.data.storage import Shard, ShardStat, open_member, open_shard
+from lightning_videoscale.data.shards import MemberError, ShardError, ShardStat, UnreachableError, is_remote
+from lightning_videoscale.data.storage import Shard, open_member, open_shard
 
 _MAX_OPEN = 32
 _STAND_INS = 64
@@ -112,8 +113,9 @@ class SampleReader:
             "latents" if e == main else batch_name(e): _decode(entry, f"{sample.key}.{e}", e, data)
             for e, data in content.items()
         }
-        if "text_embeds" not in read:
-            read.setdefault("caption", "")
+        caption = find_caption(read.get("caption", ""), read.get("json"), entry.caption_key).text
+        if caption or "text_embeds" not in read:
+            read["caption"] = caption
         if sample.media == Media.LATENTS:
             _check_latents(entry, sample, read["latents"])
             return read
@@ -212,7 +214,8 @@ class MicroBatchReader(Dataset[Batch]):
         if not self._warned[subject]:
             self._warned[subject] = True
             left_out = "The sample is" if is_member else "Its samples are"
-            warnings.warn(f"{error} {left_out} left out, with weight 0.", stacklevel=2)
+            until = " until they can be read again" if isinstance(error, UnreachableError) else ""
+            warnings.warn(f"{error} {left_out} left out{until}, with weight 0.", stacklevel=2)
 
 
 def _alike(index: ShardIndex, number: int) -> list[int]:

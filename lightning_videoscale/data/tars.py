@@ -14,7 +14,8 @@ from typing import BinaryIO, NamedTuple
 
 from webdataset.tariterators import base_plus_ext
 
-from lightning_videoscale.data.shards import ByteRange, Members
+from lightning_videoscale.data.keys import split_dotted
+from lightning_videoscale.data.shards import ByteRange, Members, ShardError
 
 # WebDataset's own bookkeeping (`__meta__/...`), which is no part of any sample.
 _BOOKKEEPING = re.compile(r"__[^/]*__($|/)")
@@ -37,8 +38,9 @@ class Listing(NamedTuple):
 def list_members(file: BinaryIO, size: int) -> Listing:
     """Lists the samples of a tar.
 
-    A member ``a/b.latents.npy`` belongs to the sample ``a/b`` under the extension ``latents.npy``, as in WebDataset.
-    Folders, WebDataset's bookkeeping and names without an extension belong to no sample.
+    A member ``a/b.latents.npy`` belongs to the sample ``a/b`` under the extension ``latents.npy``, as in WebDataset;
+    of names with more dots, see `split_dotted`. Folders, WebDataset's bookkeeping and names without an extension belong
+    to no sample.
 
     Refused are: links, devices and names that leave the tar, with the rest of their sample; samples that hold one name
     twice; everything from the first damaged header on; and a file that is no uncompressed tar, as a whole.
@@ -46,27 +48,36 @@ def list_members(file: BinaryIO, size: int) -> Listing:
     Args:
         file: The tar, seekable.
         size: Its length in bytes.
+
+    Raises:
+        ShardError: If the tar cannot be read; of that nothing follows for what it is.
     """
-    samples: dict[str, Members] = {}
-    refused: dict[str, Refusal] = {}
+    groups: dict[str, Members] = {}
+    refused: dict[str, str] = {}
+    damage = None
     try:
         for member in _headers(file, size):
             key, extension = base_plus_ext(member.name)
+            members = {} if key is None else groups.setdefault(key, {})
             if reason := _why_hostile(member):
-                refused[key or member.name] = Refusal(member.name, reason)
-            elif member.isreg() and key is not None and not _BOOKKEEPING.match(member.name):
-                members = samples.setdefault(key, {})
-                if extension in members:
-                    refused[key] = Refusal(member.name, "the name appears twice; its sample is ambiguous")
-                members[extension] = ByteRange(member.offset_data, member.size)
+                refused[member.name] = reason
+            elif not member.isreg() or key is None or _BOOKKEEPING.match(member.name):
+                continue
+            elif extension in members:
+                refused[member.name] = "the name appears twice; its sample is ambiguous"
+            members[extension] = ByteRange(member.offset_data, member.size)
     except _DamagedTarError as error:
-        # The last member listed may itself be cut off.
-        for key, members in samples.items():
-            for cut in (e for e, at in members.items() if at.offset + at.size > size):
-                refused[key] = Refusal(f"{key}.{cut}", f"the shard ends within it, at byte {size}")
-        refused[""] = Refusal("", str(error))
-    usable = {key: members for key, members in samples.items() if key not in refused}
-    return Listing(usable, tuple(refused.values()))
+        damage = str(error)
+    usable: dict[str, Members] = {}
+    for key, members in groups.items():
+        if damage is not None:  # the last member listed may itself be cut off
+            cut = [extension for extension, at in members.items() if at.offset + at.size > size]
+            refused |= {f"{key}.{extension}": f"the shard ends within it, at byte {size}" for extension in cut}
+        for sample, own in split_dotted(key, members).items():
+            if refused.keys().isdisjoint(f"{sample}.{extension}" for extension in own):
+                usable[sample] = own
+    refused |= {"": damage} if damage is not None else {}
+    return Listing(usable, tuple(Refusal(*refusal) for refusal in refused.items()))
 
 
 class _DamagedTarError(ValueError):
@@ -81,6 +92,8 @@ def _headers(file: BinaryIO, size: int) -> Iterator[tarfile.TarInfo]:
                     raise tarfile.ReadError(f"the member {member.name!r} has the size {member.size}")
                 yield member
             end = tar.offset
+    except ShardError:
+        raise
     # ValueError and OverflowError: numbers in damaged headers that tarfile does not check.
     except (tarfile.TarError, ValueError, OverflowError) as error:
         raise _DamagedTarError(

@@ -89,3 +89,4 @@ def test_the_largest_loss_of_a_tenth_or_more_is_named(shares: StepShares, name: 
 def test_one_slow_rank_and_changing_ones_call_for_different_remedies() -> None:
     assert "rank 3: compare its GPU's clock" in advice_on("straggler", Straggler(3, steps=0.95, slowdown=1.2))
     assert "balance='planned'" in advice_on("straggler", Straggler(3, steps=0.4, slowdown=1.2))
+    assert "symmetric" not in advice_on("exchange", Straggler(0, steps=0.4, slowdown=1.0)), "it is slower than NCCL"

@@ -15,7 +15,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from lightning_videoscale.cli import main
-from lightning_videoscale.data import ShardError
+from lightning_videoscale.data import ShardError, storage
 from lightning_videoscale.data.encoding import EncodeReport, EncodeSettings, encode_shards
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.index import ShardIndex
@@ -25,6 +25,7 @@ from lightning_videoscale.data.shapes import ClipShape, ShapePolicy
 from lightning_videoscale.data.vae import DiffusersVae
 from tests.data.clips import clip, write_shard
 from tests.data.films import film, numbered
+from tests.data.servers import serving
 
 POLICY = ShapePolicy(areas=(32 * 48,), fps=25.0, max_frames=9, crop_min_frames=1)
 
@@ -70,9 +71,11 @@ class Averages:
         return torch.nn.functional.avg_pool2d(frames.transpose(0, 1), 8).transpose(0, 1)
 
 
-def _encode(shards: list[str], output: Path, encoder: Averages | None = None, **kwargs: Any) -> EncodeReport:
-    settings = EncodeSettings(POLICY, samples_per_shard=2)
-    return encode_shards(index_shards(shards), encoder or Averages(), output, settings, **kwargs)
+def _encode(
+    shards: list[str] | ShardIndex, output: Path, encoder: Averages | None = None, **kwargs: Any
+) -> EncodeReport:
+    index = shards if isinstance(shards, ShardIndex) else index_shards(shards)
+    return encode_shards(index, encoder or Averages(), output, EncodeSettings(POLICY, samples_per_shard=2), **kwargs)
 
 
 def _content(folder: Path) -> dict[str, bytes]:
@@ -210,3 +213,19 @@ def test_under_torchrun(shards: list[str], vae: Path, tmp_path: Path) -> None:
         subprocess.run([*launch, str(tmp_path / "videoscale.py"), *command, *options], check=True, timeout=240, env=env)
     index: ShardIndex = index_shards(sorted(map(str, (tmp_path / "out").glob("*.tar"))))
     assert len(index) == 8 and np.unique(index.samples.keys).size == 8
+
+
+def test_what_a_server_did_not_send_is_not_left_out_for_good(
+    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.open_shard, "__defaults__", ((0.01,),))
+    _encode(shards, tmp_path / "here")
+    with serving({Path(shard).name: Path(shard).read_bytes() for shard in shards}) as server:
+        index = index_shards([f"{server.url}/{name}" for name in server.files])
+        server.broken = ("001.tar", index.samples[6].members["mp4"].offset)
+        with pytest.raises(ShardError, match=r"001\.tar cannot be read after 2 attempts"):
+            _encode(index, tmp_path / "there")
+        assert {"000000.tar", "000001.tar"} < set(_content(tmp_path / "there"))
+        server.broken = None
+        _encode(index, tmp_path / "there")
+    assert _content(tmp_path / "there") == _content(tmp_path / "here")

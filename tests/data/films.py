@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import av
 import numpy as np
 import torch
+from PIL import Image
 
 _STEP = 5
 _DARKEST = 6
@@ -25,6 +27,13 @@ def numbers(video: torch.Tensor) -> list[int]:
     """The numbers of the frames of a decoded video (3, F, H, W)."""
     means: list[float] = video.float().mean(dim=(0, 2, 3)).tolist()
     return [round((mean - _DARKEST) / _STEP) for mean in means]
+
+
+def picture(number: int = 3, kind: str = "JPEG") -> bytes:
+    """A photograph that says ``number``."""
+    file = io.BytesIO()
+    Image.fromarray(numbered(number)).save(file, kind)
+    return file.getvalue()
 
 
 def film(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,15 @@ import torch
 from lightning_videoscale.data import ShardError, ShardIndex, indexing
 from lightning_videoscale.data.index import default_index_file
 from lightning_videoscale.data.indexing import build_index, index_shards, known_shards
+from lightning_videoscale.data.keys import split_dotted
+from lightning_videoscale.data.patterns import expand_shards
+from lightning_videoscale.data.reader import SampleReader
 from lightning_videoscale.data.safetensors import read_tensors
 from lightning_videoscale.data.shapes import Media
-from lightning_videoscale.data.shards import expand_shards
+from lightning_videoscale.data.shards import ByteRange
 from lightning_videoscale.data.storage import open_shard
 from tests.data.clips import SHAPES, clip, npy, write_shard, write_shards
+from tests.data.films import picture
 from tests.data.test_decoding import Bomb
 
 
@@ -102,14 +108,14 @@ def test_a_build_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     paths = expand_shards(write_shards(tmp_path, 12, shards=4))
     file, looked, describe = default_index_file(paths), set(), indexing.describe
 
-    def until_the_third(shard: Any, key: str, members: Any) -> Any:
+    def until_the_third(shard: Any, *about: Any) -> Any:
         if shard.url == paths[2]:
             raise KeyboardInterrupt
-        return describe(shard, key, members)
+        return describe(shard, *about)
 
-    def noting(shard: Any, key: str, members: Any) -> Any:
+    def noting(shard: Any, *about: Any) -> Any:
         looked.add(shard.url)
-        return describe(shard, key, members)
+        return describe(shard, *about)
 
     monkeypatch.setattr(indexing, "describe", until_the_third)
     with pytest.raises(KeyboardInterrupt):
@@ -172,7 +178,7 @@ def _without(extension: str) -> dict[str, Any]:
         (clip(3) | {"json": b'["frames"]'}, ".json", "holds a list; it must hold an object"),
         (clip(3) | {"meta.json": b"{}"}, ".meta.json", "a batch uses the name 'meta' itself"),
         (clip(3) | {"caption.txt": b"x"}, ".caption.txt", "a batch uses the name 'caption' itself"),
-        (clip(3) | {"txt": b"\xff\xfe"}, ".txt", "it is not UTF-8 text"),
+        (clip(3) | {"txt": b"\xff\xfe"}, ".txt", "it cannot be read: 'utf-8' codec"),
     ],
 )
 def test_a_sample_that_cannot_be_used_is_listed(
@@ -183,11 +189,84 @@ def test_a_sample_that_cannot_be_used_is_listed(
 
 
 @pytest.mark.parametrize("extension", ["pyd", "pkl", "pickle", "pth", "pt", "text_embeds.PTH"])
-def test_a_sample_with_a_pickle_is_left_out(tmp_path: Path, extension: str) -> None:
+def test_a_pickle_is_left_alone_and_its_sample_is_not(tmp_path: Path, extension: str) -> None:
     bomb = {extension: pickle.dumps(Bomb(tmp_path / "ran"))}
-    [(name, reason)] = _refused(clip(2) | bomb, folder=tmp_path)
-    assert name.lower() == f"clip00002.{extension.lower()}" and "it is a pickle" in reason
+    index = index_shards([str(write_shard(tmp_path / "000.tar", [clip(1), clip(2) | bomb]))])
+    assert index.samples.keys == ("clip00001", "clip00002") and index.refused == ()
+    assert index.shards[0].ignored == (extension,), "and it is told of"
+    assert list(SampleReader(index).read(1)) == ["latents", "json", "caption"]
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("extension", ["pth", "pt", "latents.pth", "latents.PT"])
+def test_latents_in_a_pickle_come_with_the_way_to_convert_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extension: str
+) -> None:
+    file, latents = io.BytesIO(), torch.randn(4, 3, 8, 8)
+    torch.save(latents, file)
+    [(name, reason)] = _refused(_without("latents.npy") | {extension: file.getvalue()}, folder=tmp_path)
+    assert name == f"clip00003.{extension}" and "it is a pickle" in reason
+
+    _, *program = reason.splitlines()
+    (tmp_path / "clip00003.pth").write_bytes(file.getvalue())
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(line.strip() for line in program).replace("NAME", "clip00003"), {})
+    converted = _without("latents.npy") | {"latents.npy": (tmp_path / "clip00003.latents.npy").read_bytes()}
+    index = index_shards([str(write_shard(tmp_path / "001.tar", [converted]))])
+    assert torch.allclose(SampleReader(index).read(0)["latents"].float(), latents, atol=1e-2)
+
+
+def test_latents_in_a_pickle_are_not_left_for_the_video_beside_them(tmp_path: Path) -> None:
+    [(name, _)] = _refused({"__key__": "both", "mp4": b"...", "latents.pth": b"..."}, folder=tmp_path)
+    assert name == "both.latents.pth", "it would train on other things than are meant"
+
+
+def test_a_bare_npy_is_told_its_name(tmp_path: Path) -> None:
+    array = npy(np.zeros((4, 3, 8, 8), "f4"))
+    [(name, reason)] = _refused(_without("latents.npy") | {"npy": array}, folder=tmp_path)
+    assert name == "clip00003.npy" and "write this member as 'clip00003.latents.npy'" in reason
+
+
+def test_dots_belong_to_the_key_where_every_member_of_it_has_them(tmp_path: Path) -> None:
+    dotted = [clip(i) | {"__key__": f"movie.v{i}.0", "mask.npy": npy(np.ones(i))} for i in (1, 2)]
+    index = index_shards([str(write_shard(tmp_path / "000.tar", dotted))])
+    assert index.samples.keys == ("movie.v1.0", "movie.v2.0") and index.refused == ()
+    read = SampleReader(index).read(1)
+    assert read["latents"].mean() == 2 and read["caption"] == "a caption, n° 2" and len(read["mask"]) == 2
+
+    orphan = {"__key__": "movie.v3.0", "txt": b"its video was never written"}
+    index = index_shards([str(write_shard(tmp_path / "000.tar", [*dotted, orphan]))])
+    assert index.samples.keys == ("movie.v1.0", "movie.v2.0")
+    assert [refusal.member for _, refusal in index.refused] == ["movie.v3.0"]
+
+    photos = [{"__key__": f"album.{i}", "jpg": picture(), "txt": b"a photo"} for i in range(2)]
+    named = [{"__key__": "album", "first.jpg": picture(), "last.jpg": picture()}]
+    assert index_shards([str(write_shard(tmp_path / "001.tar", photos))]).samples.keys == ("album.0", "album.1")
+    [(_, refusal)] = index_shards([str(write_shard(tmp_path / "002.tar", named))]).refused
+    assert "ends at the first dot" in refusal.reason
+
+
+def test_many_dotted_samples_are_told_apart_quickly() -> None:
+    at = ByteRange(0, 1)
+    members = {f"{i:05}.{extension}": at for i in range(30_000) for extension in ("mp4", "txt", "json")}
+    samples = split_dotted("scene", members)
+    assert len(samples) == 30_000 and samples["scene.00007"] == {"mp4": at, "txt": at, "json": at}
+    assert split_dotted("scene", members | {"txt": at}) == {"scene": members | {"txt": at}}, "one text of all of them"
+
+
+def test_one_dotted_sample_that_is_hostile_leaves_the_others(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "000.tar", "w") as tar:
+        for i in range(3):
+            for extension, content in clip(i).items():
+                member = tarfile.TarInfo(f"clip.{i}.{extension}")
+                if i == 1 and extension == "txt":
+                    member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+                if extension != "__key__":
+                    member.size = len(content) if member.isreg() else 0
+                    tar.addfile(member, io.BytesIO(content))
+    index = index_shards([str(tmp_path / "000.tar")])
+    assert index.samples.keys == ("clip.0", "clip.2")
+    assert [refusal.member for _, refusal in index.refused] == ["clip.1.txt"]
 
 
 def test_damage_in_a_tar_costs_what_lies_behind_it(tmp_path: Path) -> None:

@@ -6,13 +6,17 @@ import io
 import tarfile
 from pathlib import Path
 
+import fsspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_videoscale.data.shards import ShardError, expand_shards
+from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data.patterns import expand_shards
+from lightning_videoscale.data.shards import ShardError
 from lightning_videoscale.data.tars import Listing, list_members
 from tests.data.clips import clip, write_shard
+from tests.data.servers import serving
 
 
 def _tar(path: Path, *members: tarfile.TarInfo, content: bytes = b"") -> Path:
@@ -57,6 +61,36 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
         expand_shards([f"{tmp_path}/000.tar", f"{tmp_path}/../{tmp_path.name}/000.tar"])
 
 
+def test_a_star_matches_in_buckets_too(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "x.tar", [clip(0)]).read_bytes()
+    for name in ("b-1.tar", "b-0.tar", "b-x.zip", "c/b-2.tar"):
+        with fsspec.open(f"memory://stars/{name}", "wb") as file:
+            file.write(shard)
+    found = ["memory://stars/b-0.tar", "memory://stars/b-1.tar"]
+    assert expand_shards("memory://stars/*.tar") == expand_shards("memory://stars/b-[01].tar") == found
+    assert expand_shards("memory://stars/*/*.tar") == ["memory://stars/c/b-2.tar"]
+    assert expand_shards(f"file://{tmp_path}/?.tar") == [f"file://{tmp_path}/x.tar"]
+    for nowhere in ("memory://stars/none/*.tar", "memory://no-bucket/*.tar"):
+        with pytest.raises(ShardError, match="match no file"):
+            expand_shards(nowhere)
+    with pytest.raises(ShardError, match=r"the patterns \['.*/typo-\*'\] match no file"):
+        expand_shards(["memory://stars/*.tar", "memory://stars/typo-*"])
+    data = VideoDataModule({"memory://stars/*.tar": 0.5, f"{tmp_path}/*.tar": 0.5}, tmp_path / "index")
+    data.prepare_data()
+    data.setup("fit")
+    assert data.passes().keys() == {"memory://stars/*.tar", f"{tmp_path}/*.tar"}
+
+
+def test_a_web_server_that_lists_its_files_is_a_folder_and_its_query_is_no_pattern() -> None:
+    page = b"<a href='000.tar'>000</a> <a href='001.tar'>001</a> <a href='notes.txt'>notes</a>"
+    with serving({"shards/": page, "shards/000.tar": b"", "shards/001.tar": b""}) as server:
+        found = [f"{server.url}/shards/{i:03}.tar" for i in range(2)]
+        assert expand_shards(f"{server.url}/shards/*.tar") == found
+        assert expand_shards(f"{found[0]}?key=a*b") == [f"{found[0]}?key=a*b"]
+        with pytest.raises(ShardError, match=r"none/\*\.tar'\] match no file"):
+            expand_shards(f"{server.url}/none/*.tar")
+
+
 @pytest.mark.parametrize("url", ["pipe:touch {ran}", "pipe:cat {tar} && touch {ran}", " pipe:touch {ran}"])
 def test_a_pipe_runs_no_command(tmp_path: Path, url: str) -> None:
     ran, tar = tmp_path / "ran", write_shard(tmp_path / "000.tar", [clip(0)])
@@ -83,10 +117,9 @@ def _list(path: Path) -> Listing:
 def test_members_are_grouped_by_key_and_found_by_byte_range(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "000.tar", [clip(0), clip(1) | {"__key__": "folder.of/clip.v2"}])
     samples = _list(shard).samples
-    # As in WebDataset, the key ends at the first dot after the last slash.
     assert {key: sorted(members) for key, members in samples.items()} == {
         "clip00000": ["json", "latents.npy", "txt"],
-        "folder.of/clip": ["v2.json", "v2.latents.npy", "v2.txt"],
+        "folder.of/clip.v2": ["json", "latents.npy", "txt"],
     }
     at = samples["clip00000"]["txt"]
     assert shard.read_bytes()[at.offset : at.offset + at.size].decode() == "a caption, n° 0"

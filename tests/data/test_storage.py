@@ -20,7 +20,7 @@ from lightning_videoscale.data.index import default_index_file
 from lightning_videoscale.data.indexing import build_index, index_shards
 from lightning_videoscale.data.reader import Cut, SampleReader
 from lightning_videoscale.data.shapes import ClipShape, Media
-from lightning_videoscale.data.shards import ByteRange
+from lightning_videoscale.data.shards import ByteRange, UnreachableError
 from lightning_videoscale.data.storage import open_member, open_shard
 from tests.data.clips import clip, npy, write_shard
 from tests.data.films import film, numbered
@@ -41,7 +41,6 @@ def server(tmp_path: Path) -> Iterator[RangeServer]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.RemoteShard.__init__, "__defaults__", (QUICK,))
     monkeypatch.setattr(storage.open_shard, "__defaults__", (QUICK,))
 
 
@@ -128,25 +127,34 @@ def test_a_server_that_is_gone_is_an_error_in_the_end(tmp_path: Path, quick: Non
         reader.read(0)
     with pytest.raises(ShardError, match=r"cannot be read after 4 attempts"):
         reader.read(0)
-    with pytest.raises(ShardError, match=r"cannot be read after 4 attempts at its size"):
-        index_shards([f"{server.url}/000.tar"])
+    with pytest.raises(ShardError, match=r"not complete: 1 samples or shards .*000\.tar: .* 4 attempts at its size"):
+        index_shards([f"{server.url}/000.tar"]).check()
 
 
-def test_what_is_missing_or_forbidden_is_not_waited_for(server: RangeServer) -> None:
+def test_what_is_missing_is_not_waited_for(server: RangeServer) -> None:
     with pytest.raises(ShardError, match=r"none\.tar cannot be read \(.*404"):
-        index_shards([f"{server.url}/none.tar"])
-    shard = open_shard(f"{server.url}/000.tar")
-    server.failures, server.failure = 1, 403
-    with pytest.raises(ShardError, match=r"000\.tar cannot be read \(.*403"):
-        shard.read(ByteRange(0, 9))
+        index_shards([f"{server.url}/{name}.tar" for name in ("000", "001", "none")])
+    assert {first for _, first, _ in server.requests} == {-1}, "said before the others are looked at"
     with pytest.raises(ShardError, match=r"nowhere://host/000\.tar cannot be read: Protocol not known: nowhere"):
         index_shards(["nowhere://host/000.tar"])
 
 
-def test_a_server_without_ranges_is_refused(server: RangeServer) -> None:
+def test_a_refused_permission_is_asked_for_again_but_not_for_long(server: RangeServer) -> None:
+    shard = open_shard(f"{server.url}/000.tar", QUICK)
+    server.failures, server.failure = 2, 403
+    assert shard.read(ByteRange(0, 9)) == server.files["000.tar"][:9]
+    server.failures = 3
+    with pytest.raises(UnreachableError, match=r"000\.tar cannot be read after 3 attempts at its bytes .*403"):
+        shard.read(ByteRange(0, 9))
+
+
+def test_a_server_without_ranges_is_refused(server: RangeServer, tmp_path: Path, quick: None) -> None:
     server.honours_ranges = False
+    urls = [f"{server.url}/000.tar"]
     with pytest.raises(ShardError, match=r"ignores byte ranges \(it sent \d+ bytes instead of \d+\)"):
-        open_shard(f"{server.url}/000.tar").read(ByteRange(0, 9))
+        build_index(urls, tmp_path / "index")
+    server.honours_ranges = True
+    assert len(build_index(urls, tmp_path / "index")) == 4, "of the shard nothing was concluded"
 
 
 def test_a_remote_shard_that_changed_is_named(server: RangeServer) -> None:

@@ -145,7 +145,8 @@ class BucketPlanner:
         table: The samples.
         budget: Samples per micro-batch, by sequence length.
         balance: ``planned``: every rank's step costs the same. ``dual_constraint``: each rank draws alone, batches
-            within memory and compute (AdaptiveLoad). ``equal_token``: each rank draws alone, batches within memory.
+            within memory and compute (AdaptiveLoad, equation 2). ``equal_token``: each rank draws alone, batches within
+            memory.
         dp_size: Data-parallel ranks R.
         micro_batches: Micro-batches K per rank and step.
         step_time: Predicts what is balanced, in seconds. None balances B * S^p with the budget's p.

@@ -1,0 +1,40 @@
+"""Where the caption of a sample stands: in its ``.txt``, or in a field of its ``.json``, as video2dataset writes it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+CAPTION_KEYS = ("caption", "text", "prompt", "description")
+"""Fields that are looked for, in this order and in any case, where there is no text in ``.txt``."""
+
+
+class Caption(NamedTuple):
+    """A caption, and the field that it was found in; empty where there is none, or it is that of ``.txt``."""
+
+    text: str
+    field: str = ""
+
+
+def find_caption(text: str, fields: Any, key: str | None) -> Caption:
+    """Finds the caption of a sample.
+
+    A field that is asked for by name goes before ``.txt``; the usual fields are only looked for where that is empty.
+
+    Args:
+        text: Content of ``.txt``; empty where there is none.
+        fields: Content of ``.json``; None where there is none. Only strings in an object are captions.
+        key: Name of the field that is asked for. None: the usual ones.
+    """
+    fields = fields if isinstance(fields, dict) else {}
+    if key is not None:
+        return Caption(fields[key], key) if _is_text(fields.get(key)) else Caption(text)
+    if not text.strip():
+        for usual in CAPTION_KEYS:
+            for name, value in fields.items():
+                if name.lower() == usual and _is_text(value):
+                    return Caption(value, name)
+    return Caption(text)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
