@@ -6,8 +6,10 @@
 `sequence_parallel_attention`   attention over a split sequence
 `gather_sequence`               for loss terms of what a split model computes inside
 `SequenceContext`               what the layers of a split model share
+`Agreement`                     whether the ranks of a group compute with the same numbers
 """
 
+from lightning_videoscale.parallel.agreement import Agreement
 from lightning_videoscale.parallel.attention import sequence_parallel_attention
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.loss import check_loss, gather_sequence
@@ -27,6 +29,7 @@ from lightning_videoscale.parallel.transport import CollectiveTransport, Transpo
 from lightning_videoscale.parallel.ulysses import check_heads
 
 __all__ = [
+    "Agreement",
     "Axis",
     "CollectiveTransport",
     "SequenceContext",

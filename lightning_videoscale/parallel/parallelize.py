@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_videoscale.parallel.agreement import Agreement, compare_inputs
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.loss import attach_context
 from lightning_videoscale.parallel.mesh import SequenceMesh
@@ -23,7 +24,8 @@ def parallelize(
 ) -> Undo:
     """Splits the model's sequence over ``mesh.sp``; inputs, outputs, parameters and ``state_dict`` stay as they were.
 
-    Every rank of a group must call the model with the same inputs and gets the same, whole output. Gradients of
+    Every rank of a group must call the model with the same inputs, which the first calls and then every 101st compare
+    (see `Agreement`), and gets the same, whole output. Gradients of
     parameters must then be averaged over all ranks, dp × sp (see `sharding`); inputs receive theirs whole. Between the
     first split of an input and the last gather the ranks draw different random numbers, for dropout (see `randomness`).
 
@@ -53,6 +55,8 @@ def parallelize(
     attach_context(model, context)
     undos.append(lambda: attach_context(model, None))
     undos.append(model.register_forward_pre_hook(lambda *_: context.begin_forward()).remove)
+    agreement = Agreement(mesh, context.transport)
+    undos.append(model.register_forward_pre_hook(compare_inputs(agreement), with_kwargs=True).remove)
     undos.append(model.register_forward_pre_hook(_average_input_gradients(context), with_kwargs=True).remove)
     for path, arguments in plan.inputs.items():
         module = _submodule(model, path)

@@ -41,8 +41,9 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
             copy engines, within a host).
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, with two other defaults:
-            buffers are broadcast at the start only, and not in every forward pass; and gradients are views of DDP's
-            buckets (``gradient_as_bucket_view=True``) rather than kept twice.
+            rank 0's buffers are broadcast at the start, before validation and when training ends, and not in every
+            forward pass (``broadcast_buffers=True`` asks for it, ``False`` leaves each rank its own); and gradients are
+            views of DDP's buckets (``gradient_as_bucket_view=True``) rather than kept twice.
 
     Raises:
         ValueError: At the start of ``fit``, if the devices do not form whole groups, no network has a plan, or a
@@ -76,6 +77,11 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
             # Rotary tables are buffers: broadcasting them in every forward would make each wait for the slowest rank.
             wrapped.broadcast_buffers = False
         return wrapped
+
+    @override
+    def _share_buffers(self) -> None:
+        if self._ddp_kwargs.get("broadcast_buffers", True):
+            super()._share_buffers()
 
     @override
     def setup_environment(self) -> None:

@@ -152,6 +152,11 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
 
     @property
     @override
+    def _gathers_in_forward(self) -> bool:
+        return self.zero_stage_3
+
+    @property
+    @override
     def handles_gradient_accumulation(self) -> bool:
         # DeepSpeed would count micro-batches across the end of an epoch, where Lightning starts to count anew.
         return False

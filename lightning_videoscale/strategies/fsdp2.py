@@ -200,6 +200,11 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         ]
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
+    @property
+    @override
+    def _gathers_in_forward(self) -> bool:
+        return True
+
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._without_backward(super().validation_step, *args, **kwargs)

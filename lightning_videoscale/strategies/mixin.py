@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_videoscale.parallel import CollectiveTransport, SequenceMesh, check_loss
+from lightning_videoscale.parallel import Agreement, CollectiveTransport, SequenceMesh, check_loss
 from lightning_videoscale.parallel.plan import Undo
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport, create_transport
 from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
+from lightning_videoscale.strategies.buffers import SharedBuffers
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.failure import JobWatch, end_processes
 from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks
@@ -32,7 +33,7 @@ from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 
 
-class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
+class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
     """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
 
     def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:
@@ -43,6 +44,7 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
         self._undo_changes: Undo | None = None
         self._watch: JobWatch | None = None
         self._sharing: BatchSharing | None = None
+        self._losses: Agreement | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._seed = self._micro_batch = self._stream = 0
         self._loss_weight = 1.0
@@ -137,6 +139,8 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
             self.transport = create_transport(
                 self._settings.transport, self._mesh, self.root_device, timeout or default_pg_timeout
             )
+            if self._mesh.sp.size > 1:
+                self._losses = Agreement(self._mesh, self.transport)
         self.lightning_module._device_mesh = self._mesh.device_mesh  # what `LightningModule.device_mesh` returns
         by_collective = isinstance(self.transport, SymmetricTransport) and ring_size > 1
         rank_zero_info(
@@ -214,8 +218,9 @@ class SequenceParallelMixin(GroupBatches, PortableCheckpoints):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        if self.mesh.sp.size > 1:
+        if self._losses is not None:
             check_loss(closure_loss)
+            self._losses.check("losses", {"loss": closure_loss})
         self._refuse_unfrozen()
         super().pre_backward(closure_loss)
 

@@ -48,8 +48,19 @@ class GroupBatches(_Parent):
         if self._sharing is None:
             return loader
         assert self.lightning_module is not None
-        to_device = not keeps_host_batches(self.lightning_module)
-        return GroupLoader(loader, self._sharing, self._seed_reading, to_device=to_device)
+        trainer, to_device = self.lightning_module.trainer, not keeps_host_batches(self.lightning_module)
+        return GroupLoader(
+            loader,
+            self._sharing,
+            self._seed_reading,
+            to_device=to_device,
+            ends_together=lambda: self._gathers_in_forward or trainer.training,
+        )
+
+    @property
+    def _gathers_in_forward(self) -> bool:
+        """Whether a forward pass waits for other ranks with other batches."""
+        return False
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -11,6 +11,11 @@ not be sent ahead. Their random numbers agree, as long as they come from the glo
 of their own, or of kernels whose last bit varies, would not. So where a user has such hooks, the strategy shares the
 first rank's result once more (see `changes_batches`).
 
+*The same data.* In the first pass through a loader of a user's own, every rank reads its first sample (of a stream its
+first batch), and these are compared (see `same_data`). In every pass the ranks compare what their samplers say, batch
+by batch. Loaders of data-parallel ranks end together where these wait for each other in every batch: in training, and
+wherever parameters are gathered for a forward pass.
+
 *Who reads when.* Each rank's own process reads at a fixed place of the program, when the batch before is handed out,
 and never in a thread beside the training: a dataset that draws random numbers there would tear the ranks' noise apart.
 What makes reading and training overlap are DataLoader workers (``num_workers``).
@@ -20,14 +25,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, count, islice
+from itertools import chain, count, islice, tee
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_videoscale.strategies.batches.same_data import END, Reading, check_same_data, digest_of_indices
 from lightning_videoscale.strategies.batches.sharing import BatchSharing, Parcel
 
 SeedPlace = Callable[..., None]
@@ -52,26 +60,34 @@ class GroupLoader:
     """The batches of a loader, equal on all ranks of a sequence-parallel group and each read by one of them.
 
     Takes the loader's place: length, dataset and samplers are those of the loader. All ranks of the group iterate it
-    together. An error on the rank that reads is raised on all of them, when it is the batch's turn.
+    together. An error on the rank that reads is raised on all of them, when it is the batch's turn; that their data
+    differ is raised at once.
 
     Args:
         loader: What each rank would read by itself.
         sharing: Connects the ranks of the group.
         seed: Seeds the global generators, alike on all ranks of the group if they name the same place.
         to_device: Whether tensors shall arrive on the device.
+        ends_together: Whether data-parallel ranks must stop after equally many batches, asked when a pass begins.
     """
 
-    def __init__(self, loader: Any, sharing: BatchSharing, seed: SeedPlace, *, to_device: bool) -> None:
+    def __init__(
+        self, loader: Any, sharing: BatchSharing, seed: SeedPlace, *, to_device: bool, ends_together: Callable[[], bool]
+    ) -> None:
         self._loader: Any = loader._loader if isinstance(loader, GroupLoader) else loader
         self._sharing = sharing
         self._seed = seed
         self._to_device = to_device
+        self._ends_together = ends_together
         axis = sharing.axis
+        self._turns: _Turns | None = None
         self._readers, self._own = 1, self._loader
+        self._is_checked = self._is_planned = isinstance(self._loader, TurnTakingLoader)
         if isinstance(self._loader, TurnTakingLoader):
             self._readers, self._own = axis.size, self._loader.taking_turns(axis.rank, axis.size)
         elif _is_addressable(self._loader):
-            self._readers, self._own = axis.size, _take_turns(self._loader, axis.rank, axis.size, seed)
+            self._turns = _Turns(_order_of(self._loader), axis.rank, axis.size, seed)
+            self._readers, self._own = axis.size, _reordered(self._loader, self._turns)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -79,8 +95,10 @@ class GroupLoader:
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that workers start at the first batch: Lightning makes the iterator before it sets the epoch.
         indices = _recorded_indices(self._loader)
-        own = iter(self._own) if self._sharing.axis.rank < self._readers else iter(())
-        parcel = self._post(own, 0)
+        own = self._start()
+        order = iter(()) if self._turns is None else self._turns.order
+        may_end_apart = self._may_end_apart()
+        parcel = self._post(own, order, 0, may_end_apart)
         for position in count(1):
             if parcel.is_end:
                 return
@@ -88,10 +106,57 @@ class GroupLoader:
                 ranks = list(self._sharing.axis.ranks)
                 parcel.error.add_note(f"Rank {parcel.sender} was reading micro-batch {position - 1} for ranks {ranks}.")
                 raise parcel.error
-            coming = self._post(own, position)
+            coming = self._post(own, order, position, may_end_apart)
             next(indices, None)
             yield parcel.open()
             parcel = coming
+
+    def _start(self) -> Iterator[Any]:
+        """Begins a pass, and in the first one sees that all ranks read the same."""
+        is_reader, is_checked = self._sharing.axis.rank < self._readers, self._is_checked
+        self._is_checked = True
+        if is_checked or self._turns is not None:
+            own: Iterator[Any] = iter(self._own) if is_reader else iter(())
+            if not is_checked:
+                self._check(Reading(self._first_sample(0)))
+            return own
+        own = self._stream(0, persistent=is_reader)
+        first = Reading(own)
+        self._check(first)
+        return first.followed_by(own) if is_reader else iter(())
+
+    def _check(self, first: Reading) -> None:
+        def again() -> int | None:
+            if self._turns is not None:
+                return Reading(self._first_sample(1)).digest
+            # The reader's stream may be of a kind that can be read only once.
+            return None if self._sharing.axis.rank == 0 else Reading(self._stream(1, persistent=False)).digest
+
+        check_same_data(self._loader, self._sharing, first.digest, again)
+
+    def _stream(self, attempt: int, *, persistent: bool) -> Iterator[Any]:
+        passing = isinstance(self._own, DataLoader) and not persistent
+        return self._begin(_changed(self._own, persistent_workers=False) if passing else self._own, attempt)
+
+    def _first_sample(self, attempt: int) -> Iterator[Any]:
+        assert self._turns is not None
+        workers = min(self._loader.num_workers, 1)  # where a dataset may open files that a fork must not share
+        one = _reordered(self._loader, self._turns.first)
+        return self._begin(_changed(one, num_workers=workers, persistent_workers=False, generator=None), attempt)
+
+    def _begin(self, loader: Iterable[Any], attempt: int) -> Iterator[Any]:
+        """Begins to read with equal random numbers on all ranks, in the workers of a DataLoader too."""
+        self._seed("read", -attempt)
+        iterator = iter(loader)
+        self._seed("read", -attempt)
+        return iterator
+
+    def _may_end_apart(self) -> bool:
+        """Whether data-parallel ranks must tell each other when their data end, batch by batch."""
+        if self._is_planned or self._sharing.dp.size == 1 or not self._ends_together():
+            return False
+        lengths = self._sharing.gather_over_streams(sized_len(self._loader) if self._turns is not None else None)
+        return None in lengths or len(set(lengths)) > 1
 
     def __getattr__(self, name: str) -> Any:
         # Not the loader's state: it is one micro-batch ahead, and that of one rank.
@@ -117,16 +182,43 @@ class GroupLoader:
     def _iterator(self, iterator: Any) -> None:
         self._own._iterator = iterator
 
-    def _post(self, own: Iterator[Any], position: int) -> Parcel:
+    def _post(self, own: Iterator[Any], order: Iterator[Any], position: int, may_end_apart: bool) -> Parcel:
         """Reads a micro-batch or learns of it, and leaves all ranks with the same random numbers."""
+        self._seed("indices", position)
+        claim = 0 if self._turns is None else digest_of_indices(next(order, END))
 
         def read() -> Any:
             self._seed("read", position)  # what a dataset draws must not depend on whose turn it is
             return next(own)
 
-        parcel = self._sharing.post(position % self._readers, read, to_device=self._to_device)
+        parcel = self._sharing.post(position % self._readers, read, to_device=self._to_device, claim=claim)
         self._seed("batch", position)
-        return parcel
+        if len(set(parcel.claims)) > 1:
+            raise ValueError(
+                f"Ranks {list(self._sharing.axis.ranks)} read the batches of one loader in turn, but its "
+                f"{type(_order_of(self._loader)).__name__} orders the samples differently on each of them, from "
+                f"micro-batch {position} on: some would be lost and others repeated. Draw the order from the default "
+                "generators before the first batch, or from a generator that is seeded alike on these ranks, by "
+                "strategy.data_parallel_rank and the epoch; never by the global rank, nor unseeded."
+            )
+        return self._end_together(parcel, position) if may_end_apart else parcel
+
+    def _end_together(self, parcel: Parcel, position: int) -> Parcel:
+        ended = self._sharing.gather_over_streams(parcel.is_end)
+        if len(set(ended)) == 1:
+            return parcel
+        early, others = ([rank for rank, end in enumerate(ended) if end is which] for which in (True, False))
+        message = (
+            f"The loaders of data-parallel ranks {early} ended after {position} micro-batches, and those of {others} "
+            "have more. "
+        )
+        if sized_len(self._loader) is not None:  # by which the Trainer decides when to validate
+            raise ValueError(f"{message}Give all data-parallel ranks equally many, or limit the batches of all.")
+        rank_zero_warn(
+            f"{message}All end there, and what others have more is not read in this pass: give all data-parallel ranks "
+            "equally many, or let the shorter ones start again."
+        )
+        return Parcel(parcel.sender, parcel.claims, error=StopIteration())
 
 
 class _Turns:
@@ -134,6 +226,10 @@ class _Turns:
 
     Iterating draws from the global generators at once, not at the first element: samplers that shuffle by them do so
     alike on all ranks, and what comes next (the seeds of a DataLoader's workers) differs between them.
+
+    Attributes:
+        order: Of the last pass that began, all elements.
+        first: Of its first element, the first sample; empty if there is none.
     """
 
     def __init__(self, sampler: Iterable[Any], turn: int, turns: int, seed: SeedPlace) -> None:
@@ -141,13 +237,17 @@ class _Turns:
         self._turn = turn
         self._turns = turns
         self._seed = seed
+        self.order: Iterator[Any] = iter(())
+        self.first: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
         self._seed("order")
         order = iter(self._sampler)
         first = list(islice(order, 1))
+        self.first = [element[:1] if isinstance(element, list) else element for element in first]
         self._seed("workers", self._turn)
-        return islice(chain(first, order), self._turn, None, self._turns)
+        mine, self.order = tee(chain(first, order))
+        return islice(mine, self._turn, None, self._turns)
 
 
 def keeps_host_batches(module: pl.LightningModule) -> bool:
@@ -165,16 +265,23 @@ def _overrides(module: pl.LightningModule, hooks: tuple[str, ...]) -> bool:
     return any(is_overridden(hook, owner) for hook in hooks for owner in owners)
 
 
-def _take_turns(loader: DataLoader[Any], turn: int, turns: int, seed: SeedPlace) -> DataLoader[Any]:
-    """Returns a copy of a loader that reads every n-th of its batches, by the same samplers."""
-    own = copy.copy(loader)
-    own._iterator = None
+def _order_of(loader: DataLoader[Any]) -> Any:
+    """What says which samples a loader reads, in batches where it makes any."""
+    order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return order._batch_sampler if isinstance(order, _IndexBatchSamplerWrapper) else order
+
+
+def _reordered(loader: DataLoader[Any], order: Iterable[Any]) -> DataLoader[Any]:
+    """Returns a copy of a loader that reads in another order."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    order = getattr(loader, name)
-    if isinstance(order, _IndexBatchSamplerWrapper):
-        order = order._batch_sampler
-    # A DataLoader refuses it after construction, and a subclass may be constructed in ways that cannot be repeated.
-    object.__setattr__(own, name, _Turns(order, turn, turns, seed))
+    return _changed(loader, _iterator=None, **{name: order})
+
+
+def _changed(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    own = copy.copy(loader)
+    for name, value in attributes.items():
+        # A DataLoader refuses it after construction, and a subclass may be constructed in ways that cannot be repeated.
+        object.__setattr__(own, name, value)
     return own
 
 

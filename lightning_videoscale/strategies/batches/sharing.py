@@ -17,31 +17,42 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_videoscale.parallel import Axis, SequenceMesh
+from lightning_videoscale.parallel import SequenceMesh
+
+_Value = TypeVar("_Value")
 
 
 class BatchSharing:
     """Sends batches from any rank of a sequence-parallel group to its others.
 
     Args:
-        axis: The ranks that share.
+        mesh: The ranks along its sp axis share; those along dp read other batches at the same time.
         device: This rank's device.
-        messages: gloo group of these ranks, for descriptions of batches and for tensors in host memory.
+        messages: gloo group of the ranks along sp, for descriptions of batches and for tensors in host memory.
         transfers: Group of these ranks for tensors on the device.
+        streams: gloo group of the ranks along dp.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, messages: ProcessGroup, transfers: ProcessGroup) -> None:
-        self.axis = axis
+    def __init__(
+        self,
+        mesh: SequenceMesh,
+        device: torch.device,
+        messages: ProcessGroup,
+        transfers: ProcessGroup,
+        streams: ProcessGroup,
+    ) -> None:
+        self.axis, self.dp = mesh.sp, mesh.dp
         self._device = device
         self._messages = messages
         self._transfers = transfers
+        self._streams = streams
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @classmethod
@@ -52,11 +63,23 @@ class BatchSharing:
         transfers = messages
         if device.type != "cpu":
             transfers, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
+        streams, _ = dist.new_subgroups_by_enumeration(
+            [list(ranks) for ranks in zip(*rows, strict=True)], timeout=timeout, backend="gloo"
+        )
         assert messages is not None
         assert transfers is not None
-        return cls(mesh.sp, device, messages, transfers)
+        assert streams is not None
+        return cls(mesh, device, messages, transfers, streams)
 
-    def post(self, sender: int, produce: Callable[[], Any], *, to_device: bool) -> Parcel:
+    def gather(self, value: _Value) -> list[_Value]:
+        """Returns the values of all ranks that share; collective over them."""
+        return _gather(value, self._messages)
+
+    def gather_over_streams(self, value: _Value) -> list[_Value]:
+        """Returns the values of the ranks that read other batches at the same time; collective over them."""
+        return _gather(value, self._streams)
+
+    def post(self, sender: int, produce: Callable[[], Any], *, to_device: bool, claim: int = 0) -> Parcel:
         """Starts sharing one batch; collective over the axis.
 
         Returns as soon as all ranks know what comes, while its tensors are on their way.
@@ -67,20 +90,31 @@ class BatchSharing:
                 it. A ``StopIteration`` tells all ranks that there is none; any other error is theirs too.
             to_device: Whether all tensors shall arrive on the device, else each arrives where it lies on the sender:
                 in host memory or on the device.
+            claim: Any number of this rank's, which all ranks find in the parcel.
         """
         rank = self.axis.ranks[sender]
         mine = self.axis.rank == sender
         letter, tensors, error = _write(produce, to_device) if mine else (None, [], None)
-        envelope = [letter]
         try:
-            dist.broadcast_object_list(envelope, rank, group=self._messages, device=torch.device("cpu"))
+            claims, letter = self._send(letter, claim, rank)
         except RuntimeError as failure:
             failure.add_note(f"Ranks {list(self.axis.ranks)} were sharing a batch that rank {rank} reads.")
             raise
-        letter = envelope[0]
         if not isinstance(letter, _Letter):
-            return Parcel(rank, error=error or letter)
-        return self._start_transfer(Parcel(rank, letter), tensors, rank)
+            return Parcel(rank, claims, error=error or letter)
+        return self._start_transfer(Parcel(rank, claims, letter), tensors, rank)
+
+    def _send(self, letter: _Letter | Exception | None, claim: int, rank: int) -> tuple[list[int], Any]:
+        """Returns the claims of all ranks and the letter of one, whose length travels with the claims."""
+        written = bytearray(b"" if letter is None else pickle.dumps(letter))
+        own = torch.tensor([claim, len(written)])
+        everyone = [torch.empty_like(own) for _ in self.axis.ranks]
+        dist.all_gather(everyone, own, group=self._messages)
+        length = max(int(theirs[1]) for theirs in everyone)
+        text = torch.frombuffer(written, dtype=torch.uint8) if written else torch.empty(length, dtype=torch.uint8)
+        dist.broadcast(text, rank, group=self._messages)
+        received = pickle.loads(text.numpy().tobytes()) if letter is None else letter
+        return [int(theirs[0]) for theirs in everyone], received
 
     def _start_transfer(self, parcel: Parcel, tensors: list[Tensor], rank: int) -> Parcel:
         """Sends the tensors where this rank has them, else makes room and receives."""
@@ -110,6 +144,7 @@ class Parcel:
 
     Attributes:
         sender: Global rank that sent it.
+        claims: What each rank said of it.
         letter: What it is made of; None if there is no batch.
         error: Why there is none: the sender's error, or a ``StopIteration``.
         tensors: The batch's tensors, complete once it has arrived.
@@ -118,6 +153,7 @@ class Parcel:
     """
 
     sender: int
+    claims: list[int]
     letter: _Letter | None = None
     error: Exception | None = None
     tensors: list[Tensor] = field(default_factory=list)
@@ -191,13 +227,25 @@ class _Unpickler(pickle.Unpickler):
 def _write(produce: Callable[[], Any], to_device: bool) -> tuple[_Letter | Exception, list[Tensor], Exception | None]:
     """Returns the message for all ranks, the tensors that follow it, and this rank's error where there is one."""
     try:
-        file = io.BytesIO()
-        pickler = _Pickler(file)
-        pickler.dump(produce())
+        structure, tensors = pickle_apart(produce())
     except Exception as error:
         return _portable(error), [], error
-    specs = [_TensorSpec(x.shape, x.dtype, to_device or x.is_cuda) for x in pickler.tensors]
-    return _Letter(file.getvalue(), specs), pickler.tensors, None
+    specs = [_TensorSpec(x.shape, x.dtype, to_device or x.is_cuda) for x in tensors]
+    return _Letter(structure, specs), tensors, None
+
+
+def pickle_apart(batch: Any) -> tuple[bytes, list[Tensor]]:
+    """Returns a batch's pickle without its tensors, and these, contiguous."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(batch)
+    return file.getvalue(), pickler.tensors
+
+
+def _gather(value: _Value, group: ProcessGroup) -> list[_Value]:
+    everyone = [value] * group.size()
+    dist.all_gather_object(everyone, value, group)
+    return everyone
 
 
 def _portable(error: Exception) -> Exception:

@@ -93,7 +93,7 @@ class PortableCheckpoints(_Parent):
         path = _local(self.broadcast(filepath))
         rest = dict(checkpoint)
         tensors: dict[str, Any] = {}
-        tensors["state_dict"], rest["state_dict"] = _split(checkpoint["state_dict"])
+        tensors["state_dict"], rest["state_dict"] = _split(self._to_write(checkpoint["state_dict"]))
         if "optimizer_states" in checkpoint:
             rest["optimizer_states"] = []
             for index, optimizer in enumerate(checkpoint["optimizer_states"]):
@@ -103,6 +103,16 @@ class PortableCheckpoints(_Parent):
                 rest["optimizer_states"].append(optimizer | {"state": others})
         rest[_OURS] = {"randomness": self._randomness(), "networks": self._networks()}
         write_checkpoint(path, tensors, _whole(rest))
+
+    def _to_write(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Leaves all that is no parameter to rank 0: buffers, such as BatchNorm's statistics, may differ elsewhere."""
+        assert self.lightning_module is not None
+        equal = {name for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
+        return {
+            name: value
+            for name, value in state.items()
+            if self.is_global_zero or name in equal or isinstance(value, DTensor)
+        }
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -1,0 +1,54 @@
+"""Buffers that training writes, such as BatchNorm's statistics: rank 0's, as under Lightning's DDP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as _Parent
+else:
+    _Parent = object
+
+
+class SharedBuffers(_Parent):
+    """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`.
+
+    Ranks with other batches write other values. A checkpoint holds rank 0's, and so do all ranks while they validate,
+    test and predict, and after training. In between, each rank goes on with its own.
+    """
+
+    @override
+    def on_validation_start(self) -> None:
+        self._share_buffers()
+        super().on_validation_start()
+
+    @override
+    def on_test_start(self) -> None:
+        self._share_buffers()
+        super().on_test_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._share_buffers()
+        super().on_predict_start()
+
+    @override
+    def on_train_end(self) -> None:
+        self._share_buffers()
+        super().on_train_end()
+
+    def _share_buffers(self) -> None:
+        """Gives all ranks rank 0's buffers; collective over them."""
+        assert self.lightning_module is not None
+        for buffer in self.lightning_module.buffers() if self.world_size > 1 else ():
+            if isinstance(buffer, DTensor) or buffer.is_meta:
+                continue
+            first = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.root_device).copy_(buffer)
+            dist.broadcast(first, 0)
+            if not first.equal(buffer.to(self.root_device)):  # one that is expanded could not be written
+                buffer.copy_(first)
