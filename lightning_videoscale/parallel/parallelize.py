@@ -164,7 +164,7 @@ def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Ca
         verified.add(gradients)
         report = compare(network, args, kwargs, gradients=gradients)
         if dist.get_rank() == 0:
-            log(f"Split plan of {type(module).__name__} verified on its first call: {report}.")
+            log(f"Split plan of {network.name} verified on its first call: {report}.")
 
     return hook
 

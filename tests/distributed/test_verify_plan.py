@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import LTXVideoTransformer3DModel
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from lightning_videoscale.parallel import (
     SequenceContext,
@@ -24,7 +28,15 @@ from lightning_videoscale.parallel import (
     verify_plan,
 )
 from lightning_videoscale.parallel.plan import Undo
+from lightning_videoscale.strategies import (
+    SequenceParallelDDPStrategy,
+    SequenceParallelDeepSpeedStrategy,
+    SequenceParallelFSDP2Strategy,
+    network_changes,
+)
+from tests.distributed.groups import reused_groups
 from tests.distributed.pool import ProcessPool
+from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -140,18 +152,18 @@ ALLOWED: dict[str, Callable[[], nn.Module]] = {
 
 
 class Network(nn.Module):
-    def __init__(self, *layers: nn.Module, checkpointing: bool = False) -> None:
+    def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
-        self.layers, self.head, self.checkpointing = nn.ModuleList(layers), nn.Linear(8, 8), checkpointing
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
+            x = layer(x)
         return self.head(x)
 
 
 def exchange(model: nn.Module, context: SequenceContext) -> Undo:
-    layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
+    layers = [layer for layer in model.modules() if isinstance(layer, Attention | SharedMean)]
 
     def give(value: SequenceContext | None) -> None:
         for layer in layers:
@@ -173,7 +185,8 @@ def network(layer: Callable[[], nn.Module]) -> Network:
 def first_call(model: nn.Module, split: SplitPlan, *args: Any, **kwargs: Any) -> str:
     """The error, or what is logged."""
     lines: list[str] = []
-    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
+    with reused_groups():
+        mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
     undo = parallelize(model, mesh, split, log=lines.append)
     try:
         model(*args, **kwargs)
@@ -208,6 +221,199 @@ def test_what_keeps_to_its_token_is_allowed(ranks: Ranks) -> None:
     for name in ALLOWED:
         assert "verified on its first call: split and whole differ by at most" in first[name], name
         assert second[name] == "passed"
+
+
+# -- what a forward pass alone does not show --------------------------------------------------------------------------
+
+
+class SharedMean(nn.Module):
+    """A mean over all tokens of the group, of which nobody has told autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context: SequenceContext | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.context is None:
+            return x - x.mean(1, keepdim=True)
+        total = x.sum(1, keepdim=True)
+        dist.all_reduce(total.detach(), group=self.context.mesh.sp.group)
+        return x - total.detach() / sum(self.context.lengths_of(x.shape[1]))
+
+
+class Gated(nn.Module):
+    """A branch that starts closed, as adaLN-zero's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * x.mean(1, keepdim=True)
+
+
+def wrong_gradient() -> str:
+    model = network(lambda: nn.Sequential(Attention(), SharedMean()))
+    return first_call(model, plan(), torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1)))
+
+
+def behind_a_closed_gate() -> tuple[str, bool]:
+    model = network(Gated)
+    with torch.inference_mode():
+        message = first_call(model, plan(), torch.randn(2, 9, 8))
+    return message, bool((model.layers[0].gate == 0).all())
+
+
+def test_a_wrong_gradient_behind_a_right_output_is_found(ranks: Ranks) -> None:
+    for message in ranks(2).run(wrong_gradient):
+        assert "In relation to the whole sequence differ: layers." in message
+        assert "output" not in message.split("rounding")[0]
+
+
+def test_closed_gates_are_open_while_compared(ranks: Ranks) -> None:
+    for message, closed_again in ranks(2).run(behind_a_closed_gate):
+        assert "Network computes something else" in message
+        assert closed_again
+
+
+# -- all ranks agree --------------------------------------------------------------------------------------------------
+
+
+def where_one_group_sees_nothing() -> str:
+    """The tokens of the second group are all the same, so that their mean over a slice is that over all."""
+    x = torch.randn(2, 8, 8) if dist.get_rank() < 2 else torch.ones(2, 8, 8)
+    mesh = SequenceMesh.create("cpu", ulysses_size=1, ring_size=2)
+    try:
+        verify_plan(network(COMPARED["mean"]), mesh, plan(), (x,))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+class Small(nn.Module):
+    """Runs out of memory on one rank if it sees more than its slice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 5 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return x
+
+
+def out_of_memory() -> str:
+    mesh = SequenceMesh.create("cpu", ulysses_size=2)
+    model, x = network(Small), torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1))
+    report = verify_plan(model, mesh, plan(), (x,))
+    undo = parallelize(model, mesh, plan())
+    assert model(x).shape == x.shape
+    undo()
+    return str(report)
+
+
+def test_a_difference_in_one_group_is_an_error_on_all_ranks(ranks: Ranks) -> None:
+    messages = ranks(4).run(where_one_group_sees_nothing)
+    assert "Network computes something else" in messages[0]
+    assert messages == [messages[0]] * 4
+
+
+def test_no_room_on_one_rank_leaves_the_comparison_out(ranks: Ranks) -> None:
+    for report in ranks(2).run(out_of_memory):
+        assert report.startswith("not compared")
+        assert report.endswith("left out, since the whole sequence has no room in memory")
+
+
+# -- it leaves no trace -----------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """What could keep a trace: random numbers, a buffer, a gate that is zero, gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.dropout, self.counter = Attention(), nn.Dropout(0.5), Counter("calls")
+        self.gate = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x) + self.gate * self.counter(self.dropout(x))
+
+
+class Training(pl.LightningModule):
+    """Has parameters of its own, before the network and after it, which FSDP2 gathers around the network's call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.own = Network(Block(), Block()), nn.Linear(8, 8)
+        self.calls = 0
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.calls += 1
+        return (self.own(self.net(self.own(batch))) - batch).square().mean()
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": SequenceParallelDDPStrategy,
+    "fsdp2": SequenceParallelFSDP2Strategy,
+    "zero3": SequenceParallelDeepSpeedStrategy,
+}
+
+
+def train(strategy: str, verify: bool, **arguments: Any) -> tuple[dict[str, Tensor], list[str], int]:
+    """Two steps; parameters and buffers, what was logged of the plan, and how often the user's code ran."""
+    lines: list[str] = []
+    batches = DataLoader(torch.randn(8, 9, 8, generator=torch.Generator().manual_seed(1)), batch_size=2)
+    torch._dynamo.reset()
+    with deepspeed_on_cpu() if strategy == "zero3" else nullcontext(), patch.object(
+        network_changes, "rank_zero_info", lines.append
+    ):
+        arguments |= {"stage": 3} if strategy == "zero3" else {}
+        module = Training()
+        pl.Trainer(
+            strategy=STRATEGIES[strategy](
+                ulysses_size=2, modules=["net"], plan=plan(), verify_plan=verify, **arguments
+            ),
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            max_steps=2,
+            num_sanity_val_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(module, batches, batches)
+        state = {name: weights(x) for name, x in [*module.named_parameters(), *module.named_buffers()]}
+    return state, lines, module.calls
+
+
+def weights(x: Tensor) -> Tensor:
+    if hasattr(x, "ds_id"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        x = safe_get_full_fp32_param(x)
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments"),
+    [
+        ("ddp", {"activation_checkpointing": True, "compile": {"backend": "eager"}}),
+        ("fsdp2", {"activation_checkpointing": True}),
+        pytest.param("zero3", {}, marks=needs_deepspeed),
+    ],
+)
+def test_training_is_what_it_is_without(ranks: Ranks, strategy: str, arguments: dict[str, Any]) -> None:
+    verified, plain = (ranks(2).run(train, strategy, verify, **arguments) for verify in (True, False))
+    for (state, _, calls), (expected, _, expected_calls) in zip(verified, plain, strict=True):
+        assert all(torch.equal(state[name], x) for name, x in expected.items())
+        assert calls == expected_calls
+    outputs, gradients = verified[0][1]  # in the sanity check, and in the first step
+    assert "Split plan of Network verified on its first call: split and whole differ by at most" in outputs
+    assert "Split plan of Network verified on its first call: split and whole differ by at most" in gradients
+    assert verified[1][1] == plain[0][1] == []
 
 
 # -- diffusers' LTX -----------------------------------------------------------------------------------------------------
