@@ -6,10 +6,12 @@ rank attends from its own tokens and nothing travels.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_videoscale.injection.wan_attention import (
     can_detach,
@@ -27,6 +29,8 @@ from lightning_videoscale.parallel import (
     sequence_parallel_attention,
 )
 from lightning_videoscale.parallel.plan import SplitPlan, Undo
+
+_WAN = "diffusers.models.transformers.transformer_wan.WanTransformer3DModel"
 
 
 class SequenceParallelWanAttention:
@@ -115,7 +119,10 @@ def _install_attention(model: nn.Module, context: SequenceContext) -> Undo:
 
 
 def _wan_plan(model: nn.Module) -> SplitPlan:
-    return read_diffusers_plan(model, _install_attention)
+    # A subclass may compute something else, of which no test here knows; FSDP2 makes one of each network it shards.
+    kind = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    exact = f"{kind.__module__}.{kind.__qualname__}" == _WAN
+    return replace(read_diffusers_plan(model, _install_attention), exact=exact)
 
 
-register_plan("diffusers.models.transformers.transformer_wan.WanTransformer3DModel", _wan_plan)
+register_plan(_WAN, _wan_plan)

@@ -4,6 +4,7 @@
 `parallelize`                   splits a model's sequence over the mesh
 `SplitPlan`, `Split`            what is split where; `register_plan` makes a plan known
 `sequence_parallel_attention`   attention over a split sequence
+`verify_plan`                   compares a split network with a whole one
 `gather_sequence`               for loss terms of what a split model computes inside
 `SequenceContext`               what the layers of a split model share
 `Agreement`                     whether the ranks of a group compute with the same numbers
@@ -14,7 +15,7 @@ from lightning_videoscale.parallel.attention import sequence_parallel_attention
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.loss import check_loss, gather_sequence
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
-from lightning_videoscale.parallel.parallelize import parallelize
+from lightning_videoscale.parallel.parallelize import parallelize, verify_plan
 from lightning_videoscale.parallel.plan import (
     Split,
     SplitPlan,
@@ -27,11 +28,13 @@ from lightning_videoscale.parallel.plan import (
 from lightning_videoscale.parallel.sharding import gather, split, split_sizes
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
 from lightning_videoscale.parallel.ulysses import check_heads
+from lightning_videoscale.parallel.verification import PlanReport
 
 __all__ = [
     "Agreement",
     "Axis",
     "CollectiveTransport",
+    "PlanReport",
     "SequenceContext",
     "SequenceMesh",
     "Split",
@@ -50,4 +53,5 @@ __all__ = [
     "sequence_parallel_attention",
     "split",
     "split_sizes",
+    "verify_plan",
 ]

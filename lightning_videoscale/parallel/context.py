@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.transport import Transport
@@ -18,11 +20,17 @@ class SequenceContext:
     Args:
         mesh: The mesh of ranks.
         transport: How bytes travel.
+
+    Attributes:
+        suspended: Whether the model runs whole for now, as if it had never been split.
+        on_split: Told of every slice that a split returns, while the model is watched.
     """
 
     def __init__(self, mesh: SequenceMesh, transport: Transport) -> None:
         self.mesh = mesh
         self.transport = transport
+        self.suspended = False
+        self.on_split: Callable[[Tensor], None] | None = None
         self._tables: dict[int, tuple[int, ...]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceContext:

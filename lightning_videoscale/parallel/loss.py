@@ -41,7 +41,7 @@ def gather_sequence(x: Tensor, dim: int, model: nn.Module) -> Tensor:
         model: The network that was split.
     """
     context: SequenceContext | None = getattr(model, _CONTEXT, None)
-    return x if context is None else gather(x, dim, context)
+    return x if context is None or context.suspended else gather(x, dim, context)
 
 
 def check_loss(loss: Tensor) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -17,10 +20,19 @@ from lightning_videoscale.parallel.plan import Split, SplitPlan, Undo, find_plan
 from lightning_videoscale.parallel.randomness import RegionRandomness
 from lightning_videoscale.parallel.sharding import gather, split, whole_gradient
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
+from lightning_videoscale.parallel.verification import PlanReport, SplitNetwork, compare
+
+_log = logging.getLogger(__name__)
 
 
 def parallelize(
-    model: nn.Module, mesh: SequenceMesh, plan: SplitPlan | None = None, *, transport: Transport | None = None
+    model: nn.Module,
+    mesh: SequenceMesh,
+    plan: SplitPlan | None = None,
+    *,
+    transport: Transport | None = None,
+    verify_plan: bool = True,
+    log: Callable[[str], None] = _log.info,
 ) -> Undo:
     """Splits the model's sequence over ``mesh.sp``; inputs, outputs, parameters and ``state_dict`` stay as they were.
 
@@ -29,11 +41,16 @@ def parallelize(
     parameters must then be averaged over all ranks, dp × sp (see `sharding`); inputs receive theirs whole. Between the
     first split of an input and the last gather the ranks draw different random numbers, for dropout (see `randomness`).
 
+    A plan that is not known to be exact is verified, as `verify_plan` does, on the inputs of the first call with and
+    the first call without gradients enabled; all ranks of the job must then make these calls.
+
     Args:
         model: The network, not yet compiled or wrapped by a data-parallel engine.
         mesh: The mesh; with one rank per group the model is left alone.
         plan: What is split where; the plan registered for the model's class if left out.
         transport: How bytes travel; collectives if left out.
+        verify_plan: Whether to verify the plan, unless it is `SplitPlan.exact`.
+        log: Is told on rank 0 how the verification ended.
 
     Returns:
         A function that takes everything back.
@@ -41,17 +58,79 @@ def parallelize(
     Raises:
         ValueError: If no plan is known, the plan names a module or argument the model lacks, or its heads do not fit.
     """
+    plan = _plan_for(model, plan)
+    if mesh.sp.size == 1:
+        return lambda: None
+    network, undo = _install(model, mesh, plan, transport)
+    if not verify_plan or plan.exact or not (plan.inputs or plan.outputs):
+        return undo
+    hook = model.register_forward_pre_hook(_verify_first_calls(network, log), with_kwargs=True, prepend=True)
+
+    def undo_all() -> None:
+        hook.remove()
+        undo()
+
+    return undo_all
+
+
+def verify_plan(
+    network: nn.Module,
+    mesh: SequenceMesh,
+    plan: SplitPlan | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    transport: Transport | None = None,
+) -> PlanReport:
+    """Compares what a network computes on slices with what it computes on the whole sequence.
+
+    Compared are outputs, buffers and, for a random gradient of the output, gradients of parameters and of inputs that
+    require them. The network is run as it is, in eval mode if it draws random numbers, and left as it was; parameters
+    that are all zero are random meanwhile. Every rank must be able to hold the whole sequence; where a GPU has no room,
+    gradients or all are left out, which the report says. Collective over all ranks of the job.
+
+    Args:
+        network: The network, as for `parallelize`; not split yet.
+        mesh: The mesh, of at least two ranks per group.
+        plan: What is split where; the plan registered for the network's class if left out.
+        args: What the network is called with, the same on all ranks of a group.
+        kwargs: As ``args``, by name.
+        transport: How bytes travel; collectives if left out.
+
+    Returns:
+        The differences, all of them within rounding.
+
+    Raises:
+        ValueError: On all ranks, naming what differs most, if a difference is larger than rounding explains, or if
+            the network calls what mixes tokens where ranks have their own only: attention that is not exchanged,
+            convolutions, norms or recurrent layers over tokens. Also for what `parallelize` raises it.
+    """
+    if mesh.sp.size == 1:
+        raise ValueError(f"{mesh} splits nothing: verify_plan needs at least two ranks per group.")
+    split_network, undo = _install(network, mesh, _plan_for(network, plan), transport)
+    try:
+        return compare(split_network, args, dict(kwargs or {}), gradients=torch.is_grad_enabled())
+    finally:
+        undo()
+
+
+def _plan_for(model: nn.Module, plan: SplitPlan | None) -> SplitPlan:
     plan = plan if plan is not None else find_plan(model)
     if plan is None:
         raise ValueError(
             f"No split plan is known for {type(model).__name__}. Models with a plan: {', '.join(known_models())}. "
             "For your own model pass plan=SplitPlan(...), or register one with parallel.register_plan."
         )
-    if mesh.sp.size == 1:
-        return lambda: None
+    return plan
+
+
+def _install(
+    model: nn.Module, mesh: SequenceMesh, plan: SplitPlan, transport: Transport | None
+) -> tuple[SplitNetwork, Undo]:
     context = SequenceContext(mesh, transport if transport is not None else CollectiveTransport())
     randomness = RegionRandomness(mesh.sp.rank)
-    undos = [plan.attention(model, context)]
+    network = SplitNetwork(model, plan, context, randomness)
+    undos = [network.restore_attention]
     attach_context(model, context)
     undos.append(lambda: attach_context(model, None))
     undos.append(model.register_forward_pre_hook(lambda *_: context.begin_forward()).remove)
@@ -75,7 +154,23 @@ def parallelize(
         for step in reversed(undos):
             step()
 
-    return undo
+    return network, undo
+
+
+def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Callable[..., None]:
+    verified: set[bool] = set()  # with gradients, without
+
+    @torch.compiler.disable
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        gradients = torch.is_grad_enabled()
+        if module is not network.network or verified & {gradients, True}:  # a copy of the network is split likewise
+            return
+        verified.add(gradients)
+        report = compare(network, args, kwargs, gradients=gradients)
+        if dist.get_rank() == 0:
+            log(f"Split plan of {network.name} verified on its first call: {report}.")
+
+    return hook
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:
@@ -91,7 +186,7 @@ def _applies(rule: Split, x: Tensor) -> bool:
 
 def _average_input_gradients(context: SequenceContext) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
     def hook(_: nn.Module, *inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(inputs)):
+        if context.suspended or not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(inputs)):
             return None  # the same objects then: a model may write into a dict that it is given
         whole: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
             Tensor, lambda x: whole_gradient(x, context), inputs
@@ -112,6 +207,8 @@ def _split_inputs(
         )
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if context.suspended:
+            return args, kwargs
         positional = list(args)
         for name, rule in arguments.items():
             position = names.index(name)
@@ -133,6 +230,8 @@ def _split_outputs(
     path: str, positions: Mapping[int, Split], context: SequenceContext
 ) -> Callable[[nn.Module, Any, Any], Any]:
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        if context.suspended:
+            return output
         outputs = [output] if isinstance(output, Tensor) else list(output)
         for position, rule in positions.items():
             if position >= len(outputs):
@@ -144,8 +243,10 @@ def _split_outputs(
     return hook
 
 
-def _gather_output(path: str, dim: int, context: SequenceContext) -> Callable[[nn.Module, Any, Any], Tensor]:
-    def hook(_: nn.Module, __: Any, output: Any) -> Tensor:
+def _gather_output(path: str, dim: int, context: SequenceContext) -> Callable[[nn.Module, Any, Any], Any]:
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        if context.suspended:
+            return output
         if not isinstance(output, Tensor):
             raise ValueError(
                 f"The split plan gathers the output of {path!r}, which is {type(output).__name__}, no tensor."

@@ -46,13 +46,17 @@ class SplitPlan:
         outputs: Per module path, which of its outputs are split, by position (0 if it returns one tensor).
         gathers: Per module path, the sequence dim along which its output (one tensor) is gathered.
         attention: Makes the model's self-attention exchange over the group, given the model and the shared context;
-            returns its undo. It raises a ``ValueError`` if the model's heads do not fit the mesh.
+            returns its undo, after which the model computes as before. It raises a ``ValueError`` if the model's heads
+            do not fit the mesh.
+        exact: Whether tests hold the plan to one device for this very class of models; others are verified when the
+            model is first called.
     """
 
     inputs: Mapping[str, Mapping[str, Split]]
     outputs: Mapping[str, Mapping[int, Split]]
     gathers: Mapping[str, int]
     attention: Callable[[nn.Module, SequenceContext], Undo]
+    exact: bool = False
 
 
 PlanFactory = Callable[[nn.Module], SplitPlan]

@@ -9,7 +9,11 @@ does with dropout over split sequences (Korthikanti et al., Reducing Activation 
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,3 +65,24 @@ class RegionRandomness:
         torch.set_rng_state(state)
         if device_state is not None:
             torch.cuda.set_rng_state(device_state, device)
+
+    @contextmanager
+    def put_back(self, device: torch.device) -> Iterator[None]:
+        """Afterwards all generators (torch's, NumPy's, Python's), and the next region's stream, are as before.
+
+        Args:
+            device: Of the model.
+        """
+        torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        place = self._origin, self._passes
+        try:
+            yield
+        finally:
+            self._outside = None
+            self._origin, self._passes = place
+            torch.set_rng_state(torch_state)
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
+            if device_state is not None:
+                torch.cuda.set_rng_state(device_state, device)

@@ -51,6 +51,8 @@ def split(x: Tensor, dim: int, context: SequenceContext) -> Tensor:
     lengths = split_sizes(x.shape[dim], context.mesh.sp.size)
     context.record(lengths)
     sliced: Tensor = _Split.apply(x, dim, lengths, context.mesh.sp.rank)  # type: ignore[no-untyped-call]
+    if context.on_split is not None:
+        context.on_split(sliced)
     return sliced
 
 

@@ -39,6 +39,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         compile: Compile every transformer block: True, or keyword arguments of ``torch.compile``.
         transport: How Ulysses messages travel: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (pushed by the GPUs'
             copy engines, within a host).
+        verify_plan: Compare the network split and whole when it is first called, unless tests hold its plan to one
+            device, as Wan's; a difference is an error. See ``parallel.verify_plan``.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, with two other defaults:
             rank 0's buffers are broadcast at the start, before validation and when training ends, and not in every
@@ -60,13 +62,21 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         activation_checkpointing: bool = False,
         compile: CompileOptions = False,
         transport: TransportName = "collective",
+        verify_plan: bool = True,
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout=timeout, **({"gradient_as_bucket_view": True} | kwargs))
         self._init_sequence_parallel(
             SequenceParallelSettings(
-                ulysses_size, ring_size, modules, plan, activation_checkpointing, compile=compile, transport=transport
+                ulysses_size,
+                ring_size,
+                modules,
+                plan,
+                activation_checkpointing,
+                compile=compile,
+                transport=transport,
+                verify_plan=verify_plan,
             )
         )
 

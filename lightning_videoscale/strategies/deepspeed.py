@@ -52,6 +52,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         activation_checkpointing: As for `SequenceParallelDDPStrategy`.
         compile: As for `SequenceParallelDDPStrategy`.
         transport: As for `SequenceParallelDDPStrategy`.
+        verify_plan: As for `SequenceParallelDDPStrategy`.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DeepSpeedStrategy``: offloading, bucket sizes, or a whole ``config``, which then
             says the stage.
@@ -72,6 +73,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         activation_checkpointing: bool = False,
         compile: CompileOptions = False,
         transport: TransportName = "collective",
+        verify_plan: bool = True,
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
@@ -89,7 +91,14 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         self._backward_before_step = -1  # of how many steps, when backward ran last
         self._init_sequence_parallel(
             SequenceParallelSettings(
-                ulysses_size, ring_size, modules, plan, activation_checkpointing, compile=compile, transport=transport
+                ulysses_size,
+                ring_size,
+                modules,
+                plan,
+                activation_checkpointing,
+                compile=compile,
+                transport=transport,
+                verify_plan=verify_plan,
             )
         )
 

@@ -82,6 +82,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             With one copy per node, parameters travel inside the nodes and only gradients between them.
         shard_frozen: Paths of frozen networks to shard too, such as a large text encoder.
         transport: How Ulysses messages travel, see `SequenceParallelDDPStrategy`.
+        verify_plan: Compare the network split and whole when it is first called, see `SequenceParallelDDPStrategy`.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
         timeout: How long a collective may wait for a rank that does not come.
 
@@ -104,6 +105,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         replicas: int = 1,
         shard_frozen: list[str] | None = None,
         transport: TransportName = "collective",
+        verify_plan: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -118,6 +120,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             shard_frozen,
             compile=compile,
             transport=transport,
+            verify_plan=verify_plan,
         )
         self._init_sequence_parallel(self._sharding)
         self._sharded: weakref.WeakSet[pl.LightningModule] = weakref.WeakSet()

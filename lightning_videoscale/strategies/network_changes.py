@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch._dynamo import OptimizedModule
 
@@ -54,17 +55,20 @@ def change_networks(
     undos: list[Undo] = []
     for path, plan in split_plans(module, mesh, settings).items():
         network = module.get_submodule(path)
-        undos.append(parallelize(network, mesh, plan, transport=transport))
+        undo = parallelize(
+            network, mesh, plan, transport=transport, verify_plan=settings.verify_plan, log=rank_zero_info
+        )
+        undos.append(undo)
         if settings.compile:  # a checkpointed block runs its compiled forward a second time
             undos.append(compile_blocks(network, settings.compile))
         if settings.activation_checkpointing:
             undos.append(checkpoint_activations(network))
 
-    def undo() -> None:
+    def undo_all() -> None:
         for step in reversed(undos):
             step()
 
-    return undo
+    return undo_all
 
 
 def split_plans(

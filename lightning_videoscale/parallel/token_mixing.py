@@ -1,0 +1,111 @@
+"""Calls inside a split region that mix tokens, of which each rank has only its own: `TokenMixing`.
+
+Seen is what mixes by what it is: attention, convolutions, norms and recurrent layers over tokens. What mixes by how it
+is used (a mean, a softmax, a roll over tokens) is for the comparison of values, see `verification`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_videoscale.parallel.context import SequenceContext
+
+_CONVOLUTIONS = {f"conv{transpose}{n}d" for transpose in ("", "_transpose") for n in (1, 2, 3)}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+class TokenMixing(TorchFunctionMode):
+    """Follows the slices of a forward pass through the functions of torch, and notes the calls that mix their tokens.
+
+    A tensor holds tokens if it was computed from a slice and has a slice's length along a dim. Text of every rank,
+    which no slice went into, may be attended and mixed at will.
+
+    Args:
+        context: Of the split model; tells of the slices.
+
+    Attributes:
+        found: The calls, as "module path (class): what".
+    """
+
+    def __init__(self, context: SequenceContext) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._context = context
+        self._slices = WeakIdKeyDictionary()
+        self._path: list[str] = []
+
+    @contextmanager
+    def watching(self, network: nn.Module) -> Iterator[None]:
+        """Inside, forward passes of the network are followed."""
+        names = {module: name for name, module in network.named_modules()}
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._path.append(f"{names.get(module, '?') or 'the network'} ({type(module).__name__})")
+
+        def leave(*_: Any) -> None:
+            self._path.pop()
+
+        handles = [
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave, always_call=True),
+        ]
+        self._context.on_split = self._follow
+        try:
+            with self:
+                yield
+        finally:
+            self._context.on_split = None
+            for handle in handles:
+                handle.remove()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls the function, after a look at what it is given."""
+        kwargs = kwargs or {}
+        from_slices = any(self._is_followed(x) for x in tree_leaves((args, kwargs)))
+        if from_slices and self._mixes(getattr(func, "__name__", ""), args, kwargs):
+            self.found.append(f"{self._path[-1] if self._path else 'the network'} calls {func.__name__}")
+        result = func(*args, **kwargs)
+        if from_slices:
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor):
+                    self._follow(x)
+        return result
+
+    def _follow(self, x: Tensor) -> None:
+        self._slices[x] = True
+
+    def _is_followed(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x in self._slices
+
+    def _has_tokens(self, x: Any, dims: Iterable[int]) -> bool:
+        """Whether one of the dims is as long as a slice."""
+        return self._is_followed(x) and any(x.shape[dim] in self._context.tables for dim in dims)
+
+    def _mixes(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        def argument(position: int, keyword: str) -> Any:
+            return args[position] if position < len(args) else kwargs.get(keyword)
+
+        x = argument(0, "input")
+        if name == "scaled_dot_product_attention":
+            return self._has_tokens(argument(1, "key"), [-2])
+        if name == "multi_head_attention_forward":
+            return self._has_tokens(argument(1, "key"), [0])
+        if name in _CONVOLUTIONS:
+            kernel = argument(1, "weight").shape[2:]
+            return self._has_tokens(x, [dim for dim, size in enumerate(kernel, -len(kernel)) if size > 1])
+        if name in ("group_norm", "instance_norm"):
+            return self._has_tokens(x, range(2, x.ndim))
+        if name == "batch_norm":
+            return bool(argument(5, "training")) and self._is_followed(x)
+        if name in ("layer_norm", "rms_norm"):
+            return self._has_tokens(x, range(-len(argument(1, "normalized_shape")), -1))
+        return name in _RECURRENT and self._has_tokens(x, range(x.ndim - 1))
