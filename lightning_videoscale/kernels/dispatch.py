@@ -55,7 +55,7 @@ def run_forward(
     rows, flat_x = row_map(x, operands.any_values, operands.index), as_rows(x)
     flat_branch = None if branch is None else as_rows(branch)
     gate, scale, shift = _flat_operands(operands)
-    weight, bias = _contiguous(weight), _contiguous(bias)
+    weight, bias = contiguous(weight), contiguous(bias)
     run = choose_backend(
         backend, operation, op, flat_x, flat_branch, _given(gate, scale, shift), _given(weight, bias), rows
     ).forward
@@ -91,7 +91,7 @@ def run_backward(
     rows, flat_h = row_map(h, operands.any_values, operands.index), as_rows(h)
     flat_dh, flat_dy = (flat_h if t is h else gradient_rows(t, flat_h) for t in (dh, dy))
     flat_branch = None if branch is None else as_rows(branch)
-    (gate, scale, _), (weight, bias) = _flat_operands(operands), (_contiguous(weight), _contiguous(bias))
+    (gate, scale, _), (weight, bias) = _flat_operands(operands), (contiguous(weight), contiguous(bias))
     run = choose_backend(
         backend, operation, op, flat_h, flat_branch, _given(gate, scale), _given(weight, bias), rows
     ).backward
@@ -164,7 +164,8 @@ def _given(*parameters: Any) -> tuple[Any, ...]:
     return tuple(p for p in parameters if p is not None)
 
 
-def _contiguous(parameter: Tensor | None) -> Tensor | None:
+def contiguous(parameter: Tensor | None) -> Tensor | None:
+    """Returns a parameter whose values lie in a row, as backends read them."""
     return None if parameter is None else parameter.contiguous()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import first_able
-from lightning_videoscale.kernels.dispatch import bias_gradient, fake_bias_gradient
+from lightning_videoscale.kernels.dispatch import bias_gradient, contiguous, fake_bias_gradient
 from lightning_videoscale.kernels.heads import HeadBackend, HeadOp, Layout, Rotation, Side, wide_dtype
 
 _NAMES = ("qk_norm_rope", "qk_norm_rope_backward", "qk_square_sums", "qk_gradient_sums")
@@ -50,7 +50,8 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, ...]:
     op, rotation = HeadOp(norm, per_head, layout, round_x_hat, round_normed), _rotation(cos, sin, start)
-    sides = Side(q, q_weight, q_bias, rstd=q_rstd), Side(k, k_weight, k_bias, rstd=k_rstd)
+    q_affine, k_affine = map(contiguous, (q_weight, q_bias)), map(contiguous, (k_weight, k_bias))
+    sides = Side(q, *q_affine, rstd=q_rstd), Side(k, *k_affine, rstd=k_rstd)
     return _paired(_choose(backend, op, sides, rotation).forward(op, sides, rotation, eps), wide_dtype(q))
 
 
@@ -135,7 +136,7 @@ def _gradient_sums(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     op, rotation = HeadOp("rms", False, layout, False), _rotation(cos, sin, start)
-    sides = Side(q, q_weight, None, rstd=q_rstd), Side(k, k_weight, None, rstd=k_rstd)
+    sides = Side(q, contiguous(q_weight), None, rstd=q_rstd), Side(k, contiguous(k_weight), None, rstd=k_rstd)
     return _choose(backend, op, sides, rotation).gradient_sums(op, (dq.to(q.dtype), dk.to(q.dtype)), sides, rotation)
 
 
@@ -159,6 +160,7 @@ def _rotation(cos: Tensor | None, sin: Tensor | None, start: int) -> Rotation | 
 
 
 def _side(op: HeadOp, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor) -> Side:
+    weight, bias = contiguous(weight), contiguous(bias)  # backends read the values in a row
     return Side(x, weight, bias, mean if op.norm == "layer" else None, None if op.norm == "none" else rstd)
 
 
