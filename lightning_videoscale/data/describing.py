@@ -18,10 +18,10 @@ from lightning_videoscale.data.tars import Refusal
 _LATENTS = ("latents.npy", "latents.safetensors", "safetensors")
 _PICKLE = "it is a pickle, which runs code when it is loaded"
 _CONVERT = (
-    f"{_PICKLE}. This converts it safely, NAME being its name:\n"
+    f"{_PICKLE}. This converts it safely, FILE being this member and KEY its sample:\n"
     "    import numpy, torch\n"
-    "    latents = torch.load('NAME.pth', map_location='cpu', weights_only=True)\n"
-    "    numpy.save('NAME.latents.npy', latents.half().numpy())"
+    "    latents = torch.load('FILE', map_location='cpu', weights_only=True)\n"
+    "    numpy.save('KEY.latents.npy', latents.half().numpy())"
 )
 
 

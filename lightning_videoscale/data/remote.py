@@ -184,7 +184,11 @@ def _sounds_final(error: BaseException) -> bool:
 
 def _status(error: BaseException) -> int | None:
     """The HTTP status in an error of aiohttp, of Google's, Azure's or Amazon's library."""
-    found = [getattr(error, name, None) for name in ("status", "code", "status_code")]
-    if isinstance(response := getattr(error, "response", None), dict):
-        found.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-    return next((status for status in found if isinstance(status, int)), None)
+    response = getattr(error, "response", None)
+    of_amazon = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+    if isinstance(of_amazon, int):
+        return of_amazon
+    for name in ("status", "code", "status_code"):
+        if isinstance(status := getattr(error, name, None), int):
+            return status
+    return None

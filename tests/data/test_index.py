@@ -208,9 +208,10 @@ def test_latents_in_a_pickle_come_with_the_way_to_convert_them(
     assert name == f"clip00003.{extension}" and "it is a pickle" in reason
 
     _, *program = reason.splitlines()
-    (tmp_path / "clip00003.pth").write_bytes(file.getvalue())
+    (tmp_path / name).write_bytes(file.getvalue())
     monkeypatch.chdir(tmp_path)
-    exec("\n".join(line.strip() for line in program).replace("NAME", "clip00003"), {})
+    assert len(program) == 3
+    exec("\n".join(line.strip() for line in program).replace("FILE", name).replace("KEY", "clip00003"), {})
     converted = _without("latents.npy") | {"latents.npy": (tmp_path / "clip00003.latents.npy").read_bytes()}
     index = index_shards([str(write_shard(tmp_path / "001.tar", [converted]))])
     assert torch.allclose(SampleReader(index).read(0)["latents"].float(), latents, atol=1e-2)
