@@ -17,9 +17,10 @@ from lightning_videoscale.parallel.loss import attach_context
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.plan import Split, SplitPlan, Undo, find_plan, known_models
 from lightning_videoscale.parallel.randomness import RegionRandomness
+from lightning_videoscale.parallel.rehearsal import SplitNetwork
 from lightning_videoscale.parallel.sharding import gather, split, whole_gradient
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
-from lightning_videoscale.parallel.verification import PlanReport, SplitNetwork, compare
+from lightning_videoscale.parallel.verification import PlanReport, compare
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def verify_plan(
         raise ValueError(f"{mesh} splits nothing: verify_plan needs at least two ranks per group.")
     split_network, undo = _install(network, mesh, _plan_for(network, plan), transport)
     try:
-        return compare(split_network, args, dict(kwargs or {}), gradients=torch.is_grad_enabled())
+        return compare(split_network, args, kwargs or {}, gradients=torch.is_grad_enabled())
     finally:
         undo()
 
@@ -156,7 +157,6 @@ def _install(
 def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Callable[..., None]:
     verified: set[bool] = set()  # with gradients, without
 
-    @torch.compiler.disable
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         gradients = torch.is_grad_enabled()
         if module is not network.network or verified & {gradients, True}:  # a copy of the network is split likewise
@@ -166,7 +166,8 @@ def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Ca
         if dist.get_rank() == 0:
             log(f"Split plan of {network.name} verified on its first call: {report}.")
 
-    return hook
+    uncompiled: Callable[..., None] = torch.compiler.disable(hook)
+    return uncompiled
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from diffusers import LTXVideoTransformer3DModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.parallel import (
@@ -87,7 +89,7 @@ class CrossAttention(nn.Module):
 
 
 class Counter(nn.Module):
-    """Counts its calls, or the tokens that it has seen, and centres by a running mean."""
+    """Counts its calls, or the tokens that it has seen."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -102,6 +104,10 @@ class Counter(nn.Module):
 
 def over_channels_first(x: Tensor, module: nn.Module) -> Tensor:
     return x + module(x.transpose(1, 2)).transpose(1, 2)
+
+
+def over_each_token(x: Tensor, module: nn.Module) -> Tensor:
+    return module(x.flatten(0, 1)[:, None])[:, 0].view_as(x)
 
 
 def recurrent(x: Tensor, module: nn.Module) -> Tensor:
@@ -147,7 +153,7 @@ ALLOWED: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Dropout(0.5),
     "cross-attention": CrossAttention,
     "calls counted": lambda: Counter("calls"),
-    "convolution over channels": lambda: Applied(lambda x, m: m(x.flatten(0, 1)[:, None])[:, 0].view_as(x), nn.Conv1d(1, 1, 3, padding=1)),
+    "convolution over channels": lambda: Applied(over_each_token, nn.Conv1d(1, 1, 3, padding=1)),
 }
 
 
@@ -198,7 +204,8 @@ def first_call(model: nn.Module, split: SplitPlan, *args: Any, **kwargs: Any) ->
 
 
 def first_calls(kind: str) -> dict[str, str]:
-    layers: dict[str, Any] = {"seen": {k: v[0] for k, v in SEEN.items()}, "compared": COMPARED, "allowed": ALLOWED}[kind]
+    seen = {name: layer for name, (layer, _) in SEEN.items()}
+    layers = {"seen": seen, "compared": COMPARED, "allowed": ALLOWED}[kind]
     x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1))
     return {name: first_call(network(layer), plan(), x) for name, layer in layers.items()}
 
@@ -318,7 +325,45 @@ def test_a_difference_in_one_group_is_an_error_on_all_ranks(ranks: Ranks) -> Non
 def test_no_room_on_one_rank_leaves_the_comparison_out(ranks: Ranks) -> None:
     for report in ranks(2).run(out_of_memory):
         assert report.startswith("not compared")
-        assert report.endswith("left out, since the whole sequence has no room in memory")
+        assert report.endswith("since a device has no room for the whole sequence")
+
+
+# -- what surrounds the call ------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.attention, x, use_reentrant=True)
+
+
+def surrounded(by: str) -> str:
+    lines: list[str] = []
+    model, whole = (network(Checkpointed if by == "reentrant checkpoint" else nn.Identity) for _ in range(2))
+    mesh = SequenceMesh.create("cpu", ulysses_size=2)
+    parallelize(model, mesh, plan(), log=lines.append)
+    x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    called: Any = torch.compile(model, backend="eager") if by == "compilation" else model
+    y = checkpoint(called, x, use_reentrant=False) if by == "checkpoint" else called(x)
+    assert torch.allclose(y, whole(x), atol=1e-6)
+    gradients = []
+    for output in (y, whole(x)):
+        x.grad = None
+        output.sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    assert torch.allclose(*gradients, atol=1e-5)
+    return lines[0] if lines else ""
+
+
+@pytest.mark.parametrize("by", ["checkpoint", "reentrant checkpoint", "compilation"])
+def test_what_surrounds_the_call_or_lies_within(ranks: Ranks, by: str) -> None:
+    line = ranks(2).run(surrounded, by)[0]
+    assert "split and whole differ by at most" in line
+    assert ("gradients left out, as checkpoints with use_reentrant=True give none" in line) == (by[0] == "r")
 
 
 # -- it leaves no trace -----------------------------------------------------------------------------------------------
@@ -367,8 +412,9 @@ def train(strategy: str, verify: bool, **arguments: Any) -> tuple[dict[str, Tens
     lines: list[str] = []
     batches = DataLoader(torch.randn(8, 9, 8, generator=torch.Generator().manual_seed(1)), batch_size=2)
     torch._dynamo.reset()
-    with deepspeed_on_cpu() if strategy == "zero3" else nullcontext(), patch.object(
-        network_changes, "rank_zero_info", lines.append
+    with (
+        deepspeed_on_cpu() if strategy == "zero3" else nullcontext(),
+        patch.object(network_changes, "rank_zero_info", lines.append),
     ):
         arguments |= {"stage": 3} if strategy == "zero3" else {}
         module = Training()
@@ -416,7 +462,7 @@ def test_training_is_what_it_is_without(ranks: Ranks, strategy: str, arguments: 
     assert verified[1][1] == plain[0][1] == []
 
 
-# -- diffusers' LTX -----------------------------------------------------------------------------------------------------
+# -- diffusers' LTX ---------------------------------------------------------------------------------------------------
 
 
 class ExchangedAttention:
@@ -461,7 +507,7 @@ def ltx(exchanged: bool, text_is_split: bool) -> str:
     model = LTXVideoTransformer3DModel(in_channels=4, out_channels=4, num_layers=2, **sizes)
     declared = read_diffusers_plan(model, ltx_attention(exchanged))
     if not text_is_split:
-        declared = SplitPlan({"": {"hidden_states": Split(1, 3)}}, declared.outputs, declared.gathers, declared.attention)
+        declared = replace(declared, inputs={"": {"hidden_states": Split(1, 3)}})
     return first_call(
         model,
         declared,
