@@ -162,7 +162,11 @@ def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Ca
         if module is not network.network or verified & {gradients, True}:  # a copy of the network is split likewise
             return
         verified.add(gradients)
-        report = compare(network, args, kwargs, gradients=gradients)
+        try:
+            report = compare(network, args, kwargs, gradients=gradients)
+        except Exception:
+            verified.discard(gradients)  # whoever catches it and goes on hears of it again
+            raise
         if dist.get_rank() == 0:
             log(f"Split plan of {network.name} verified on its first call: {report}.")
 
