@@ -40,8 +40,9 @@ def parallelize(
     parameters must then be averaged over all ranks, dp × sp (see `sharding`); inputs receive theirs whole. Between the
     first split of an input and the last gather the ranks draw different random numbers, for dropout (see `randomness`).
 
-    A plan that is not known to be exact is verified, as `verify_plan` does, on the inputs of the first call with and
-    the first call without gradients enabled; all ranks of the job must then make these calls.
+    A plan that is not known to be exact is verified, as `verify_plan` does, on the inputs of the first call with
+    gradients enabled, and of the first call without if it comes earlier. All ranks of the job must make these calls.
+    The network, and with it the hooks on its modules, runs two or four times more then; code around it runs once.
 
     Args:
         model: The network, not yet compiled or wrapped by a data-parallel engine.
