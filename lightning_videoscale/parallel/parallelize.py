@@ -18,9 +18,10 @@ from lightning_videoscale.parallel.loss import attach_context
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.plan import Split, SplitPlan, Undo, find_plan, known_models
 from lightning_videoscale.parallel.randomness import RegionRandomness
+from lightning_videoscale.parallel.rehearsal import SplitNetwork
 from lightning_videoscale.parallel.sharding import gather, split, whole_gradient
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
-from lightning_videoscale.parallel.verification import PlanReport, SplitNetwork, compare
+from lightning_videoscale.parallel.verification import PlanReport, compare
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +42,9 @@ def parallelize(
     parameters must then be averaged over all ranks, dp × sp (see `sharding`); inputs receive theirs whole. Between the
     first split of an input and the last gather the ranks draw different random numbers, for dropout (see `randomness`).
 
-    A plan that is not known to be exact is verified, as `verify_plan` does, on the inputs of the first call with and
-    the first call without gradients enabled; all ranks of the job must then make these calls.
+    A plan that is not known to be exact is verified, as `verify_plan` does, on the inputs of the first call with
+    gradients enabled, and of the first call without if it comes earlier. All ranks of the job must make these calls.
+    The network, and with it the hooks on its modules, runs two or four times more then; code around it runs once.
 
     Args:
         model: The network, not yet compiled or wrapped by a data-parallel engine.
@@ -109,7 +111,7 @@ def verify_plan(
         raise ValueError(f"{mesh} splits nothing: verify_plan needs at least two ranks per group.")
     split_network, undo = _install(network, mesh, _plan_for(network, plan), transport)
     try:
-        return compare(split_network, args, dict(kwargs or {}), gradients=torch.is_grad_enabled())
+        return compare(split_network, args, kwargs or {}, gradients=torch.is_grad_enabled())
     finally:
         undo()
 
@@ -160,17 +162,21 @@ def _install(
 def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Callable[..., None]:
     verified: set[bool] = set()  # with gradients, without
 
-    @torch.compiler.disable
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         gradients = torch.is_grad_enabled()
         if module is not network.network or verified & {gradients, True}:  # a copy of the network is split likewise
             return
         verified.add(gradients)
-        report = compare(network, args, kwargs, gradients=gradients)
+        try:
+            report = compare(network, args, kwargs, gradients=gradients)
+        except Exception:
+            verified.discard(gradients)  # whoever catches it and goes on hears of it again
+            raise
         if dist.get_rank() == 0:
             log(f"Split plan of {network.name} verified on its first call: {report}.")
 
-    return hook
+    uncompiled: Callable[..., None] = torch.compiler.disable(hook)
+    return uncompiled
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:

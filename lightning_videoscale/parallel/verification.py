@@ -2,32 +2,31 @@
 
 A plan says what to split and what to exchange, and nothing in it can say what it forgot. So a network is run twice on
 the inputs of one call, on slices and on whole sequences; outputs, buffers, and the gradients that a random gradient of
-the output gives, must agree. Nothing of it stays: neither gradients nor draws of generators nor what buffers became.
+the output gives, must agree.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from lightning_videoscale.parallel.context import SequenceContext
-from lightning_videoscale.parallel.plan import SplitPlan
-from lightning_videoscale.parallel.randomness import RegionRandomness
+from lightning_videoscale.parallel.mesh import Axis
+from lightning_videoscale.parallel.rehearsal import Rehearsal, SplitNetwork, eval_mode, rehearse, stage
 from lightning_videoscale.parallel.token_mixing import TokenMixing
 
-_MOST_ELEMENTS = 1 << 28  # of gradients that are compared; small parameters come first
 _BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-2}  # models compute norms and tables in float32, TF32 rounds
 _COARSE = 0.1
+_NO_ROOM = "a device has no room for the whole sequence"
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,13 @@ class PlanReport:
             the maximum norm, whichever is larger; gradients count for at least 1 % of the norm of all.
         bound: What rounding may explain in the dtypes at hand.
         seconds: What the comparison took.
-        left_out: What was not compared, with the reason; empty if everything was.
+        remark: What was left out, with the reason, and in which mode the network ran; empty if there is nothing to say.
     """
 
     errors: Mapping[str, float]
     bound: float
     seconds: float
-    left_out: str
+    remark: str
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -59,64 +58,14 @@ class PlanReport:
             if self.errors
             else "not compared"
         )
-        return f"{compared}, {self.seconds:.1f} s{'; ' if self.left_out else ''}{self.left_out}"
+        return f"{compared}, {self.seconds:.1f} s{'; ' if self.remark else ''}{self.remark}"
 
 
-class SplitNetwork:
-    """A network whose sequence is split, and that can run whole for a while.
-
-    Args:
-        network: The network.
-        plan: How it is split.
-        context: What its hooks and its attention share.
-        randomness: Of its region.
-    """
-
-    def __init__(
-        self, network: nn.Module, plan: SplitPlan, context: SequenceContext, randomness: RegionRandomness
-    ) -> None:
-        self.name = type(network).__name__  # before a data-parallel engine makes another class of it
-        self.network, self.plan, self.context, self.randomness = network, plan, context, randomness
-        self._restore_attention = plan.attention(network, context)
-
-    def restore_attention(self) -> None:
-        """Takes the exchanges back."""
-        self._restore_attention()
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, the network computes on whole sequences, with the attention it had before it was split."""
-        # Later changes, such as compilation, may have wrapped a forward that the attention's undo sets back.
-        forwards = [(module, vars(module).get("forward")) for module in self.network.modules()]
-        self._restore_attention()
-        self.context.suspended = True
-        try:
-            yield
-        finally:
-            self.context.suspended = False
-            self._restore_attention = self.plan.attention(self.network, self.context)
-            for module, forward in forwards:
-                vars(module).pop("forward", None)
-                if forward is not None:
-                    module.forward = forward
-
-
-@dataclass
-class _Results:
-    """Of one run. All tensors are detached."""
-
-    outputs: list[Tensor]
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    dtypes: set[torch.dtype] = field(default_factory=set)
-    drew: bool = False
-
-
-def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: dict[str, Any], *, gradients: bool) -> PlanReport:
+def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool) -> PlanReport:
     """Runs the network split and whole and compares; collective over all ranks, which must all come here.
 
-    Gradients of at most 2^28 elements are compared, small parameters first. They are left out, and then the rest too,
-    where a GPU has no room for the whole sequence. A network that draws random numbers is compared in eval mode.
+    Where a GPU has no room for the whole sequence, gradients are left out, or all. A network that draws random numbers
+    is compared in eval mode.
 
     Args:
         split: The network.
@@ -128,65 +77,72 @@ def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: dict[str, Any], 
         ValueError: On all ranks, if it mixes tokens where ranks have their own only, or the results differ.
     """
     started = time.perf_counter()
-    network, mesh = split.network, split.context.mesh
-    device = next((x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), torch.device("cpu"))
-    left_out = ""
-    with ExitStack() as contexts:
-        contexts.enter_context(_at_rest(network))
-        contexts.enter_context(torch.compiler.set_stance("force_eager"))
-        contexts.enter_context(_filled_zeros(network))
-        contexts.enter_context(_fresh_peak(device))
-
-        def run(whole: bool) -> _Results | None:
-            with split.randomness.put_back(device), ExitStack() as how:
-                if whole:
-                    how.enter_context(split.whole())
-                try:
-                    return _run(network, args, kwargs, device, gradients)
-                except torch.OutOfMemoryError:
-                    if not whole or _is_sharded(network):  # peers are in the middle of an exchange
-                        raise
-                except Exception as error:
-                    error.add_note(
-                        f"Raised while {split.name} ran {'whole' if whole else 'split'} to verify its split "
-                        "plan. The undo that the plan's attention= returns must restore all; verify_plan=False skips "
-                        "the comparison."
-                    )
-                    raise
-            return None
-
+    network, sp = split.network, split.context.mesh.sp
+    tensors = [x for x in (*tree_leaves((args, kwargs)), *network.parameters()) if isinstance(x, Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    remark = ""
+    with stage(network), _fresh_peak(device):
         mixing = TokenMixing(split.context)
         with mixing.watching(network):
-            on_slices = run(whole=False)
+            on_slices = _attempt(split, args, kwargs, device, gradients, whole=False)
         assert on_slices is not None
-        everyone = _agree((mixing.found, _has_room(device, mesh.sp.size)))
+        everyone = _agree((mixing.found, _has_room(device, sp.size)))
         _refuse_mixing(split.name, [found for found, _ in everyone if found])
-        if gradients and not all(room for _, room in everyone):
-            gradients, left_out = False, "gradients left out, since the whole sequence has no room in memory"
-        at_once = run(whole=True)
-        if any(_agree(at_once is None)):
-            left_out = "left out, since the whole sequence has no room in memory"
-            return PlanReport({}, 0.0, time.perf_counter() - started, left_out)
-        assert at_once is not None
-        buffers = on_slices.buffers, at_once.buffers
-        if any(_agree(at_once.drew)):
-            with _eval_mode(network):
-                on_slices, at_once = run(whole=False), run(whole=True)
+        if gradients and on_slices.gradients is None:
+            gradients, remark = False, "gradients left out, as checkpoints with use_reentrant=True give none"
+        elif gradients and not all(room for _, room in everyone):
+            gradients, remark = False, f"gradients left out, since {_NO_ROOM}"
+        whole = _attempt(split, args, kwargs, device, gradients, whole=True)
+        if not all(_agree(whole is not None)):
+            return PlanReport({}, 0.0, time.perf_counter() - started, f"since {_NO_ROOM}")
+        assert whole is not None
+        buffers = on_slices.buffers, whole.buffers
+        if any(_agree(whole.drew)):  # in the region, each rank draws its own
+            with eval_mode(network):
+                on_slices = _attempt(split, args, kwargs, device, gradients, whole=False)
+                whole = _attempt(split, args, kwargs, device, gradients, whole=True)
             assert on_slices is not None
-            assert at_once is not None
-    errors = _output_errors(on_slices.outputs, at_once.outputs)
+            assert whole is not None
+            remark = f"{remark}{', ' if remark else ''}in eval mode, as it draws random numbers"
+    errors = _output_errors(on_slices.outputs, whole.outputs)
     errors |= {
         f"buffer {name}": _error(*(held.get(name) for held in buffers)) for name in sorted({*buffers[0], *buffers[1]})
     }
-    if gradients:
-        errors |= _gradient_errors(on_slices.gradients, at_once.gradients, split.context)
+    if whole.gradients is not None:
+        errors |= _gradient_errors(on_slices.gradients or {}, whole.gradients, sp)
     everyone = _agree(errors)
     errors = {name: max(theirs.get(name, 0.0) for theirs in everyone) for theirs in everyone for name in theirs}
-    bound = _bound(device, on_slices.dtypes | at_once.dtypes)
-    report = PlanReport(errors, bound, time.perf_counter() - started, left_out)
+    bound = _bound(device, on_slices.dtypes | whole.dtypes)
+    report = PlanReport(errors, bound, time.perf_counter() - started, remark)
     if report.worst[1] > bound:
         raise ValueError(_difference_message(split.name, report))
     return report
+
+
+def _attempt(
+    split: SplitNetwork,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    gradients: bool,
+    *,
+    whole: bool,
+) -> Rehearsal | None:
+    """None where the whole sequence has no room."""
+    try:
+        with split.whole() if whole else nullcontext():
+            return rehearse(split, args, kwargs, device, gradients=gradients)
+    except Exception as error:
+        sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in split.network.parameters())
+        if whole and not sharded and isinstance(error, torch.OutOfMemoryError):
+            return None  # nobody waits for this rank
+        error.add_note(
+            f"Raised while {split.name} ran {'whole' if whole else 'on slices'}, without compilation, to verify its "
+            "split plan; verify_plan=False leaves that out."
+            + " The undo that the plan's attention= returns must restore what was before."
+            * whole
+        )
+        raise
 
 
 def _difference_message(name: str, report: PlanReport) -> str:
@@ -212,153 +168,6 @@ def _refuse_mixing(name: str, found: list[list[str]]) -> None:
         )
 
 
-def _run(
-    network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, gradients: bool
-) -> _Results:
-    leaves: dict[str, Tensor] = {}
-
-    def copied(x: Tensor) -> Tensor:
-        if not (gradients and x.requires_grad):
-            return x.detach().clone()
-        leaf = leaves[f"input {len(leaves)}"] = x.detach().requires_grad_()
-        return leaf.clone()  # the network may write into it, as it may not into a leaf
-
-    args, kwargs = tree_map_only(Tensor, copied, (args, kwargs))
-    before = _generator_states(device)
-    with _kept_buffers(network) as changed, torch.set_grad_enabled(gradients):
-        torch.clear_autocast_cache()  # of casts of parameters with other values
-        with _parameters_in_use(network) as parameters:
-            output = network(*args, **kwargs)
-        drew = not all(map(torch.equal, before, _generator_states(device)))
-        outputs = [x for x in _tensors(output) if x.is_floating_point()]
-        results = _Results([x.detach() for x in outputs], buffers=changed(), drew=drew)
-        results.dtypes = {x.dtype for x in (*outputs, *parameters.values()) if x.is_floating_point()}
-        if gradients:
-            leaves |= {name: p for name, p in _smallest(parameters).items() if p.requires_grad}
-            results.gradients = _gradients(outputs, leaves)
-        torch.clear_autocast_cache()
-    return results
-
-
-def _gradients(outputs: list[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """Of the leaves, from gradients of the outputs that are random and the same on all ranks; fills no ``.grad``."""
-    roots = [x for x in outputs if x.requires_grad]
-    if not roots or not leaves:
-        return {}
-    generator = torch.Generator().manual_seed(0)
-    cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in roots]
-    return dict(
-        zip(leaves, torch.autograd.grad(roots, list(leaves.values()), cotangents, allow_unused=True), strict=True)
-    )
-
-
-@contextmanager
-def _parameters_in_use(network: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Fills with the parameters by name as they are in forward: FSDP2 puts the gathered ones there meanwhile."""
-    names = {module: f"{name}." if name else "" for name, module in network.named_modules()}
-    found: dict[str, Tensor] = {}
-
-    def look(module: nn.Module, *_: Any) -> None:
-        for name, parameter in module.named_parameters() if module in names else ():
-            if not isinstance(parameter, DTensor):
-                found[names[module] + name] = parameter
-
-    handle = nn.modules.module.register_module_forward_hook(look)
-    try:
-        yield found
-    finally:
-        handle.remove()
-
-
-def _smallest(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    chosen, room = {}, _MOST_ELEMENTS
-    for name, parameter in sorted(parameters.items(), key=lambda item: (_elements(item[1]), item[0])):
-        room -= _elements(parameter)
-        if room < 0:
-            break
-        chosen[name] = parameter
-    return chosen
-
-
-def _elements(parameter: Tensor) -> int:
-    count: int = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 has emptied what it partitioned
-    return count
-
-
-@contextmanager
-def _kept_buffers(network: nn.Module) -> Iterator[Any]:
-    """Yields a function that returns the buffers that were written since, by name; puts all back at the end."""
-    held = {
-        f"{path}.{name}": (module, name, x, x.clone())
-        for path, module in network.named_modules()
-        for name, x in module.named_buffers(recurse=False)
-    }
-
-    def changed() -> dict[str, Tensor]:
-        now = {key: module._buffers[name] for key, (module, name, _, _) in held.items()}
-        return {key: x.clone() for key, x in now.items() if x is not None and not torch.equal(x, held[key][3])}
-
-    try:
-        yield changed
-    finally:
-        for module, name, x, copy in held.values():
-            if not torch.equal(x, copy):
-                x.data.copy_(copy)
-            module._buffers[name] = x
-
-
-@contextmanager
-def _filled_zeros(network: nn.Module) -> Iterator[None]:
-    """Inside, parameters that are all zero, as gates and LoRA start, are random: they would hide what is behind."""
-    filled = []
-    for seed, parameter in enumerate(network.parameters()):
-        values = parameter.detach()
-        local = (values.to_local() if isinstance(values, DTensor) else values).data  # whose version nobody counts
-        if local.numel() and local.is_floating_point() and not local.any():
-            noise = torch.randn(local.shape, generator=torch.Generator().manual_seed(seed))
-            local.copy_(noise * (local.shape[-1] ** -0.5 if local.ndim > 1 else 0.5))
-            filled.append(local)
-    try:
-        yield
-    finally:
-        for local in filled:
-            local.zero_()
-
-
-@contextmanager
-def _at_rest(network: nn.Module) -> Iterator[None]:
-    """Inside, FSDP2 holds no gathered parameters: backward would free those of modules whose forward is under way."""
-    under_way: list[FSDPModule] = []
-    sharded = next((module for module in network.modules() if isinstance(module, FSDPModule)), None)
-    if sharded is not None:
-        # Private, as FSDP2 tells nobody else in whose forward, also around this network, a call is.
-        states = sharded._get_fsdp_state()._state_ctx.all_states
-        modules = [module for state in states if state._training_state.name == "FORWARD" for module in state._modules]
-        under_way = [module for module in modules if isinstance(module, FSDPModule)]
-    for module in under_way:
-        module.reshard()
-    try:
-        yield
-    finally:
-        for module in under_way:
-            module.unshard()
-
-
-def _is_sharded(network: nn.Module) -> bool:
-    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in network.parameters())
-
-
-@contextmanager
-def _eval_mode(network: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 @contextmanager
 def _fresh_peak(device: torch.device) -> Iterator[None]:
     """A peak of memory of its own, inside and, for whoever measures the steps, afterwards."""
@@ -382,10 +191,6 @@ def _has_room(device: torch.device, times: int) -> bool:
     return (torch.cuda.max_memory_allocated(device) - allocated) * times <= free
 
 
-def _generator_states(device: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
 def _agree(mine: Any) -> list[Any]:
     """What every rank says."""
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -393,27 +198,19 @@ def _agree(mine: Any) -> list[Any]:
     return everyone
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    """All tensors of an output, also those in the attributes of an object."""
-    leaves = tree_leaves(output)
-    leaves += [y for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__") for y in tree_leaves(vars(x))]
-    return [x for x in leaves if isinstance(x, Tensor)]
-
-
 def _output_errors(split: list[Tensor], whole: list[Tensor]) -> dict[str, float]:
     shapes = [[tuple(x.shape) for x in outputs] for outputs in (split, whole)]
     if shapes[0] != shapes[1]:
-        return {f"output shapes {shapes[0]} rather than {shapes[1]}": float("inf")}
+        return {f"output shapes {shapes[0]} rather than {shapes[1]}": math.inf}
     return {f"output {n}": _error(*pair) for n, pair in enumerate(zip(split, whole, strict=True))}
 
 
 def _gradient_errors(
-    split: dict[str, Tensor | None], whole: dict[str, Tensor | None], context: SequenceContext
+    split: Mapping[str, Tensor | None], whole: Mapping[str, Tensor | None], sp: Axis
 ) -> dict[str, float]:
-    sp = context.mesh.sp
     differences, norms = {}, {}
     for name, expected in whole.items():
-        if expected is None:
+        if expected is None or not expected.isfinite().all():
             continue
         mine = split.get(name)
         averaged = (torch.zeros_like(expected) if mine is None else mine).float().contiguous()
@@ -421,19 +218,23 @@ def _gradient_errors(
         norms[name] = float(expected.norm())
         differences[name] = float((averaged / sp.size - expected).norm())
     floor = 1e-2 * sum(norm**2 for norm in norms.values()) ** 0.5
-    return {name: differences[name] / max(norm, floor, 1e-300) for name, norm in norms.items()}
+    return {name: _ratio(differences[name], max(norm, floor)) for name, norm in norms.items()}
 
 
 def _error(split: Tensor | None, whole: Tensor | None) -> float:
     """Where the whole is finite; infinite if the split is not."""
     if split is None or whole is None or split.shape != whole.shape:
-        return float("inf")
+        return math.inf
     there = whole.isfinite()
     split, whole = (torch.where(there, x, torch.zeros_like(x)).double() for x in (split, whole))
-    errors = [float(torch.linalg.vector_norm(split - whole, p)) for p in (2, torch.inf)]
-    norms = [max(float(torch.linalg.vector_norm(whole, p)), 1e-300) for p in (2, torch.inf)]
-    worst = max(error / norm for error, norm in zip(errors, norms, strict=True))
-    return worst if worst == worst else float("inf")
+    return max(
+        _ratio(*(float(torch.linalg.vector_norm(x, order)) for x in (split - whole, whole))) for order in (2, torch.inf)
+    )
+
+
+def _ratio(difference: float, norm: float) -> float:
+    ratio = difference / max(norm, 1e-300)
+    return ratio if math.isfinite(ratio) else math.inf
 
 
 def _bound(device: torch.device, dtypes: set[torch.dtype]) -> float:

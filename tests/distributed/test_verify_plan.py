@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers import LTXVideoTransformer3DModel
+from diffusers import LTXVideoTransformer3DModel, WanTransformer3DModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_videoscale.injection import wan  # noqa: F401  # registers Wan's plan
 from lightning_videoscale.parallel import (
     SequenceContext,
     SequenceMesh,
@@ -37,6 +40,7 @@ from lightning_videoscale.strategies import (
 from tests.distributed.groups import reused_groups
 from tests.distributed.pool import ProcessPool
 from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
+from tests.models import tiny_wan
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -87,7 +91,7 @@ class CrossAttention(nn.Module):
 
 
 class Counter(nn.Module):
-    """Counts its calls, or the tokens that it has seen, and centres by a running mean."""
+    """Counts its calls, or the tokens that it has seen."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -102,6 +106,10 @@ class Counter(nn.Module):
 
 def over_channels_first(x: Tensor, module: nn.Module) -> Tensor:
     return x + module(x.transpose(1, 2)).transpose(1, 2)
+
+
+def over_each_token(x: Tensor, module: nn.Module) -> Tensor:
+    return module(x.flatten(0, 1)[:, None])[:, 0].view_as(x)
 
 
 def recurrent(x: Tensor, module: nn.Module) -> Tensor:
@@ -147,7 +155,7 @@ ALLOWED: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Dropout(0.5),
     "cross-attention": CrossAttention,
     "calls counted": lambda: Counter("calls"),
-    "convolution over channels": lambda: Applied(lambda x, m: m(x.flatten(0, 1)[:, None])[:, 0].view_as(x), nn.Conv1d(1, 1, 3, padding=1)),
+    "convolution over channels": lambda: Applied(over_each_token, nn.Conv1d(1, 1, 3, padding=1)),
 }
 
 
@@ -182,7 +190,7 @@ def network(layer: Callable[[], nn.Module]) -> Network:
     return Network(layer(), Attention())
 
 
-def first_call(model: nn.Module, split: SplitPlan, *args: Any, **kwargs: Any) -> str:
+def first_call(model: nn.Module, split: SplitPlan | None, *args: Any, **kwargs: Any) -> str:
     """The error, or what is logged."""
     lines: list[str] = []
     with reused_groups():
@@ -191,6 +199,8 @@ def first_call(model: nn.Module, split: SplitPlan, *args: Any, **kwargs: Any) ->
     try:
         model(*args, **kwargs)
     except ValueError as error:
+        with pytest.raises(ValueError, match="where its sequence is split"):  # again, for who goes on
+            model(*args, **kwargs)
         return str(error)
     finally:
         undo()
@@ -198,7 +208,8 @@ def first_call(model: nn.Module, split: SplitPlan, *args: Any, **kwargs: Any) ->
 
 
 def first_calls(kind: str) -> dict[str, str]:
-    layers: dict[str, Any] = {"seen": {k: v[0] for k, v in SEEN.items()}, "compared": COMPARED, "allowed": ALLOWED}[kind]
+    seen = {name: layer for name, (layer, _) in SEEN.items()}
+    layers = {"seen": seen, "compared": COMPARED, "allowed": ALLOWED}[kind]
     x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1))
     return {name: first_call(network(layer), plan(), x) for name, layer in layers.items()}
 
@@ -214,6 +225,7 @@ def test_what_mixes_tokens_by_how_it_is_used_is_found_by_comparison(ranks: Ranks
     for messages in ranks(2).run(first_calls, "compared"):
         for name in COMPARED:
             assert "Network computes something else where its sequence is split" in messages[name], name
+        assert "buffer layers.0.count by" in messages["tokens counted"]
 
 
 def test_what_keeps_to_its_token_is_allowed(ranks: Ranks) -> None:
@@ -318,7 +330,47 @@ def test_a_difference_in_one_group_is_an_error_on_all_ranks(ranks: Ranks) -> Non
 def test_no_room_on_one_rank_leaves_the_comparison_out(ranks: Ranks) -> None:
     for report in ranks(2).run(out_of_memory):
         assert report.startswith("not compared")
-        assert report.endswith("left out, since the whole sequence has no room in memory")
+        assert report.endswith("since a device has no room for the whole sequence")
+
+
+# -- what surrounds the call ------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.attention, x, use_reentrant=True)
+
+
+def surrounded(by: str) -> str:
+    lines: list[str] = []
+    model, whole = (network(Checkpointed if by == "reentrant checkpoint" else nn.Identity) for _ in range(2))
+    mesh = SequenceMesh.create("cpu", ulysses_size=2)
+    parallelize(model, mesh, plan(), log=lines.append)
+    x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    called: Any = torch.compile(model, backend="eager") if by == "compilation" else model
+    y = checkpoint(called, x, use_reentrant=False) if by == "checkpoint" else called(x)
+    assert torch.allclose(y, whole(x), atol=1e-6)
+    gradients = []
+    for output in (y, whole(x)):
+        x.grad = None
+        output.sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    assert torch.allclose(*gradients, atol=1e-5)
+    return lines[0] if lines else ""
+
+
+@pytest.mark.parametrize(
+    "by", ["checkpoint", "reentrant checkpoint", pytest.param("compilation", marks=pytest.mark.full)]
+)
+def test_what_surrounds_the_call_or_lies_within(ranks: Ranks, by: str) -> None:
+    line = ranks(2).run(surrounded, by)[0]
+    assert "split and whole differ by at most" in line
+    assert ("gradients left out, as checkpoints with use_reentrant=True give none" in line) == (by[0] == "r")
 
 
 # -- it leaves no trace -----------------------------------------------------------------------------------------------
@@ -367,8 +419,9 @@ def train(strategy: str, verify: bool, **arguments: Any) -> tuple[dict[str, Tens
     lines: list[str] = []
     batches = DataLoader(torch.randn(8, 9, 8, generator=torch.Generator().manual_seed(1)), batch_size=2)
     torch._dynamo.reset()
-    with deepspeed_on_cpu() if strategy == "zero3" else nullcontext(), patch.object(
-        network_changes, "rank_zero_info", lines.append
+    with (
+        deepspeed_on_cpu() if strategy == "zero3" else nullcontext(),
+        patch.object(network_changes, "rank_zero_info", lines.append),
     ):
         arguments |= {"stage": 3} if strategy == "zero3" else {}
         module = Training()
@@ -416,7 +469,7 @@ def test_training_is_what_it_is_without(ranks: Ranks, strategy: str, arguments: 
     assert verified[1][1] == plain[0][1] == []
 
 
-# -- diffusers' LTX -----------------------------------------------------------------------------------------------------
+# -- diffusers' models ------------------------------------------------------------------------------------------------
 
 
 class ExchangedAttention:
@@ -461,7 +514,7 @@ def ltx(exchanged: bool, text_is_split: bool) -> str:
     model = LTXVideoTransformer3DModel(in_channels=4, out_channels=4, num_layers=2, **sizes)
     declared = read_diffusers_plan(model, ltx_attention(exchanged))
     if not text_is_split:
-        declared = SplitPlan({"": {"hidden_states": Split(1, 3)}}, declared.outputs, declared.gathers, declared.attention)
+        declared = replace(declared, inputs={"": {"hidden_states": Split(1, 3)}})
     return first_call(
         model,
         declared,
@@ -473,6 +526,23 @@ def ltx(exchanged: bool, text_is_split: bool) -> str:
         height=2,
         width=2,
     )
+
+
+class MyWan(WanTransformer3DModel):
+    """What Wan's tests say nothing of."""
+
+
+def wans() -> list[str]:
+    inputs = torch.randn(1, 4, 1, 4, 4), torch.tensor([7.0]), torch.randn(1, 3, 16)
+    mine = tiny_wan()
+    mine.__class__ = MyWan
+    return [first_call(model, None, *inputs) for model in (tiny_wan(), mine)]
+
+
+def test_a_tested_family_costs_nothing(ranks: Ranks) -> None:
+    tested, mine = ranks(2).run(wans)[0]
+    assert tested == "passed"
+    assert "Split plan of MyWan verified on its first call" in mine
 
 
 def test_plans_of_ltx(ranks: Ranks) -> None:

@@ -1,0 +1,259 @@
+"""Running a split network once more, split or whole, without a trace: `SplitNetwork` and `rehearse`.
+
+Neither gradients nor draws of generators nor what buffers became stay behind. What surrounds the call (DDP, FSDP2,
+ZeRO, autocast, a checkpoint, compiled blocks) is as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.plan import SplitPlan
+from lightning_videoscale.parallel.randomness import RegionRandomness
+
+_MOST_ELEMENTS = 1 << 28  # of all gradients that are asked for
+
+
+class SplitNetwork:
+    """A network whose sequence is split, and that can run whole for a while.
+
+    Args:
+        network: The network, not yet wrapped.
+        plan: How it is split.
+        context: What its hooks and its attention share.
+        randomness: Of its region.
+    """
+
+    def __init__(
+        self, network: nn.Module, plan: SplitPlan, context: SequenceContext, randomness: RegionRandomness
+    ) -> None:
+        self.name = type(network).__name__  # FSDP2 makes another class of it
+        self.network, self.plan, self.context, self.randomness = network, plan, context, randomness
+        self._restore_attention = plan.attention(network, context)
+
+    def restore_attention(self) -> None:
+        """Takes the exchanges back."""
+        self._restore_attention()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the network computes on whole sequences, with the attention it had before it was split."""
+        # Later changes, such as compilation, may have wrapped a forward that the attention's undo sets back.
+        forwards = [(module, vars(module).get("forward")) for module in self.network.modules()]
+        self._restore_attention()
+        self.context.suspended = True
+        try:
+            yield
+        finally:
+            self.context.suspended = False
+            self._restore_attention = self.plan.attention(self.network, self.context)
+            for module, forward in forwards:
+                vars(module).pop("forward", None)
+                if forward is not None:
+                    module.forward = forward
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a run gave; all tensors are detached.
+
+    Attributes:
+        outputs: The floating-point tensors that the network returned.
+        buffers: What it wrote into its buffers, by name.
+        gradients: Of inputs and parameters, by name, None for those without influence. None if nobody asked, or if
+            a checkpoint of the network cannot give them (``use_reentrant=True``).
+        dtypes: Of outputs and parameters.
+        drew: Whether it drew from torch's generators, outside of its region.
+    """
+
+    outputs: list[Tensor]
+    buffers: dict[str, Tensor]
+    gradients: dict[str, Tensor | None] | None
+    dtypes: set[torch.dtype]
+    drew: bool
+
+
+def rehearse(
+    split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device, *, gradients: bool
+) -> Rehearsal:
+    """Runs the network on copies of the inputs; with gradients, for a gradient of the outputs that is random.
+
+    That gradient is the same on all ranks. Gradients of 2^28 elements at most are asked for, small parameters first.
+    """
+    leaves: dict[str, Tensor] = {}
+
+    def copied(x: Tensor) -> Tensor:
+        if not (gradients and x.requires_grad):
+            return x.detach().clone()
+        leaf = leaves[f"input {len(leaves)}"] = x.detach().requires_grad_()
+        return leaf.clone()  # the network may write into it, as it may not into a leaf
+
+    args, kwargs = tree_map_only(Tensor, copied, (args, dict(kwargs)))
+    with ExitStack() as contexts:
+        contexts.enter_context(split.randomness.put_back(device))
+        contexts.enter_context(torch.set_grad_enabled(gradients))
+        # A checkpoint around this call counts what is saved in it, and would compute that again for its gradients.
+        contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        contexts.callback(torch.clear_autocast_cache)  # it may hold casts of parameters that are not zero now
+        torch.clear_autocast_cache()
+        changed = contexts.enter_context(_kept_buffers(split.network))
+        before = _generator_states(device)
+        with _parameters_in_use(split.network) as parameters:
+            outputs = [x for x in _tensors(split.network(*args, **kwargs)) if x.is_floating_point()]
+        drew = not all(map(torch.equal, before, _generator_states(device)))
+        leaves |= {name: p for name, p in _smallest(parameters).items() if p.requires_grad}
+        return Rehearsal(
+            [x.detach() for x in outputs],
+            changed(),
+            _gradients(outputs, leaves) if gradients else None,
+            {x.dtype for x in (*outputs, *parameters.values()) if x.is_floating_point()},
+            drew,
+        )
+
+
+@contextmanager
+def stage(network: nn.Module) -> Iterator[None]:
+    """What surrounds the rehearsals of a network: nothing is compiled, gathered or zero."""
+    with torch.compiler.set_stance("force_eager"), _at_rest(network), _filled_zeros(network):
+        yield
+
+
+@contextmanager
+def eval_mode(network: nn.Module) -> Iterator[None]:
+    """Inside, the network is in eval mode, for example without dropout."""
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """All tensors of an output, also those in the attributes of an object."""
+    leaves = tree_leaves(output)
+    leaves += [y for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__") for y in tree_leaves(vars(x))]
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _gradients(outputs: list[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None] | None:
+    """Fills no ``.grad`` and calls no hook that waits for one."""
+    roots = [x for x in outputs if x.requires_grad]
+    if not roots or not leaves:
+        return {}
+    generator = torch.Generator().manual_seed(0)
+    cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in roots]
+    try:
+        found = torch.autograd.grad(roots, list(leaves.values()), cotangents, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" in str(error):
+            return None
+        raise
+    return dict(zip(leaves, found, strict=True))
+
+
+@contextmanager
+def _parameters_in_use(network: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Fills with the parameters by name as they are in forward: FSDP2 puts the gathered ones there meanwhile."""
+    prefixes = {module: f"{name}." if name else "" for name, module in network.named_modules()}
+    found: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, *_: Any) -> None:
+        for name, parameter in module.named_parameters() if module in prefixes else ():
+            if not isinstance(parameter, DTensor):
+                found[prefixes[module] + name] = parameter
+
+    handle = nn.modules.module.register_module_forward_hook(look)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _smallest(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    chosen, room = {}, _MOST_ELEMENTS
+    for name, parameter in sorted(parameters.items(), key=lambda item: (_elements(item[1]), item[0])):
+        room -= _elements(parameter)
+        if room < 0:
+            break
+        chosen[name] = parameter
+    return chosen
+
+
+def _elements(parameter: Tensor) -> int:
+    count: int = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 has emptied what it partitioned
+    return count
+
+
+@contextmanager
+def _kept_buffers(network: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]]]:
+    """Yields a function that returns the buffers that were written since, by name; puts all back at the end."""
+    held = [
+        (f"{path}.{name}" if path else name, module, name, x, x.clone())
+        for path, module in network.named_modules()
+        for name, x in module.named_buffers(recurse=False)
+    ]
+
+    def changed() -> dict[str, Tensor]:
+        now = [(full, getattr(module, name), copy) for full, module, name, _, copy in held]
+        return {full: x.clone() for full, x, copy in now if not torch.equal(x, copy)}
+
+    try:
+        yield changed
+    finally:
+        for _, module, name, x, copy in held:
+            if not torch.equal(x, copy):
+                x.data.copy_(copy)
+            setattr(module, name, x)
+
+
+def _generator_states(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+@contextmanager
+def _filled_zeros(network: nn.Module) -> Iterator[None]:
+    """Inside, parameters that are all zero, as gates and LoRA start, are random: they would hide what is behind."""
+    filled = []
+    for seed, parameter in enumerate(network.parameters()):
+        values = parameter.detach()
+        local = (values.to_local() if isinstance(values, DTensor) else values).data  # whose version nobody counts
+        if type(local) is Tensor and local.numel() and local.is_floating_point() and not local.any():
+            noise = torch.randn(local.shape, generator=torch.Generator().manual_seed(seed))
+            local.copy_(noise * (local.shape[-1] ** -0.5 if local.ndim > 1 else 0.5))
+            filled.append(local)
+    try:
+        yield
+    finally:
+        for local in filled:
+            local.zero_()
+
+
+@contextmanager
+def _at_rest(network: nn.Module) -> Iterator[None]:
+    """Inside, FSDP2 holds no gathered parameters: backward would free those of modules whose forward is under way."""
+    under_way: list[FSDPModule] = []
+    sharded = next((module for module in network.modules() if isinstance(module, FSDPModule)), None)
+    if sharded is not None:
+        # Private, as FSDP2 tells nobody else in whose forward, also around this network, a call is.
+        states = sharded._get_fsdp_state()._state_ctx.all_states
+        modules = [module for state in states if state._training_state.name == "FORWARD" for module in state._modules]
+        under_way = [module for module in modules if isinstance(module, FSDPModule)]
+    for module in under_way:
+        module.reshard()
+    try:
+        yield
+    finally:
+        for module in under_way:
+            module.unshard()
