@@ -87,7 +87,8 @@ def run_backward(
     """
     if not h.numel():
         return _zero_gradients(h, branch, operands, weight, bias)
-    op = op._replace(shift_table=operands.shift_table is not None)
+    if operands.shift_table is not None:
+        op = op._replace(shift_table=True)
     rows, flat_h = row_map(h, operands.any_values, operands.index), as_rows(h)
     flat_dh, flat_dy = (flat_h if t is h else gradient_rows(t, flat_h) for t in (dh, dy))
     flat_branch = None if branch is None else as_rows(branch)

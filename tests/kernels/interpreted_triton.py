@@ -42,12 +42,12 @@ def repeats() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def pairs_of_dtypes() -> None:
+def dtypes() -> None:
     for operation in ("norm_modulate", "gate_residual", "gate_residual_norm_modulate"):
         for case in row_cases(operation)[::2]:  # all of them on GPUs
             check_rows(case, "triton")
-    for heads, dtypes in zip(HEADS, every_pair(3), strict=False):
-        check_heads(heads, dtypes, "triton")
+    for heads, of_roles in zip(HEADS, every_pair(3), strict=False):
+        check_heads(heads, of_roles, "triton")
     for dtype, bias_dtype in every_pair(2):
         check_gelu(dtype, bias_dtype, "triton")
 

@@ -85,9 +85,8 @@ class Case:
             tensors["branch_bias"] = draw(self.d, dtype=bias_dtype) if self.branch_bias else None
         for name, there in wanted.items():
             tensors[name] = draw(*modulation, dtype=self.modulation_dtype) if there else None
-            tensors[f"{name}_table"] = (
-                draw(self.d, dtype=self.table_dtype) if there and self.tables in (True, name) else None
-            )
+            has_table = there and self.tables in (True, name)
+            tensors[f"{name}_table"] = draw(self.d, dtype=self.table_dtype) if has_table else None
         if has_norm and self.affine:
             affine_dtype = self.affine_dtype or self.modulation_dtype
             tensors["weight"] = draw(self.d, dtype=affine_dtype)

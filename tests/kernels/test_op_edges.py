@@ -1,4 +1,4 @@
-"""What holds for every operation: dtypes in every pair, what is refused by name, backward inside an autocast context."""
+"""What holds for every operation: dtypes in every pair, what is refused by name, backward in an autocast context."""
 
 from __future__ import annotations
 

@@ -97,6 +97,14 @@ def test_gradients_of_the_projections_biases() -> None:
 
 
 @in_the_interpreter
+@pytest.mark.parametrize("head_dim", [1, 5])
+def test_refuses_odd_heads_by_name(head_dim: int) -> None:
+    q = torch.randn(1, 2, 3, head_dim)
+    with pytest.raises(NotImplementedError, match=f"an even Dh; got {head_dim}"):
+        qk_norm_rope(q, q, backend="triton")
+
+
+@in_the_interpreter
 def test_empty_k() -> None:
     q, k, *_ = Case(pairs=0).arguments(torch.float32).tensors
     assert q is not None and k is not None

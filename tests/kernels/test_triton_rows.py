@@ -12,9 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize(
-    "check", ["every_variant", "widths_and_dtypes", "pairs_of_dtypes", "eager_rounding", "repeats"]
-)
+@pytest.mark.parametrize("check", ["every_variant", "widths_and_dtypes", "dtypes", "eager_rounding", "repeats"])
 def test_interpreted(check: str) -> None:
     """TRITON_INTERPRET counts when Triton is imported, hence a process of its own."""
     root = Path(__file__).parents[2]

@@ -64,4 +64,6 @@ def _programs(device: torch.device, warps: int) -> int:
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be that of the tensors."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
