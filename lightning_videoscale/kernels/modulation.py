@@ -108,7 +108,7 @@ def row_map(x: Tensor, values: Tensor | None, index: Tensor | None) -> RowMap:
         raise IndexError(f"index must lie in [0, {values.shape[0]}); got [{int(index.min())}, {int(index.max())}].")
     if index.dtype is not torch.int32:  # what does not fit into 32 bits must not become an entry that there is
         index = index.clamp(-1, values.shape[0]).to(torch.int32)
-    return RowMap(values.shape[0], s // index.shape[1], index.reshape(-1))
+    return RowMap(values.shape[0], s // index.shape[1], index.reshape(-1).contiguous())
 
 
 def operand(values: Tensor | None, table: Tensor | None) -> Operand | None:
