@@ -80,6 +80,10 @@ class MemoryGauge:
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         return device_memory(torch.cuda.memory_stats(self._device), free_bytes)
 
+    def peak(self) -> float:
+        """Returns the most bytes that were allocated since the last `reset_peak`."""
+        return float(torch.cuda.max_memory_allocated(self._device))
+
     def reset_peak(self) -> None:
         """Lets the peak start again from what is allocated now."""
         torch.cuda.reset_peak_memory_stats(self._device)

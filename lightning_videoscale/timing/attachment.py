@@ -30,13 +30,16 @@ def watch_steps(trainer: pl.Trainer) -> StepWatch:
     Raises:
         RuntimeError: If the model is not wrapped yet, or a framework of a version that the clock does not know.
     """
+    return clock_on(trainer).watch()
+
+
+def clock_on(trainer: pl.Trainer) -> _Attachment:
+    """Returns the Trainer's clock, which it puts there if none is; see `watch_steps`."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     if trainer.strategy.model is None:
         raise RuntimeError("The clock needs the wrapped model: call watch_steps in on_fit_start, or later.")
     attached = next((callback for callback in callbacks if isinstance(callback, _Attachment)), None)
-    if attached is None:
-        attached = _Attachment(trainer)
-    return attached.watch()
+    return _Attachment(trainer) if attached is None else attached
 
 
 class _Attachment(pl.Callback):
@@ -59,6 +62,11 @@ class _Attachment(pl.Callback):
     def watch(self) -> StepWatch:
         """Returns a new reader."""
         return self._clock.watch(on_close=self._close_unless_watched)
+
+    def put_behind(self, callback: pl.Callback) -> None:
+        """Makes a callback the next one: each of its hooks runs right after the clock's."""
+        behind = self._trainer.callbacks.index(self) + 1
+        self._trainer.callbacks = [*self._trainer.callbacks[:behind], callback, *self._trainer.callbacks[behind:]]
 
     def _close_unless_watched(self) -> None:
         if not self._clock.watched:

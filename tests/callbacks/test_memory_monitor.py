@@ -161,5 +161,5 @@ def test_on_a_cpu_it_says_so_once_and_logs_nothing() -> None:
 
 
 def test_refuses_an_empty_window() -> None:
-    with pytest.raises(ValueError, match="at least 1; got 0"):
+    with pytest.raises(ValueError, match="at least 1, or None; got 0"):
         MemoryMonitor(every_n_steps=0)

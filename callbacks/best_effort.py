@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 _Result = TypeVar("_Result")
 
 
-class Guard:
+class BestEffort:
     """Says what went wrong, once, and lets the training go on.
 
     Args:
