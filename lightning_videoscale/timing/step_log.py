@@ -10,8 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_videoscale.timing.attachment import clock_on
+from lightning_videoscale.timing.attachment import StepTimer
 from lightning_videoscale.timing.load import MicroBatchLoad, load_of
 from lightning_videoscale.timing.step_window import FIELDS, StepWindow
 from lightning_videoscale.topology import topology_of
@@ -62,71 +63,47 @@ def subscribe_to_steps(
         add: Returns what this rank adds to the gather, equally many numbers on all ranks at all times.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    log = next((callback for callback in callbacks if isinstance(callback, _StepLog)), None)
-    log = _StepLog(trainer) if log is None else log
+    log = next((callback for callback in callbacks if isinstance(callback, _StepLog)), None) or _StepLog(trainer)
     log_every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    log.subscribe(every_n_steps or log_every_n_steps or _STEPS_WITHOUT_LOGGING, receive, skip, add)
+    interval = every_n_steps or log_every_n_steps or _STEPS_WITHOUT_LOGGING
+    log.subscribers.append(_Subscriber(interval, receive, add, log.end + skip))
 
 
-class _StepLog(pl.Callback):
-    """Second of a Trainer's callbacks: behind the clock, and before all who read what it hands over."""
+class _StepLog(StepTimer):
+    """A timer that keeps, beside the times, what the micro-batches were, and brings both together with other ranks'."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        clock = clock_on(trainer)
-        self._watch = clock.watch()
+        super().__init__(trainer)
+        self.subscribers: list[_Subscriber] = []
         self._dp_rank = topology_of(trainer).data_parallel_rank
         self._global_step = trainer.global_step
-        self._subscribers: list[_Subscriber] = []
         # Complete steps that a subscriber waits for: number of the first, micro-batches of each, and all ranks' rows of
         # those that were gathered. Of the others, complete or not, there are this rank's loads.
         self._first = 0
         self._micro_batches: list[int] = []
         self._table = torch.zeros(trainer.world_size, 0, len(FIELDS), dtype=torch.float64)
         self._loads: list[MicroBatchLoad] = []
-        clock.put_behind(self)
-
-    def subscribe(
-        self,
-        interval: int,
-        receive: Callable[[StepWindow], None],
-        skip: int,
-        add: Callable[[], Sequence[float]],
-    ) -> None:
-        """See `subscribe_to_steps`."""
-        self._subscribers.append(_Subscriber(interval, receive, add, self._end + skip))
 
     @property
-    def _end(self) -> int:
+    def end(self) -> int:
         """Number of the step under way."""
         return self._first + len(self._micro_batches)
 
-    # -- the Trainer's hooks -----------------------------------------------------------------------------------------
-
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._loads.append(load_of(batch) or MicroBatchLoad())
         if trainer.global_step != self._global_step:
             self._global_step = trainer.global_step
             self._micro_batches.append(self._table.shape[1] + len(self._loads) - sum(self._micro_batches))
-            self._hand_over(trainer, [one for one in self._subscribers if self._end - one.begin >= one.interval])
+            self._hand_over(trainer, [one for one in self.subscribers if self.end - one.begin >= one.interval])
 
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._hand_over(trainer, [one for one in self._subscribers if self._end > one.begin])
-        self._close(trainer)
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close(trainer)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._close(trainer)
-
-    def _close(self, trainer: pl.Trainer) -> None:
-        self._subscribers = []
-        self._watch.close()
-        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
-
-    # -- one gather --------------------------------------------------------------------------------------------------
+        self._hand_over(trainer, [one for one in self.subscribers if self.end > one.begin])
+        self.close()
 
     def _hand_over(self, trainer: pl.Trainer, due: list[_Subscriber]) -> None:
         if not due:
@@ -135,15 +112,15 @@ class _StepLog(pl.Callback):
         for one, added in zip(due, values, strict=True):
             before = one.begin - self._first
             rows = self._table[:, sum(self._micro_batches[:before]) :]
-            one.begin = self._end
+            one.begin = self.end
             one.receive(StepWindow(dp_ranks, rows, self._micro_batches[before:], added))
-        self._forget(min(one.begin for one in self._subscribers))
+        self._forget(min(one.begin for one in self.subscribers))
 
     def _gather(self, trainer: pl.Trainer, values: list[list[float]]) -> tuple[list[int], Sequence[Tensor]]:
         """Adds the rows of all ranks to the table; returns the data-parallel rank of each, and the values of each."""
         count = sum(self._micro_batches) - self._table.shape[1]
         loads, self._loads = self._loads[:count], self._loads[count:]
-        rows = [(*times, *load) for times, load in zip(self._watch.read()[:count], loads, strict=True)]
+        rows = [(*times, *load) for times, load in zip(self.read()[:count], loads, strict=True)]
         ranks = torch.tensor([[self._dp_rank, *chain(*rows), *chain(*values)]], dtype=torch.float64)
         if trainer.world_size > 1:
             ranks = trainer.strategy.all_gather(ranks[0].to(trainer.strategy.root_device)).cpu()

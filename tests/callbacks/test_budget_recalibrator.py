@@ -22,7 +22,7 @@ from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGau
 from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw
 from lightning_videoscale.data import Batch, VideoDataModule
-from lightning_videoscale.timing import HostMarks, MicroBatchLoad, StepTimes, StepWindow, attachment
+from lightning_videoscale.timing import Marks, MicroBatchLoad, StepTimes, StepWindow, attachment
 from tests.callbacks.toy import MemoryLogger
 from tests.data.clips import clip, write_shard
 from tests.data.training import Witness, trainer_with
@@ -54,7 +54,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "{000..001}.tar")
 
 
-class ScriptedTime(HostMarks):
+class ScriptedTime(Marks):
     """A clock that somebody else moves."""
 
     now = 0.0
