@@ -1,4 +1,4 @@
-"""What a CUDA device's allocator holds, and how many more tokens would fit."""
+"""What a CUDA device's allocator holds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-
-from lightning_videoscale.cost import MemoryModel
 
 
 class DeviceMemory(NamedTuple):
@@ -49,20 +47,6 @@ def device_memory(stats: Mapping[str, Any], free_bytes: float) -> DeviceMemory:
         fragmented=stats["inactive_split_bytes.all.current"],
         capacity=reserved + free_bytes,
     )
-
-
-def headroom_tokens(model: MemoryModel, capacity_bytes: float, tokens: float) -> int:
-    """Returns how many tokens the largest micro-batch could grow by; below zero, how many it has too many.
-
-    Args:
-        model: What a micro-batch takes.
-        capacity_bytes: Memory that the process could reserve.
-        tokens: B * S of the largest micro-batch.
-
-    Raises:
-        ValueError: By the model not even one token fits.
-    """
-    return model.m_mem(capacity_bytes) - int(tokens)
 
 
 class MemoryGauge:

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_videoscale.callbacks.best_effort import BestEffort
-from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge, headroom_tokens
+from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge
 from lightning_videoscale.callbacks.out_of_memory import machine_of
 from lightning_videoscale.cost import Measurement, MemoryModel
 from lightning_videoscale.report import record
@@ -163,10 +163,10 @@ class MemoryMonitor(pl.Callback):
         return figures if headroom is None else figures | {"memory/headroom_tokens": float(headroom)}
 
     def _headroom(self, memories: list[DeviceMemory], tokens: list[int]) -> int | None:
-        """Returns the least headroom, or None while there are too few points for a line."""
+        """Returns the least headroom, below 0 where it is exceeded; None while there are too few points for a line."""
         model = self.memory_model
         if model is None:
             if len(self.peaks) < _SHAPES_FOR_A_LINE:
                 return None
             model = MemoryModel.fit([Measurement(1, count, 0.0, peak) for count, peak in self.peaks.items()])
-        return headroom_tokens(model, min(memory.capacity for memory in memories), max(tokens))
+        return model.m_mem(min(memory.capacity for memory in memories)) - max(tokens)
