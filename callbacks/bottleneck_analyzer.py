@@ -47,7 +47,11 @@ class BottleneckAnalyzer(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Subscribes to the steps."""
-        subscribe_to_steps(trainer, self.every_n_steps, partial(self._judge, trainer))
+
+        def judge(window: StepWindow) -> None:
+            self._best_effort.attempt("tell the bottleneck", partial(self._judge, trainer, window))
+
+        subscribe_to_steps(trainer, self.every_n_steps, judge)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the findings so far."""
@@ -58,9 +62,6 @@ class BottleneckAnalyzer(pl.Callback):
         self.history = [dict(finding) for finding in state_dict["history"]]
 
     def _judge(self, trainer: pl.Trainer, window: StepWindow) -> None:
-        self._best_effort.attempt("tell the bottleneck", partial(self._find, trainer, window))
-
-    def _find(self, trainer: pl.Trainer, window: StepWindow) -> None:
         shares, straggler = shares_of(window), straggler_of(window)
         name = shares.bottleneck
         finding = {

@@ -89,12 +89,12 @@ class Findings:
 
     @cached_property
     def idle(self) -> float:
-        """Share of the training time that ranks wait for the slowest to compute."""
+        """Share of the training time that ranks wait for the slowest."""
         return sum(float(window["idle_seconds"]) for window in self.windows) / self.seconds if self.seconds else 0.0
 
     @property
     def compute_idle(self) -> float:
-        """The same as a share of the slowest ranks' compute time, as a plan predicts it."""
+        """The same as a share of the slowest ranks' work, as a plan predicts it."""
         slowest = sum(float(window["slowest_seconds"]) for window in self.windows)
         return self.idle * self.seconds / slowest if slowest else 0.0
 

@@ -84,7 +84,7 @@ def _of_balance(found: Findings) -> Advice | None:
         return None
     return Advice(
         'VideoDataModule(balance="planned")',
-        f"On the same clips ranks would wait for the slowest {percent(then)} of their compute time instead of "
+        f"On the same clips ranks would wait for the slowest {percent(then)} of their time instead of "
         f"{percent(now)}, by prediction.",
     )
 
