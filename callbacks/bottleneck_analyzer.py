@@ -47,11 +47,7 @@ class BottleneckAnalyzer(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Subscribes to the steps."""
-
-        def judge(window: StepWindow) -> None:
-            self._best_effort.attempt("tell the bottleneck", partial(self._judge, trainer, window))
-
-        subscribe_to_steps(trainer, self.every_n_steps, judge)
+        subscribe_to_steps(trainer, self.every_n_steps, partial(self._receive, trainer))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the findings so far."""
@@ -60,6 +56,9 @@ class BottleneckAnalyzer(pl.Callback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from them."""
         self.history = [dict(finding) for finding in state_dict["history"]]
+
+    def _receive(self, trainer: pl.Trainer, window: StepWindow) -> None:
+        self._best_effort.attempt("tell the bottleneck", self._judge, trainer, window)
 
     def _judge(self, trainer: pl.Trainer, window: StepWindow) -> None:
         shares, straggler = shares_of(window), straggler_of(window)

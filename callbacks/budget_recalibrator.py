@@ -140,8 +140,7 @@ class BudgetRecalibrator(pl.Callback):
         if is_out_of_memory(exception) and self._load is not None and data is not None and data.planner is not None:
             incident = OutOfMemory.of(trainer, self._load, data.planner.budget.m_mem)
             exception.add_note(str(incident))
-            note = partial(keep, incident, folders_of(trainer)[0])
-            self._best_effort.attempt("keep a note of the out-of-memory", note)
+            self._best_effort.attempt("keep a note of the out-of-memory", keep, incident, folders_of(trainer)[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the calibration, everything that the next one depends on, and the history."""
@@ -160,8 +159,7 @@ class BudgetRecalibrator(pl.Callback):
         assert self._recalibration is not None
         if window.steps < self.every_n_steps:
             return  # what is left when training ends
-        decide = partial(self._decide, window)
-        decided = self._best_effort.attempt("fit the costs", decide) if trainer.is_global_zero else None
+        decided = self._best_effort.attempt("fit the costs", self._decide, window) if trainer.is_global_zero else None
         decision = trainer.strategy.broadcast(decided)
         if decision is None:
             return
@@ -206,7 +204,7 @@ class BudgetRecalibrator(pl.Callback):
 
     def _heed_earlier_failures(self, trainer: pl.Trainer, recalibration: Recalibration) -> None:
         """Lowers M_mem below what an earlier run on this machine could not hold."""
-        kept = self._best_effort.attempt("read notes of earlier runs", lambda: kept_in(folders_of(trainer)))
+        kept = self._best_effort.attempt("read notes of earlier runs", kept_in, folders_of(trainer))
         incidents = trainer.strategy.broadcast(kept or [])
         before = recalibration.calibration.budget.m_mem
         for incident in incidents:

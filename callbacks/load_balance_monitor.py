@@ -92,10 +92,9 @@ class LoadBalanceMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Subscribes to the steps."""
         subscribe_to_steps(trainer, self.every_n_steps, partial(self._report, trainer))
-        self._window_begin = time.perf_counter()
+        self._window_begin, self._shown = time.perf_counter(), {}
         if self.peak_flops_per_second is not None:
-            read = partial(TransformerFlops.of_module, pl_module)
-            transformer = self._best_effort.attempt("tell the model's FLOPs", read)
+            transformer = self._best_effort.attempt("tell the model's FLOPs", TransformerFlops.of_module, pl_module)
             self.metrics.flops = None if transformer is None else (transformer, self.peak_flops_per_second)
 
     def on_train_batch_end(
@@ -135,17 +134,15 @@ class LoadBalanceMonitor(pl.Callback):
                 "LoadBalanceMonitor found no `meta` with samples, sequence_length and loss_weight in the batch "
                 "(VideoDataModule adds it): it logs balance/cv_step and time/... only."
             )
-        update = partial(self.metrics.update, window, seconds)
-        figures = self._best_effort.attempt("compute its figures", update) or {}
+        figures = self._best_effort.attempt("compute its figures", self.metrics.update, window, seconds) or {}
         self._best_effort.log(trainer, figures)
         fields = {"balance/cv_step": "cv_step", "throughput/tokens_per_second": "tokens/s"}
         self._shown = {field: figures[name] for name, field in fields.items() if name in figures}
         if trainer.is_global_zero:
-            add = partial(self._pictures.add, window, trainer.global_step - 1)
-            self._best_effort.attempt("note what to draw", add)
+            self._best_effort.attempt("note what to draw", self._pictures.add, window, trainer.global_step - 1)
             if self._pictures.are_due:
                 self._draw(trainer)
 
     def _draw(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero:
-            self._best_effort.attempt("draw", lambda: self._pictures.hand_to(trainer.loggers))
+            self._best_effort.attempt("draw", self._pictures.hand_to, trainer.loggers)

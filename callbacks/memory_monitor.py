@@ -131,7 +131,7 @@ class MemoryMonitor(pl.Callback):
 
     def _report(self, trainer: pl.Trainer, window: StepWindow) -> None:
         """Logs the memory of all ranks."""
-        figures = self._best_effort.attempt("compute its figures", lambda: self._figures(window))
+        figures = self._best_effort.attempt("compute its figures", self._figures, window)
         if figures:
             record(trainer, "memory", {name.removeprefix("memory/"): value for name, value in figures.items()})
             self._best_effort.log(trainer, figures)
@@ -159,7 +159,7 @@ class MemoryMonitor(pl.Callback):
             return figures
         for count, memory in zip(tokens, memories, strict=True):
             self.peaks[count] = max(self.peaks.get(count, 0.0), memory.peak)
-        headroom = self._best_effort.attempt("tell the headroom", lambda: self._headroom(memories, tokens))
+        headroom = self._best_effort.attempt("tell the headroom", self._headroom, memories, tokens)
         return figures if headroom is None else figures | {"memory/headroom_tokens": float(headroom)}
 
     def _headroom(self, memories: list[DeviceMemory], tokens: list[int]) -> int | None:

@@ -68,20 +68,18 @@ class RunReport(pl.Callback):
         """Records what the run is, and subscribes to the steps."""
         self._has_begun = self._is_training = True
         self._planner = self._plan = None
-        subscribe = partial(subscribe_to_steps, trainer, self.every_n_steps, partial(self._record_window, trainer))
-        self._best_effort.attempt("watch the steps", subscribe)
+        receive = partial(self._record_window, trainer)
+        self._best_effort.attempt("watch the steps", subscribe_to_steps, trainer, self.every_n_steps, receive)
         if trainer.is_global_zero:
-            self._best_effort.attempt(
-                "describe the run", lambda: record(trainer, "start", start_record(trainer, pl_module))
-            )
-            self._best_effort.attempt("describe the injection", lambda: _record_injection(trainer))
+            self._best_effort.attempt("describe the run", _record_start, trainer, pl_module)
+            self._best_effort.attempt("describe the injection", _record_injection, trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Records the plan where it is new."""
         if trainer.is_global_zero:
-            self._best_effort.attempt("describe the plan", lambda: self._record_plan(trainer))
+            self._best_effort.attempt("describe the plan", self._record_plan, trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Knows that what fails from here on is no training."""
@@ -118,10 +116,13 @@ class RunReport(pl.Callback):
         if self.run_log is None:
             return
         record(trainer, "end", end)
-        folder = self.run_log.folder
-        self.path = self._best_effort.attempt("draw the report", lambda: write_report(folder))
+        self.path = self._best_effort.attempt("draw the report", write_report, self.run_log.folder)
         if self.path is not None:
             rank_zero_info(f"Report of the run: {self.path}")
+
+
+def _record_start(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    record(trainer, "start", start_record(trainer, pl_module))
 
 
 def _record_injection(trainer: pl.Trainer) -> None:
