@@ -25,6 +25,7 @@ class ComputeCV(Ratio):
         0.0
     """
 
+    sums = ("cv_sum", "steps")
     higher_is_better = False
 
     cv_sum: Tensor
@@ -37,7 +38,7 @@ class ComputeCV(Ratio):
             p: Exponent of the sequence length in the load.
             **kwargs: See `Ratio`.
         """
-        super().__init__("cv_sum", "steps", **kwargs)
+        super().__init__(**kwargs)
         self.p = p
 
     def update(self, batch_sizes: Tensor, sequence_lengths: Tensor) -> None:

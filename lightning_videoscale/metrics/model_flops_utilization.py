@@ -23,6 +23,7 @@ class ModelFlopsUtilization(Ratio):
         0.5
     """
 
+    sums = ("flops", "seconds")
     higher_is_better = True
 
     flops: Tensor
@@ -39,7 +40,7 @@ class ModelFlopsUtilization(Ratio):
         Raises:
             ValueError: ``peak_flops_per_second`` is not above zero.
         """
-        super().__init__("flops", "seconds", **kwargs)
+        super().__init__(**kwargs)
         if not peak_flops_per_second > 0:
             raise ValueError(f"peak_flops_per_second must be above zero; got {peak_flops_per_second}.")
         self.peak_flops_per_second = peak_flops_per_second

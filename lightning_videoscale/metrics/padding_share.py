@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from lightning_videoscale.metrics.ratio import Ratio
@@ -22,14 +20,11 @@ class PaddingShare(Ratio):
         0.25
     """
 
+    sums = ("padding", "processed")
     higher_is_better = False
 
     padding: Tensor
     processed: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        """Creates an empty metric; see `Ratio` for ``kwargs``."""
-        super().__init__("padding", "processed", **kwargs)
 
     def update(self, useful_tokens: Tensor, processed_tokens: Tensor) -> None:
         """Adds samples, micro-batches or ranks.

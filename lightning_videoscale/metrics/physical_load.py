@@ -24,6 +24,7 @@ class PhysicalLoad(Ratio):
         {'mean': 100000.0, 'max': 160000.0}
     """
 
+    sums = ("load_sum", "loads")
     higher_is_better = None
 
     load_sum: Tensor
@@ -32,7 +33,7 @@ class PhysicalLoad(Ratio):
 
     def __init__(self, **kwargs: Any) -> None:
         """Creates an empty metric; see `Ratio` for ``kwargs``."""
-        super().__init__("load_sum", "loads", **kwargs)
+        super().__init__(**kwargs)
         self.add_state("load_max", torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
 
     def update(self, batch_sizes: Tensor, sequence_lengths: Tensor) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,14 +26,11 @@ class StepTimeSpread(Ratio):
         0.3
     """
 
+    sums = ("spread_sum", "steps")
     higher_is_better = False
 
     spread_sum: Tensor
     steps: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        """Creates an empty metric; see `Ratio` for ``kwargs``."""
-        super().__init__("spread_sum", "steps", **kwargs)
 
     def update(self, times: Tensor) -> None:
         """Adds one step, or several.

@@ -24,6 +24,7 @@ class ThroughputEfficiency(Ratio):
         26208.0
     """
 
+    sums = ("tokens", "seconds")
     higher_is_better = True
 
     tokens: Tensor
@@ -43,7 +44,7 @@ class ThroughputEfficiency(Ratio):
         Raises:
             ValueError: A stride is below 1.
         """
-        super().__init__("tokens", "seconds", **kwargs)
+        super().__init__(**kwargs)
         strides = (temporal_stride, height_stride, width_stride)
         if min(strides) < 1:
             raise ValueError(f"the strides of the VAE must be at least 1; got (time, height, width) = {strides}.")
