@@ -6,13 +6,12 @@
 - `load_balance_monitor`: `LoadBalanceMonitor`, logs CV_step, Compute CV and throughput, and sums them up for the run.
 - `memory_monitor`: `MemoryMonitor`, logs how full the GPUs are and how many more tokens would fit.
 - `run_report`: `RunReport`, keeps a log of the run and draws a page from it.
-- `window_record`: what `RunReport` records of some steps.
-- `bottlenecks`: the judgement behind `BottleneckAnalyzer`.
-- `step_window`, `balance_metrics`, `balance_pictures`: the steps, figures and pictures behind `LoadBalanceMonitor`.
-- `gathering`: figures of all ranks in one place.
-- `guard`: keeps what a callback does on the side from stopping the training.
-- `peak_memory`, `out_of_memory`: what `BudgetRecalibrator` learns of the memory.
-- `device_memory`: the gauge behind `MemoryMonitor`.
+- `balance_metrics`, `balance_pictures`: the figures and pictures behind `LoadBalanceMonitor`.
+- `best_effort`: keeps what a callback does on the side from stopping the training.
+- `out_of_memory`: what a restart learns of a micro-batch that did not fit.
+- `device_memory`: the gauge that `MemoryMonitor` and `BudgetRecalibrator` read.
+
+What the ranks did comes to all of them from the one step log of the Trainer, `lightning_videoscale.timing`.
 
 `LossWeighting`, which applies `meta.loss_weight` under strategies that do not, lives in `data/loss_weighting`, because
 `VideoDataModule` adds it where it is needed.

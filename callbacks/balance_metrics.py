@@ -2,193 +2,135 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
-from lightning_videoscale.callbacks.step_window import RankTimes
 from lightning_videoscale.cost import TransformerFlops, training_flops
-from lightning_videoscale.data.batch_load import load_of
+from lightning_videoscale.cost.spread import compute_cv, cv_step
 from lightning_videoscale.data.geometry import ModelGeometry
-from lightning_videoscale.metrics import ComputeCV, PaddingShare, PhysicalLoad, StepTimeSpread
+from lightning_videoscale.timing import StepWindow
 
+_RATIOS = {
+    "balance/cv_step": ("cv_step", "steps"),
+    "balance/compute_cv": ("compute_cv", "told_steps"),
+    "balance/cost_cv": ("cost_cv", "predicted_steps"),
+    "balance/physical_load": ("physical_load", "loads"),
+    "balance/padding_share": ("padding", "processed"),
+    "throughput/tokens_per_second": ("tokens", "seconds"),
+    "throughput/samples_per_second": ("samples", "seconds"),
+    "throughput/efficiency": ("latent_cells", "rank_seconds"),
+    "throughput/mfu": ("model_flops", "possible_flops"),
+}
+"""By the name under which it is logged, each figure is one sum over another: of a window, or of the run."""
 
-class MicroBatchLoad(NamedTuple):
-    """What a micro-batch asks of a rank; zeros where the batch does not tell.
-
-    Attributes:
-        samples: B.
-        tokens: S of one sample.
-        counts: 1, or 0 where its samples only fill a gap.
-        predicted_cost: Of the planner.
-        latent_cells: Of one sample: latent frames · rows · columns.
-    """
-
-    samples: float = 0.0
-    tokens: float = 0.0
-    counts: float = 0.0
-    predicted_cost: float = 0.0
-    latent_cells: float = 0.0
-
-    @classmethod
-    def of(cls, batch: Any, geometry: ModelGeometry) -> MicroBatchLoad | None:
-        """Reads a batch; None where it has no complete ``meta``.
-
-        Args:
-            batch: What the training step receives.
-            geometry: From pixels to latents, where the batch holds pixels.
-        """
-        load = load_of(batch)
-        if load is None:
-            return None
-        frames, height, width = (int(getattr(load, name, 0)) for name in ("frames", "height", "width"))
-        if "video" in batch:
-            frames = geometry.latent_frames(frames)
-            height, width = height // geometry.spatial_stride, width // geometry.spatial_stride
-        return cls(
-            samples=load.samples,
-            tokens=load.sequence_length,
-            counts=float(load.loss_weight != 0.0),
-            predicted_cost=float(getattr(load, "predicted_cost", 0.0)),
-            latent_cells=frames * height * width,
-        )
+_SUMMARY = {"efficiency": "throughput_efficiency"}
+_NOT_IN_SUMMARY = {"physical_load", "samples_per_second"}
 
 
 class BalanceMetrics:
-    """See `LoadBalanceMonitor` for what is computed.
-
-    Every rank updates with all ranks' figures, so nothing needs to be synced.
+    """See `LoadBalanceMonitor` for what is computed. Every rank updates with all ranks' figures.
 
     Args:
         p: Exponent of the sequence length in the load B · S^p.
+        geometry: From pixels to latents, where batches hold pixels.
 
     Attributes:
         flops: Of the transformer, and peak FLOP/s of a device, where the MFU is wanted.
-        samples: Seen so far by all ranks.
-        tokens: Likewise.
-        latent_cells: Likewise, of all samples.
-        model_flops: Likewise, of forward and backward.
-        seconds: Wall time of the steps so far.
-        rank_seconds: The same times the number of ranks.
+        sums: Of the run so far, by name: ``samples``, ``tokens`` and ``latent_cells`` without fillers, ``model_flops``
+            of forward and backward, wall-clock ``seconds``, ``rank_seconds`` of all ranks together, ``steps``, ...
     """
 
-    def __init__(self, p: float) -> None:
-        self.step_time_spread = StepTimeSpread(sync_on_compute=False)
-        self.compute_cv = ComputeCV(p, sync_on_compute=False)
-        self.cost_cv = ComputeCV(p=1.0, sync_on_compute=False)
-        self.physical_load = PhysicalLoad(sync_on_compute=False)
-        self.padding_share = PaddingShare(sync_on_compute=False)
+    def __init__(self, p: float, geometry: ModelGeometry) -> None:
+        self.p = p
+        self.geometry = geometry
         self.flops: tuple[TransformerFlops, float] | None = None
-        self.samples = self.tokens = self.latent_cells = 0
-        self.model_flops = self.seconds = self.rank_seconds = 0.0
+        self.sums: Counter[str] = Counter()
 
-    def update(self, window: RankTimes, seconds: float) -> dict[str, float]:
+    def update(self, window: StepWindow, seconds: float) -> dict[str, float]:
         """Adds some steps of all ranks and returns their figures by the names under which they are logged.
 
         Args:
-            window: The steps, with the fields of `MicroBatchLoad` for loads.
-            seconds: Their wall time.
+            window: The steps.
+            seconds: Their wall-clock time.
         """
-        compute = window.per_step(window.of_slowest_peers(window.part("compute")))
-        figures = {"balance/cv_step": float(self.step_time_spread(compute))} | _seconds_per_step(window)
-        loads = dict(zip(MicroBatchLoad._fields, window.of_first_peers(window.loads).unbind(dim=2), strict=True))
-        if bool((loads["samples"] > 0).all()):
-            figures |= self._balance_of_loads(window, loads)
-            figures |= self._throughput(window, loads, seconds)
-        return figures
-
-    def _balance_of_loads(self, window: RankTimes, loads: Mapping[str, Tensor]) -> dict[str, float]:
-        # All steps in one call: in this time the device has nothing to do.
-        split = {name: window.by_step(loads[name]) for name in ("samples", "tokens", "predicted_cost")}
-        steps = split["samples"], split["tokens"]
-        tokens = loads["samples"] * loads["tokens"]
-        figures = {
-            "balance/compute_cv": float(self.compute_cv(*steps)),
-            "balance/physical_load": float(self.physical_load(*steps)["mean"]),
-            "balance/padding_share": float(self.padding_share(tokens * loads["counts"], tokens)),
+        sums: dict[str, float] = {
+            "cv_step": float(cv_step(window.per_step(window.of_groups("work"))).sum()),
+            "steps": window.steps,
         }
-        if bool((loads["predicted_cost"] > 0).all()):
-            cost = split["predicted_cost"]
-            figures["balance/cost_cv"] = float(self.cost_cv(torch.ones_like(cost), cost))
-        return figures
+        if window.tells_loads:
+            sums |= self._balance_of_loads(window) | self._throughput(window, seconds)
+        self.sums.update(sums)
+        return _ratios(sums) | _seconds_per_step(window)
 
-    def _throughput(self, window: RankTimes, loads: Mapping[str, Tensor], seconds: float) -> dict[str, float]:
-        ranks = len(window.dp_ranks)
-        counted = loads["samples"] * loads["counts"]
-        samples, tokens = int(counted.sum()), int((counted * loads["tokens"]).sum())
-        cells = int((counted * loads["latent_cells"]).sum())
-        self.samples += samples
-        self.tokens += tokens
-        self.latent_cells += cells
-        self.seconds += seconds
-        self.rank_seconds += seconds * ranks
-        figures = {
-            "throughput/tokens_per_second": tokens / seconds,
-            "throughput/samples_per_second": samples / seconds,
+    def _balance_of_loads(self, window: StepWindow) -> dict[str, float]:
+        samples, length, cost = (window.of_groups(name) for name in ("samples", "sequence_length", "predicted_cost"))
+        physical, tokens = window.per_step(samples * length**2), samples * length
+        sums = {
+            "compute_cv": float(compute_cv(window.per_step(samples * length**self.p)).sum()),
+            "told_steps": window.steps,
+            "physical_load": float(physical.sum()),
+            "loads": physical.numel(),
+            "padding": float(tokens[window.of_groups("loss_weight") == 0].sum()),
+            "processed": float(tokens.sum()),
         }
-        if cells:
-            figures["throughput/efficiency"] = cells / (seconds * ranks)
+        if bool((cost > 0).all()):
+            sums |= {"cost_cv": float(compute_cv(window.per_step(cost)).sum()), "predicted_steps": window.steps}
+        return sums
+
+    def _throughput(self, window: StepWindow, seconds: float) -> dict[str, float]:
+        # Fillers are left out: they are no progress.
+        counted = window.of_groups("samples") * (window.of_groups("loss_weight") != 0)
+        tokens = counted * window.of_groups("sequence_length")
+        rank_seconds = seconds * len(window.dp_ranks)
+        sums: dict[str, float] = {
+            "samples": int(counted.sum()),
+            "tokens": int(tokens.sum()),
+            "seconds": seconds,
+            "rank_seconds": rank_seconds,
+        }
+        if cells := float((counted * self._latent_cells(window)).sum()):
+            sums["latent_cells"] = cells
         if self.flops is not None:
             transformer, peak = self.flops
-            # Fillers are left out: they are no progress.
-            shapes, counts = (
-                torch.stack([counted, loads["tokens"]], dim=2).flatten(0, 1).unique(dim=0, return_counts=True)
-            )
-            flops = sum(
-                count * training_flops(transformer, int(batch), int(length))
-                for (batch, length), count in zip(shapes.tolist(), counts.tolist(), strict=True)
-            )
-            self.model_flops += flops
-            figures["throughput/mfu"] = flops / (seconds * ranks * peak)
-        return figures
+            lengths = window.of_groups("sequence_length")
+            sizes = Counter(zip(counted.long().flatten().tolist(), lengths.long().flatten().tolist(), strict=True))
+            flops = sum(count * training_flops(transformer, *size) for size, count in sizes.items())
+            sums |= {"model_flops": flops, "possible_flops": rank_seconds * peak}
+        return sums
+
+    def _latent_cells(self, window: StepWindow) -> Tensor:
+        """Of one sample: latent frames · rows · columns."""
+        sizes: list[Any] = [window.of_groups(name) for name in ("frames", "height", "width")]
+        frames, height, width = sizes
+        stride = self.geometry.spatial_stride
+        of_pixels = self.geometry.latent_frames(frames) * (height // stride) * (width // stride)
+        return torch.where(window.of_groups("has_pixels") > 0, of_pixels, frames * height * width)
 
     def summary(self) -> dict[str, float]:
         """Returns the figures of the run; what was never known is left out."""
-        averages: dict[str, StepTimeSpread | ComputeCV] = {
-            "cv_step": self.step_time_spread,
-            "compute_cv": self.compute_cv,
-            "cost_cv": self.cost_cv,
-        }
-        figures = {name: metric.compute().item() for name, metric in averages.items() if metric.steps > 0}
-        if self.seconds > 0:
-            figures["padding_share"] = self.padding_share.compute().item()
-            figures["tokens_per_second"] = self.tokens / self.seconds
-            figures["samples"] = self.samples
-            figures["tokens"] = self.tokens
-            if self.latent_cells:
-                figures["throughput_efficiency"] = self.latent_cells / self.rank_seconds
-            if self.flops is not None:
-                figures["mfu"] = self.model_flops / (self.rank_seconds * self.flops[1])
-        return figures
+        figures = {name.partition("/")[2]: value for name, value in _ratios(self.sums).items()}
+        figures = {_SUMMARY.get(name, name): value for name, value in figures.items() if name not in _NOT_IN_SUMMARY}
+        return figures | {name: self.sums[name] for name in ("samples", "tokens") if name in self.sums}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all sums."""
-        sums: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
-        return sums | {name: dict(metric.metric_state) for name, metric in self._metrics().items()}
+        return {"sums": dict(self.sums)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes them up again."""
-        for name in _COUNTERS:
-            setattr(self, name, state_dict[name])
-        for name, metric in self._metrics().items():
-            for state, value in state_dict[name].items():
-                setattr(metric, state, value.clone())
-
-    def _metrics(self) -> dict[str, Metric]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Metric)}
+        self.sums = Counter(state_dict["sums"])
 
 
-_COUNTERS = ("samples", "tokens", "latent_cells", "model_flops", "seconds", "rank_seconds")
+def _ratios(sums: Mapping[str, float]) -> dict[str, float]:
+    return {name: sums[one] / sums[other] for name, (one, other) in _RATIOS.items() if one in sums and sums.get(other)}
 
 
-def _seconds_per_step(window: RankTimes) -> dict[str, float]:
-    """Where the time of the mean rank goes. What all ranks wait is the exchange itself; beyond it they wait for one."""
-    steps = len(window.micro_batches)
-    wait = window.part("wait")
-    reduction = wait.amin(dim=0).sum() / steps
-    named = {name: window.part(name).mean(dim=0).sum() / steps for name in ("compute", "data", "exchange", "optimizer")}
-    seconds = named | {"reduction": reduction, "straggler": wait.mean(dim=0).sum() / steps - reduction}
-    return {f"time/{name}": float(value) for name, value in seconds.items()}
+def _seconds_per_step(window: StepWindow) -> dict[str, float]:
+    """Where the time of the mean rank goes. What all ranks wait is the collective; beyond it they wait for a rank."""
+    seconds = {name: window.column(name).mean(dim=0) for name in ("compute", "data", "exchange", "optimizer", "wait")}
+    seconds |= {"reduction": window.reduction, "straggler": seconds.pop("wait") - window.reduction}
+    return {f"time/{name}": float(value.sum()) / window.steps for name, value in seconds.items()}

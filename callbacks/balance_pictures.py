@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_videoscale.callbacks.step_window import RankTimes
+from lightning_videoscale.cost.spread import cv_step
+from lightning_videoscale.timing import StepWindow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,18 +32,16 @@ class BalancePictures:
         self._spreads: list[Tensor] = []
         self._step = 0
 
-    def add(self, window: RankTimes, step: int) -> None:
+    def add(self, window: StepWindow, step: int) -> None:
         """Adds steps of all ranks.
 
         Args:
             window: The steps.
             step: The number of the last of them.
         """
-        compute = window.part("compute")
-        of_groups = window.per_step(window.of_slowest_peers(compute))
-        self._compute.append(window.per_step(compute))
-        self._wait.append(window.per_step(window.part("wait")))
-        self._spreads.append(1 - of_groups.amin(dim=0) / of_groups.amax(dim=0))
+        self._compute.append(window.per_step(window.column("compute")))
+        self._wait.append(window.per_step(window.column("wait")))
+        self._spreads.append(cv_step(window.per_step(window.of_groups("work"))))
         self._step = step
 
     @property
@@ -99,7 +98,7 @@ def draw_histogram(spreads: Tensor) -> Figure:
     axis.hist(percent, bins=min(40, max(8, len(percent) // 5)), color="#4878a8")
     axis.axvline(median, color="#c0504d", linewidth=1.5)
     axis.set_title(f"CV_step over {len(percent)} steps, median {median:.1f} %", fontsize=10)
-    axis.set_xlabel("(max - min) / max of the ranks' compute times, %")
+    axis.set_xlabel("(max - min) / max of the ranks' times for their work, %")
     axis.set_ylabel("steps")
     axis.locator_params(axis="y", integer=True)
     axis.spines[["top", "right"]].set_visible(False)

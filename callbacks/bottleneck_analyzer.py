@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_videoscale.callbacks.bottlenecks import StepShares, advice_on, figure_of, shares_of, straggler_of
-from lightning_videoscale.callbacks.guard import Guard
-from lightning_videoscale.callbacks.step_window import RankTimes, StepWindow, check_interval
+from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.report import record
+from lightning_videoscale.report.bottlenecks import figure_of, shares_of, straggler_of
+from lightning_videoscale.report.judge import advice_on_bottleneck
+from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
 
 
 class BottleneckAnalyzer(pl.Callback):
@@ -22,7 +24,8 @@ class BottleneckAnalyzer(pl.Callback):
     on; the run's report gets the finding; and rank 0 says it, with the figure and what to try, when it is another one
     than before.
 
-    Ranks meet once per finding, in one gather. Nothing that goes wrong in analysing or logging stops the training.
+    The steps are those of the Trainer's one log (`timing.subscribe_to_steps`). Nothing that goes wrong in analysing or
+    logging stops the training.
 
     Attributes:
         history: The findings so far, each with ``step``, ``name``, ``share`` of the step in [0, 1], ``figure`` and
@@ -40,29 +43,11 @@ class BottleneckAnalyzer(pl.Callback):
         """
         self.every_n_steps = check_interval(every_n_steps)
         self.history: list[dict[str, Any]] = []
-        self._guard = Guard("BottleneckAnalyzer")
-        self._window: StepWindow | None = None
+        self._best_effort = BestEffort("BottleneckAnalyzer")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Opens the first window."""
-        self._window = StepWindow(trainer, self.every_n_steps)
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Judges when enough optimizer steps are complete."""
-        assert self._window is not None
-        self._window.add(trainer)
-        if self._window.is_full:
-            self._judge(trainer, self._window)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Judges the steps since the last finding."""
-        assert self._window is not None
-        if self._window.steps:
-            self._judge(trainer, self._window)
-        self._window.close()
-        self._window = None
+        """Subscribes to the steps."""
+        subscribe_to_steps(trainer, self.every_n_steps, partial(self._receive, trainer))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the findings so far."""
@@ -72,29 +57,21 @@ class BottleneckAnalyzer(pl.Callback):
         """Goes on from them."""
         self.history = [dict(finding) for finding in state_dict["history"]]
 
-    def _judge(self, trainer: pl.Trainer, steps: StepWindow) -> None:
-        # Outside of the guard: a rank that skipped it would leave the others waiting.
-        window = steps.gather(trainer)
-        self._guard.attempt("tell the bottleneck", lambda: self._find(trainer, window))
+    def _receive(self, trainer: pl.Trainer, window: StepWindow) -> None:
+        self._best_effort.attempt("tell the bottleneck", self._judge, trainer, window)
 
-    def _find(self, trainer: pl.Trainer, window: RankTimes) -> None:
-        shares = shares_of(window)
-        finding = self._finding(trainer.global_step, shares, window)
-        is_new = not self.history or self.history[-1]["name"] != finding["name"]
-        self.history.append(finding)
-        record(trainer, "bottleneck", {key: finding[key] for key in ("name", "share", "figure", "advice")})
-        if is_new:
-            rank_zero_info(f"Bottleneck of the last steps: {finding['name']}. {finding['figure']} {finding['advice']}")
-        self._guard.log(trainer, {f"bottleneck/{part}": shares.share(part) for part in shares._fields})
-
-    @staticmethod
-    def _finding(step: int, shares: StepShares, window: RankTimes) -> dict[str, Any]:
-        name, straggler = shares.bottleneck, straggler_of(window)
-        return {
-            "step": step,
+    def _judge(self, trainer: pl.Trainer, window: StepWindow) -> None:
+        shares, straggler = shares_of(window), straggler_of(window)
+        name = shares.bottleneck
+        finding = {
             "name": name,
             "share": shares.share(name),
             "figure": figure_of(name, shares, straggler),
-            "advice": advice_on(name, straggler),
-            "seconds": shares._asdict(),
+            "advice": advice_on_bottleneck(name, straggler),
         }
+        is_new = not self.history or self.history[-1]["name"] != name
+        self.history.append({"step": trainer.global_step, **finding, "seconds": shares._asdict()})
+        record(trainer, "bottleneck", finding)
+        if is_new:
+            rank_zero_info(f"Bottleneck of the last steps: {name}. {finding['figure']} {finding['advice']}")
+        self._best_effort.log(trainer, {f"bottleneck/{part}": shares.share(part) for part in shares._fields})

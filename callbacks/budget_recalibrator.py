@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
-from lightning_videoscale.callbacks.gathering import gather_rows
-from lightning_videoscale.callbacks.guard import Guard
+from lightning_videoscale.callbacks.best_effort import BestEffort
+from lightning_videoscale.callbacks.device_memory import MemoryGauge
 from lightning_videoscale.callbacks.memory_monitor import MemoryMonitor
 from lightning_videoscale.callbacks.out_of_memory import (
     OutOfMemory,
@@ -22,23 +22,20 @@ from lightning_videoscale.callbacks.out_of_memory import (
     kept_in,
     machine_of,
 )
-from lightning_videoscale.callbacks.peak_memory import PeakMemory
 from lightning_videoscale.cost import Calibration, Observation, Recalibration
 from lightning_videoscale.data import VideoDataModule
-from lightning_videoscale.data.batch_load import BatchLoad, load_of
 from lightning_videoscale.report import record
-from lightning_videoscale.timing import StepWatch, watch_steps
-from lightning_videoscale.topology import topology_of
+from lightning_videoscale.timing import MicroBatchLoad, StepWindow, load_of, subscribe_to_steps
 
 _WARM_UP = 3  # optimizer steps whose times are not those to come: compilation, allocation, optimizer states
-_PEAKS = 2  # of a rank's smallest and largest micro-batch
+_UNKNOWN = [math.nan] * 5
 
 
 class BudgetRecalibrator(pl.Callback):
     """Corrects the cost model, M_comp, p and M_mem of a `VideoDataModule` by what the ranks really take.
 
-    Every few optimizer steps the compute times of all micro-batches come together in one gather. Rank 0 refits the
-    costs (`Recalibration`: robust, smoothed, clamped, with hysteresis; a slow GPU is told apart from a wrong cost),
+    Every few optimizer steps rank 0 refits the costs to what the micro-batches of all ranks took, compute and exchanges
+    (`Recalibration`: robust, smoothed, clamped, with hysteresis; a slow GPU is not taken for a wrong cost),
     M_mem follows the measured peaks of memory, and all ranks receive the result. Where it is worth a new plan, the data
     adopts it from the first step on that no rank has read. Every change is logged with its reason, and is in
     ``history``; to every logger go ``recalibration/m_comp``, ``recalibration/p``, ``recalibration/m_mem`` and
@@ -74,24 +71,24 @@ class BudgetRecalibrator(pl.Callback):
         self.history: list[dict[str, Any]] = []
         self._recalibration: Recalibration | None = None
         self._state: dict[str, Any] | None = None
-        self._watch: StepWatch | None = None
-        self._load: BatchLoad | None = None
-        self._guard = Guard("BudgetRecalibrator")
+        self._load: MicroBatchLoad | None = None
+        self._gauge: MemoryGauge | None = None
+        self._best_effort = BestEffort("BudgetRecalibrator")
 
     @property
     def calibration(self) -> Calibration | None:
         """What holds now, the same on every rank; None before training."""
         return self._recalibration.calibration if self._recalibration else None
 
-    def peak_memory_of(self, device: torch.device) -> PeakMemory | None:
-        """Returns what reads the peaks of the device's memory, or None where nothing can."""
-        return PeakMemory(device) if device.type == "cuda" else None
+    def gauge_of(self, device: torch.device) -> MemoryGauge | None:
+        """Returns what reads the device's memory, or None where nothing can."""
+        return MemoryGauge(device) if device.type == "cuda" else None
 
     # -- the Trainer's hooks -----------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Takes up the calibration, and lowers M_mem after an out-of-memory."""
-        data = _planned_data(trainer)
+        data, self._gauge = _planned_data(trainer), None
         if data is None or data.planner is None:
             rank_zero_warn("BudgetRecalibrator needs a VideoDataModule whose plan it can change: it does nothing here.")
             return
@@ -103,56 +100,39 @@ class BudgetRecalibrator(pl.Callback):
         self._heed_earlier_failures(trainer, self._recalibration)
         if self._recalibration.calibration != planned:
             data.adopt(self._recalibration.calibration)
-        self._watch = watch_steps(trainer)
-        self._peaks = self.peak_memory_of(trainer.strategy.root_device)
-        self._loads: list[BatchLoad | None] = []
-        self._global_step = trainer.global_step
-        self._steps, self._warm_up = 0, _WARM_UP
+        self._gauge = self.gauge_of(trainer.strategy.root_device)
+        self._peaks: dict[int, float] = {}
+        self._warm = trainer.global_step + _WARM_UP
+        recalibrate = partial(self._recalibrate, trainer)
+        subscribe_to_steps(trainer, self.every_n_steps, recalibrate, skip=_WARM_UP, add=self._memory)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Remembers the micro-batch."""
         self._load = load_of(batch)
-        if self._watch is not None and self._peaks is not None:
+        if self._gauge is not None:
             for monitor in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
                 if isinstance(monitor, MemoryMonitor):
                     monitor.keep_peak()
-            self._guard.attempt("read the memory", self._peaks.begin)
+            self._best_effort.attempt("read the memory", self._gauge.reset_peak)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Notes the memory that the micro-batch took."""
-        if self._watch is not None and self._peaks is not None and self._load is not None and not self._warm_up:
-            tokens, peaks = self._load.samples * self._load.sequence_length, self._peaks
-            self._guard.attempt("read the memory", lambda: peaks.end(tokens))
+        if self._gauge is not None and self._load is not None and trainer.global_step >= self._warm:
+            peak, tokens = self._best_effort.attempt("read the memory", self._gauge.peak), self._load.tokens
+            if peak is not None:
+                self._peaks[tokens] = max(peak, self._peaks.get(tokens, 0.0))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Notes the micro-batch's load, and recalibrates when enough optimizer steps are complete."""
-        if self._watch is None:
-            return
-        self._loads.append(self._load)
+        """Knows that the micro-batch had room."""
         self._load = None
-        if trainer.global_step == self._global_step:
-            return
-        self._global_step = trainer.global_step
-        self._steps += 1
-        if self._warm_up:
-            self._warm_up -= 1
-            if not self._warm_up:
-                self._steps = 0
-                self._loads.clear()
-                self._watch.read()
-        elif self._steps >= self.every_n_steps:
-            self._steps = 0
-            self._recalibrate(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ends the clock."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        """Reads the memory no more."""
+        self._gauge = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Says which micro-batch did not fit, and keeps it for the restart."""
@@ -160,7 +140,7 @@ class BudgetRecalibrator(pl.Callback):
         if is_out_of_memory(exception) and self._load is not None and data is not None and data.planner is not None:
             incident = OutOfMemory.of(trainer, self._load, data.planner.budget.m_mem)
             exception.add_note(str(incident))
-            self._guard.attempt("keep a note of the out-of-memory", lambda: keep(incident, folders_of(trainer)[0]))
+            self._best_effort.attempt("keep a note of the out-of-memory", keep, incident, folders_of(trainer)[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the calibration, everything that the next one depends on, and the history."""
@@ -174,15 +154,12 @@ class BudgetRecalibrator(pl.Callback):
 
     # -- one window --------------------------------------------------------------------------------------------------
 
-    def _recalibrate(self, trainer: pl.Trainer) -> None:
-        """Brings the window together, has rank 0 decide, and hands the decision to the data."""
+    def _recalibrate(self, trainer: pl.Trainer, window: StepWindow) -> None:
+        """Has rank 0 decide, and hands the decision to the data."""
         assert self._recalibration is not None
-        loads, self._loads = self._loads, []
-        rows = torch.full((len(loads) + _PEAKS, 4), math.nan, dtype=torch.float64)
-        self._guard.attempt("read the times", lambda: self._fill(rows, loads, topology_of(trainer).data_parallel_rank))
-        # Ranks meet whatever went wrong on one of them: without it the others would wait.
-        ranks = gather_rows(trainer, rows)
-        decided = self._guard.attempt("fit the costs", lambda: self._decide(ranks)) if trainer.is_global_zero else None
+        if window.steps < self.every_n_steps:
+            return  # what is left when training ends
+        decided = self._best_effort.attempt("fit the costs", self._decide, window) if trainer.is_global_zero else None
         decision = trainer.strategy.broadcast(decided)
         if decision is None:
             return
@@ -192,25 +169,24 @@ class BudgetRecalibrator(pl.Callback):
         if decision["changed"] and data is not None:
             data.adopt(self._recalibration.calibration)
 
-    def _fill(self, rows: Tensor, loads: list[BatchLoad | None], dp_rank: int) -> None:
-        """Writes this rank's window: per micro-batch rank, B, S, seconds; then per peak tokens, bytes, capacity."""
-        assert self._watch is not None
-        for row, load, times in zip(rows, loads, self._watch.read(), strict=False):
-            if load is not None:
-                row[:] = torch.tensor([dp_rank, load.samples, load.sequence_length, times.compute], dtype=torch.float64)
-        if self._peaks is not None:
-            for row, (tokens, peak) in zip(rows[-_PEAKS:], self._peaks.take(), strict=False):
-                row[:3] = torch.tensor([tokens, peak, self._peaks.capacity()], dtype=torch.float64)
+    def _memory(self) -> list[float]:
+        """Tokens and peak of this rank's smallest and largest micro-batch since the last call, and the capacity."""
+        peaks, self._peaks, gauge = self._peaks, {}, self._gauge
+        memory = self._best_effort.attempt("read the memory", gauge.read) if gauge is not None and peaks else None
+        if memory is None:
+            return _UNKNOWN
+        least, most = min(peaks), max(peaks)
+        return [least, peaks[least], most, peaks[most], memory.capacity]
 
-    def _decide(self, ranks: Tensor) -> dict[str, Any]:
-        """What follows from all ranks' rows, (ranks, micro-batches + peaks, 4)."""
-        assert self._recalibration is not None
+    def _decide(self, window: StepWindow) -> dict[str, Any]:
+        """What follows from a window."""
         # What fails half-way must not leave half a state.
         trial = copy.deepcopy(self._recalibration)
-        memory = [row for row in ranks[:, -_PEAKS:, :3].reshape(-1, 3).tolist() if math.isfinite(row[2])]
-        peaks = {int(tokens): peak for tokens, peak, _ in sorted(memory)}
-        capacity = min((row[2] for row in memory), default=None)
-        outcome = trial.update(observations_of(ranks[:, :-_PEAKS]), peaks, capacity)
+        assert trial is not None
+        memory = window.values[window.values.isfinite().all(dim=1)]
+        peaks = {int(tokens): peak for tokens, peak in sorted(memory[:, :4].reshape(-1, 2).tolist())}
+        capacity = float(memory[:, 4].min()) if len(memory) else None
+        outcome = trial.update(observations_of(window), peaks, capacity)
         return {"state": trial.state_dict(), "changed": outcome.changed, "reason": outcome.reason}
 
     def _announce(self, trainer: pl.Trainer, changed: bool, reason: str) -> None:
@@ -224,11 +200,11 @@ class BudgetRecalibrator(pl.Callback):
         record(trainer, "budget", {"adopted": changed, "reason": reason, **now})
         figures = {f"recalibration/{name}": value for name, value in now.items()}
         figures["recalibration/slowest_rank"] = max(speeds.values(), default=1.0)
-        self._guard.log(trainer, figures)
+        self._best_effort.log(trainer, figures)
 
     def _heed_earlier_failures(self, trainer: pl.Trainer, recalibration: Recalibration) -> None:
         """Lowers M_mem below what an earlier run on this machine could not hold."""
-        kept = self._guard.attempt("read notes of earlier runs", lambda: kept_in(folders_of(trainer)))
+        kept = self._best_effort.attempt("read notes of earlier runs", kept_in, folders_of(trainer))
         incidents = trainer.strategy.broadcast(kept or [])
         before = recalibration.calibration.budget.m_mem
         for incident in incidents:
@@ -241,21 +217,12 @@ class BudgetRecalibrator(pl.Callback):
             self._announce(trainer, True, f"M_mem from {before:.0f} to {after:.0f} tokens, after: {incidents[-1]}")
 
 
-def observations_of(ranks: Tensor) -> list[Observation]:
-    """One observation per data-parallel rank and micro-batch: that of the slowest sequence-parallel peer.
-
-    Args:
-        ranks: (ranks, micro-batches, 4): data-parallel rank, B, S, seconds; NaN where a rank knows nothing.
-    """
-    slowest: dict[tuple[int, float], Observation] = {}
-    for rows in ranks.tolist():
-        for number, row in enumerate(rows):
-            observed = Observation(*row)
-            if math.isfinite(observed.dp_rank) and math.isfinite(observed.seconds):
-                other = slowest.get((number, observed.dp_rank))
-                if other is None or other.seconds < observed.seconds:
-                    slowest[number, observed.dp_rank] = observed
-    return [*slowest.values()]
+def observations_of(window: StepWindow) -> list[Observation]:
+    """One observation per data-parallel rank and micro-batch that tells its load."""
+    samples, length, work = (window.of_groups(name) for name in ("samples", "sequence_length", "work"))
+    dp_ranks = torch.tensor(sorted(set(window.dp_ranks)))[:, None].expand_as(samples)
+    rows = torch.stack([dp_ranks, samples, length, work], dim=2)
+    return [Observation(*row) for row in rows[samples > 0].tolist()]
 
 
 def _planned_data(trainer: pl.Trainer) -> VideoDataModule | None:

@@ -1,4 +1,4 @@
-"""What a CUDA device's allocator holds, and how many more tokens would fit."""
+"""What a CUDA device's allocator holds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-
-from lightning_videoscale.cost import MemoryModel
 
 
 class DeviceMemory(NamedTuple):
@@ -51,20 +49,6 @@ def device_memory(stats: Mapping[str, Any], free_bytes: float) -> DeviceMemory:
     )
 
 
-def headroom_tokens(model: MemoryModel, capacity_bytes: float, tokens: float) -> int:
-    """Returns how many tokens the largest micro-batch could grow by; below zero, how many it has too many.
-
-    Args:
-        model: What a micro-batch takes.
-        capacity_bytes: Memory that the process could reserve.
-        tokens: B * S of the largest micro-batch.
-
-    Raises:
-        ValueError: By the model not even one token fits.
-    """
-    return model.m_mem(capacity_bytes) - int(tokens)
-
-
 class MemoryGauge:
     """Reads one CUDA device's memory; neither reading nor resetting makes the device wait.
 
@@ -79,6 +63,10 @@ class MemoryGauge:
         """Returns the memory now, with the peak since the last `reset_peak`."""
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         return device_memory(torch.cuda.memory_stats(self._device), free_bytes)
+
+    def peak(self) -> float:
+        """Returns the most bytes that were allocated since the last `reset_peak`."""
+        return float(torch.cuda.max_memory_allocated(self._device))
 
     def reset_peak(self) -> None:
         """Lets the peak start again from what is allocated now."""

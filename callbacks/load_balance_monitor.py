@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_videoscale.callbacks.balance_metrics import BalanceMetrics, MicroBatchLoad
+from lightning_videoscale.callbacks.balance_metrics import BalanceMetrics
 from lightning_videoscale.callbacks.balance_pictures import BalancePictures
-from lightning_videoscale.callbacks.guard import Guard
-from lightning_videoscale.callbacks.step_window import StepWindow, check_interval
+from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.cost import TransformerFlops
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
+from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
 
 
 class LoadBalanceMonitor(pl.Callback):
@@ -21,7 +22,7 @@ class LoadBalanceMonitor(pl.Callback):
 
     Every few optimizer steps it logs, of those steps, each a mean over them,
 
-    - ``balance/cv_step``: (max - min) / max of the data-parallel ranks' compute times (`StepTimeSpread`);
+    - ``balance/cv_step``: (max - min) / max of the data-parallel ranks' times for their work (`StepTimeSpread`);
     - ``balance/compute_cv``: std / mean of their loads B * S**p (`ComputeCV`), ``balance/cost_cv`` of the costs that
       the planner predicted, ``balance/physical_load`` the mean of B * S**2 (`PhysicalLoad`), and
       ``balance/padding_share`` the share of tokens that only fill gaps;
@@ -36,14 +37,14 @@ class LoadBalanceMonitor(pl.Callback):
     which goes on where a checkpoint is resumed. Every ``pictures_every_n_steps`` steps, and at the end, TensorBoard
     gets a map of the compute and waiting times of every rank in every step, and a histogram of CV_step.
 
-    The compute time of a rank is that of its forward and backward passes without what it waited for others (see
-    `timing.StepTimes`): with the waits all ranks would look alike. Inside a sequence-parallel group it is that of the
-    slowest rank. An optimizer step counts the sum over its accumulated micro-batches. On a GPU the times are read from
-    CUDA events without stopping the device.
+    The work of a rank is its forward and backward passes and its sequence-parallel exchanges, without what it waited
+    for other ranks (see `timing.StepTimes`): with the waits all ranks would look alike. A sequence-parallel group takes
+    as long as its slowest rank. An optimizer step counts the sum over its accumulated micro-batches. On a GPU the times
+    are read from CUDA events without stopping the device.
 
-    Ranks meet once per report, in one float64 gather. Nothing that goes wrong in computing, drawing or logging stops
-    the training: it is reported once. Batches without a ``meta`` (see `VideoDataModule`) leave only
-    ``balance/cv_step`` and ``time/...``, which is said once.
+    The steps are those of the Trainer's one log (`timing.subscribe_to_steps`). Nothing that goes wrong in computing,
+    drawing or logging stops the training: it is reported once. Batches without a ``meta`` (see `VideoDataModule`) leave
+    only ``balance/cv_step`` and ``time/...``, which is said once.
 
     Attributes:
         metrics: The figures of the run so far.
@@ -74,12 +75,12 @@ class LoadBalanceMonitor(pl.Callback):
         if isinstance(geometry, str) and geometry not in GEOMETRIES:
             raise ValueError(f"geometry={geometry!r} is none of {sorted(GEOMETRIES)}; give a ModelGeometry instead.")
         self.every_n_steps = check_interval(every_n_steps)
-        self.geometry = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
         self.peak_flops_per_second = peak_flops_per_second
-        self.metrics = BalanceMetrics(p)
+        self.metrics = BalanceMetrics(p, GEOMETRIES[geometry] if isinstance(geometry, str) else geometry)
         self._pictures = BalancePictures(check_interval(pictures_every_n_steps) or 1)
-        self._guard = Guard("LoadBalanceMonitor")
-        self._window: StepWindow | None = None
+        self._best_effort = BestEffort("LoadBalanceMonitor")
+        self._window_begin = 0.0
+        self._shown: dict[str, float] = {}
 
     def summary(self) -> dict[str, float]:
         """Returns the figures of the run so far: cv_step, compute_cv, cost_cv, tokens_per_second, samples, tokens, ...
@@ -89,21 +90,20 @@ class LoadBalanceMonitor(pl.Callback):
         return self.metrics.summary()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Opens the first window."""
-        self._window = StepWindow(trainer, self.every_n_steps)
-        self._window_begin = time.perf_counter()
+        """Subscribes to the steps."""
+        subscribe_to_steps(trainer, self.every_n_steps, partial(self._report, trainer))
+        self._window_begin, self._shown = time.perf_counter(), {}
         if self.peak_flops_per_second is not None:
-            transformer = self._guard.attempt("tell the model's FLOPs", lambda: TransformerFlops.of_module(pl_module))
+            transformer = self._best_effort.attempt("tell the model's FLOPs", TransformerFlops.of_module, pl_module)
             self.metrics.flops = None if transformer is None else (transformer, self.peak_flops_per_second)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Notes the micro-batch's load, and reports when enough optimizer steps are complete."""
-        assert self._window is not None
-        self._window.add(trainer, self._load(batch))
-        if self._window.is_full:
-            self._report(trainer, pl_module)
+        """Shows the last report in the progress bar."""
+        if self._shown:
+            pl_module.log_dict(self._shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+            self._shown = {}
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stops counting wall time."""
@@ -111,17 +111,11 @@ class LoadBalanceMonitor(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Goes on counting wall time."""
-        if self._window is not None:
-            self._window_begin += time.perf_counter() - self._validation_begin
+        self._window_begin += time.perf_counter() - self._validation_begin
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reports the steps since the last report, and draws those since the last picture."""
-        assert self._window is not None
-        if self._window.steps:
-            self._report(trainer, None)
+        """Draws the steps since the last picture."""
         self._draw(trainer)
-        self._window.close()
-        self._window = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums of the run so far."""
@@ -131,36 +125,24 @@ class LoadBalanceMonitor(pl.Callback):
         """Goes on from them."""
         self.metrics.load_state_dict(state_dict)
 
-    def _load(self, batch: Any) -> MicroBatchLoad:
-        load = self._guard.attempt("read the batch", lambda: MicroBatchLoad.of(batch, self.geometry))
-        if load is None:
-            self._guard.say_once(
+    def _report(self, trainer: pl.Trainer, window: StepWindow) -> None:
+        """Logs the figures of a window."""
+        now = time.perf_counter()
+        seconds, self._window_begin = now - self._window_begin, now
+        if not window.tells_loads:
+            self._best_effort.say_once(
                 "LoadBalanceMonitor found no `meta` with samples, sequence_length and loss_weight in the batch "
                 "(VideoDataModule adds it): it logs balance/cv_step and time/... only."
             )
-        return load or MicroBatchLoad()
-
-    def _report(self, trainer: pl.Trainer, progress_of: pl.LightningModule | None) -> None:
-        """Brings the window of all ranks together, and logs its figures."""
-        assert self._window is not None
-        now = time.perf_counter()
-        seconds, self._window_begin = now - self._window_begin, now
-        # Outside of the guard: a rank that skipped it would leave the others waiting.
-        window = self._window.gather(trainer)
-        figures = self._guard.attempt("compute its figures", lambda: self.metrics.update(window, seconds)) or {}
-        self._guard.log(trainer, figures)
-        if progress_of is not None:
-            self._show(progress_of, figures)
+        figures = self._best_effort.attempt("compute its figures", self.metrics.update, window, seconds) or {}
+        self._best_effort.log(trainer, figures)
+        fields = {"balance/cv_step": "cv_step", "throughput/tokens_per_second": "tokens/s"}
+        self._shown = {field: figures[name] for name, field in fields.items() if name in figures}
         if trainer.is_global_zero:
-            self._guard.attempt("note what to draw", lambda: self._pictures.add(window, trainer.global_step - 1))
+            self._best_effort.attempt("note what to draw", self._pictures.add, window, trainer.global_step - 1)
             if self._pictures.are_due:
                 self._draw(trainer)
 
     def _draw(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero:
-            self._guard.attempt("draw", lambda: self._pictures.hand_to(trainer.loggers))
-
-    def _show(self, pl_module: pl.LightningModule, figures: Mapping[str, float]) -> None:
-        fields = {"balance/cv_step": "cv_step", "throughput/tokens_per_second": "tokens/s"}
-        shown = {field: figures[name] for name, field in fields.items() if name in figures}
-        pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+            self._best_effort.attempt("draw", self._pictures.hand_to, trainer.loggers)

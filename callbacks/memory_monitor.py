@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
 
-from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge, headroom_tokens
-from lightning_videoscale.callbacks.gathering import gather_rows
-from lightning_videoscale.callbacks.guard import Guard
+from lightning_videoscale.callbacks.best_effort import BestEffort
+from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge
+from lightning_videoscale.callbacks.out_of_memory import machine_of
 from lightning_videoscale.cost import Measurement, MemoryModel
-from lightning_videoscale.data.batch_load import load_of
 from lightning_videoscale.report import record
-from lightning_videoscale.topology import topology_of
+from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
 
 _GIB = 2**30
 _SHAPES_FOR_A_LINE = 3
@@ -38,8 +37,8 @@ class MemoryMonitor(pl.Callback):
     other room there.
 
     It works on CUDA devices; elsewhere it says so once and logs nothing. Peaks are reset at every report, for every
-    other reader of this process too. Ranks meet once per report, in one gather. Nothing that goes wrong in reading,
-    computing or logging the figures stops the training: it is reported once.
+    other reader of this process too. The steps are those of the Trainer's one log (`timing.subscribe_to_steps`).
+    Nothing that goes wrong in reading, computing or logging the figures stops the training: it is reported once.
 
     Attributes:
         peak_bytes: Largest peak of the run so far on any rank.
@@ -56,49 +55,35 @@ class MemoryMonitor(pl.Callback):
         Raises:
             ValueError: ``every_n_steps`` is below 1.
         """
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1; got {every_n_steps}.")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = check_interval(every_n_steps)
         self.memory_model = memory_model
         self.peak_bytes = 0.0
         self.peaks: dict[int, float] = {}
         self._machine: tuple[object, ...] | None = None
         self._gauge: MemoryGauge | None = None
-        self._guard = Guard("MemoryMonitor")
+        self._best_effort = BestEffort("MemoryMonitor")
 
     def gauge_of(self, device: torch.device) -> MemoryGauge | None:
         """Returns what reads the device's memory, or None where nothing can."""
         return MemoryGauge(device) if device.type == "cuda" else None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Opens the first window."""
+        """Subscribes to the steps."""
         device = trainer.strategy.root_device
         self._gauge = self.gauge_of(device)
         if self._gauge is None:
-            self._guard.say_once(f"MemoryMonitor reads the memory of CUDA devices; on {device} it logs nothing.")
+            self._best_effort.say_once(f"MemoryMonitor reads the memory of CUDA devices; on {device} it logs nothing.")
             return
         self._keep_peaks_of_this_machine(trainer)
-        self._window_begin = trainer.global_step
-        self._tokens = 0
         self._peak_so_far = 0.0
-        self._guard.attempt("reset the peak", self._gauge.reset_peak)
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Notes the micro-batch's tokens, and reports when enough optimizer steps are complete."""
-        if self._gauge is None:
-            return
-        load = load_of(batch)
-        self._tokens = max(self._tokens, load.samples * load.sequence_length if load else 0)
-        if trainer.global_step - self._window_begin >= self.every_n_steps:
-            self._window_begin = trainer.global_step
-            self._report(trainer, self._gauge)
+        self._best_effort.attempt("reset the peak", self._gauge.reset_peak)
+        read = partial(self._read, self._gauge)
+        subscribe_to_steps(trainer, self.every_n_steps, partial(self._report, trainer), add=read)
 
     def keep_peak(self) -> None:
         """Notes the peak since the last reset; to be called before anyone else resets it."""
         if self._gauge is not None:
-            memory = self._guard.attempt("read the memory", self._gauge.read)
+            memory = self._best_effort.attempt("read the memory", self._gauge.read)
             self._peak_so_far = max(self._peak_so_far, memory.peak if memory else 0.0)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -108,12 +93,10 @@ class MemoryMonitor(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forgets the peak of the validation."""
         if self._gauge is not None:
-            self._guard.attempt("reset the peak", self._gauge.reset_peak)
+            self._best_effort.attempt("reset the peak", self._gauge.reset_peak)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reports the steps since the last report."""
-        if self._gauge is not None and trainer.global_step > self._window_begin:
-            self._report(trainer, self._gauge)
+        """Reads no more."""
         self._gauge = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,38 +111,38 @@ class MemoryMonitor(pl.Callback):
 
     def _keep_peaks_of_this_machine(self, trainer: pl.Trainer) -> None:
         """Drops points that were observed on other devices or on another number of ranks."""
-        device = trainer.strategy.root_device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        machine = (name, trainer.world_size, topology_of(trainer).sequence_parallel_size)
+        machine = machine_of(trainer)
         if self.peaks and machine != self._machine:
-            self._guard.say_once(
+            self._best_effort.say_once(
                 f"MemoryMonitor drops the peaks of the checkpoint: they are those of (device, ranks, sequence-parallel "
                 f"ranks) = {self._machine}, this run has {machine}."
             )
             self.peaks, self.peak_bytes = {}, 0.0
         self._machine = machine
 
-    def _report(self, trainer: pl.Trainer, gauge: MemoryGauge) -> None:
-        """Gathers the window from all ranks, and logs it."""
-        memory = self._guard.attempt("read the memory", gauge.read)
-        self._guard.attempt("reset the peak", gauge.reset_peak)
-        if memory is not None:
-            memory = memory._replace(peak=max(memory.peak, self._peak_so_far))
-        # A rank that could not read takes part all the same: without it the others would wait.
-        row = [math.nan] * len(DeviceMemory._fields) if memory is None else list(memory)
-        ranks = gather_rows(trainer, torch.tensor([*row, self._tokens], dtype=torch.float64))
-        self._tokens, self._peak_so_far = 0, 0.0
-        figures = self._guard.attempt("compute its figures", lambda: self._figures(ranks))
+    def _read(self, gauge: MemoryGauge) -> DeviceMemory:
+        """This rank's memory at the end of a window; NaN where it cannot be read."""
+        memory = self._best_effort.attempt("read the memory", gauge.read)
+        self._best_effort.attempt("reset the peak", gauge.reset_peak)
+        peak_so_far, self._peak_so_far = self._peak_so_far, 0.0
+        if memory is None:
+            return DeviceMemory(*[math.nan] * len(DeviceMemory._fields))
+        return memory._replace(peak=max(memory.peak, peak_so_far))
+
+    def _report(self, trainer: pl.Trainer, window: StepWindow) -> None:
+        """Logs the memory of all ranks."""
+        figures = self._best_effort.attempt("compute its figures", self._figures, window)
         if figures:
             record(trainer, "memory", {name.removeprefix("memory/"): value for name, value in figures.items()})
-            self._guard.log(trainer, figures)
+            self._best_effort.log(trainer, figures)
 
-    def _figures(self, ranks: Tensor) -> dict[str, float]:
-        """Returns what is logged of all ranks' rows (ranks, 6), and adds them to the run's."""
-        rows = [row for row in ranks.tolist() if not math.isnan(row[0])]
-        if not rows:
+    def _figures(self, window: StepWindow) -> dict[str, float]:
+        """Returns what is logged of all ranks, and adds them to the run's."""
+        largest = (window.column("samples") * window.column("sequence_length")).amax(dim=1)
+        could_read = window.values.isfinite().all(dim=1)
+        if not could_read.any():
             return {}
-        memories = [DeviceMemory(*row[:-1]) for row in rows]
+        memories = [DeviceMemory(*row) for row in window.values[could_read].tolist()]
         self.peak_bytes = max(self.peak_bytes, *(memory.peak for memory in memories))
         figures = {
             "memory/allocated_gib": max(memory.allocated for memory in memories) / _GIB,
@@ -167,23 +150,23 @@ class MemoryMonitor(pl.Callback):
             "memory/peak_gib": max(memory.peak for memory in memories) / _GIB,
             "memory/fragmentation": max(memory.fragmentation for memory in memories),
         }
-        tokens = [int(row[-1]) for row in rows]
+        tokens = [int(count) for count in largest[could_read]]
         if not all(tokens):
-            self._guard.say_once(
+            self._best_effort.say_once(
                 "MemoryMonitor found no `meta` with samples and sequence_length in the batches (VideoDataModule adds "
                 "it): it logs no headroom."
             )
             return figures
         for count, memory in zip(tokens, memories, strict=True):
             self.peaks[count] = max(self.peaks.get(count, 0.0), memory.peak)
-        headroom = self._guard.attempt("tell the headroom", lambda: self._headroom(memories, tokens))
+        headroom = self._best_effort.attempt("tell the headroom", self._headroom, memories, tokens)
         return figures if headroom is None else figures | {"memory/headroom_tokens": float(headroom)}
 
     def _headroom(self, memories: list[DeviceMemory], tokens: list[int]) -> int | None:
-        """Returns the least headroom, or None while there are too few points for a line."""
+        """Returns the least headroom, below 0 where it is exceeded; None while there are too few points for a line."""
         model = self.memory_model
         if model is None:
             if len(self.peaks) < _SHAPES_FOR_A_LINE:
                 return None
             model = MemoryModel.fit([Measurement(1, count, 0.0, peak) for count, peak in self.peaks.items()])
-        return headroom_tokens(model, min(memory.capacity for memory in memories), max(tokens))
+        return model.m_mem(min(memory.capacity for memory in memories)) - max(tokens)

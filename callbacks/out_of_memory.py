@@ -11,7 +11,7 @@ import fsspec  # type: ignore[import-untyped]
 import lightning.pytorch as pl
 import torch
 
-from lightning_videoscale.data.batch_load import BatchLoad
+from lightning_videoscale.timing import MicroBatchLoad
 from lightning_videoscale.topology import topology_of
 
 _KEPT_FREE = 0.1
@@ -45,14 +45,14 @@ class OutOfMemory:
     machine: tuple[str, int, int]
 
     @classmethod
-    def of(cls, trainer: pl.Trainer, load: BatchLoad, m_mem: float) -> OutOfMemory:
+    def of(cls, trainer: pl.Trainer, load: MicroBatchLoad, m_mem: float) -> OutOfMemory:
         """Describes the micro-batch under way on this rank."""
         device, gib = trainer.strategy.root_device, 2**30
         on_cuda = device.type == "cuda"
         return cls(
             step=trainer.global_step,
             rank=trainer.global_rank,
-            shape=tuple(getattr(load, name) for name in ("frames", "height", "width") if hasattr(load, name)),
+            shape=(load.frames, load.height, load.width) if load.frames else (),
             samples=load.samples,
             sequence_length=load.sequence_length,
             m_mem=m_mem,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.fused_kernels import FusedKernels
-from lightning_videoscale.callbacks.guard import Guard
-from lightning_videoscale.callbacks.step_window import StepWindow, check_interval
-from lightning_videoscale.callbacks.window_record import ShapeLoad, window_record
 from lightning_videoscale.data import BucketPlanner
 from lightning_videoscale.report import RunLog, record, write_report
 from lightning_videoscale.report.context import plan_record, start_record
+from lightning_videoscale.report.window import window_record
+from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
 
 
 class RunReport(pl.Callback):
@@ -26,8 +27,8 @@ class RunReport(pl.Callback):
     also by an exception, ``report.html`` is drawn from the log and lies beside it; after a kill,
     ``videoscale report FOLDER`` draws it. The page needs no network and no program but a browser.
 
-    Ranks meet once per record, in one float64 gather. Nothing that goes wrong in recording or drawing stops the
-    training: it is said once.
+    The steps are those of the Trainer's one log (`timing.subscribe_to_steps`). Nothing that goes wrong in recording or
+    drawing stops the training: it is said once.
 
     Attributes:
         run_log: The log; None on other ranks than 0, and before the Trainer's setup.
@@ -49,11 +50,10 @@ class RunReport(pl.Callback):
         self.every_n_steps = check_interval(every_n_steps)
         self.run_log: RunLog | None = None
         self.path: Path | None = None
-        self._window: StepWindow | None = None
         self._has_begun = self._is_training = False
         self._planner: BucketPlanner | None = None
         self._plan: dict[str, Any] | None = None
-        self._guard = Guard("RunReport")
+        self._best_effort = BestEffort("RunReport")
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Finds the folder; from here on callbacks may record."""
@@ -65,35 +65,24 @@ class RunReport(pl.Callback):
             self.run_log = RunLog(self.folder or Path(logged or trainer.default_root_dir))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Records what the run is, and opens the first window."""
+        """Records what the run is, and subscribes to the steps."""
         self._has_begun = self._is_training = True
         self._planner = self._plan = None
-        self._window = self._guard.attempt("watch the steps", lambda: StepWindow(trainer, self.every_n_steps))
+        receive = partial(self._record_window, trainer)
+        self._best_effort.attempt("watch the steps", subscribe_to_steps, trainer, self.every_n_steps, receive)
         if trainer.is_global_zero:
-            self._guard.attempt("describe the run", lambda: record(trainer, "start", start_record(trainer, pl_module)))
-            self._guard.attempt("describe the injection", lambda: _record_injection(trainer))
+            self._best_effort.attempt("describe the run", _record_start, trainer, pl_module)
+            self._best_effort.attempt("describe the injection", _record_injection, trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Records the plan where it is new."""
         if trainer.is_global_zero:
-            self._guard.attempt("describe the plan", lambda: self._record_plan(trainer))
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Notes the micro-batch, and records when enough optimizer steps are complete."""
-        if self._window is not None:
-            self._window.add(trainer, self._guard.attempt("read the batch", lambda: ShapeLoad.of(batch)) or ShapeLoad())
-            if self._window.is_full:
-                self._record_window(trainer, self._window)
+            self._best_effort.attempt("describe the plan", self._record_plan, trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Records the steps since the last record."""
-        if self._window is not None and self._window.steps:
-            self._record_window(trainer, self._window)
-        self._close()
+        """Knows that what fails from here on is no training."""
         self._is_training = False
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -106,7 +95,6 @@ class RunReport(pl.Callback):
         if not self._is_training:
             return  # it failed before training, or outside of `fit`
         self._is_training = False
-        self._close()
         stopped = isinstance(exception, KeyboardInterrupt)
         self._finish(trainer, {"status": "interrupted" if stopped else "failed", "error": repr(exception)[:2000]})
 
@@ -121,24 +109,20 @@ class RunReport(pl.Callback):
             record(trainer, "plan", {"epoch": trainer.current_epoch, **plan})
 
     def _record_window(self, trainer: pl.Trainer, window: StepWindow) -> None:
-        """Gathers the window from all ranks, and records it."""
-        ranks = window.gather(trainer)  # outside the guard: a rank that left it out would keep the others waiting
         if trainer.is_global_zero:
-            self._guard.attempt("record", lambda: record(trainer, "window", window_record(ranks)))
+            self._best_effort.attempt("record", lambda: record(trainer, "window", window_record(window)))
 
     def _finish(self, trainer: pl.Trainer, end: dict[str, str]) -> None:
         if self.run_log is None:
             return
         record(trainer, "end", end)
-        folder = self.run_log.folder
-        self.path = self._guard.attempt("draw the report", lambda: write_report(folder))
+        self.path = self._best_effort.attempt("draw the report", write_report, self.run_log.folder)
         if self.path is not None:
             rank_zero_info(f"Report of the run: {self.path}")
 
-    def _close(self) -> None:
-        if self._window is not None:
-            self._window.close()
-            self._window = None
+
+def _record_start(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    record(trainer, "start", start_record(trainer, pl_module))
 
 
 def _record_injection(trainer: pl.Trainer) -> None:

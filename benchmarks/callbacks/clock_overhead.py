@@ -10,8 +10,8 @@ as a whole shows. One training under each strategy, without a stop from the firs
 2. Clips so long that the device is what a step waits for. Blocks of a few steps with and without the clock take turns
    in pairs, in random order. Neighbours share the state of a GPU at its power limit, whose clock wanders by more than
    is to be shown; the median of the pairs' ratios is left, with a 95 % interval by bootstrap.
-3. Both monitors on, a report every few steps. Reports wait for the device and leave it idle: the step after one takes
-   longer by what it costs.
+3. Both monitors on, a report every few steps. Reports wait for the device and leave it idle: the step that ends with
+   one takes longer by what it costs.
 
 Under `ulysses_ddp` a step has a handful of marks; under `ulysses_fsdp2` there are six for every transformer block, as
 many as any strategy sets. The model has 4 of Wan-1.3B's 30 blocks, so that there are many steps; marks and work of a
@@ -45,7 +45,7 @@ from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow
 from lightning_videoscale.callbacks import BottleneckAnalyzer, LoadBalanceMonitor
 from lightning_videoscale.data.batch import BatchMeta
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
-from lightning_videoscale.timing import StepWatch, marks_on, watch_steps
+from lightning_videoscale.timing import StepTimer, marks_on
 
 LAYERS = 4
 LATENT = (60, 104)  # 480 x 832 pixels: 1560 tokens to a frame
@@ -86,8 +86,8 @@ def schedule(pairs: int, steps: int, reports: int) -> list[Step]:
         first = draw.random() < 0.5
         for block, is_watched in ((2 * pair, first), (2 * pair + 1, not first)):
             found += [Step("train", block, is_watched)] * steps
-    for block in range(reports + 1):  # the last report costs the first step of a window that has no report
-        found += [Step("report", block, False)] * (STEPS_BETWEEN_REPORTS if block < reports else 1)
+    for block in range(reports):
+        found += [Step("report", block, False)] * STEPS_BETWEEN_REPORTS
     return found
 
 
@@ -127,7 +127,7 @@ class TakingTurns(pl.Callback):
         self.seconds: list[float] = []
         self.in_clock: list[float] = []
         self._host = host
-        self._watch: StepWatch | None = None
+        self._timer: StepTimer | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._marks = marks_on(trainer.strategy.root_device)
@@ -138,18 +138,15 @@ class TakingTurns(pl.Callback):
     ) -> None:
         self._ends.append(self._marks.set())
         self.in_clock.append(self._host.take())
-        if self.steps[batch_idx].part == "report":
-            for monitor in self.monitors:
-                monitor.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if batch_idx + 1 < len(self.steps):
             self._prepare(trainer, pl_module, self.steps[batch_idx], self.steps[batch_idx + 1])
 
     def _prepare(self, trainer: pl.Trainer, pl_module: pl.LightningModule, now: Step, following: Step) -> None:
-        if self._watch is not None and not following.is_watched:
-            self._watch.close()
-            self._watch = None
-        elif self._watch is None and following.is_watched:
-            self._watch = watch_steps(trainer)
+        if self._timer is not None and not following.is_watched:
+            self._timer.close()
+            self._timer = None
+        elif self._timer is None and following.is_watched:
+            self._timer = StepTimer(trainer)
         if following.part == "report" != now.part:
             for monitor in self.monitors:
                 monitor.on_train_start(trainer, pl_module)
@@ -178,12 +175,12 @@ def pairs_of(steps: list[Step], seconds: list[float]) -> list[tuple[float, float
 
 
 def cost_of_a_report(steps: list[Step], seconds: list[float]) -> list[float]:
-    """Seconds that the step after a report takes longer than the others of its window, report by report."""
+    """Seconds that a step with a report takes longer than the others of its window, report by report."""
     windows: dict[int, list[float]] = {}
     for step, taken in zip(steps, seconds, strict=True):
         if step.part == "report":
             windows.setdefault(step.block, []).append(taken)
-    return [windows[block + 1][0] - statistics.median(windows[block][1:]) for block in range(len(windows) - 1)]
+    return [taken[-1] - statistics.median(taken[:-1]) for taken in windows.values()]
 
 
 def median_of(values: list[float]) -> tuple[float, list[float]]:

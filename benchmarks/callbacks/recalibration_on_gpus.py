@@ -41,7 +41,7 @@ from lightning_videoscale.cost import BucketBudget, StepTimeModel, TransformerFl
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import SampleTable
 from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
-from lightning_videoscale.timing import watch_steps
+from lightning_videoscale.timing import StepWindow, subscribe_to_steps
 
 RANKS, LAYERS, SAMPLES = 4, 3, 8_000
 EVERY_N_STEPS, STEPS, STEPS_OF_ORACLE = 10, 100, 60
@@ -62,14 +62,17 @@ def mix(file: Path, samples: int, tiny: bool) -> list[ClipShape]:
 
 
 class Record(pl.Callback):
-    """After every step, this rank's compute time and budget."""
+    """After every step, this rank's seconds of work and budget."""
 
     def __init__(self, recalibrator: BudgetRecalibrator) -> None:
         self.recalibrator = recalibrator
         self.budgets: list[tuple[str, float, float]] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch = watch_steps(trainer)
+        def receive(window: StepWindow) -> None:
+            self.seconds = window.column("work")[trainer.global_rank].tolist()
+
+        subscribe_to_steps(trainer, sys.maxsize, receive)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         calibration = self.recalibrator.calibration
@@ -77,10 +80,6 @@ class Record(pl.Callback):
         self.budgets.append((calibration.version, calibration.budget.m_comp, calibration.budget.p))
         if trainer.is_global_zero and len(self.budgets) % SAY_EVERY == 0:
             say(f"  {len(self.budgets)} steps")
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seconds = [times.compute for times in self._watch.read()]
-        self._watch.close()
 
 
 def train(

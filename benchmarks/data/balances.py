@@ -32,6 +32,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -48,7 +49,7 @@ from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.compute_budgets import best_of, try_budgets
 from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
-from lightning_videoscale.timing import watch_steps
+from lightning_videoscale.timing import StepTimes, StepWindow, subscribe_to_steps
 
 RANKS = 4
 BALANCES = ("planned", "equal_token", "dual_constraint")
@@ -70,22 +71,18 @@ def mix(file: Path, samples: int, tiny: bool) -> list[ClipShape]:
 class Record(pl.Callback):
     """What each micro-batch of this rank was, and where its time went."""
 
-    def __init__(self) -> None:
-        self.loads: list[tuple[float, ...]] = []
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch = watch_steps(trainer)
+        def receive(window: StepWindow) -> None:
+            rank, total = trainer.global_rank, sum(window.column(name) for name in StepTimes._fields)
+            load = [window.column(name) for name in ("samples", "sequence_length", "predicted_cost", "loss_weight")]
+            columns = [window.column("compute"), window.column("wait"), total, *load[:3], (load[3] != 0).double()]
+            self.rows = torch.stack([column[rank] for column in columns], dim=1).tolist()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        meta = batch["meta"]
-        self.loads.append((meta.samples, meta.sequence_length, meta.predicted_cost, meta.loss_weight != 0))
-        if trainer.is_global_zero and len(self.loads) % SAY_EVERY == 0:
-            say(f"  {len(self.loads)} of {trainer.num_training_batches} micro-batches")
+        subscribe_to_steps(trainer, sys.maxsize, receive)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        times = [(t.compute, t.wait, t.total) for t in self._watch.read()]
-        self.rows = [(*t, *load) for t, load in zip(times, self.loads, strict=True)]
-        self._watch.close()
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero and (batch_idx + 1) % SAY_EVERY == 0:
+            say(f"  {batch_idx + 1} of {trainer.num_training_batches} micro-batches")
 
 
 def train(

@@ -10,6 +10,7 @@
 - `observations`: `ObservedCosts`, what a run observes, with the ranks' own speeds taken out.
 - `weighted_fit`: the fit to many noisy points.
 - `floor`: what is so small that the time to launch it is all that shows.
+- `spread`: CV_step and Compute CV, of times and of costs.
 - `median`: the median of values that count unequally.
 - `flops`: `TransformerFlops`, the work of a transformer by its configuration, and `training_flops` of a micro-batch.
 """

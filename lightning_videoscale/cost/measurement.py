@@ -11,7 +11,7 @@ class Measurement(NamedTuple):
     Attributes:
         samples: Batch size B.
         sequence_length: Tokens S of one sample.
-        seconds: Compute time of the micro-batch, forward and backward, without waits.
+        seconds: Of the micro-batch: forward, backward and the exchanges in its sequence-parallel group, without waits.
         peak_bytes: Highest memory in use meanwhile; None where it was not measured.
     """
 

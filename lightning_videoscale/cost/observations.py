@@ -31,7 +31,7 @@ class Observation(NamedTuple):
         dp_rank: Who computed it.
         samples: Batch size B.
         sequence_length: Tokens S of one sample.
-        seconds: Compute time without waits.
+        seconds: Of forward, backward and the exchanges in its sequence-parallel group, as of a `Measurement`.
     """
 
     dp_rank: float

@@ -1,6 +1,6 @@
 """Corrects costs and budgets by what a run observes.
 
-From all ranks' compute times, remembered with the ranks' own speeds taken out (`ObservedCosts`), follow
+From all ranks' times for their micro-batches, remembered with the ranks' own speeds taken out (`ObservedCosts`), follow
 
 - the power law a + b * B * S^p, whose p moves by `P_STEP` at most at a time, and the additive form;
 - M_comp = (target_sync - a) / b, AdaptiveLoad's; without a target in seconds, room for as many of the longest samples

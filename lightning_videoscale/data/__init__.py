@@ -8,7 +8,7 @@ The road of a sample: `patterns` (which tars), `shards`, `storage` and `remote` 
 `progress` (where a run stands in it) and `datamodule` (all of it behind a LightningDataModule, with `indexed_shards`,
 `budgets`, `agreement` and `replanning` behind that). Beside it, `benchmark/` and `auto_budget` measure what a
 micro-batch may hold, `vae` and `encoding` make shards of latents of shards of videos; `online`, with `vae` and `text`,
-encodes while training; `batch_load` reads what a batch weighs, and `loss_weighting` applies it.
+encodes while training; `loss_weighting` applies the weights of batches.
 """
 
 from lightning_videoscale.data.auto_budget import AutoBudget

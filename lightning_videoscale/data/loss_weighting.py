@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_videoscale.data.batch_load import load_of
+from lightning_videoscale.timing import load_of
 from lightning_videoscale.topology import topology_of
 
 

@@ -6,6 +6,7 @@
 - `physical_load`: `PhysicalLoad`, mean and maximum of B * S**2.
 - `throughput_efficiency`: `ThroughputEfficiency`, latent tokens per second of a rank (Θ).
 - `model_flops_utilization`: `ModelFlopsUtilization`, the model's FLOPs over what the device could do.
+- `ratio`: `Ratio`, the base of all of them.
 - `padding_share`: `PaddingShare`, the share of tokens that are worked on for nothing.
 """
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torchmetrics import Metric
 
+from lightning_videoscale.cost.spread import compute_cv
 from lightning_videoscale.metrics.loads import loads_of
+from lightning_videoscale.metrics.ratio import Ratio
 
 
-class ComputeCV(Metric):
+class ComputeCV(Ratio):
     """Compute CV = std / mean over the data-parallel ranks of the load B * S**p, averaged over the steps.
 
     B is the number of samples of a micro-batch, S its sequence length in tokens. With p = 2 this is the paper's
@@ -25,9 +25,8 @@ class ComputeCV(Metric):
         0.0
     """
 
-    is_differentiable = False
+    sums = ("cv_sum", "steps")
     higher_is_better = False
-    full_state_update = False
 
     cv_sum: Tensor
     steps: Tensor
@@ -37,12 +36,10 @@ class ComputeCV(Metric):
 
         Args:
             p: Exponent of the sequence length in the load.
-            **kwargs: `torchmetrics.Metric`'s own arguments (``sync_on_compute``, ``process_group``, ...).
+            **kwargs: See `Ratio`.
         """
         super().__init__(**kwargs)
         self.p = p
-        self.add_state("cv_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("steps", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, batch_sizes: Tensor, sequence_lengths: Tensor) -> None:
         """Adds one step, or several.
@@ -59,9 +56,5 @@ class ComputeCV(Metric):
         loads = loads_of(batch_sizes, sequence_lengths, self.p)
         if not bool((loads.sum(dim=0) > 0).all()):
             raise ValueError(f"at least one rank must have a load above zero; got B * S**p = {loads.T.tolist()}.")
-        self.cv_sum += (loads.std(dim=0, correction=0) / loads.mean(dim=0)).sum()
+        self.cv_sum += compute_cv(loads).sum()
         self.steps += loads.shape[1]
-
-    def compute(self) -> Tensor:
-        """Returns the mean Compute CV, a float64 scalar at or above 0; NaN before the first step."""
-        return self.cv_sum / self.steps

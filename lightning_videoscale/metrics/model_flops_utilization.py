@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torchmetrics import Metric
+
+from lightning_videoscale.metrics.ratio import Ratio
 
 
-class ModelFlopsUtilization(Metric):
+class ModelFlopsUtilization(Ratio):
     """MFU = model FLOPs / (seconds · peak FLOP/s), of one device.
 
     Model FLOPs are those of one forward and one backward pass. What activation checkpointing computes again is no
@@ -23,9 +23,8 @@ class ModelFlopsUtilization(Metric):
         0.5
     """
 
-    is_differentiable = False
+    sums = ("flops", "seconds")
     higher_is_better = True
-    full_state_update = False
 
     flops: Tensor
     seconds: Tensor
@@ -36,7 +35,7 @@ class ModelFlopsUtilization(Metric):
         Args:
             peak_flops_per_second: What the device's data sheet promises for the dtype of the matrix products, dense,
                 for example 989e12 for bfloat16 on an H100 or H200.
-            **kwargs: `torchmetrics.Metric`'s own arguments (``sync_on_compute``, ``process_group``, ...).
+            **kwargs: See `Ratio`.
 
         Raises:
             ValueError: ``peak_flops_per_second`` is not above zero.
@@ -45,8 +44,6 @@ class ModelFlopsUtilization(Metric):
         if not peak_flops_per_second > 0:
             raise ValueError(f"peak_flops_per_second must be above zero; got {peak_flops_per_second}.")
         self.peak_flops_per_second = peak_flops_per_second
-        self.add_state("flops", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("seconds", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, flops: float, seconds: float) -> None:
         """Adds one step of this device.
@@ -65,4 +62,4 @@ class ModelFlopsUtilization(Metric):
 
     def compute(self) -> Tensor:
         """Returns the MFU, a float64 scalar, 1 at the peak; NaN before the first step."""
-        return self.flops / (self.seconds * self.peak_flops_per_second)
+        return super().compute() / self.peak_flops_per_second

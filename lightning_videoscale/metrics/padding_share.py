@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
-from torchmetrics import Metric
+
+from lightning_videoscale.metrics.ratio import Ratio
 
 
-class PaddingShare(Metric):
+class PaddingShare(Ratio):
     """Padding share = 1 − useful tokens / processed tokens, over everything seen.
 
     Padded text, latents padded to a common shape and batches that only fill a gap (``meta.loss_weight`` 0, useful
@@ -22,22 +20,11 @@ class PaddingShare(Metric):
         0.25
     """
 
-    is_differentiable = False
+    sums = ("padding", "processed")
     higher_is_better = False
-    full_state_update = False
 
     padding: Tensor
     processed: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        """Creates an empty metric.
-
-        Args:
-            **kwargs: `torchmetrics.Metric`'s own arguments (``sync_on_compute``, ``process_group``, ...).
-        """
-        super().__init__(**kwargs)
-        self.add_state("padding", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("processed", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, useful_tokens: Tensor, processed_tokens: Tensor) -> None:
         """Adds samples, micro-batches or ranks.
@@ -61,7 +48,3 @@ class PaddingShare(Metric):
             )
         self.padding += (processed_tokens.double() - useful_tokens.double()).sum()
         self.processed += processed_tokens.double().sum()
-
-    def compute(self) -> Tensor:
-        """Returns the padding share, a float64 scalar in ``[0, 1]``; NaN before the first token."""
-        return self.padding / self.processed

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_videoscale.metrics.loads import loads_of
+from lightning_videoscale.metrics.ratio import Ratio
 
 
-class PhysicalLoad(Metric):
+class PhysicalLoad(Ratio):
     """O = B · S² of the data-parallel ranks: its mean, and the largest of any rank in any step.
 
     AdaptiveLoad's metric (section on metrics), for B samples of S tokens. `ComputeCV` says how unequal these loads are;
@@ -24,24 +24,17 @@ class PhysicalLoad(Metric):
         {'mean': 100000.0, 'max': 160000.0}
     """
 
-    is_differentiable = False
+    sums = ("load_sum", "loads")
     higher_is_better = None
-    full_state_update = False
 
     load_sum: Tensor
     load_max: Tensor
     loads: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
-        """Creates an empty metric.
-
-        Args:
-            **kwargs: `torchmetrics.Metric`'s own arguments (``sync_on_compute``, ``process_group``, ...).
-        """
+        """Creates an empty metric; see `Ratio` for ``kwargs``."""
         super().__init__(**kwargs)
-        self.add_state("load_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("load_max", torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
-        self.add_state("loads", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, batch_sizes: Tensor, sequence_lengths: Tensor) -> None:
         """Adds one step, or several.
@@ -60,6 +53,6 @@ class PhysicalLoad(Metric):
         self.load_max = torch.maximum(self.load_max, loads.max())
         self.loads += loads.numel()
 
-    def compute(self) -> dict[str, Tensor]:
+    def compute(self) -> dict[str, Tensor]:  # type: ignore[override]
         """Returns ``mean`` and ``max`` of B · S², float64 scalars; before the first step NaN and 0."""
-        return {"mean": self.load_sum / self.loads, "max": self.load_max.clone()}
+        return {"mean": super().compute(), "max": self.load_max.clone()}

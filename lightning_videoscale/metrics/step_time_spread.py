@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+
+from lightning_videoscale.cost.spread import cv_step
+from lightning_videoscale.metrics.ratio import Ratio
 
 
-class StepTimeSpread(Metric):
+class StepTimeSpread(Ratio):
     """CV_step = (max - min) / max over the ranks, averaged over the steps (AdaptiveLoad, section on metrics).
 
     0 means that all ranks need the same time; 0.5 that the fastest rank idles for half of each step. The paper writes
@@ -26,22 +26,11 @@ class StepTimeSpread(Metric):
         0.3
     """
 
-    is_differentiable = False
+    sums = ("spread_sum", "steps")
     higher_is_better = False
-    full_state_update = False
 
     spread_sum: Tensor
     steps: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        """Creates an empty metric.
-
-        Args:
-            **kwargs: `torchmetrics.Metric`'s own arguments (``sync_on_compute``, ``process_group``, ...).
-        """
-        super().__init__(**kwargs)
-        self.add_state("spread_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("steps", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, times: Tensor) -> None:
         """Adds one step, or several.
@@ -59,11 +48,6 @@ class StepTimeSpread(Metric):
             )
         if not bool((torch.isfinite(times) & (times > 0)).all()):
             raise ValueError(f"times must be positive and finite; got {times.tolist()}.")
-        times = times.detach().double()
-        slowest, fastest = times.amax(dim=0), times.amin(dim=0)
-        self.spread_sum += ((slowest - fastest) / slowest).sum()
-        self.steps += slowest.numel()
-
-    def compute(self) -> Tensor:
-        """Returns the mean CV_step, a float64 scalar in ``[0, 1)``; NaN before the first step."""
-        return self.spread_sum / self.steps
+        spread = cv_step(times.detach().double())
+        self.spread_sum += spread.sum()
+        self.steps += spread.numel()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torchmetrics import Metric
+
+from lightning_videoscale.metrics.ratio import Ratio
 
 
-class ThroughputEfficiency(Metric):
+class ThroughputEfficiency(Ratio):
     """Θ = B · [(F − 1) / λ + 1] · (W / γ) · (H / η) / T, latent tokens per second of one rank.
 
     AdaptiveLoad's metric (section on metrics). Its tokens are the cells of the latent video, before the model cuts them
@@ -24,9 +24,8 @@ class ThroughputEfficiency(Metric):
         26208.0
     """
 
-    is_differentiable = False
+    sums = ("tokens", "seconds")
     higher_is_better = True
-    full_state_update = False
 
     tokens: Tensor
     seconds: Tensor
@@ -40,7 +39,7 @@ class ThroughputEfficiency(Metric):
             temporal_stride: λ, frames that the VAE makes into one latent frame, the first frame standing alone.
             height_stride: η, rows of pixels per latent cell.
             width_stride: γ, columns of pixels per latent cell.
-            **kwargs: `torchmetrics.Metric`'s own arguments (``sync_on_compute``, ``process_group``, ...).
+            **kwargs: See `Ratio`.
 
         Raises:
             ValueError: A stride is below 1.
@@ -50,8 +49,6 @@ class ThroughputEfficiency(Metric):
         if min(strides) < 1:
             raise ValueError(f"the strides of the VAE must be at least 1; got (time, height, width) = {strides}.")
         self.temporal_stride, self.height_stride, self.width_stride = strides
-        self.add_state("tokens", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("seconds", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, batch_size: int, frames: int, height: int, width: int, seconds: float) -> None:
         """Adds one micro-batch of this rank.
@@ -75,7 +72,3 @@ class ThroughputEfficiency(Metric):
         latent_frames = (frames - 1) / self.temporal_stride + 1
         self.tokens += batch_size * latent_frames * (height / self.height_stride) * (width / self.width_stride)
         self.seconds += seconds
-
-    def compute(self) -> Tensor:
-        """Returns Θ in latent tokens per second, a float64 scalar; NaN before the first step."""
-        return self.tokens / self.seconds

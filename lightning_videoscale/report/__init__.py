@@ -4,7 +4,8 @@
 - `context`: what `RunReport` says of the run.
 - `reading`: the log read back after whatever end.
 - `comparison`: the three balances on the clips that the run saw.
-- `costs`, `findings`, `sections`: from records to what is shown.
+- `window`: the record of some steps. `bottlenecks`: what costs the most in them.
+- `costs`, `findings`, `sections`: from records to what is shown. `judge`: what to do, all advice there is.
 - `charts`, `page` and `templates/`: the page.
 """
 

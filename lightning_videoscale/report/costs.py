@@ -38,7 +38,7 @@ class Bucket:
         shape: Frames, height, width.
         tokens: S of one sample.
         samples: Samples trained on.
-        share: Of all compute time, in [0, 1].
+        share: Of the time of all micro-batches, in [0, 1].
         usual: The most frequent kind of micro-batch.
         before: Batch size by the first budget of the run; None without a plan.
         after: By the last.

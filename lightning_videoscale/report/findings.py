@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,11 @@ from lightning_videoscale.data.planning.figures import StepSpreads
 from lightning_videoscale.report.charts import percent
 from lightning_videoscale.report.comparison import predict_balances
 from lightning_videoscale.report.costs import Kind, error_of, fit, kinds_of
+from lightning_videoscale.report.judge import BALANCED, Advice, advice_on_run
 from lightning_videoscale.report.reading import Record, RunRecords
 
-BALANCED = 0.05
-"""Median CV_step up to which a run is called balanced."""
 NEARLY_BALANCED = 0.15
+"""Median CV_step up to which a run is called nearly balanced."""
 
 
 class Verdict(NamedTuple):
@@ -27,13 +27,6 @@ class Verdict(NamedTuple):
 
     text: str
     tone: str
-
-
-class Advice(NamedTuple):
-    """Something to do, and why."""
-
-    what: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -96,12 +89,12 @@ class Findings:
 
     @cached_property
     def idle(self) -> float:
-        """Share of the training time that ranks wait for the slowest to compute."""
+        """Share of the training time that ranks wait for the slowest."""
         return sum(float(window["idle_seconds"]) for window in self.windows) / self.seconds if self.seconds else 0.0
 
     @property
     def compute_idle(self) -> float:
-        """The same as a share of the slowest ranks' compute time, as a plan predicts it."""
+        """The same as a share of the slowest ranks' work, as a plan predicts it."""
         slowest = sum(float(window["slowest_seconds"]) for window in self.windows)
         return self.idle * self.seconds / slowest if slowest else 0.0
 
@@ -156,73 +149,4 @@ class Findings:
     @cached_property
     def advice(self) -> list[Advice]:
         """What to do, the most pressing first; may be empty."""
-        found = [
-            self._of_failure(),
-            self._of_bottleneck(),
-            self._of_balance(),
-            self._of_cost_model(),
-            self._of_memory(),
-        ]
-        return [advice for advice in found if advice is not None]
-
-    def _of_failure(self) -> Advice | None:
-        end = self.run.last("end")
-        if self.status == "unfinished":
-            return Advice("Resume from the last checkpoint, if the run was killed", "The log has no end of this run.")
-        if self.status == "failed" and end is not None:
-            return Advice("Look into the error that ended the run", str(end.get("error", "")))
-        return None
-
-    def _of_bottleneck(self) -> Advice | None:
-        last: dict[str, Any] | None = self.run.last("bottleneck")
-        if last is None or last["name"] == "kernels":  # no loss, but the work itself
-            return None
-        return Advice(last["advice"], last["figure"])
-
-    def _of_kernels(self) -> list[Advice]:
-        """What is left where nothing else is to be done."""
-        last = self.run.last("bottleneck")
-        if last is None or "FusedKernels" in self.start["callbacks"]:
-            return []
-        return [Advice(last["advice"], last["figure"])]
-
-    def _of_balance(self) -> Advice | None:
-        if not self.predicted or self.plans[-1]["balance"] == "planned":
-            return None
-        now, then = (float(self.predicted[name].idle.mean()) for name in (self.plans[-1]["balance"], "planned"))
-        if now - then < 0.02:
-            return None
-        return Advice(
-            'VideoDataModule(balance="planned")',
-            f"On the same clips ranks would wait for the slowest {percent(then)} of their compute time instead of "
-            f"{percent(now)}, by prediction.",
-        )
-
-    def _of_cost_model(self) -> Advice | None:
-        cost_cv, cv_step = self.per_step("cost_cv"), self.per_step("cv_step")
-        if self.planner_error is None or not len(cost_cv) or np.median(cv_step) <= BALANCED:
-            return None
-        if np.median(cost_cv) > 0.5 * np.median(cv_step) or self.planner_error < 0.03:
-            return None
-        remedy = "Measure the shapes (videoscale benchmark-shapes), or add BudgetRecalibrator"
-        if "BudgetRecalibrator" in self.start["callbacks"]:
-            remedy = "Let BudgetRecalibrator go on, or measure the shapes (videoscale benchmark-shapes)"
-        return Advice(
-            remedy,
-            f"The plan balances predicted cost to {percent(float(np.median(cost_cv)))}, and its predictions are "
-            f"{percent(self.planner_error)} off the measured times (median).",
-        )
-
-    def _of_memory(self) -> Advice | None:
-        headrooms = [memory["headroom_tokens"] for memory in self.run.of("memory") if "headroom_tokens" in memory]
-        if not headrooms or not self.plans:
-            return None
-        headroom, m_mem = min(headrooms[-10:]), self.plans[-1]["budget"]["m_mem"]
-        if headroom < 0:
-            return Advice(f"Lower m_mem by {-headroom:,.0f} tokens", "The largest micro-batches leave no reserve free.")
-        if headroom < 0.1 * m_mem:
-            return None
-        return Advice(
-            f"Raise m_mem, up to {m_mem + headroom:,.0f} tokens",
-            f"The largest micro-batches could grow by {headroom:,.0f} tokens on the fullest GPU.",
-        )
+        return advice_on_run(self)

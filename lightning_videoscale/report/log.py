@@ -13,11 +13,11 @@ plan        The data's planner is new or changed: ``epoch``, ``balance``, ``dp_s
             ``step_time`` (`StepTimeModel.to_dict()`, or null).
 window      Some optimizer steps, all ranks: ``steps``; ``seconds`` they took, validation, checkpoints and logging left
             out; ``tokens`` and ``samples``, a sequence-parallel group counted once, fillers not; one number per step in
-            ``cv_step`` ((max - min) / max of compute seconds over data-parallel ranks), ``compute_cv`` (std / mean of
-            B * S²) and ``cost_cv`` (std / mean of predicted cost); ``slowest_seconds``, compute of the slowest rank
-            of each step, added up, and ``idle_seconds``, what the mean rank has less; ``ranks``, seconds of every
-            global rank by field of `StepTimes`; ``batches``, rows of [frames, height, width, S, B, micro-batches, of
-            them fillers, median compute seconds]. Null where the batches do not tell.
+            ``cv_step`` ((max - min) / max over data-parallel ranks of their work, `StepTimes.work`), ``compute_cv``
+            (std / mean of B * S²) and ``cost_cv`` (std / mean of predicted cost); ``slowest_seconds``, work of the
+            slowest rank of each step, added up, and ``idle_seconds``, what the mean rank has less; ``ranks``, seconds
+            of every global rank by field of `StepTimes`; ``batches``, rows of [frames, height, width, S, B,
+            micro-batches, of them fillers, median seconds of work]. Null where the batches do not tell.
 memory      `MemoryMonitor`: ``allocated_gib``, ``reserved_gib``, ``peak_gib``, ``fragmentation``, and where known
             ``headroom_tokens``; each the worst of all ranks.
 bottleneck  `BottleneckAnalyzer`: ``name``, ``share`` of the step time in [0, 1], ``figure`` and ``advice``, sentences.

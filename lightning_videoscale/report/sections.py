@@ -144,7 +144,7 @@ def cost(found: Findings) -> Section | None:
     x = Scale.over([a for a, _ in everything], log=True)
     y = Scale.over([b for _, b in everything], unit=" s", log=True)
     return {
-        "chart": line_chart("Compute seconds per sample over tokens per sample, measured and fitted", lines, x, y),
+        "chart": line_chart("Seconds per sample over tokens per sample, measured and fitted", lines, x, y),
         "model": model,
         "is_sum": model is not None and model.form is model.additive,
         "terms": {"a": "", "linear": " · ΣS", "quadratic": " · ΣS²", "per_sample": " · B"},
@@ -280,7 +280,7 @@ def tiles(found: Findings) -> list[tuple[str, str, str]]:
             (
                 "CV_step",
                 percent(float(np.median(spread))),
-                "so much less the fastest rank computes than the slowest, in the median step",
+                "so much less the fastest rank works than the slowest, in the median step",
             )
         )
         paid = found.seconds * found.ranks

@@ -1,4 +1,4 @@
-"""Puts one clock on a Trainer, for all who want to read it."""
+"""Puts a clock on a Trainer."""
 
 from __future__ import annotations
 
@@ -9,40 +9,34 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 from torch.autograd import Variable
+from typing_extensions import override
 
-from lightning_videoscale.timing.clock import StepClock, StepWatch
+from lightning_videoscale.timing.clock import StepClock
 from lightning_videoscale.timing.marks import marks_on
+from lightning_videoscale.timing.step_times import StepTimes
 from lightning_videoscale.timing.synchronization import synchronizing_calls
 
 _FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
 """What Lightning's training loop tells the profiler before it asks the loader for a batch."""
 
 
-def watch_steps(trainer: pl.Trainer) -> StepWatch:
-    """Returns a reader of the times of this rank's micro-batches from now on.
+class StepTimer(pl.Callback):
+    """The times of this rank's micro-batches from now on, by a clock with hooks into a Trainer.
 
-    All readers of a Trainer share one clock. It comes with the first and goes with the last, or when ``fit`` ends or
-    fails; what it has read by then can still be read.
+    It is the first of the Trainer's callbacks, so that the others' time is not the model's. It stays until it is
+    closed, or ``fit`` ends or fails; what ended by then can still be read. Of several on one Trainer the last is closed
+    first: callbacks share one, see `subscribe_to_steps`.
 
     Args:
-        trainer: A Trainer whose model is wrapped: call this in ``on_fit_start``, ``on_train_start`` or later.
+        trainer: A Trainer whose model is wrapped: make this in ``on_fit_start``, ``on_train_start`` or later.
 
     Raises:
         RuntimeError: If the model is not wrapped yet, or a framework of a version that the clock does not know.
     """
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    if trainer.strategy.model is None:
-        raise RuntimeError("The clock needs the wrapped model: call watch_steps in on_fit_start, or later.")
-    attached = next((callback for callback in callbacks if isinstance(callback, _Attachment)), None)
-    if attached is None:
-        attached = _Attachment(trainer)
-    return attached.watch()
-
-
-class _Attachment(pl.Callback):
-    """The clock's hooks into a Trainer, first of its callbacks, so that the others' time is not the model's."""
 
     def __init__(self, trainer: Any) -> None:
+        if trainer.strategy.model is None:
+            raise RuntimeError("The clock needs the wrapped model: put it on in on_fit_start, or later.")
         self._trainer = trainer
         self._clock = StepClock(marks_on(trainer.strategy.root_device))
         self._undo: list[Callable[[], None]] = []
@@ -56,15 +50,15 @@ class _Attachment(pl.Callback):
         # A new list: the old one is being iterated over.
         trainer.callbacks = [self, *trainer.callbacks]
 
-    def watch(self) -> StepWatch:
-        """Returns a new reader."""
-        return self._clock.watch(on_close=self._close_unless_watched)
+    def read(self) -> list[StepTimes]:
+        """Returns the micro-batches that ended since the last call, in order; waits for the device to have done them.
 
-    def _close_unless_watched(self) -> None:
-        if not self._clock.watched:
-            self._close()
+        Meant for reports every so many steps. In ``on_train_batch_end`` the micro-batch that ends is among them.
+        """
+        return self._clock.read()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Takes the clock off the Trainer. Closing twice is closing once."""
         while self._undo:
             self._undo.pop()()
         self._trainer.callbacks = [callback for callback in self._trainer.callbacks if callback is not self]
@@ -92,11 +86,13 @@ class _Attachment(pl.Callback):
 
     # -- the Trainer's hooks, in their order -----------------------------------------------------------------------
 
+    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._clock.enter("forward")
 
+    @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self._clock.enter("backward")
         if loss.requires_grad:
@@ -107,16 +103,20 @@ class _Attachment(pl.Callback):
         # last gradient.
         Variable._execution_engine.queue_callback(lambda: self._clock.enter("wait"))
 
+    @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock.enter("optimizer")
 
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._clock.end_micro_batch()
 
+    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close()
+        self.close()
 
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._close()
+        self.close()

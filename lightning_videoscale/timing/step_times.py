@@ -42,6 +42,14 @@ class StepTimes(NamedTuple):
         return self.forward + self.backward
 
     @property
+    def work(self) -> float:
+        """What the micro-batch costs the rank's sequence-parallel group: its compute, and the exchanges that all pay.
+
+        Cost models are fitted to it, and data-parallel ranks are compared by it.
+        """
+        return self.compute + self.exchange
+
+    @property
     def total(self) -> float:
         """The whole time."""
         return sum(self)

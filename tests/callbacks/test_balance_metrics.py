@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import pytest
-import torch
 
-from lightning_videoscale.callbacks.balance_metrics import BalanceMetrics, MicroBatchLoad
-from lightning_videoscale.callbacks.step_window import RankTimes
+from lightning_videoscale.callbacks.balance_metrics import BalanceMetrics
 from lightning_videoscale.cost import TransformerFlops
 from lightning_videoscale.data.geometry import GEOMETRIES
-from lightning_videoscale.timing import StepTimes
+from lightning_videoscale.timing import MicroBatchLoad, StepTimes
+from tests.timing.windows import window_of
 
-
-def window(
-    dp_ranks: list[int],
-    times: list[list[StepTimes]],
-    loads: list[list[MicroBatchLoad]],
-    micro_batches: list[int],
-) -> RankTimes:
-    return RankTimes(
-        dp_ranks, torch.tensor(times, dtype=torch.float64), torch.tensor(loads, dtype=torch.float64), micro_batches
-    )
-
-
-LONG = MicroBatchLoad(samples=1, tokens=300, counts=1, predicted_cost=3.0, latent_cells=1200)
-SHORT = MicroBatchLoad(samples=4, tokens=100, counts=1, predicted_cost=2.0, latent_cells=400)
-FILLER = SHORT._replace(counts=0)
+WAN = GEOMETRIES["wan2.1"]
+LONG = MicroBatchLoad(1, 300, loss_weight=1.0, predicted_cost=3.0, frames=3, height=20, width=20)  # 1200 latent cells
+SHORT = MicroBatchLoad(4, 100, loss_weight=0.5, predicted_cost=2.0, frames=1, height=20, width=20)
+FILLER = SHORT._replace(loss_weight=0.0)
 
 
 def test_two_ranks_of_two_steps_with_accumulation() -> None:
     quick = StepTimes(data=0.1, forward=1.0, backward=2.0, wait=1.5, optimizer=0.4, other=5.0)
     slow = StepTimes(data=0.3, forward=1.5, backward=2.5, wait=0.3, optimizer=0.4, other=5.0)
-    metrics = BalanceMetrics(p=2.0)
+    metrics = BalanceMetrics(2.0, WAN)
     figures = metrics.update(
-        window(
-            [0, 1], [[quick, slow, quick], [slow, quick, slow]], [[LONG, SHORT, SHORT], [LONG, LONG, FILLER]], [2, 1]
-        ),
+        window_of([[quick, slow, quick], [slow, quick, slow]], [[LONG, SHORT, SHORT], [LONG, LONG, FILLER]], [2, 1]),
         seconds=20.0,
     )
     # Step 1: both compute 7 s. Step 2: 3 s and 4 s.
@@ -75,9 +59,11 @@ def test_two_ranks_of_two_steps_with_accumulation() -> None:
 
 def test_a_sequence_parallel_group_counts_once() -> None:
     quick, slow = StepTimes(forward=1.0, exchange=0.5), StepTimes(forward=2.0, exchange=0.1)
-    metrics = BalanceMetrics(p=2.0)
+    metrics = BalanceMetrics(2.0, WAN)
     metrics.flops = (TransformerFlops(layers=1, width=10, ffn_width=20, checkpointing=True), 1e6)
-    figures = metrics.update(window([0, 0, 1, 1], [[quick], [slow], [slow], [slow]], [[LONG]] * 4, [1]), seconds=3.0)
+    figures = metrics.update(
+        window_of([[quick], [slow], [slow], [slow]], [[LONG]] * 4, dp_ranks=[0, 0, 1, 1]), seconds=3.0
+    )
     assert figures["balance/cv_step"] == 0.0, "a group takes as long as its slowest rank"
     assert figures["throughput/tokens_per_second"] == 2 * 300 / 3
     assert figures["throughput/samples_per_second"] == 2 / 3
@@ -91,11 +77,11 @@ def test_a_sequence_parallel_group_counts_once() -> None:
 
 def test_the_sums_go_on_after_a_checkpoint() -> None:
     times = [[StepTimes(forward=1.0)], [StepTimes(forward=2.0)]]
-    first, whole = BalanceMetrics(p=2.0), BalanceMetrics(p=2.0)
-    parts = [window([0, 1], times, [[LONG], [SHORT]], [1]), window([0, 1], times[::-1], [[LONG], [LONG]], [1])]
+    first, whole = BalanceMetrics(2.0, WAN), BalanceMetrics(2.0, WAN)
+    parts = [window_of(times, [[LONG], [SHORT]]), window_of(times[::-1], [[LONG], [LONG]])]
     for metrics in (first, whole):
         metrics.update(parts[0], seconds=2.0)
-    resumed = BalanceMetrics(p=2.0)
+    resumed = BalanceMetrics(2.0, WAN)
     resumed.load_state_dict(first.state_dict())
     for metrics in (resumed, whole):
         metrics.update(parts[1], seconds=4.0)
@@ -103,20 +89,19 @@ def test_the_sums_go_on_after_a_checkpoint() -> None:
     assert first.summary() != whole.summary(), "a checkpoint does not share its numbers with who goes on"
 
 
-class Meta(NamedTuple):
-    frames: int
-    height: int
-    width: int
-    samples: int = 2
-    sequence_length: int = 50
-    loss_weight: float = 1.0
-    predicted_cost: float = 1.5
+def test_exchanges_are_work_and_waits_are_not() -> None:
+    group = [[StepTimes(forward=2.0, exchange=2.0)], [StepTimes(forward=2.5, exchange=1.5, wait=9.0)]]
+    alone = [[StepTimes(forward=3.0)], [StepTimes(forward=3.0)]]
+    figures = BalanceMetrics(2.0, WAN).update(window_of(group + alone, dp_ranks=[0, 0, 1, 1]), seconds=3.0)
+    assert figures["balance/cv_step"] == pytest.approx((4.0 - 3.0) / 4.0)
 
 
-def test_what_is_read_of_a_batch() -> None:
-    geometry = GEOMETRIES["wan2.1"]
-    latents: Any = {"latents": None, "meta": Meta(21, 60, 104)}
-    assert MicroBatchLoad.of(latents, geometry) == (2, 50, 1.0, 1.5, 21 * 60 * 104)
-    video: Any = {"video": None, "meta": Meta(81, 480, 832, loss_weight=0.0)}
-    assert MicroBatchLoad.of(video, geometry) == (2, 50, 0.0, 1.5, 21 * 60 * 104)
-    assert MicroBatchLoad.of({"latents": None}, geometry) is None
+def test_latent_cells_of_pixels_are_those_of_their_latents() -> None:
+    pixels = LONG._replace(frames=81, height=480, width=832, has_pixels=1)
+    latents = LONG._replace(frames=21, height=60, width=104)
+    of_pixels, of_latents = (
+        BalanceMetrics(2.0, WAN).update(window_of([[StepTimes(forward=1.0)]], [[load]]), seconds=2.0)
+        for load in (pixels, latents)
+    )
+    assert of_pixels == of_latents
+    assert of_pixels["throughput/efficiency"] == 21 * 60 * 104 / 2

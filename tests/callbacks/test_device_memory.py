@@ -1,9 +1,6 @@
 """The arithmetic on an allocator's statistics."""
 
-import pytest
-
-from lightning_videoscale.callbacks.device_memory import device_memory, headroom_tokens
-from lightning_videoscale.cost import MemoryModel
+from lightning_videoscale.callbacks.device_memory import device_memory
 
 STATS = {
     "allocated_bytes.all.current": 500,
@@ -23,12 +20,3 @@ def test_what_the_allocator_says() -> None:
 
 def test_nothing_reserved_is_not_fragmented() -> None:
     assert device_memory(dict.fromkeys(STATS, 0), free_bytes=100).fragmentation == 0.0
-
-
-def test_headroom_is_what_the_largest_micro_batch_lacks_to_m_mem() -> None:
-    model = MemoryModel(fixed=100.0, per_token=2.0, worst_excess=0.0)
-    # 5 % of 1000 stay free: (950 - 100) / 2 = 425 tokens.
-    assert headroom_tokens(model, 1000.0, tokens=400) == 25
-    assert headroom_tokens(model, 1000.0, tokens=450) == -25
-    with pytest.raises(ValueError, match="before the first token"):
-        headroom_tokens(model, 100.0, tokens=1)

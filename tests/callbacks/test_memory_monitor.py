@@ -77,8 +77,15 @@ def test_headroom_by_a_given_model_counts_the_largest_micro_batch() -> None:
     model = MemoryModel(fixed=150 * GIB, per_token=2 * GIB, worst_excess=0.0)
     monitor, logger = Scripted([300], every_n_steps=2, memory_model=model), MemoryLogger()
     trainer_with(monitor, logger=logger).fit(Slope(), batches_of([Meta(3, 100), Meta(1, 50)]))
-    # (950 - 150) / 2 = 400 tokens fit.
+    # 5 % of 1000 stay free: (950 - 150) / 2 = 400 tokens fit.
     assert _rows(logger)[0][1]["memory/headroom_tokens"] == 100
+
+
+def test_a_micro_batch_that_is_too_large_has_negative_headroom() -> None:
+    model = MemoryModel(fixed=150 * GIB, per_token=2 * GIB, worst_excess=0.0)
+    monitor, logger = Scripted([300], memory_model=model), MemoryLogger()
+    trainer_with(monitor, logger=logger).fit(Slope(), batches_of([Meta(1, 425)]))
+    assert _rows(logger)[0][1]["memory/headroom_tokens"] == -25
 
 
 def test_headroom_by_a_line_through_what_was_observed() -> None:
@@ -161,5 +168,5 @@ def test_on_a_cpu_it_says_so_once_and_logs_nothing() -> None:
 
 
 def test_refuses_an_empty_window() -> None:
-    with pytest.raises(ValueError, match="at least 1; got 0"):
+    with pytest.raises(ValueError, match="at least 1, or None; got 0"):
         MemoryMonitor(every_n_steps=0)

@@ -39,7 +39,8 @@ class UnequallySlow(Slope):
 
 def _run_monitor(strategy: type[DDPStrategy]) -> tuple[dict[str, float], list[dict[str, float]], int]:
     rank = torch.distributed.get_rank()
-    metas = [Meta(samples=1 if rank == 0 else 3, sequence_length=10)] * 5
+    samples = 1 if rank == 0 or strategy is OneGroup else 3
+    metas = [Meta(samples, sequence_length=10)] * 5
     monitor, logger = LoadBalanceMonitor(every_n_steps=2), MemoryLogger()
     trainer = trainer_with(monitor, logger=logger, strategy=strategy(), devices=2, use_distributed_sampler=False)
     trainer.fit(UnequallySlow(), batches_of(metas))

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from lightning_videoscale.callbacks.step_window import RankTimes
-from lightning_videoscale.callbacks.window_record import ShapeLoad, window_record
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
 from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
 from lightning_videoscale.data.shapes import ClipShape
 from lightning_videoscale.report import RunLog
 from lightning_videoscale.report.context import plan_record
-from lightning_videoscale.timing import StepTimes
+from lightning_videoscale.report.window import window_record
+from lightning_videoscale.timing import MicroBatchLoad, StepTimes, load_of
+from tests.timing.windows import window_of
 
 # frames, height, width (pixels), tokens of Wan 2.1, how often
 SHAPES = [
@@ -75,15 +74,10 @@ def log_run(
         count = min(every, steps - first)
         shown = [of_rank[2 * first : 2 * (first + count)] for of_rank in metas]
         times = [[_times(meta.predicted_cost, rank, random) for meta in part] for rank, part in enumerate(shown)]
-        loads = [[ShapeLoad.of({"meta": meta}) for meta in part] for part in shown]
-        window = RankTimes(list(range(dp_size)), _tensor(times), _tensor(loads), [2] * count)
-        log.append("window", first + count, window_record(window))
+        loads = [[load_of({"meta": meta}) or MicroBatchLoad() for meta in part] for part in shown]
+        log.append("window", first + count, window_record(window_of(times, loads, [2] * count)))
     log.append("end", steps, {"status": "completed"})
     return log
-
-
-def _tensor(rows: Any) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 def _times(cost: float, rank: int, random: np.random.Generator) -> StepTimes:

@@ -21,7 +21,7 @@ from lightning_videoscale.strategies import (
     SequenceParallelDeepSpeedStrategy,
     SequenceParallelFSDP2Strategy,
 )
-from lightning_videoscale.timing import StepTimes, watch_steps
+from lightning_videoscale.timing import StepTimes, StepWindow, subscribe_to_steps
 from tests.distributed.zero import deepspeed_on_cpu
 
 NOTHING_TO_SPLIT = SplitPlan({}, {}, {}, lambda model, context: lambda: None)
@@ -156,14 +156,16 @@ def strategy_called(name: str, **kwargs: Any) -> Strategy:
 
 
 class ReadingTheClock(pl.Callback):
-    """Keeps what the clock says."""
+    """Keeps what the clock says of this rank."""
+
+    times: list[StepTimes]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch = watch_steps(trainer)
+        def receive(window: StepWindow) -> None:
+            rows = window.table[trainer.global_rank].tolist()
+            self.times = [StepTimes(*row[: len(StepTimes._fields)]) for row in rows]
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.times = self._watch.read()
-        self._watch.close()
+        subscribe_to_steps(trainer, 1000, receive)
 
 
 def train(

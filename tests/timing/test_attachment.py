@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_videoscale.timing import StepTimes, StepWatch, watch_steps
+from lightning_videoscale.timing import StepTimer, StepTimes
 from tests.callbacks.toy import Meta, Slope, batches_of, trainer_with
 
 
@@ -22,17 +22,22 @@ class Reading(pl.Callback):
         self.every = every
         self.reads: list[list[StepTimes]] = []
 
+    @property
+    def times(self) -> list[StepTimes]:
+        return [times for read in self.reads for times in read]
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.watch: StepWatch = watch_steps(trainer)
+        self.timer = StepTimer(trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % self.every == 0:
-            self.reads.append(self.watch.read())
+            self.reads.append(self.timer.read())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.watch.close()
+        self.timer.close()
+        self.timer.close()  # twice is once
 
 
 class Slow(Slope):
@@ -44,20 +49,18 @@ class Slow(Slope):
         time.sleep(0.06)
 
 
-def test_callbacks_share_a_clock_and_leave_nothing_behind() -> None:
-    often, rarely = Reading(), Reading(every=2)
-    trainer: Any = trainer_with(often, rarely)
+def test_it_leaves_nothing_behind() -> None:
+    reading = Reading(every=2)
+    trainer: Any = trainer_with(reading)
     before = trainer.callbacks
     for _ in range(2):  # the second fit puts a clock on the Trainer anew
         trainer.fit_loop.epoch_progress.reset()
         trainer.fit(Slow(), batches_of([Meta(1, 10)] * 4))
-        assert [len(read) for read in often.reads] == [1] * 4
-        assert [len(read) for read in rarely.reads] == [2] * 2
-        assert [times for read in often.reads for times in read] == [times for read in rarely.reads for times in read]
-        assert all(times.forward >= 0.03 for read in often.reads for times in read)
+        assert [len(read) for read in reading.reads] == [2] * 2
+        assert all(times.forward >= 0.03 for times in reading.times)
         assert trainer.callbacks == before
         assert "start" not in vars(trainer.profiler)
-        often.reads, rarely.reads = [], []
+        reading.reads = []
 
 
 def test_validation_and_a_slow_loader_are_told_apart() -> None:
@@ -70,7 +73,7 @@ def test_validation_and_a_slow_loader_are_told_apart() -> None:
     rows: Any = SlowLoader([{"x": torch.ones(1)}] * 4)
     loader: DataLoader[Any] = DataLoader(rows, batch_size=None)
     trainer_with(reading, val_check_interval=2).fit(Slow(), loader, batches_of([Meta(1, 10)]))
-    times = [times for read in reading.reads for times in read]
+    times = reading.times
     assert all(time.data >= 0.1 > time.optimizer for time in times)
     assert times[2].other >= 0.06 > min(time.other for time in times)
 
@@ -89,12 +92,12 @@ def test_a_run_that_fails_leaves_nothing_behind() -> None:
         trainer.fit(Failing(), batches_of([Meta(1, 10)] * 4))
     assert trainer.callbacks == before
     assert "start" not in vars(trainer.profiler)
-    assert len(reading.watch.read()) == 2, "what ended can still be read"
+    assert len(reading.timer.read()) == 2, "what ended can still be read"
 
 
 def test_it_needs_the_wrapped_model() -> None:
-    with pytest.raises(RuntimeError, match="call watch_steps in on_fit_start, or later"):
-        watch_steps(trainer_with())
+    with pytest.raises(RuntimeError, match="put it on in on_fit_start, or later"):
+        StepTimer(trainer_with())
 
 
 def test_a_profiler_of_ones_own_gets_back_what_it_had() -> None:

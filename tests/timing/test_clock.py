@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from lightning_videoscale.timing import StepClock, StepTimes, add_up
+from lightning_videoscale.timing import Marks, StepClock, StepTimes, add_up
 
 
-class ScriptedMarks:
+class ScriptedMarks(Marks):
     """A mark is the time of a device that lags behind its host, as GPUs do."""
 
     def __init__(self) -> None:
@@ -69,9 +69,8 @@ EXPECTED = StepTimes(data=2, forward=8, backward=6, wait=15, exchange=4, optimiz
 
 def test_every_second_is_told_apart(marks: ScriptedMarks) -> None:
     clock = StepClock(marks)
-    watch = clock.watch()
     micro_batch(clock, marks)
-    [times] = watch.read()
+    [times] = clock.read()
     assert times == EXPECTED
     assert times.compute == 14
     assert times.total == marks.now == 45
@@ -79,32 +78,29 @@ def test_every_second_is_told_apart(marks: ScriptedMarks) -> None:
 
 def test_micro_batches_add_up(marks: ScriptedMarks) -> None:
     clock = StepClock(marks)
-    watch = clock.watch()
     for _ in range(3):
         micro_batch(clock, marks)
-    times = watch.read()
+    times = clock.read()
     assert times == [EXPECTED] * 3
     assert add_up(times) == StepTimes(*(3 * value for value in EXPECTED))
-    assert watch.read() == []
+    assert clock.read() == []
 
 
 def test_nothing_waits_for_the_device_until_somebody_reads(marks: ScriptedMarks) -> None:
     clock = StepClock(marks)
-    watch = clock.watch()
     micro_batch(clock, marks)
     micro_batch(clock, marks)
     marks.device_is_at = 50.0
     micro_batch(clock, marks)
     assert marks.waits == []
     assert len(marks.released) == 10, "the marks of what is past are used again without being asked for"
-    assert watch.read() == [EXPECTED] * 3
+    assert clock.read() == [EXPECTED] * 3
     assert marks.waits == [3 * 45]
 
 
 def test_calls_outside_of_forward_and_backward_are_not_phases(marks: ScriptedMarks) -> None:
     """The gathers and exchanges of a validation belong to it."""
     clock = StepClock(marks)
-    watch = clock.watch()
 
     def validate() -> str:
         marks.now += 1.0
@@ -113,12 +109,11 @@ def test_calls_outside_of_forward_and_backward_are_not_phases(marks: ScriptedMar
     assert clock.timing(validate, "wait")() == "done"
     assert clock.timing(validate, "wait", within=["other"])() == "done"
     clock.end_micro_batch()
-    assert watch.read() == [StepTimes(other=1.0, wait=1.0)]
+    assert clock.read() == [StepTimes(other=1.0, wait=1.0)]
 
 
 def test_a_call_that_fails_ends_its_phase(marks: ScriptedMarks) -> None:
     clock = StepClock(marks)
-    watch = clock.watch()
 
     def fail() -> None:
         marks.now += 1.0
@@ -129,22 +124,4 @@ def test_a_call_that_fails_ends_its_phase(marks: ScriptedMarks) -> None:
         clock.timing(fail, "exchange")()
     marks.now += 2.0
     clock.end_micro_batch()
-    assert watch.read() == [StepTimes(exchange=1.0, forward=2.0)]
-
-
-def test_readers_do_not_take_from_each_other(marks: ScriptedMarks) -> None:
-    clock = StepClock(marks)
-    first = clock.watch()
-    micro_batch(clock, marks)
-    second = clock.watch()
-    micro_batch(clock, marks)
-    assert second.read() == [EXPECTED]
-    assert first.read() == [EXPECTED] * 2
-    micro_batch(clock, marks)
-    first.close()
-    first.close()
-    micro_batch(clock, marks)
-    assert second.read() == [EXPECTED] * 2
-    assert clock.watched
-    second.close()
-    assert not clock.watched
+    assert clock.read() == [StepTimes(exchange=1.0, forward=2.0)]

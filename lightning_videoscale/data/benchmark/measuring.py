@@ -133,7 +133,7 @@ def _measure(
     for _ in range(min(max(math.ceil(seconds / first), _REPEATS[0]), _REPEATS[1])):
         steps.run(batch)
     times = steps.read_times()
-    mine = [t.compute + t.exchange for t in times]
+    mine = [t.work for t in times]
     # What disturbs a step, such as other work on the host, only makes it longer.
     quartile = float(np.quantile(mine, 0.25))
     peak = steps.peak_bytes

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_videoscale.data.batch import Batch
 from lightning_videoscale.data.benchmark.grid import Cell
 from lightning_videoscale.data.benchmark.synthetic import SyntheticBatches
-from lightning_videoscale.timing import StepTimes, watch_steps
+from lightning_videoscale.timing import StepTimer, StepTimes
 from lightning_videoscale.topology import topology_of
 
 
@@ -39,7 +39,7 @@ class RealSteps:
         self._trainer = trainer
         self._module: pl.LightningModule = trainer.lightning_module
         self._device = trainer.strategy.root_device
-        self._watch = watch_steps(trainer)
+        self._timer = StepTimer(trainer)
         self._stateless = _stateless(trainer)
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
         self._index = (0,) if takes_index else ()
@@ -86,7 +86,7 @@ class RealSteps:
 
     def read_times(self) -> list[StepTimes]:
         """The times of the complete steps since the last call; waits for the device."""
-        return self._watch.read()
+        return self._timer.read()
 
     def make_optimizer_states(self) -> None:
         """Lets optimizers that have never made a step make their states; gradients must be there."""
@@ -134,7 +134,7 @@ class RealSteps:
 
     def close(self) -> None:
         """Takes the clock off, and leaves optimizers without states as they were found."""
-        self._watch.close()
+        self._timer.close()
         self.free_memory()
 
 
@@ -160,8 +160,7 @@ def real_steps(trainer: pl.Trainer) -> Iterator[RealSteps]:
     stateless = _stateless(trainer)
     buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in map(_local, module.buffers())]
     modes = [(part, part.training) for part in module.modules()]
-    # A clock that somebody has put on goes on; nobody else shall take these steps for training.
-    trainer.callbacks = [c for c in callbacks if type(c).__module__ == watch_steps.__module__]  # type: ignore[attr-defined]
+    trainer.callbacks = []  # type: ignore[attr-defined]  # nobody shall take these steps for training
     module.log = _ignore  # type: ignore[method-assign]
     steps = RealSteps(trainer)
     try:

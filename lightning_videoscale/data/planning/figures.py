@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from lightning_videoscale.cost.spread import compute_cv, cv_step
 from lightning_videoscale.data.planning.diversity import diversity
 from lightning_videoscale.data.planning.plan import EpochPlan
 
@@ -36,15 +38,13 @@ class StepSpreads(NamedTuple):
             cost: (M,) what each micro-batch costs; None: what the plan predicts.
         """
         lengths = plan.table.sequence_lengths[plan.shape_id]
-        load = (np.diff(plan.starts) * lengths * lengths)[plan.grid].sum(axis=2)
-        by_rank = (plan.cost if cost is None else cost)[plan.grid].sum(axis=2)
-        slowest = by_rank.max(axis=1)
-        return cls(
-            cv_step=(slowest - by_rank.min(axis=1)) / slowest,
-            compute_cv=_spread(load),
-            cost_cv=_spread(by_rank),
-            idle=1 - by_rank.mean(axis=1) / slowest,
+        loads = np.diff(plan.starts) * lengths * lengths
+        load, by_rank = (
+            torch.from_numpy(of_batch[plan.grid].sum(axis=2).T).double()
+            for of_batch in (loads, plan.cost if cost is None else cost)
         )
+        idle = 1 - by_rank.mean(dim=0) / by_rank.amax(dim=0)
+        return cls(*(x.numpy() for x in (cv_step(by_rank), compute_cv(load), compute_cv(by_rank), idle)))
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,3 @@ def delays(plan: EpochPlan) -> NDArray[np.float64]:
     steps = np.repeat(step_of, np.diff(plan.starts))[counted].astype(np.float64)
     place = plan.members[counted] / len(plan.stream) * plan.steps
     return steps - np.floor(place)
-
-
-def _spread(load: NDArray[np.generic]) -> NDArray[np.float64]:
-    """Per step, std / mean over the ranks; ``load`` is (steps, ranks)."""
-    values = load.astype(np.float64)
-    spread: NDArray[np.float64] = values.std(axis=1) / values.mean(axis=1)
-    return spread

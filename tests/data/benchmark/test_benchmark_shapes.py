@@ -18,10 +18,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 import lightning_videoscale as vs
+from lightning_videoscale.callbacks.budget_recalibrator import observations_of
 from lightning_videoscale.cost import BucketBudget, ShapeMatrix
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.data.benchmark import RandomBatches
 from lightning_videoscale.data.benchmark.steps import real_steps
+from lightning_videoscale.parallel import CollectiveTransport
+from lightning_videoscale.timing import StepWindow, subscribe_to_steps
 from tests.data.benchmark.flow import SHAPES, Flow, Small
 from tests.data.clips import clip, npy, write_shard
 from tests.data.training import trainer_with
@@ -263,3 +266,38 @@ def test_under_our_strategies(ranks: Ranks, strategy: str) -> None:
     assert [(row.samples, row.outcome) for row in matrix.rows] == [(1, "measured"), (4, "measured"), (1, "measured")]
     assert all(row.seconds and row.wait_seconds for row in matrix.rows)
     assert matrix.provenance["sequence_parallel_size"] == 2
+
+
+class Observing(pl.Callback):
+    """Keeps what the recalibrator would fit."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def receive(window: StepWindow) -> None:
+            self.seconds = [observed.seconds for observed in observations_of(window)]
+
+        subscribe_to_steps(trainer, 100, receive)
+
+
+def _measured_and_observed(shards: str) -> tuple[float, list[float]]:
+    exchange = CollectiveTransport.exchange
+
+    def slow_exchange(*args: Any) -> torch.Tensor:
+        time.sleep(0.1)
+        return exchange(*args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(CollectiveTransport, "exchange", slow_exchange)
+        trainer = trainer_with(strategy="ulysses_ddp", devices=2)
+        [row] = _benchmark(Flow(), trainer, shapes=SHAPES[2:3], max_tokens=48).rows
+        observing, data = Observing(), VideoDataModule(shards, budget=BUDGET)
+        trainer_with(strategy="ulysses_ddp", devices=2, max_steps=4, callbacks=[observing]).fit(Flow(), data)
+    assert row.seconds is not None
+    return row.seconds, observing.seconds
+
+
+def test_the_recalibrator_observes_what_the_benchmark_measures(ranks: Ranks, tmp_path: Path) -> None:
+    """Forward, backward and exchanges: all ranks of a group pay them, so that they are the micro-batch's cost."""
+    shard = write_shard(tmp_path / "000.tar", [clip(i, (4, 3, 8, 8)) for i in range(4)])
+    for measured, observed in ranks(2).run(_measured_and_observed, str(shard)):
+        assert 4 * 0.1 <= measured < 0.8, "two exchanges of forward and two of backward"
+        assert np.median(observed) == pytest.approx(measured, rel=0.25)

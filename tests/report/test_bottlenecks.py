@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from lightning_videoscale.callbacks.bottlenecks import StepShares, Straggler, advice_on, figure_of, shares_of
-from lightning_videoscale.callbacks.bottlenecks import straggler_of as who_is_late
-from lightning_videoscale.callbacks.step_window import RankTimes
+from lightning_videoscale.report.bottlenecks import StepShares, Straggler, figure_of, shares_of
+from lightning_videoscale.report.bottlenecks import straggler_of as who_is_late
+from lightning_videoscale.report.judge import advice_on_bottleneck
 from lightning_videoscale.timing import StepTimes
-
-
-def window(ranks: list[list[StepTimes]], micro_batches: list[int]) -> RankTimes:
-    return RankTimes(
-        dp_ranks=list(range(len(ranks))),
-        times=torch.tensor(ranks, dtype=torch.float64),
-        loads=torch.zeros(len(ranks), len(ranks[0]), 0),
-        micro_batches=micro_batches,
-    )
+from tests.timing.windows import window_of
 
 
 def test_what_all_ranks_wait_is_the_exchange_and_the_rest_is_for_the_straggler() -> None:
     quick = StepTimes(data=0.1, forward=1.0, backward=2.0, wait=2.5, exchange=0.4, optimizer=0.5, other=9.0)
     slow = StepTimes(data=0.1, forward=2.0, backward=3.0, wait=0.5, exchange=0.4, optimizer=0.5, other=9.0)
-    times = window([[quick], [slow]], [1])
+    times = window_of([[quick], [slow]])
     shares = shares_of(times)
     assert shares == pytest.approx((0.1, 0.4 + 0.5, (2.5 - 0.5) / 2, (3.0 + 5.0) / 2, 0.5))
     assert shares.total == pytest.approx(quick.total - 9.0) == pytest.approx(slow.total - 9.0)
@@ -35,7 +26,7 @@ def test_what_all_ranks_wait_is_the_exchange_and_the_rest_is_for_the_straggler()
 def test_waiting_for_a_rank_that_waits_for_its_loader_is_waiting_for_data() -> None:
     fed = StepTimes(data=0.0, forward=1.0, wait=1.2)
     starved = StepTimes(data=1.2, forward=1.0, wait=0.0)
-    shares = shares_of(window([[fed], [starved], [fed]], [1]))
+    shares = shares_of(window_of([[fed], [starved], [fed]]))
     # 1.2 of one rank and what the other two wait for it.
     assert shares == pytest.approx((1.2, 0.0, 0.0, 1.0, 0.0))
     assert shares.bottleneck == "data"
@@ -45,7 +36,7 @@ def test_a_late_rank_that_both_loads_and_computes_longer_is_shared_out() -> None
     first = StepTimes(data=0.0, forward=1.0, wait=4.0)
     last = StepTimes(data=1.0, forward=4.0, wait=0.0)
     # It loads 0.5 and computes 1.5 more than the mean; the mean rank idles for 2 s, a quarter of it for data.
-    assert shares_of(window([[first], [last]], [1])) == pytest.approx((0.5 + 0.5, 0.0, 1.5, 2.5, 0.0))
+    assert shares_of(window_of([[first], [last]])) == pytest.approx((0.5 + 0.5, 0.0, 1.5, 2.5, 0.0))
 
 
 def test_accumulated_micro_batches_are_judged_by_step() -> None:
@@ -55,14 +46,14 @@ def test_accumulated_micro_batches_are_judged_by_step() -> None:
         StepTimes(forward=3.0),
         StepTimes(forward=1.0, wait=0.2),
     )
-    shares = shares_of(window([[short, long._replace(wait=0.2)], [long, synced]], [2]))
+    shares = shares_of(window_of([[short, long._replace(wait=0.2)], [long, synced]], micro_batches=[2]))
     assert shares == pytest.approx((0.0, 0.2, 0.0, 4.0, 0.0))
     assert shares.bottleneck == "kernels"
 
 
 def test_two_steps_are_averaged_and_the_late_rank_is_the_usual_one() -> None:
     quick, slow = StepTimes(forward=1.0, wait=1.0), StepTimes(forward=2.0)
-    times = window([[quick, quick, slow], [slow, slow, quick]], [1, 1, 1])
+    times = window_of([[quick, quick, slow], [slow, slow, quick]])
     assert shares_of(times) == pytest.approx((0.0, 0.0, 0.5, 1.5, 0.0))
     rank, steps, slowdown = who_is_late(times)
     assert rank == 1
@@ -87,6 +78,9 @@ def test_the_largest_loss_of_a_tenth_or_more_is_named(shares: StepShares, name: 
 
 
 def test_one_slow_rank_and_changing_ones_call_for_different_remedies() -> None:
-    assert "rank 3: compare its GPU's clock" in advice_on("straggler", Straggler(3, steps=0.95, slowdown=1.2))
-    assert "balance='planned'" in advice_on("straggler", Straggler(3, steps=0.4, slowdown=1.2))
-    assert "symmetric" not in advice_on("exchange", Straggler(0, steps=0.4, slowdown=1.0)), "it is slower than NCCL"
+    assert "rank 3: compare its GPU's clock" in advice_on_bottleneck(
+        "straggler", Straggler(3, steps=0.95, slowdown=1.2)
+    )
+    assert "balance='planned'" in advice_on_bottleneck("straggler", Straggler(3, steps=0.4, slowdown=1.2))
+    exchange = advice_on_bottleneck("exchange", Straggler(0, steps=0.4, slowdown=1.0))
+    assert "symmetric" not in exchange, "it is slower than NCCL"

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_videoscale.callbacks.step_window import RankTimes
+from lightning_videoscale.timing import StepWindow
 
 Name = Literal["data", "exchange", "straggler", "kernels", "optimizer"]
 
@@ -64,40 +64,40 @@ class Straggler(NamedTuple):
     slowdown: float
 
 
-def shares_of(window: RankTimes) -> StepShares:
+def shares_of(window: StepWindow) -> StepShares:
     """Divides the mean rank's time.
 
     What all ranks wait at a synchronisation is the exchange itself; beyond it they wait for the rank that comes last in
     the step. The reason is what that rank does longer than the mean: loading, or computing.
     """
-    wait = window.part("wait")
-    reduction = wait.amin(dim=0).sum()
-    idle = window.per_step(wait - wait.amin(dim=0)).mean(dim=0)
+    idle = window.per_step(window.column("wait") - window.reduction).mean(dim=0)
     last = _last_ranks(window)[None]
-    by_data, by_work = (_excess(window.per_step(window.part(phase)), last) for phase in ("data", "compute"))
+    by_data, by_work = (_excess(window.per_step(window.column(phase)), last) for phase in ("data", "compute"))
     idle_for_data = (idle * by_data / (by_data + by_work).clamp_min(1e-12)).sum()
-    steps = len(window.micro_batches)
-    seconds = {phase: window.part(phase).mean(dim=0).sum() for phase in ("data", "compute", "exchange", "optimizer")}
-    return StepShares(
-        data=float(seconds["data"] + idle_for_data) / steps,
-        exchange=float(seconds["exchange"] + reduction) / steps,
-        straggler=float(idle.sum() - idle_for_data) / steps,
-        kernels=float(seconds["compute"]) / steps,
-        optimizer=float(seconds["optimizer"]) / steps,
+    data, exchange, kernels, optimizer = (
+        window.column(phase).mean(dim=0).sum() for phase in ("data", "exchange", "compute", "optimizer")
     )
+    seconds = (
+        data + idle_for_data,
+        exchange + window.reduction.sum(),
+        idle.sum() - idle_for_data,
+        kernels,
+        optimizer,
+    )
+    return StepShares(*(float(part) / window.steps for part in seconds))
 
 
-def straggler_of(window: RankTimes) -> Straggler:
+def straggler_of(window: StepWindow) -> Straggler:
     """Finds who comes last."""
     last = _last_ranks(window)
     rank = int(last.mode().values)
-    compute = window.part("compute").sum(dim=1)
+    compute = window.column("compute").sum(dim=1)
     return Straggler(rank, float((last == rank).double().mean()), float(compute[rank] / compute.mean()))
 
 
-def _last_ranks(window: RankTimes) -> Tensor:
+def _last_ranks(window: StepWindow) -> Tensor:
     """Of every step the rank that waits least, (steps,)."""
-    return window.per_step(window.part("wait")).argmin(dim=0)
+    return window.per_step(window.column("wait")).argmin(dim=0)
 
 
 def _excess(seconds: Tensor, rank: Tensor) -> Tensor:
@@ -119,34 +119,3 @@ def figure_of(name: Name, shares: StepShares, straggler: Straggler) -> str:
         "optimizer": f"Clipping and the optimizer take {part}.",
     }
     return sentences[name]
-
-
-def advice_on(name: Name, straggler: Straggler) -> str:
-    """Returns what to try."""
-    always_the_same = straggler.steps > 0.8
-    advice: dict[Name, str] = {
-        "data": (
-            "Raise num_workers of VideoDataModule, or encode the videos to latents first (videoscale encode); check "
-            "the speed of the storage."
-        ),
-        "exchange": (
-            "Use a smaller sequence-parallel group or keep it within a host, accumulate more micro-batches under DDP, "
-            "or under FSDP2 shard within nodes (replicas=)."
-        ),
-        "straggler": (
-            f"It is nearly always rank {straggler.rank}: compare its GPU's clock, temperature and neighbours with the "
-            "others' (nvidia-smi -q)."
-            if always_the_same
-            else "Use balance='planned' with a cost model measured on this machine (videoscale benchmark-shapes) and "
-            "BudgetRecalibrator, and more micro_batches per step."
-        ),
-        "kernels": (
-            "Balanced and fed: use FusedKernels and the strategy's compile=True, and no activation checkpointing where "
-            "memory allows (MemoryMonitor says how much is left)."
-        ),
-        "optimizer": (
-            "Use a fused optimizer (fused=True), or shard it (ulysses_fsdp2, ulysses_deepspeed_stage_1), or accumulate "
-            "more micro-batches per step."
-        ),
-    }
-    return advice[name]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
+_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-class Guard:
+class BestEffort:
     """Says what went wrong, once, and lets the training go on.
 
     Args:
@@ -24,15 +24,19 @@ class Guard:
         self._name = name
         self._said: set[str] = set()
 
-    def attempt(self, what: str, act: Callable[[], _Result]) -> _Result | None:
-        """Returns ``act()``, or None where it failed. No collective belongs in here: a rank that fails leaves it out.
+    def attempt(
+        self,
+        what: str,
+        act: Callable[_Arguments, _Result],
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> _Result | None:
+        """Returns what ``act`` returns, or None where it failed; ``what`` completes "could not".
 
-        Args:
-            what: Completes "could not".
-            act: What to do.
+        No collective belongs in here: a rank that fails leaves it out.
         """
         try:
-            return act()
+            return act(*args, **kwargs)
         except Exception as error:
             if what not in self._said:
                 self._said.add(what)
@@ -44,8 +48,7 @@ class Guard:
         """Hands figures to every logger; where one fails, the others have theirs."""
         step = trainer.global_step - 1  # `self.log` numbers the steps from 0 too, so that the curves line up
         for logger in trainer.loggers:
-            act = partial(logger.log_metrics, dict(figures), step=step)
-            self.attempt(f"log to {type(logger).__name__}", act)
+            self.attempt(f"log to {type(logger).__name__}", logger.log_metrics, dict(figures), step=step)
 
     def say_once(self, message: str) -> None:
         """Warns, from rank zero, unless this was said before."""

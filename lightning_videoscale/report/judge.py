@@ -1,0 +1,120 @@
+"""What to do about a run: all advice there is, of `BottleneckAnalyzer` while it trains and of the report after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lightning_videoscale.report.bottlenecks import Name, Straggler
+from lightning_videoscale.report.charts import percent
+
+if TYPE_CHECKING:
+    from lightning_videoscale.report.findings import Findings
+
+BALANCED = 0.05
+"""Median CV_step up to which a run is called balanced."""
+
+
+class Advice(NamedTuple):
+    """Something to do, and why."""
+
+    what: str
+    why: str
+
+
+def advice_on_bottleneck(name: Name, straggler: Straggler) -> str:
+    """Returns what to try against what costs the most."""
+    always_the_same = straggler.steps > 0.8
+    advice: dict[Name, str] = {
+        "data": (
+            "Raise num_workers of VideoDataModule, or encode the videos to latents first (videoscale encode); check "
+            "the speed of the storage."
+        ),
+        "exchange": (
+            "Use a smaller sequence-parallel group or keep it within a host, accumulate more micro-batches under DDP, "
+            "or under FSDP2 shard within nodes (replicas=)."
+        ),
+        "straggler": (
+            f"It is nearly always rank {straggler.rank}: compare its GPU's clock, temperature and neighbours with the "
+            "others' (nvidia-smi -q)."
+            if always_the_same
+            else "Use balance='planned' with a cost model measured on this machine (videoscale benchmark-shapes) and "
+            "BudgetRecalibrator, and accumulate more micro-batches per step."
+        ),
+        "kernels": (
+            "Balanced and fed: use FusedKernels and the strategy's compile=True, and no activation checkpointing where "
+            "memory allows (MemoryMonitor says how much is left)."
+        ),
+        "optimizer": (
+            "Use a fused optimizer (fused=True), or shard it (ulysses_fsdp2, ulysses_deepspeed_stage_1), or accumulate "
+            "more micro-batches per step."
+        ),
+    }
+    return advice[name]
+
+
+def advice_on_run(found: Findings) -> list[Advice]:
+    """Returns what to do after a run, the most pressing first; may be empty."""
+    judgements = (_of_failure, _of_bottleneck, _of_balance, _of_cost_model, _of_memory)
+    return [advice for judge in judgements if (advice := judge(found)) is not None]
+
+
+def _of_failure(found: Findings) -> Advice | None:
+    end = found.run.last("end")
+    if found.status == "unfinished":
+        return Advice("Resume from the last checkpoint, if the run was killed", "The log has no end of this run.")
+    if found.status == "failed" and end is not None:
+        return Advice("Look into the error that ended the run", str(end.get("error", "")))
+    return None
+
+
+def _of_bottleneck(found: Findings) -> Advice | None:
+    last = found.run.last("bottleneck")
+    if last is None or last["name"] == "kernels":  # no loss, but the work itself
+        return None
+    return Advice(last["advice"], last["figure"])
+
+
+def _of_balance(found: Findings) -> Advice | None:
+    if not found.predicted or found.plans[-1]["balance"] == "planned":
+        return None
+    now, then = (float(found.predicted[name].idle.mean()) for name in (found.plans[-1]["balance"], "planned"))
+    if now - then < 0.02:
+        return None
+    return Advice(
+        'VideoDataModule(balance="planned")',
+        f"On the same clips ranks would wait for the slowest {percent(then)} of their time instead of "
+        f"{percent(now)}, by prediction.",
+    )
+
+
+def _of_cost_model(found: Findings) -> Advice | None:
+    cost_cv, cv_step = found.per_step("cost_cv"), found.per_step("cv_step")
+    if found.planner_error is None or not len(cost_cv) or np.median(cv_step) <= BALANCED:
+        return None
+    if np.median(cost_cv) > 0.5 * np.median(cv_step) or found.planner_error < 0.03:
+        return None
+    remedy = "Measure the shapes (videoscale benchmark-shapes), or add BudgetRecalibrator"
+    if "BudgetRecalibrator" in found.start["callbacks"]:
+        remedy = "Let BudgetRecalibrator go on, or measure the shapes (videoscale benchmark-shapes)"
+    return Advice(
+        remedy,
+        f"The plan balances predicted cost to {percent(float(np.median(cost_cv)))}, and its predictions are "
+        f"{percent(found.planner_error)} off the measured times (median).",
+    )
+
+
+def _of_memory(found: Findings) -> Advice | None:
+    headrooms = [memory["headroom_tokens"] for memory in found.run.of("memory") if "headroom_tokens" in memory]
+    if not headrooms or not found.plans:
+        return None
+    headroom, m_mem = min(headrooms[-10:]), found.plans[-1]["budget"]["m_mem"]
+    if headroom < 0:
+        return Advice(f"Lower m_mem by {-headroom:,.0f} tokens", "The largest micro-batches leave no reserve free.")
+    if headroom < 0.1 * m_mem:
+        return None
+    return Advice(
+        f"Raise m_mem, up to {m_mem + headroom:,.0f} tokens",
+        f"The largest micro-batches could grow by {headroom:,.0f} tokens on the fullest GPU.",
+    )
