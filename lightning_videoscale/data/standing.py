@@ -123,7 +123,7 @@ def _place(trainer: pl.Trainer, progress: Progress, total: int | None) -> None:
     loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH if is_within else RestartStage.NONE
     loop.epoch_loop.reset_restart_stage()
     loop.epoch_loop.val_loop.reset_restart_stage()
-    loop.epoch_loop.restarting = is_within
+    loop._restarting = loop.epoch_loop.restarting = is_within
     if trainer.lightning_module.automatic_optimization:
         # The loop adds one when it restarts within an epoch.
         loop.epoch_loop._batches_that_stepped = trainer.global_step - is_within

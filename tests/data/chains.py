@@ -194,8 +194,10 @@ def _leg(draw: random.Random, validates: bool, strategies: tuple[str, ...], last
     strategy = draw.choice(strategies)
     ranks = 1 if strategy == "auto" else draw.randint(1, 4)
     hook, saver_hook = draw.choice(hooks), draw.choice([name for name in hooks if name != "on_save_checkpoint"])
-    hows = ["raise", "raise", "stop"] if strategies == ("auto",) else ["kill", "kill", "write", "stop"]
-    stop = (draw.choice(hows), hook, draw.randint(1, 30 // ranks if hook in _OFTEN else 2))
+    processes = strategies != ("auto",)
+    hows = ["kill", "kill", "write", "stop"] if processes else ["raise", "raise", "stop"]
+    most = 12 // ranks if processes else 30
+    stop = (draw.choice(hows), hook, draw.randint(1, most if hook in _OFTEN else 2))
     savers = [
         ("steps", draw.choice([1, 1, 2, 3, 5])),
         ("last",),
@@ -210,7 +212,7 @@ def _leg(draw: random.Random, validates: bool, strategies: tuple[str, ...], last
         budget=draw.randrange(len(BUDGETS)),
         workers=draw.choice([0, 0, 0, 0, 1, 2]),
         savers=tuple(draw.sample(savers, draw.randint(1, 3))),
-        stop=None if last or ends < 0.2 else stop,
+        stop=None if last or ends < (0.1 if processes else 0.2) else stop,
         more_epochs=2 if last else draw.choice([0, 1, 2, 2, 3]),
         more_steps=draw.randint(0, 12) if not last and ends < 0.35 else None,
         adopt=draw.randint(0, 4) if draw.random() < 0.25 else None,
