@@ -13,6 +13,7 @@ from tests.data.killing import Processes
 from tests.data.ledger import check_at_most_once, check_evenly, check_once, check_steps, lineage
 
 SAMPLES = 61
+QUICK = 5  # two kills, sequence-parallel groups, a change of strategy
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Checkpoint directory", "ignore:Be aware that when using `ckpt_path`", "ignore:The dirpath has changed"
@@ -61,10 +62,10 @@ def test_many_runs_that_end_anywhere(tmp_path: Path, seed: int) -> None:
 
 
 def test_ranks_that_are_killed(tmp_path: Path) -> None:
-    run_chain(tmp_path, chain_of(0, processes=True), Processes().train)
+    run_chain(tmp_path, chain_of(QUICK, processes=True), Processes().train)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(1, 20))
+@pytest.mark.parametrize("seed", sorted({*range(20)} - {QUICK}))
 def test_many_ranks_that_are_killed(tmp_path: Path, seed: int) -> None:
     run_chain(tmp_path, chain_of(seed, processes=True), Processes().train)
