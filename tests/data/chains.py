@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ class Chain:
     validates: float | int | None
     limit: int | float | None
     weights: tuple[float, float] | None
-    legs: list[Leg] = field(default_factory=list)
+    legs: list[Leg]
 
 
 class At(Callback):
@@ -181,12 +181,14 @@ def chain_of(seed: int, processes: bool = False) -> Chain:
         if same and legs:
             leg = _with(leg, legs[0])
         legs.append(leg)
+    if processes:  # at least one is surely killed, and it has gone on from a checkpoint if there was one
+        legs[1] = replace(legs[1], stop=("kill", _OFTEN[seed % 4], 1 + seed // 4 % 3), more_epochs=2, more_steps=None)
     return Chain(seed, validates, limit, weights, legs)
 
 
 def _with(leg: Leg, first: Leg) -> Leg:
-    kept = ("micro_batches", "balance", "budget", "ranks", "sp", "strategy")
-    return Leg(**{name: getattr(first if name in kept else leg, name) for name in Leg.__dataclass_fields__})
+    kept = ("micro_batches", "balance", "budget", "ranks", "sp", "strategy", "mortal")
+    return replace(leg, **{name: getattr(first, name) for name in kept})
 
 
 def _leg(draw: random.Random, validates: bool, strategies: tuple[str, ...], last: bool) -> Leg:

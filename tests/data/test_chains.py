@@ -13,7 +13,8 @@ from tests.data.killing import Processes
 from tests.data.ledger import check_at_most_once, check_evenly, check_once, check_steps, lineage
 
 SAMPLES = 61
-QUICK = 5  # two kills, sequence-parallel groups, a change of strategy
+QUICK = (4, 8, 9, 13)  # went wrong while Lightning's counters were trusted
+QUICK_KILLS = 5  # with sequence-parallel groups and a change of strategy
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Checkpoint directory", "ignore:Be aware that when using `ckpt_path`", "ignore:The dirpath has changed"
@@ -50,22 +51,22 @@ def in_this_process(chain: Chain, run: int, folder: Path) -> None:
     train(chain, run, newest(folder / "runs"), folder)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", QUICK)
 def test_runs_that_end_anywhere(tmp_path: Path, seed: int) -> None:
     run_chain(tmp_path, chain_of(seed), in_this_process)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(5, 180))
+@pytest.mark.parametrize("seed", sorted({*range(180)} - {*QUICK}))
 def test_many_runs_that_end_anywhere(tmp_path: Path, seed: int) -> None:
     run_chain(tmp_path, chain_of(seed), in_this_process)
 
 
 def test_ranks_that_are_killed(tmp_path: Path) -> None:
-    run_chain(tmp_path, chain_of(QUICK, processes=True), Processes().train)
+    run_chain(tmp_path, chain_of(QUICK_KILLS, processes=True), Processes().train)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", sorted({*range(20)} - {QUICK}))
+@pytest.mark.parametrize("seed", sorted({*range(20)} - {QUICK_KILLS}))
 def test_many_ranks_that_are_killed(tmp_path: Path, seed: int) -> None:
     run_chain(tmp_path, chain_of(seed, processes=True), Processes().train)
