@@ -9,6 +9,7 @@ begins, the Trainer is told where it is, and from then on both counts must agree
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batch
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_videoscale.data.loader import PlannedSampler
+from lightning_videoscale.data.planning import BucketPlanner
 from lightning_videoscale.data.progress import Progress
 
 
@@ -91,6 +93,14 @@ class Standing:
         is_over = trained >= loop.max_batches or (has_ended and batches.is_last_batch)
         total = batches.total.processed - max(batches.current.processed - trained, 0)
         return Trained(trained, total, is_over, has_ended)
+
+
+def resumed(trainer: pl.Trainer, planner: BucketPlanner, state: Mapping[str, Any]) -> Progress:
+    """Where a run goes on from a state: `Progress.resume`, within what the Trainer trains of an epoch."""
+    progress = Progress.resume(planner, state)
+    if progress.done and progress.done >= epoch_length(trainer, len(progress)):  # the limit is another one now
+        return Progress.start(planner, progress.epoch + 1, progress.trained_as + 1)
+    return progress
 
 
 def epoch_length(trainer: pl.Trainer, micro_batches: int) -> int:
