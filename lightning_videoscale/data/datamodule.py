@@ -33,11 +33,10 @@ from lightning_videoscale.data.patterns import Patterns
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossWeighting, SampleTable
 from lightning_videoscale.data.planning.plan import check_settings
 from lightning_videoscale.data.planning.stream import draws_per_epoch
-from lightning_videoscale.data.progress import Progress
 from lightning_videoscale.data.reader import MicroBatchReader
 from lightning_videoscale.data.replanning import replan
 from lightning_videoscale.data.shapes import Media, ShapePolicy
-from lightning_videoscale.data.standing import Standing, epoch_length, forget_loader
+from lightning_videoscale.data.standing import Standing, forget_loader, resumed
 from lightning_videoscale.topology import topology_of
 
 
@@ -173,7 +172,9 @@ class VideoDataModule(pl.LightningDataModule):
             if self._sampler is not None:
                 self._state = self.state_dict()  # this run has gone on from there
             if self._state:
-                progress = self._resume(trainer, planner, self._state, contents)
+                if not self._state.get("is_over"):
+                    check_same_index(self._state["shards"], contents)
+                progress = resumed(trainer, planner, self._state)
             standing = Standing(trainer, self._state["total"] if self._state else None)
         sampler = PlannedSampler(
             planner,
@@ -268,16 +269,6 @@ class VideoDataModule(pl.LightningDataModule):
         """Where ``budget="auto"`` looks for what `videoscale benchmark-shapes` has measured."""
         file = self._shards.file
         return file.with_name(f"{file.stem}-shapes.json")
-
-    def _resume(
-        self, trainer: pl.Trainer, planner: BucketPlanner, state: Mapping[str, Any], contents: dict[str, str]
-    ) -> Progress:
-        if not state.get("is_over"):
-            check_same_index(state["shards"], contents)
-        progress = Progress.resume(planner, state)
-        if progress.done and progress.done >= epoch_length(trainer, len(progress)):  # the limit is another one now
-            return Progress.start(planner, progress.epoch + 1, progress.trained_as + 1)
-        return progress
 
     def _dp_rank_and_size(self) -> tuple[int, int]:
         if self.trainer is None:

@@ -48,7 +48,7 @@ class PlannedSampler(Sampler[MicroBatch]):
         self._on_begin = on_begin
         self.is_started = False
         self._goes_on = progress is not None
-        self._begin(progress or Progress.start(planner, 0 if repeat_first_epoch else epoch))
+        self._begin(Progress.start(planner, 0 if repeat_first_epoch else epoch) if progress is None else progress)
 
     @property
     def progress(self) -> Progress:

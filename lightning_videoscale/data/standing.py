@@ -9,6 +9,7 @@ begins, the Trainer is told where it is, and from then on both counts must agree
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batch
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_videoscale.data.loader import PlannedSampler
+from lightning_videoscale.data.planning import BucketPlanner
 from lightning_videoscale.data.progress import Progress
 
 
@@ -93,6 +95,14 @@ class Standing:
         return Trained(trained, total, is_over, has_ended)
 
 
+def resumed(trainer: pl.Trainer, planner: BucketPlanner, state: Mapping[str, Any]) -> Progress:
+    """Where a run goes on from a state: `Progress.resume`, within what the Trainer trains of an epoch."""
+    progress = Progress.resume(planner, state)
+    if progress.done and progress.done >= epoch_length(trainer, len(progress)):  # the limit is another one now
+        return Progress.start(planner, progress.epoch + 1, progress.trained_as + 1)
+    return progress
+
+
 def epoch_length(trainer: pl.Trainer, micro_batches: int) -> int:
     """How many of an epoch's micro-batches a Trainer trains on, which may limit them."""
     limit: Any = trainer.limit_train_batches
@@ -123,7 +133,7 @@ def _place(trainer: pl.Trainer, progress: Progress, total: int | None) -> None:
     loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH if is_within else RestartStage.NONE
     loop.epoch_loop.reset_restart_stage()
     loop.epoch_loop.val_loop.reset_restart_stage()
-    loop.epoch_loop.restarting = is_within
+    loop._restarting = loop.epoch_loop.restarting = is_within
     if trainer.lightning_module.automatic_optimization:
         # The loop adds one when it restarts within an epoch.
         loop.epoch_loop._batches_that_stepped = trainer.global_step - is_within

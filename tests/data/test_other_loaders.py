@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import webdataset as wds
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.cost import BucketBudget
@@ -51,3 +53,16 @@ def test_a_pipeline_behind_a_web_loader_trains_under_a_trainer(tmp_path: Path) -
     trainer_with(limit_val_batches=0).fit(module, ours)
     trainer_with(limit_val_batches=0).fit(doubled, pipeline)
     assert doubled.batches == module.batches and len(module.batches[0]) == len(ours)
+
+
+class Piped(VideoDataModule):
+    def train_dataloader(self) -> Any:
+        ours = super().train_dataloader()
+        return wds.WebLoader(ours.reader, batch_size=None, sampler=ours.sampler)
+
+
+def test_a_loader_that_hides_the_sampler_cannot_be_saved(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1)
+    data = Piped(write_shards(tmp_path, 10), budget=BUDGET)
+    with pytest.raises(RuntimeError, match=r"hides it from Lightning\. Give it the attribute `sampler`"):
+        trainer_with(limit_val_batches=0, enable_checkpointing=True, callbacks=[saver]).fit(Witness(), data)

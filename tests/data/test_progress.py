@@ -44,6 +44,20 @@ def test_an_epoch_that_is_done_is_followed_by_the_next() -> None:
     assert again.plan.digest == Progress.start(PLANNER, 4).plan.digest
 
 
+def test_the_rest_of_an_epoch_that_was_cut_short_is_an_epoch_of_its_own_and_none_is_left_out() -> None:
+    cut = Progress.start(PLANNER, epoch=3)
+    rest = Progress.resume(PLANNER, cut.state_dict(8, has_ended=True))
+    assert (rest.epoch, rest.trained_as, rest.done) == (3, 4, 0)
+    assert sorted(seen(cut, 8) + seen(rest, len(rest))) == list(range(200))
+    following = Progress.resume(PLANNER, rest.state_dict(len(rest), has_ended=True))
+    assert (following.epoch, following.trained_as, following.done) == (4, 5, 0)
+
+
+def test_an_epoch_that_is_limited_has_no_rest() -> None:
+    following = Progress.resume(PLANNER, Progress.start(PLANNER, epoch=3).state_dict(8, is_over=True))
+    assert (following.epoch, following.trained_as, following.done) == (4, 4, 0)
+
+
 def test_a_state_of_another_release_is_refused() -> None:
     state = Progress.start(PLANNER, 0).state_dict(2)
     with pytest.raises(ValueError, match="version 99, this release reads"):
