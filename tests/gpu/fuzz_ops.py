@@ -40,9 +40,13 @@ def main() -> int:
         seeds, workers = range(arguments.seed, arguments.seed + 1), 0
     else:
         seeds, workers = range(*arguments.seeds), arguments.workers
-    print(f"{len(seeds)} cases of {len(variants(0, options))} variants, {workers or 1} processes, {options}", flush=True)
+    print(
+        f"{len(seeds)} cases of {len(variants(0, options))} variants, {workers or 1} processes, {options}", flush=True
+    )
     started = time.monotonic()
     done = _watched(verdicts(seeds, options, workers), len(seeds), options)
+    if arguments.seed is not None:
+        print("\n".join(f"  {name}: {error:.3g} of what is allowed" for name, error in done[0].errors.items()))
     print(_summary(done))
     wrong = [verdict.seed for verdict in done if verdict.status == "wrong"]
     print(f"{len(done)} cases in {time.monotonic() - started:.0f} s, {len(wrong)} wrong: {sorted(wrong)[:50]}")
@@ -74,7 +78,7 @@ def _summary(done: list[Verdict]) -> str:
         key = verdict.op, verdict.backend
         counts[(*key, verdict.status)] += 1
         if verdict.status == "right":
-            worst[key] = max(worst[key], verdict.worst)
+            worst[key] = max(worst[key], *verdict.errors.values())
         if verdict.status == "refused":
             # One reason whatever the sizes and dtypes.
             reason = re.sub(r"torch\.\w+|\d+", "…", verdict.message)[:110]
@@ -94,7 +98,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--backend", choices=["auto", "cuda", "triton", "reference"], help="for every case")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--elements", type=int, default=2_000_000, help="the most of an activation (default: 2000000)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; 0: this one (default: one a core)")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="processes; 0: this one (default: one a core)"
+    )
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """`qk_norm_rope` in float64, written from its formulas, and what rounding may do to each result.
 
-    n = x̂ · weight + bias over a head's channels or a token's, then every pair (a, b) of n is turned by its angle:
-    (a · cos - b · sin, a · sin + b · cos)
+n = x̂ · weight + bias over a head's channels or a token's, then every pair (a, b) of n is turned by its angle:
+(a · cos - b · sin, a · sin + b · cos)
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def _of_side(arguments: dict[str, Any], outcome: Outcome, side: str, place: int)
         loss = y.new_zeros(()) if cotangent is None else (y * cotangent.double()).sum()
         if rest is not None:
             loss = loss + (rest.flatten(2) * _statistics(exact[side].flatten(2), arguments, rest)[1]).sum()
-        gradients = differentiate([loss], [None if cotangent is None else torch.ones_like(loss)], [exact[n] for n in trained])
+        gradients = differentiate(
+            [loss], [None if cotangent is None else torch.ones_like(loss)], [exact[n] for n in trained]
+        )
     plain = {name: value.detach() for name, value in t.items()}
     bounds = _magnitudes(plain, arguments, rest, None if cotangent is None else cotangent.double())
     wide = added_up(x.shape[0] * x.shape[1] * (x.shape[2] if arguments.get("per_head") else 1), wide_dtype(x.dtype))

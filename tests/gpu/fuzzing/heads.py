@@ -65,8 +65,9 @@ class HeadVariant:
     ) -> HeadVariant:
         """Draws one whose activations and weights have the two dtypes."""
         sharded, odd = op == "qk_norm_rope_sharded", backend != "cuda" and rng.random() < 0.25
-        head_dim = rng.choice((2, 6, 12, 20, 48, 96) if odd else (8, 16, 32, 64, 128, 128))
-        k_heads = rng.choice([h for h in (1, 2, 3, 6, 12, 24, 40) if h * head_dim * 8 <= max(elements, 64)])
+        head_dims = (2, 6, 12, 20, 48, 96) if odd else (8, 16, 32, 64, 128, 128)
+        head_dim = rng.choice([d for d in head_dims if d * 8 <= elements])
+        k_heads = rng.choice([h for h in (1, 2, 3, 6, 12, 24, 40) if h * head_dim * 8 <= elements])
         grouped = rng.random() < 0.3
         rotated = rng.choice((0, head_dim // 2, head_dim // 2, head_dim // 4))
         stride = rng.choice((1, 2))

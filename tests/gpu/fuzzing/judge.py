@@ -81,8 +81,8 @@ def excess(expected: Expected, truncates: bool) -> Tensor:
         got = torch.zeros_like(exact)
     if not exact.numel():
         return exact.new_zeros(())
-    u = ROUNDOFF[dtype] * (2 if truncates and dtype is torch.bfloat16 else 1)
-    allowed = u * exact.abs() + (1 + u) * expected.bound + SMALLEST[dtype]
+    u, times = ROUNDOFF[dtype], 2 if truncates and dtype is torch.bfloat16 else 1
+    allowed = times * (u * exact.abs() + (1 + u) * expected.bound) + SMALLEST[dtype]
     # Where allowed is 0, only 0 is right.
     over = (got.detach().double() - exact).abs() / allowed.clamp_min(1e-300)
     overflows = exact.abs() + allowed >= torch.finfo(dtype).max

@@ -67,7 +67,9 @@ class Tensors:
     def _view(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         pad = self.layouts.choice((16, 16, 8, 1))
         if len(shape) == 1:
-            return self._buffer((2 * shape[0],), dtype, 0)[::2] if kind == "columns" else self._offset(kind, shape, dtype)
+            return (
+                self._buffer((2 * shape[0],), dtype, 0)[::2] if kind == "columns" else self._offset(kind, shape, dtype)
+            )
         if kind == "columns":
             return self._buffer((*shape[:-1], shape[-1] + pad), dtype, 0)[..., : shape[-1]]
         if kind == "chunk":  # of several projections or modulations made at once
