@@ -363,8 +363,21 @@ def uneven(ends: tuple[int, int], strategy: Any) -> DataLoader[Tensor]:
     return DataLoader(Strided(strategy.data_parallel_rank, strategy.data_parallel_size, ends), 2)
 
 
-def uneven_list(lengths: tuple[int, int], strategy: Any) -> list[Tensor]:
-    return [torch.tensor([float(i)]) for i in range(lengths[strategy.data_parallel_rank])]
+class Sized:
+    """Batches whose number is known."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor([float(i)]) for i in range(self.length))
+
+
+def uneven_sized(lengths: tuple[int, int], strategy: Any) -> Sized:
+    return Sized(lengths[strategy.data_parallel_rank])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -378,7 +391,7 @@ def test_streams_of_different_lengths_end_together(ranks: Ranks, strategy: str) 
 def test_data_whose_lengths_are_known_to_differ_are_refused(ranks: Ranks) -> None:
     pool = ranks(4)
     try:
-        messages = pool.run(fit, "ddp", 2, uneven_list, (6, 4))
+        messages = pool.run(fit, "ddp", 2, uneven_sized, (6, 4))
     finally:
         pool.stop()  # an error in the middle of a fit leaves the processes out of step
     for message in messages:
@@ -388,5 +401,5 @@ def test_data_whose_lengths_are_known_to_differ_are_refused(ranks: Ranks) -> Non
 
 
 def test_a_limit_makes_them_equal(ranks: Ranks) -> None:
-    results = ranks(4).run(fit, "ddp", 2, uneven_list, (6, 4), limit_train_batches=4)
-    assert [len(epochs[1]) for epochs in results] == [4] * 4
+    results = ranks(4).run(fit, "ddp", 2, uneven_sized, (6, 4), limit_train_batches=3)
+    assert [len(epochs[1]) for epochs in results] == [3] * 4

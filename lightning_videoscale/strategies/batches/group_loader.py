@@ -216,7 +216,9 @@ class GroupLoader:
             "have more. "
         )
         if sized_len(self._loader) is not None:  # by which the Trainer decides when to validate
-            raise ValueError(f"{message}Give all data-parallel ranks equally many, or limit the batches of all.")
+            raise ValueError(
+                f"{message}Give all data-parallel ranks equally many, or limit the batches of all to fewer."
+            )
         rank_zero_warn(
             f"{message}All end there, and what others have more is not read in this pass: give all data-parallel ranks "
             "equally many, or let the shorter ones start again."
