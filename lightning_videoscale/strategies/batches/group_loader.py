@@ -132,7 +132,9 @@ class GroupLoader:
             # The reader's stream may be of a kind that can be read only once.
             return None if self._sharing.axis.rank == 0 else Reading(self._stream(1, persistent=False)).digest
 
-        check_same_data(self._loader, self._sharing, first.digest, again)
+        # Samples of different numbers differ, which `_post` will say.
+        starts = self._sharing.gather(None if self._turns is None else digest_of_indices(self._turns.first))
+        check_same_data(self._loader, self._sharing, first.digest if len(set(starts)) == 1 else None, again)
 
     def _stream(self, attempt: int, *, persistent: bool) -> Iterator[Any]:
         passing = isinstance(self._own, DataLoader) and not persistent
@@ -146,9 +148,10 @@ class GroupLoader:
 
     def _begin(self, loader: Iterable[Any], attempt: int) -> Iterator[Any]:
         """Begins to read with equal random numbers on all ranks, in the workers of a DataLoader too."""
-        self._seed("read", -attempt)
+        place = ("again",) if attempt else ("read", 0)
+        self._seed(*place)
         iterator = iter(loader)
-        self._seed("read", -attempt)
+        self._seed(*place)
         return iterator
 
     def _may_end_apart(self) -> bool:
@@ -213,7 +216,9 @@ class GroupLoader:
             "have more. "
         )
         if sized_len(self._loader) is not None:  # by which the Trainer decides when to validate
-            raise ValueError(f"{message}Give all data-parallel ranks equally many, or limit the batches of all.")
+            raise ValueError(
+                f"{message}Give all data-parallel ranks equally many, or limit the batches of all to fewer."
+            )
         rank_zero_warn(
             f"{message}All end there, and what others have more is not read in this pass: give all data-parallel ranks "
             "equally many, or let the shorter ones start again."
