@@ -6,7 +6,9 @@ from typing import Any
 
 from lightning_videoscale.data.batch import RESERVED, batch_name
 from lightning_videoscale.data.decoding import NPY_HEADER_LIMIT, PICKLED, decode, is_decodable, npy_header, suffix
-from lightning_videoscale.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Footage, MediaError, probe
+from lightning_videoscale.data.film import MediaError
+from lightning_videoscale.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from lightning_videoscale.data.probing import Footage, probe
 from lightning_videoscale.data.safetensors import HEADER_LIMIT, main_tensor, read_header
 from lightning_videoscale.data.samples import LatentShape, Sample
 from lightning_videoscale.data.shapes import Media
@@ -63,7 +65,7 @@ def describe(shard: Shard, key: str, members: Members) -> Sample:
     media = Media.IMAGE if footage.is_image else Media.VIDEO
     return Sample(
         key, media, 3, footage.num_frames, footage.height, footage.width, footage.fps, footage.duration,
-        caption_length, members,
+        caption_length, members, footage.seeks,
     )  # fmt: skip
 
 

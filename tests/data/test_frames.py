@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from lightning_videoscale.data.film import MediaError
 from lightning_videoscale.data.frames import decode_clip, decode_image
-from lightning_videoscale.data.media import MediaError, probe
+from lightning_videoscale.data.probing import probe
 from tests.data.films import film, numbered, numbers
 from tests.examples.footage import moving_square
 
