@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 _LEAD = 2.0
 """Seconds that a second attempt seeks further back: some formats are searched by when packets are decoded."""
+
+MAX_LEADING = 16
+"""Frames at most that are decoded after a key frame and shown before it, in all codecs."""
 
 
 class MediaError(ValueError):
@@ -60,7 +64,7 @@ class Film(Protocol):
 
     tick: float
     interval: float
-    aspect: float
+    aspect: Fraction
     may_be_still: bool
 
     def frames(self, seek: Seek | None = None) -> Iterator[Shown]:
@@ -81,7 +85,7 @@ class StreamFilm:
         self.interval = float(1 / rate) if rate else 0.0
         self.may_be_still = may_be_still
         # The resolution of a photograph says how large it prints, nothing of its shape.
-        self.aspect = 1.0 if may_be_still else float(stream.sample_aspect_ratio or 1)
+        self.aspect = Fraction(1) if may_be_still else stream.sample_aspect_ratio or Fraction(1)
         self._container = container
         self._stream = stream
         self._end = 0.0
@@ -98,23 +102,30 @@ class StreamFilm:
         """
         first: int | None = None
         last = 0 if seek is None else seek.begin
-        for frame in self._decoded(self._packets() if seek is None else self._packets_from(seek)):
+        step = max(1, round(self.interval / self.tick))
+        for number, frame in enumerate(self._decoded(self._packets() if seek is None else self._packets_from(seek))):
             stamp = self._due.popleft() if self._is_counted and self._due else frame.pts
             if first is None:
                 # What is shown before the key frame that was sought may refer to frames before it.
                 if seek is not None and _key(frame) != seek.stamp:
+                    if number == MAX_LEADING:
+                        break
                     continue
                 first = (last if stamp is None else stamp) - last
+            elif stamp is not None and stamp - first > last:
+                last = stamp - first
             else:
-                last = last + round(self.interval / self.tick) if stamp is None else max(last, stamp - first)
+                # Without a time of its own, or with one that cannot be, as FFmpeg guesses some in MPEG-PS.
+                last += step
             length = 0 if self._is_counted else frame.duration or 0
             yield Shown(last, length, frame, _key(frame))
 
     def missing(self) -> tuple[float, float]:
         """When its header says that it ends, and when it ended, in seconds."""
-        if self._container.duration is None:
-            return 0.0, 0.0
-        return (self._container.duration + (self._container.start_time or 0)) / 1e6, self._end
+        container = self._container
+        # Matroska counts from zero, the others from their first packet.
+        start = 0 if "matroska" in container.format.name else container.start_time or 0
+        return ((container.duration or 0) + start) / 1e6, self._end
 
     def _packets(self) -> Iterator[Packet[Any]]:
         for packet in self._container.demux():

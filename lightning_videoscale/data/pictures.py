@@ -18,31 +18,31 @@ _HDR = {16: "PQ", 18: "HLG"}  # ITU-T H.273, transfer characteristics
 _UNKNOWN_TO_PYAV = range(28, 32)  # FFmpeg's enum AVFrameSideDataType: LCEVC, view, 3D displays, EXIF
 
 
-def shown_size(frame: VideoFrame, aspect: float) -> tuple[int, int]:
-    """Height and width of a frame, upright and with its pixels made square by its width, whose ``aspect`` is given.
+def shown_size(frame: VideoFrame, aspect: Fraction) -> tuple[int, int]:
+    """Height and width of a frame as it is shown: its rows as wide as makes pixels of this aspect square, and upright.
 
     Raises:
-        MediaError: If it cannot be shown as it is meant.
-    """
-    size = frame.height, max(1, round(frame.width * aspect))
-    return size[::-1] if _turn(frame)[0] else size
-
-
-def shown(frame: VideoFrame, aspect: float, height: int, width: int) -> NDArray[np.uint8]:
-    """Returns a frame as (height, width, 3) in RGB: upright, scaled to cover this size, cropped around its centre.
-
-    Raises:
-        MediaError: If it cannot be shown as it is meant: its colours are HDR, or it is turned by no quarter.
+        MediaError: If it cannot be shown as it is meant: its colours are HDR, or it is turned by an odd angle.
     """
     if frame.color_trc in _HDR:
         raise MediaError(
             f"its colours are HDR ({_HDR[frame.color_trc]}), which looks wrong without tone mapping; convert it to "
             "SDR first, for example by FFmpeg's filters zscale and tonemap"
         )
+    size = frame.height, max(1, int(frame.width * aspect))  # cut off as FFmpeg's scale=iw*sar:ih does
+    return size[::-1] if _turn(frame)[0] else size
+
+
+def shown(frame: VideoFrame, aspect: Fraction, height: int, width: int) -> NDArray[np.uint8]:
+    """Returns a frame as (height, width, 3) in RGB: upright, scaled to cover this size, cropped around its centre.
+
+    Raises:
+        MediaError: As `shown_size` does.
+    """
     transposed, mirrored, upside_down = _turn(frame)
     if transposed:
         height, width = width, height
-    stretched = frame.width * aspect
+    stretched = shown_size(frame, aspect)[0 if transposed else 1]
     scale = max(height / frame.height, width / stretched)
     rows, columns = max(height, round(frame.height * scale)), max(width, round(stretched * scale))
     has_alpha = any(component.is_alpha for component in frame.format.components)

@@ -7,12 +7,13 @@ groups of pictures, intra refresh, wrong flags), which then decode to garbage wi
 from __future__ import annotations
 
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
-from lightning_videoscale.data.film import MediaError, Seek
+from lightning_videoscale.data.film import MAX_LEADING, MediaError, Seek
 from lightning_videoscale.data.media import open_media
 from lightning_videoscale.data.pictures import shown_size
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
 _SEEK_DISTANCE = 64
-"""Frames between the key frames that are tried; fewer are as soon decoded as sought."""
+"""Frames between the key frames that are kept; fewer are as soon decoded as sought."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,11 @@ class _Print(NamedTuple):
     pixels: int
 
 
-class _Candidate(NamedTuple):
-    """A key frame that may be fit for seeking, and its number."""
+class _KeyFrame(NamedTuple):
+    """A frame that is marked as a key frame, and its place among the prints."""
 
     seek: Seek
-    number: int
+    place: int
 
 
 def probe(file: BinaryIO) -> Footage:
@@ -66,8 +67,8 @@ def probe(file: BinaryIO) -> Footage:
     Raises:
         MediaError: If it does not decode, shows nothing, holds damaged frames, or ends before its header says.
     """
-    candidates: list[_Candidate] = []
-    prints: list[_Print] = []  # from the first candidate on
+    keys: list[_KeyFrame] = []
+    prints: list[_Print] = []  # from the first of them on
     with open_media(file) as film:
         num_frames, height, width, last, frame_length = 0, 0, 0, 0.0, 0.0
         for begin, length, frame, key in film.frames():
@@ -75,9 +76,9 @@ def probe(file: BinaryIO) -> Footage:
                 raise MediaError(f"frame {num_frames} is damaged")
             if not num_frames:
                 height, width = shown_size(frame, film.aspect)
-            if key is not None and num_frames >= (candidates[-1].number if candidates else 0) + _SEEK_DISTANCE:
-                candidates.append(_Candidate(Seek(key, begin), num_frames))
-            if candidates:
+            if key is not None and num_frames >= _SEEK_DISTANCE:
+                keys.append(_KeyFrame(Seek(key, begin), len(prints)))
+            if keys:
                 prints.append(_Print(begin, _hash(frame)))
             num_frames += 1
             last, frame_length = begin * film.tick, length * film.tick
@@ -93,44 +94,36 @@ def probe(file: BinaryIO) -> Footage:
         # Formats whose index comes first decode up to the cut without complaint; what is missing shows in the clock.
         if stated - end > max(2.5 * interval, 0.02 * stated):
             raise MediaError(f"it ends early: its header says {stated:.2f} s and its content ends at {end:.2f} s")
-    return Footage(
-        False, num_frames, height, width, num_frames / duration, duration, _sound_seeks(file, candidates, prints)
-    )
+    return Footage(False, num_frames, height, width, num_frames / duration, duration, _sound_seeks(file, keys, prints))
 
 
-def _sound_seeks(file: BinaryIO, candidates: list[_Candidate], prints: list[_Print]) -> tuple[Seek, ...]:
+def _sound_seeks(file: BinaryIO, keys: list[_KeyFrame], prints: list[_Print]) -> tuple[Seek, ...]:
     """Which key frames give the frames that decoding from the start gave, up to the next such key frame and at it.
 
-    From there on, that one's frames depend on nothing before. No more frames are decoded than if all key frames were
-    sound, so that no file takes more than twice its time.
+    From there on, that one's frames depend on nothing before. No file takes more than twice the time of its decoding.
     """
     sound: list[Seek] = []
-    offset = candidates[0].number if candidates else 0
-    end, left = len(prints), len(prints) + len(candidates)
-    for seek, number in reversed(candidates):
-        begin = number - offset
-        expected = prints[begin : end + 1]
-        if len(expected) > left:
-            break
+    end = left = len(prints)
+    for seek, place in reversed(keys):
+        expected = prints[place : end + 1]
+        if place > end - _SEEK_DISTANCE or len(expected) > left:
+            continue
         same = _same_frames(file, seek, expected)
-        left -= same
         if same == len(expected):
             sound.append(seek)
-            end = begin
+            end = place
+        left -= max(same - 1, MAX_LEADING)
     return tuple(reversed(sound))
 
 
 def _same_frames(file: BinaryIO, seek: Seek, expected: list[_Print]) -> int:
     """How many frames from a key frame on are as expected."""
     same = 0
-    try:
-        with open_media(file) as film:
-            for begin, _, frame, _ in film.frames(seek):
-                if same == len(expected) or frame.is_corrupt or _Print(begin, _hash(frame)) != expected[same]:
-                    break
-                same += 1
-    except MediaError:
-        pass  # decoding from the start was no error
+    with suppress(MediaError), open_media(file) as film:  # decoding from the start was no error
+        for begin, _, frame, _ in film.frames(seek):
+            if same == len(expected) or frame.is_corrupt or _Print(begin, _hash(frame)) != expected[same]:
+                break
+            same += 1
     return same
 
 

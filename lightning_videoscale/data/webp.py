@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import BinaryIO
 
 import numpy as np
@@ -28,8 +29,8 @@ class WebpAnimation:
     """
 
     tick = 0.001
-    interval = 0.0
-    aspect = 1.0
+    interval = 0.01  # no browser shows a frame for less
+    aspect = Fraction(1)
     may_be_still = True
 
     def __init__(self, file: BinaryIO, max_pixels: int) -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from lightning_videoscale.data.film import MediaError
 from lightning_videoscale.data.frames import decode_clip, decode_image
 from lightning_videoscale.data.probing import probe
+from tests.data.command_line import Recipe
 from tests.data.films import film, numbered, numbers
 from tests.examples.footage import moving_square
 
@@ -145,14 +146,63 @@ def test_photographs_of_all_modes(mode: str) -> None:
     assert np.abs(picture[0].numpy().astype(int) - np.asarray(grey)).mean() < (8 if mode == "CMYK" else 2)
 
 
-def test_photographs_follow_their_exif_orientation() -> None:
-    frame, exif, file = moving_square(1, 48, 80)[0], Image.Exif(), io.BytesIO()
-    exif[0x0112] = 6
-    Image.fromarray(frame).save(file, "JPEG", exif=exif, quality=95)
-    picture = decode_image(io.BytesIO(file.getvalue()))
-    assert picture.shape == (3, 80, 48)
-    assert np.abs(picture.permute(1, 2, 0).numpy().astype(int) - np.rot90(frame, k=-1)).mean() < 3
-    assert probe(io.BytesIO(file.getvalue())).is_image
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+def test_photographs_follow_their_exif_orientation(file_format: str) -> None:
+    frame = Image.fromarray(moving_square(1, 48, 80)[0])
+    for orientation in range(1, 9):
+        exif, file = Image.Exif(), io.BytesIO()
+        exif[ExifTags.Base.Orientation] = orientation
+        frame.save(file, file_format, exif=exif, quality=95)
+        upright = np.asarray(ImageOps.exif_transpose(Image.open(file)))
+        picture = decode_image(file)
+        assert picture.shape == (3, *upright.shape[:2]), orientation
+        assert np.abs(picture.permute(1, 2, 0).numpy().astype(int) - upright).mean() < 2, orientation
+        footage = probe(file)
+        assert footage.is_image and (footage.height, footage.width) == upright.shape[:2]
+
+
+def test_a_photograph_is_not_stretched_by_its_resolution() -> None:
+    file = io.BytesIO()
+    Image.fromarray(numbered(3)).save(file, "JPEG", dpi=(300, 100))
+    assert decode_image(file).shape == (3, 48, 64)
+
+
+@pytest.mark.parametrize("file_format", ["WEBP", "GIF"])
+def test_animations_are_videos_and_their_single_frames_photographs(file_format: str) -> None:
+    frames = [Image.fromarray(numbered(i)) for i in range(6)]
+    moving, still = io.BytesIO(), io.BytesIO()
+    frames[0].save(
+        moving, file_format, save_all=True, append_images=frames[1:], duration=[100, 100, 300, 100, 100, 100]
+    )
+    frames[4].save(still, file_format)
+    footage = probe(moving)
+    assert not footage.is_image and footage.num_frames == 6 and footage.duration == pytest.approx(0.8)
+    assert numbers(decode_clip(moving, 8, 48, 64, fps=10.0)) == [0, 1, 2, 2, 2, 3, 4, 5]
+    assert probe(still).is_image and numbers(decode_image(still)[:, None]) == [4]
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.9])
+def test_a_cut_animation_is_an_error(kept: float) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (6, 48, 64, 3), np.uint8)
+    frames, file = [Image.fromarray(frame) for frame in noise], io.BytesIO()
+    frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:], lossless=True)
+    with pytest.raises(MediaError, match="does not decode"):
+        probe(io.BytesIO(file.getvalue()[: int(kept * len(file.getvalue()))]))
+
+
+@pytest.mark.parametrize(("curve", "name"), [("smpte2084", "PQ"), ("arib-std-b67", "HLG")])
+def test_hdr_is_refused(tmp_path: Path, curve: str, name: str) -> None:
+    hdr = Recipe("mkv", "ffv1", pix_fmt="yuv420p10le", filters=f"setparams=color_trc={curve}")
+    file = io.BytesIO(hdr.make(tmp_path).read_bytes())
+    for look in (probe, decode_image):
+        with pytest.raises(MediaError, match=rf"HDR \({name}\).*tone"):
+            look(file)
+
+
+def test_a_film_that_is_turned_askew_is_refused(tmp_path: Path) -> None:
+    file = Recipe("mp4", "mpeg4", turn="-display_rotation 30").make(tmp_path)
+    with pytest.raises(MediaError, match="by no quarter of a circle"):
+        probe(io.BytesIO(file.read_bytes()))
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real clips are not here")
