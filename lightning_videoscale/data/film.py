@@ -152,13 +152,24 @@ class StreamFilm:
         raise MediaError(f"the key frame at {seek.begin * self.tick:.3f} s is no longer where it was")
 
     def _decoded(self, packets: Iterator[Packet[Any]]) -> Iterator[VideoFrame]:
+        from av.error import InvalidDataError
+
+        has_begun = False
         for packet in packets:
+            has_begun = has_begun or packet.is_keyframe
             # The decoder hands it on to the frame. In a tuple of its own, since PyAV goes by addresses, which small
             # numbers share.
             packet.opaque = (_stamp(packet),) if packet.is_keyframe else None
             if packet.size and packet.dts is not None:
                 self._due.append(packet.dts)
-            yield from self._stream.decode(packet)
+            try:
+                frames = self._stream.decode(packet)
+            except InvalidDataError:
+                # A recording may begin in the middle of a group of pictures, which shows nothing.
+                if has_begun:
+                    raise
+                continue
+            yield from frames
 
 
 def _stamp(packet: Packet[Any]) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from lightning_videoscale.data.film import Film, MediaError, StreamFilm
 from lightning_videoscale.data.shards import ShardError
-from lightning_videoscale.data.webp import WebpAnimation, is_animated_webp
+from lightning_videoscale.data.stills import PillowFilm, is_for_pillow
 
 VIDEO_SUFFIXES = frozenset(
     {"mp4", "m4v", "mov", "webm", "mkv", "avi", "ts", "mts", "m2ts", "mpg", "mpeg", "flv", "ogv"}
@@ -23,7 +23,7 @@ IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "avif", 
 """Extensions of members that are opened as photographs. What a file is, its content says."""
 
 _VIDEO_FORMATS = ("mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "ogg")
-_IMAGE_FORMATS = ("jpeg_pipe", "png_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe", "gif")
+_IMAGE_FORMATS = ("jpeg_pipe", "png_pipe", "webp_pipe", "bmp_pipe", "gif")
 _MAX_PIXELS = 2**27  # a picture of 16 384 x 8 192; a small file can claim far more and take all memory
 _OPTIONS = {
     "format_whitelist": ",".join(_VIDEO_FORMATS + _IMAGE_FORMATS),
@@ -46,24 +46,30 @@ def open_media(file: BinaryIO) -> Iterator[Film]:
         raise ModuleNotFoundError(
             "Reading videos and images needs PyAV: pip install 'lightning-videoscale[video]'."
         ) from error
-    file.seek(0)
     try:
-        if is_animated_webp(file):
-            yield WebpAnimation(file, _MAX_PIXELS)
+        if is_for_pillow(file):
+            yield PillowFilm(file, _MAX_PIXELS)
             return
         with av.open(file, "r", options=_OPTIONS) as container:
             pictures = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
+            brand = container.metadata.get("major_brand")
             if not pictures:
                 kinds = sorted({stream.type for stream in container.streams})
                 raise MediaError(f"it has no video stream (streams: {', '.join(kinds) or 'none'})")
+            if brand in ("avif", "avis"):
+                # An animation has a cover beside it.
+                pictures = [s for s in pictures if s.frames > 1] or pictures
+                if len(pictures) > 1:
+                    raise MediaError(
+                        "it is an AVIF with transparency or of several tiles; save it as one opaque picture"
+                    )
             decoder: Any = pictures[0].codec_context
             if decoder is None:
                 raise MediaError("it has a video stream of a codec that FFmpeg does not know")
             # Workers run side by side: threads of FFmpeg's own would fight over their cores.
             decoder.thread_count = 1
             decoder.flags |= av.codec.context.Flags.copy_opaque
-            is_avif = container.metadata.get("major_brand") == "avif"
-            yield StreamFilm(container, pictures[0], is_avif or container.format.name in _IMAGE_FORMATS)
+            yield StreamFilm(container, pictures[0], brand == "avif" or container.format.name in _IMAGE_FORMATS)
     except (MediaError, ShardError):
         raise
     # PyAV and Pillow answer some impossible sizes, rates and names with errors of Python.

@@ -133,6 +133,15 @@ def _png(frame: np.ndarray[Any, Any]) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw", "jpeg", "zstd"])
+def test_tiff_is_read_whole_or_refused(compression: str) -> None:
+    frame, file = moving_square(1, 48, 80)[0], io.BytesIO()
+    Image.fromarray(frame).save(file, "TIFF", compression=compression, dpi=(300, 300))
+    assert np.abs(decode_image(file).permute(1, 2, 0).numpy().astype(int) - frame).mean() < 4
+    with pytest.raises(MediaError, match="does not decode"):
+        probe(io.BytesIO(file.getvalue()[: len(file.getvalue()) // 2]))
+
+
 @pytest.mark.parametrize("mode", ["L", "P", "CMYK", "I;16", "RGB"])
 def test_photographs_of_all_modes(mode: str) -> None:
     grey = Image.fromarray(np.linspace(0, 255, 40 * 60).reshape(40, 60).astype(np.uint8))
@@ -141,7 +150,7 @@ def test_photographs_of_all_modes(mode: str) -> None:
         Image.fromarray(np.asarray(grey).astype(np.uint16) * 257).save(file, "PNG")
     else:
         grey.convert(mode).save(file, "JPEG" if mode == "CMYK" else "PNG")
-    picture = decode_image(io.BytesIO(file.getvalue()))
+    picture = decode_image(file)
     assert picture.shape == (3, 40, 60)
     assert np.abs(picture[0].numpy().astype(int) - np.asarray(grey)).mean() < (8 if mode == "CMYK" else 2)
 
@@ -167,7 +176,7 @@ def test_a_photograph_is_not_stretched_by_its_resolution() -> None:
     assert decode_image(file).shape == (3, 48, 64)
 
 
-@pytest.mark.parametrize("file_format", ["WEBP", "GIF"])
+@pytest.mark.parametrize("file_format", ["WEBP", "GIF", "AVIF"])
 def test_animations_are_videos_and_their_single_frames_photographs(file_format: str) -> None:
     frames = [Image.fromarray(numbered(i)) for i in range(6)]
     moving, still = io.BytesIO(), io.BytesIO()
@@ -179,6 +188,26 @@ def test_animations_are_videos_and_their_single_frames_photographs(file_format: 
     assert not footage.is_image and footage.num_frames == 6 and footage.duration == pytest.approx(0.8)
     assert numbers(decode_clip(moving, 8, 48, 64, fps=10.0)) == [0, 1, 2, 2, 2, 3, 4, 5]
     assert probe(still).is_image and numbers(decode_image(still)[:, None]) == [4]
+
+
+def test_pictures_that_would_be_wrong_are_refused() -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.ones((48, 64), np.float32)).save(file, "TIFF")
+    with pytest.raises(MediaError, match="no colours of their own"):
+        decode_image(file)
+    see_through = np.full((48, 64, 4), 200, np.uint8)
+    see_through[:, :32, 3] = 0
+    file = io.BytesIO()
+    Image.fromarray(see_through).save(file, "AVIF")
+    with pytest.raises(MediaError, match="AVIF with transparency"):
+        probe(file)
+
+
+def test_a_recording_that_begins_within_a_group_of_pictures_is_shown_from_the_next_one_on() -> None:
+    data = film([numbered(i) for i in range(50)], "mpegts", codec_options={"g": "12", "sc_threshold": "0"})
+    late = data[10 * 188 :]
+    assert numbers(_decode(late, 38, 48, 64, fps=25.0)) == list(range(12, 50))
+    assert probe(io.BytesIO(late)).num_frames == 38
 
 
 @pytest.mark.parametrize("kept", [0.3, 0.9])
