@@ -179,7 +179,7 @@ class Samples(Sequence[Sample]):
         """
         keys, counts = tuple(table["keys"]), np.array(table["member_counts"], np.int64)
         columns = {name: np.array(table[name], dtype) for name, dtype in _DTYPES.items()}
-        # Tables of release 0.1.0 know no key frames: then every video is decoded from its start.
+        # Older tables know no key frames: then every video is decoded from its start.
         seeks = {name: np.array(table.get(name, ()), np.int64) for name in ("seek_stamp", "seek_begin")}
         seek_counts = np.array(table.get("seek_counts", [0] * len(keys)), np.int64)
         clips = {field.name: columns.pop(field.name) for field in fields(Clips) if field.name != "source"}
