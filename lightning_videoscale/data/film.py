@@ -159,8 +159,9 @@ class StreamFilm:
             has_begun = has_begun or packet.is_keyframe
             # The decoder hands it on to the frame. In a tuple of its own, since PyAV goes by addresses, which small
             # numbers share.
-            packet.opaque = (_stamp(packet),) if packet.is_keyframe else None
-            if packet.size and packet.dts is not None:
+            if packet.is_keyframe:
+                packet.opaque = (_stamp(packet),)
+            if self._is_counted and packet.size and packet.dts is not None:
                 self._due.append(packet.dts)
             try:
                 frames = self._stream.decode(packet)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
 _HDR = {16: "PQ", 18: "HLG"}  # ITU-T H.273, transfer characteristics
+_MAX_ASPECT = 8  # more is no picture, and would take much memory
 _UNKNOWN_TO_PYAV = range(28, 32)  # FFmpeg's enum AVFrameSideDataType: LCEVC, view, 3D displays, EXIF
 
 
@@ -22,13 +23,16 @@ def shown_size(frame: VideoFrame, aspect: Fraction) -> tuple[int, int]:
     """Height and width of a frame as it is shown: its rows as wide as makes pixels of this aspect square, and upright.
 
     Raises:
-        MediaError: If it cannot be shown as it is meant: its colours are HDR, or it is turned by an odd angle.
+        MediaError: If it cannot be shown as it is meant: its colours are HDR, it is turned by an odd angle, or its pixels
+            are far from square.
     """
     if frame.color_trc in _HDR:
         raise MediaError(
             f"its colours are HDR ({_HDR[frame.color_trc]}), which looks wrong without tone mapping; convert it to "
             "SDR first, for example by FFmpeg's filters zscale and tonemap"
         )
+    if not 1 / _MAX_ASPECT <= aspect <= _MAX_ASPECT:
+        raise MediaError(f"its pixels are {aspect} times as wide as they are high, by its header")
     size = frame.height, max(1, int(frame.width * aspect))  # cut off as FFmpeg's scale=iw*sar:ih does
     return size[::-1] if _turn(frame)[0] else size
 

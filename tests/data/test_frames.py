@@ -133,6 +133,7 @@ def _png(frame: np.ndarray[Any, Any]) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
 @pytest.mark.parametrize("compression", ["raw", "tiff_lzw", "jpeg", "zstd"])
 def test_tiff_is_read_whole_or_refused(compression: str) -> None:
     frame, file = moving_square(1, 48, 80)[0], io.BytesIO()
@@ -228,10 +229,18 @@ def test_hdr_is_refused(tmp_path: Path, curve: str, name: str) -> None:
             look(file)
 
 
-def test_a_film_that_is_turned_askew_is_refused(tmp_path: Path) -> None:
-    file = Recipe("mp4", "mpeg4", turn="-display_rotation 30").make(tmp_path)
-    with pytest.raises(MediaError, match="by no quarter of a circle"):
-        probe(io.BytesIO(file.read_bytes()))
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (Recipe("mp4", "mpeg4", turn="-display_rotation 30"), "by no quarter of a circle"),
+        (Recipe("mkv", "mpeg4", filters="setsar=50"), "50 times as wide as they are high"),
+    ],
+)
+def test_films_that_are_askew_or_stretched_beyond_measure_are_refused(
+    tmp_path: Path, recipe: Recipe, reason: str
+) -> None:
+    with pytest.raises(MediaError, match=reason):
+        probe(io.BytesIO(recipe.make(tmp_path).read_bytes()))
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real clips are not here")
