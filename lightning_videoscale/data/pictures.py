@@ -23,8 +23,8 @@ def shown_size(frame: VideoFrame, aspect: Fraction) -> tuple[int, int]:
     """Height and width of a frame as it is shown: its rows as wide as makes pixels of this aspect square, and upright.
 
     Raises:
-        MediaError: If it cannot be shown as it is meant: its colours are HDR, it is turned by an odd angle, or its pixels
-            are far from square.
+        MediaError: If it cannot be shown as it is meant: its colours are HDR, it is turned by an odd angle, or its
+            pixels are far from square.
     """
     if frame.color_trc in _HDR:
         raise MediaError(

@@ -55,7 +55,7 @@ PACES = [
     Recipe(suffix, codec, is_variable=is_variable, offset=offset, pix_fmt=PIX_FMTS.get(codec, "yuv420p"))
     for suffix, codecs in ENCODED.items()
     for codec, is_variable, offset in product(codecs, (False, True), (0.0, 3.7))
-    if not (is_variable and suffix in PACED)
+    if not (is_variable and suffix in PACED) and not (offset and suffix == "avi")  # its films begin at zero
 ]
 TURNS = [
     Recipe(suffix, OPEN, turn=f"-display_rotation {degrees} {flip}")

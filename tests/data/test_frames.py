@@ -233,7 +233,7 @@ def test_hdr_is_refused(tmp_path: Path, curve: str, name: str) -> None:
     ("recipe", "reason"),
     [
         (Recipe("mp4", "mpeg4", turn="-display_rotation 30"), "by no quarter of a circle"),
-        (Recipe("mkv", "mpeg4", filters="setsar=50"), "50 times as wide as they are high"),
+        (Recipe("mov", "mjpeg", filters="setsar=50", pix_fmt="yuvj420p"), "50 times as wide as they are high"),
     ],
 )
 def test_films_that_are_askew_or_stretched_beyond_measure_are_refused(
