@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 from lightning_videoscale.data.batch import RESERVED, batch_name
 from lightning_videoscale.data.captions import Caption, find_caption
 from lightning_videoscale.data.decoding import NPY_HEADER_LIMIT, PICKLED, decode, is_decodable, npy_header, suffix
-from lightning_videoscale.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Footage, MediaError, probe
+from lightning_videoscale.data.film import MediaError
+from lightning_videoscale.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from lightning_videoscale.data.probing import Footage, probe
 from lightning_videoscale.data.safetensors import HEADER_LIMIT, main_tensor, read_header
 from lightning_videoscale.data.samples import LatentShape, Sample
 from lightning_videoscale.data.shapes import Media
@@ -79,7 +81,7 @@ def describe(
     media = Media.IMAGE if footage.is_image else Media.VIDEO
     sample = Sample(
         key, media, 3, footage.num_frames, footage.height, footage.width, footage.fps, footage.duration,
-        len(caption.text), members,
+        len(caption.text), members, footage.seeks,
     )  # fmt: skip
     return Described(sample, caption.field)
 

@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 from lightning_videoscale.data.batch import Batch, batch_name, collate
 from lightning_videoscale.data.captions import find_caption
 from lightning_videoscale.data.decoding import decode
+from lightning_videoscale.data.film import MediaError
 from lightning_videoscale.data.frames import decode_clip
 from lightning_videoscale.data.index import ShardEntry, ShardIndex
-from lightning_videoscale.data.media import MediaError
 from lightning_videoscale.data.planning import MicroBatch
 from lightning_videoscale.data.samples import Sample
 from lightning_videoscale.data.shapes import ClipShape, Media
@@ -136,7 +136,7 @@ class SampleReader:
         fps = min(cut.fps, sample.fps) if sample.media == Media.VIDEO else 0.0
         try:
             with open_member(self._shards[entry], at) as file:
-                return decode_clip(file, frames, height, width, cut.start, fps)
+                return decode_clip(file, frames, height, width, cut.start, fps, sample.seeks)
         except MediaError as error:
             raise MemberError(f"{entry.url}: the member '{sample.key}.{extension}' cannot be used: {error}.") from error
 

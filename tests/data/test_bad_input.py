@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightning_videoscale.data import ShardIndex
+from lightning_videoscale.data.film import MediaError
 from lightning_videoscale.data.frames import decode_clip
 from lightning_videoscale.data.indexing import index_shards
-from lightning_videoscale.data.media import MediaError, probe
+from lightning_videoscale.data.probing import probe
 from lightning_videoscale.data.reader import Cut, SampleReader
 from lightning_videoscale.data.shapes import ClipShape, Media
 from tests.data.clips import clip, write_shard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import shutil
@@ -20,13 +21,13 @@ from lightning_videoscale.data.index import default_index_file
 from lightning_videoscale.data.indexing import build_index, index_shards, known_shards
 from lightning_videoscale.data.keys import split_dotted
 from lightning_videoscale.data.patterns import expand_shards
-from lightning_videoscale.data.reader import SampleReader
+from lightning_videoscale.data.reader import Cut, SampleReader
 from lightning_videoscale.data.safetensors import read_tensors
-from lightning_videoscale.data.shapes import Media
+from lightning_videoscale.data.shapes import ClipShape, Media
 from lightning_videoscale.data.shards import ByteRange
 from lightning_videoscale.data.storage import open_shard
 from tests.data.clips import SHAPES, clip, npy, write_shard, write_shards
-from tests.data.films import picture
+from tests.data.films import film, numbered, numbers, picture
 from tests.data.test_decoding import Bomb
 
 
@@ -339,3 +340,26 @@ def test_latents_of_different_channels_are_refused(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "000.tar", [clip(0), clip(1), clip(2, (16, 3, 8, 8))])
     with pytest.raises(ShardError, match=r"4 in 000\.tar/clip00000, 16 in 000\.tar/clip00002"):
         index_shards([str(shard)]).check()
+
+
+def test_key_frames_to_seek_are_kept_and_an_index_without_them_is_read(tmp_path: Path) -> None:
+    """They decide how fast a cut is read and not what it holds, so the digest leaves them out."""
+    long = film([numbered(i % 50, 16, 16) for i in range(150)], codec_options={"g": "20", "sc_threshold": "0"})
+    samples = [{"__key__": "a", "mp4": film([numbered(1)] * 3)}, {"__key__": "b", "mp4": long}]
+    shard = str(write_shard(tmp_path / "000.tar", samples))
+    file = tmp_path / "index"
+    index = build_index([shard, str(write_shard(tmp_path / "001.tar", samples[1:]))], file)
+    assert [len(sample.seeks) for sample in index.samples] == [0, 2, 2]
+    assert index.samples[1].seeks == index.samples[2].seeks
+    assert list(ShardIndex.load(file).samples) == list(index.samples)
+
+    header, *rows = map(json.loads, file.read_text().splitlines())
+    for row in rows:
+        for name in ("seek_counts", "seek_stamp", "seek_begin"):
+            del row["samples"][name]
+    file.write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))
+    old = ShardIndex.load(file)
+    assert old.digest == index.digest and not any(sample.seeks for sample in old.samples)
+    cut = Cut(ClipShape(3, 16, 16), start=5.0, fps=25.0)
+    assert torch.equal(SampleReader(old).pixels(1, cut), SampleReader(index).pixels(1, cut))
+    assert numbers(SampleReader(old).pixels(1, cut)) == [25, 26, 27]

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from PIL import Image
 
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import Batch, VideoDataModule
-from lightning_videoscale.data.shapes import ShapePolicy
+from lightning_videoscale.data.indexing import index_shards
+from lightning_videoscale.data.shapes import Media, ShapePolicy
 from tests.data.clips import write_shard
+from tests.data.command_line import FRAMES, Recipe, painted
 from tests.data.films import film, numbered, numbers
 from tests.data.servers import serving
 from tests.data.training import Witness, trainer_with
@@ -71,6 +74,22 @@ def test_a_shard_deleted_in_the_middle_of_an_epoch_costs_its_weight(tmp_path: Pa
         assert batch["meta"][:3] == meta[:3] and torch.isfinite(batch["video"].float()).all()
         lost += meta.loss_weight - batch["meta"].loss_weight
     assert lost > 0 and any(batch["meta"].loss_weight == 0 for batch in seen)
+
+
+def test_videos_and_images_of_all_containers_are_samples(tmp_path: Path) -> None:
+    codecs = {"ts": "mpeg2video", "mpg": "mpeg2video", "flv": "flv", "ogv": "libtheora -q:v 10", "webp": "libwebp_anim"}
+    samples: list[dict[str, Any]] = [{"__key__": "gif", "gif": Recipe("gif", "gif", pix_fmt="rgb8").make(tmp_path)}]
+    samples += [{"__key__": suffix, suffix: Recipe(suffix, codec).make(tmp_path)} for suffix, codec in codecs.items()]
+    for suffix in ("avif", "tiff"):
+        Image.fromarray(painted(7)).save(tmp_path / f"image.{suffix}")
+        samples.append({"__key__": suffix, suffix: tmp_path / f"image.{suffix}"})
+    read = [{name: v.read_bytes() if isinstance(v, Path) else v for name, v in sample.items()} for sample in samples]
+    index = index_shards([str(write_shard(tmp_path / "000.tar", read))])
+    assert not index.refused
+    assert {sample.key: (sample.media, sample.num_frames) for sample in index.samples} == {
+        **dict.fromkeys(("gif", *codecs), (Media.VIDEO, FRAMES)),
+        **dict.fromkeys(("avif", "tiff"), (Media.IMAGE, 1)),
+    }
 
 
 def test_a_server_that_fails_now_and_then_costs_nothing(tmp_path: Path) -> None:
