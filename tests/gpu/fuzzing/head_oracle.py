@@ -71,10 +71,12 @@ def _of_side(arguments: dict[str, Any], outcome: Outcome, side: str, place: int)
             [loss], [None if cotangent is None else torch.ones_like(loss)], [exact[n] for n in trained]
         )
     plain = {name: value.detach() for name, value in t.items()}
+    # A rounding costs no less of what is smaller than the smallest normal number.
+    least = torch.finfo(x.dtype).tiny
     bounds = _magnitudes(plain, arguments, rest, None if cotangent is None else cotangent.double())
     wide = added_up(x.shape[0] * x.shape[1] * (x.shape[2] if arguments.get("per_head") else 1), wide_dtype(x.dtype))
     roundings = _ROUNDINGS[arguments["rounding"]] * ROUNDOFF[x.dtype]
-    bound = wide * bounds["y"] + roundings * bounds["turned"]
+    bound = wide * bounds["y"] + roundings * (bounds["turned"] + 2 * least * bounds["amplified"])
     rows = [Expected(f"{side} out", outcome.outputs[place], y, bound, x.dtype)]
     for name, truth in zip(trained, gradients, strict=True):
         like = arguments[name]
@@ -140,7 +142,13 @@ def _magnitudes(
     dn = _turned((torch.zeros_like(x) if cotangent is None else cotangent).abs(), arguments, magnitudes=True)
     if norm == "none":
         y = _turned(x.abs(), arguments, magnitudes=True)
-        return {"y": y, "turned": torch.zeros_like(y), "dx": dn, "dproj_bias": dn.sum((0, 1)).flatten()}
+        return {
+            "y": y,
+            "turned": torch.zeros_like(y),
+            "amplified": torch.zeros_like(y),
+            "dx": dn,
+            "dproj_bias": dn.sum((0, 1)).flatten(),
+        }
     rows, dn = (v if per_head else v.flatten(2) for v in (x, dn))
     dims = tuple(range(rows.ndim - 1))
     _, inverse = _statistics(rows, arguments, rest)
@@ -157,6 +165,7 @@ def _magnitudes(
     return {
         "y": y,
         "turned": y,
+        "amplified": torch.ones_like(rows).mul(1 + weight).amax(-1, keepdim=True).view(*x.shape[:2], -1, 1),
         "dx": dx,
         "dweight": (dn * x_hat).sum(dims),
         "dbias": dn.sum(dims),

@@ -37,7 +37,9 @@ def expected(arguments: dict[str, Any], outcome: Outcome, op: str) -> list[Expec
     x = tensors.get("x", tensors.get("residual"))
     assert x is not None
     cotangents = {n: None if c is None else c.abs() for n, c in zip(names, cotangents64, strict=True)}
-    magnitudes = _magnitudes({n: t.detach() for n, t in exact.items()}, settings, results, cotangents)
+    # A rounding costs no less of what is smaller than the smallest normal number.
+    least = torch.finfo(x.dtype).tiny
+    magnitudes = _magnitudes({n: t.detach() for n, t in exact.items()}, settings, results, cotangents, least)
     wide = added_up(x.shape[0] * x.shape[1], wide_dtype(x.dtype))
     rounded = ROUNDOFF[x.dtype] if settings["rounding"] == "eager" and x.dtype.itemsize == 2 else 0.0
     plain: dict[str, Tensor] = {}
@@ -46,7 +48,7 @@ def expected(arguments: dict[str, Any], outcome: Outcome, op: str) -> list[Expec
             plain = _forward(exact, settings, h, lambda value: value.to(x.dtype).double())
     rows = []
     for name in names:
-        bound = (wide + _EAGER_ROUNDINGS[name] * rounded) * magnitudes[name]
+        bound = wide * magnitudes[name] + _EAGER_ROUNDINGS[name] * rounded * magnitudes[f"steps to {name}"]
         as_plain = plain[f"exact {name}"].to(x.dtype) if plain else None
         rows.append(Expected(name, got[name], results[f"exact {name}"], bound, x.dtype, as_plain))
     for (name, mine), truth in zip(outcome.gradients.items(), gradients, strict=True):
@@ -101,13 +103,20 @@ def _spread(values: Tensor, index: Tensor | None, tokens: int) -> Tensor:
 
 
 def _magnitudes(
-    t: dict[str, Tensor], settings: dict[str, Any], results: dict[str, Tensor], cotangents: dict[str, Tensor | None]
+    t: dict[str, Tensor],
+    settings: dict[str, Any],
+    results: dict[str, Tensor],
+    cotangents: dict[str, Tensor | None],
+    least: float,
 ) -> dict[str, Tensor]:
-    """Sums of the magnitudes of the terms of every output and of every argument's gradient, by name."""
+    """Sums of the magnitudes of the terms of every output and of every argument's gradient, by name.
+
+    Those of the steps to an output have ``least`` added at every step.
+    """
     x = results["h"].detach()
     zeros = torch.zeros_like(x)
     total = {n: v.abs() for n, v in t.items() if n != "index"} | ({"index": t["index"]} if "index" in t else {})
-    out = {"h": zeros}
+    out = {"h": zeros, "steps to h": zeros}
     branch = activation = rstd = None
     if "branch" in t:
         branch = total["branch"]
@@ -116,6 +125,7 @@ def _magnitudes(
             branch = branch * rstd
         activation = _per_token(total, "gate", x) if "gate" in t else torch.ones_like(x)
         out["h"] = total["residual"] + activation * branch
+        out["steps to h"] = out["h"] + least * (1 + activation + branch)
     dx, dy = cotangents.get("h"), cotangents.get("y")
     dx = zeros if dx is None else dx
     if "norm" in settings:
@@ -127,6 +137,7 @@ def _magnitudes(
         factor = 1 + _per_token(total, "scale", x) if "scale" in t else 1.0
         normed = x_hat * weight + bias
         out["y"] = normed * factor + (_per_token(total, "shift", x) if "shift" in t else 0.0)
+        out["steps to y"] = out["y"] + least * (1 + normed + (1 + weight) * factor)
         if dy is not None:
             dn = dy * factor
             dx_hat = dn * weight
