@@ -330,11 +330,6 @@ def run_with_workers(kind: str, folder: Path) -> list[Any]:
     return [json.loads((folder / f"result{rank}").read_text()) for rank in (0, 1)]
 
 
-def test_a_stream_that_its_workers_shard_by_the_global_rank_is_refused(tmp_path: Path) -> None:
-    for message in run_with_workers("stride, workers", tmp_path):
-        assert "but the first data of their loaders differ" in message
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "expected"),
