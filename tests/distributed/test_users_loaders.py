@@ -130,6 +130,7 @@ def loader_of(kind: str, strategy: Any, shards: str) -> Any:
         "shuffled alike, workers": lambda: _alike(numbers, 1),
         "cropped": lambda: DataLoader(Cropped(SAMPLES), 2),
         "cropped, workers": lambda: DataLoader(Cropped(SAMPLES), 2, num_workers=2, worker_init_fn=_seed_by_global_rank),
+        "cropped by its own, workers": lambda: DataLoader(Cropped(SAMPLES, own=True), 2, num_workers=2),
         "cropped by its own": lambda: DataLoader(Cropped(SAMPLES, own=True), 2),
         "once": lambda: DataLoader(_Once(*place), 2),
     }
@@ -329,11 +330,6 @@ def run_with_workers(kind: str, folder: Path) -> list[Any]:
     return [json.loads((folder / f"result{rank}").read_text()) for rank in (0, 1)]
 
 
-def test_a_stream_that_its_workers_shard_by_the_global_rank_is_refused(tmp_path: Path) -> None:
-    for message in run_with_workers("stride, workers", tmp_path):
-        assert "but the first data of their loaders differ" in message
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "expected"),
@@ -348,7 +344,9 @@ def test_workers_hide_nothing(tmp_path: Path, kind: str, expected: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["stride by place, workers", "shuffled alike, workers", "cropped, workers"])
+@pytest.mark.parametrize(
+    "kind", ["stride by place, workers", "shuffled alike, workers", "cropped, workers", "cropped by its own, workers"]
+)
 def test_workers_train_every_sample_once(tmp_path: Path, kind: str) -> None:
     first, second = run_with_workers(kind, tmp_path)
     assert first == second

@@ -41,6 +41,9 @@ from lightning_videoscale.strategies.batches.sharing import BatchSharing, Parcel
 SeedPlace = Callable[..., None]
 """Seeds the global generators for a place in the run, named by numbers and strings."""
 
+_REPEATS = 8
+"""How often a rank must read the same to count as untouched by random numbers: a small shuffle repeats by chance."""
+
 _HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
 _DEVICE_HOOKS = ("on_after_batch_transfer",)
 
@@ -118,7 +121,7 @@ class GroupLoader:
         if is_checked or self._turns is not None:
             own: Iterator[Any] = iter(self._own) if is_reader else iter(())
             if not is_checked:
-                self._check(Reading(self._first_sample(0)))
+                self._check(self._first(0))
             return own
         own = self._stream(0, persistent=is_reader)
         first = Reading(own)
@@ -126,29 +129,33 @@ class GroupLoader:
         return first.followed_by(own) if is_reader else iter(())
 
     def _check(self, first: Reading) -> None:
-        def again() -> int | None:
-            if self._turns is not None:
-                return Reading(self._first_sample(1)).digest
-            # The reader's stream may be of a kind that can be read only once.
-            return None if self._sharing.axis.rank == 0 else Reading(self._stream(1, persistent=False)).digest
+        def is_fixed() -> bool:
+            """Whether this rank reads the same with other random numbers; the reader's stream may be readable once."""
+            if self._turns is None and self._sharing.axis.rank == 0:
+                return False
+            return all(self._first(attempt).digest == first.digest for attempt in range(1, 1 + _REPEATS))
 
         # Samples of different numbers differ, which `_post` will say.
         starts = self._sharing.gather(None if self._turns is None else digest_of_indices(self._turns.first))
-        check_same_data(self._loader, self._sharing, first.digest if len(set(starts)) == 1 else None, again)
+        check_same_data(self._loader, self._sharing, first.digest if len(set(starts)) == 1 else None, is_fixed)
+
+    def _first(self, attempt: int) -> Reading:
+        """Reads what a pass begins with, and goes no further."""
+        if self._turns is None:
+            return Reading(self._stream(attempt, persistent=False))
+        workers = min(self._loader.num_workers, 1)  # where a dataset may open files that a fork must not share
+        one = _reordered(self._loader, self._turns.first * 2)
+        begun = self._begin(_changed(one, num_workers=workers, persistent_workers=False, generator=None), attempt)
+        # The second time, a generator that the dataset came with has gone on.
+        return (Reading(begun), Reading(begun))[1] if attempt else Reading(begun)
 
     def _stream(self, attempt: int, *, persistent: bool) -> Iterator[Any]:
         passing = isinstance(self._own, DataLoader) and not persistent
         return self._begin(_changed(self._own, persistent_workers=False) if passing else self._own, attempt)
 
-    def _first_sample(self, attempt: int) -> Iterator[Any]:
-        assert self._turns is not None
-        workers = min(self._loader.num_workers, 1)  # where a dataset may open files that a fork must not share
-        one = _reordered(self._loader, self._turns.first)
-        return self._begin(_changed(one, num_workers=workers, persistent_workers=False, generator=None), attempt)
-
     def _begin(self, loader: Iterable[Any], attempt: int) -> Iterator[Any]:
         """Begins to read with equal random numbers on all ranks, in the workers of a DataLoader too."""
-        place = ("again",) if attempt else ("read", 0)
+        place = ("again", attempt) if attempt else ("read", 0)
         self._seed(*place)
         iterator = iter(loader)
         self._seed(*place)

@@ -41,14 +41,14 @@ class _Facts(NamedTuple):
     first: int | None
 
 
-def check_same_data(loader: Any, sharing: BatchSharing, first: int | None, again: Callable[[], int | None]) -> None:
+def check_same_data(loader: Any, sharing: BatchSharing, first: int | None, is_fixed: Callable[[], bool]) -> None:
     """Compares what the ranks of a group would read; collective over it.
 
     Args:
         loader: Of the user.
         sharing: Connects the ranks.
         first: Digest of this rank's first data, read with equal random numbers on all ranks.
-        again: Reads them once more, with other random numbers.
+        is_fixed: Whether this rank reads the same again, with other random numbers.
 
     Raises:
         ValueError: On all ranks, if their data differ.
@@ -63,10 +63,10 @@ def check_same_data(loader: Any, sharing: BatchSharing, first: int | None, again
     if problem is None and len({facts.subsets for facts in everyone}) > 1:
         problem = "their datasets are different subsets"
     if problem is None and len({facts.first for facts in everyone} - {None}) > 1:
-        repeated = sharing.gather(again())
+        fixed = sharing.gather(is_fixed())
         if any(
-            facts.first is not None and facts.first == second and facts.first != everyone[0].first
-            for facts, second in zip(everyone, repeated, strict=True)
+            is_mine and facts.first is not None and facts.first != everyone[0].first
+            for facts, is_mine in zip(everyone, fixed, strict=True)
         ):
             problem = "the first data of their loaders differ"
     if problem is not None:
@@ -75,7 +75,7 @@ def check_same_data(loader: Any, sharing: BatchSharing, first: int | None, again
             "only the others would read was never trained. Do not shard by the global rank: shard by "
             "strategy.data_parallel_rank and strategy.data_parallel_size, in train_dataloader "
             "self.trainer.strategy.data_parallel_rank and so on, or leave the sharding of a map-style dataset to the "
-            "Trainer."
+            "Trainer. Seed a generator that the data come with in the same way."
         )
 
 
