@@ -46,7 +46,7 @@ def main() -> int:
     started = time.monotonic()
     done = _watched(verdicts(seeds, options, workers), len(seeds), options)
     if arguments.seed is not None:
-        print("\n".join(f"  {name}: {error:.3g} of what is allowed" for name, error in done[0].errors.items()))
+        print("\n".join(f"  {name}: {error:.3g} of what is allowed" for name, error in done[0].errors))
     print(_summary(done))
     wrong = [verdict.seed for verdict in done if verdict.status == "wrong"]
     print(f"{len(done)} cases in {time.monotonic() - started:.0f} s, {len(wrong)} wrong: {sorted(wrong)[:50]}")
@@ -78,7 +78,7 @@ def _summary(done: list[Verdict]) -> str:
         key = verdict.op, verdict.backend
         counts[(*key, verdict.status)] += 1
         if verdict.status == "right":
-            worst[key] = max(worst[key], *verdict.errors.values())
+            worst[key] = max(worst[key], *(error for _, error in verdict.errors))
         if verdict.status == "refused":
             # One reason whatever the sizes and dtypes.
             reason = re.sub(r"torch\.\w+|\d+", "…", verdict.message)[:110]

@@ -11,10 +11,9 @@ import functools
 import itertools
 import random
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -84,7 +83,7 @@ class Verdict(NamedTuple):
         backend: That was asked for.
         status: "refused" with a reason that the documentation allows, else right or wrong.
         message: Why it was refused, or what is wrong.
-        errors: Of every result, the largest error over what is allowed.
+        errors: Every result by name, with its largest error over what is allowed.
         fatal: Whether the device is in a state in which no other case can be judged.
     """
 
@@ -93,7 +92,7 @@ class Verdict(NamedTuple):
     backend: str
     status: Status
     message: str = ""
-    errors: Mapping[str, float] = MappingProxyType({})
+    errors: tuple[tuple[str, float], ...] = ()  # of a type that processes can send each other
     fatal: bool = False
 
 
@@ -173,10 +172,9 @@ def _judge(case: Case, verdict: Verdict, options: Options) -> Verdict:
         )
         differ = [_differ(a, b) for a, b in pairs if a is not None and b is not None]
         figures += [2.0 * torch.stack(differ).any().double(), 2.0 * draw.changed().double()]
-    errors = dict(zip(names, torch.stack(figures).tolist(), strict=True))
-    wrong_ones = {name: error for name, error in errors.items() if error > 1}
-    message = ", ".join(f"{name} is off by {error:.3g} times what is allowed" for name, error in wrong_ones.items())
-    return verdict._replace(status="wrong" if wrong_ones else "right", message=message, errors=errors)
+    errors = tuple(zip(names, torch.stack(figures).tolist(), strict=True))
+    message = ", ".join(f"{name} is off by {error:.3g} times what is allowed" for name, error in errors if error > 1)
+    return verdict._replace(status="wrong" if message else "right", message=message, errors=errors)
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
