@@ -41,7 +41,7 @@ def replacement_of(cls: type, name: str) -> str | None:
     A decorator in the class's own body looks the same as a wrapper put around the method later.
     """
     owner = _owner(cls, name)
-    return _replacement(owner, vars(owner)[name])
+    return _replacement(owner, owner.__dict__[name])
 
 
 def is_known(cls: type, name: str, hashes: frozenset[str]) -> bool:
@@ -61,7 +61,10 @@ def _replacement(owner: type, method: Any) -> str | None:
 
 
 def _owner(cls: type, name: str) -> type:
-    return next(base for base in cls.__mro__ if name in vars(base))
+    for base in cls.__mro__:  # a loop, as fused forwards ask for this in every call
+        if name in base.__dict__:
+            return base
+    raise AttributeError(f"{cls.__qualname__} has no {name}.")
 
 
 def _module(function: FunctionType) -> str:
