@@ -50,8 +50,10 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, ...]:
     op, rotation = HeadOp(norm, per_head, layout, round_x_hat, round_normed), _rotation(cos, sin, start)
-    q_affine, k_affine = map(contiguous, (q_weight, q_bias)), map(contiguous, (k_weight, k_bias))
-    sides = Side(q, *q_affine, rstd=q_rstd), Side(k, *k_affine, rstd=k_rstd)
+    sides = (
+        Side(q, contiguous(q_weight), contiguous(q_bias), rstd=q_rstd),
+        Side(k, contiguous(k_weight), contiguous(k_bias), rstd=k_rstd),
+    )
     return _paired(_choose(backend, op, sides, rotation).forward(op, sides, rotation, eps), wide_dtype(q))
 
 
