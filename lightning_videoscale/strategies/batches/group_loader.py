@@ -144,9 +144,9 @@ class GroupLoader:
         if self._turns is None:
             return Reading(self._stream(attempt, persistent=False))
         workers = min(self._loader.num_workers, 1)  # where a dataset may open files that a fork must not share
-        one = _reordered(self._loader, self._turns.first * 2)
+        # Again means twice, and what counts is the second: a generator that the dataset came with has gone on by then.
+        one = _reordered(self._loader, self._turns.first * (2 if attempt else 1))
         begun = self._begin(_changed(one, num_workers=workers, persistent_workers=False, generator=None), attempt)
-        # The second time, a generator that the dataset came with has gone on.
         return (Reading(begun), Reading(begun))[1] if attempt else Reading(begun)
 
     def _stream(self, attempt: int, *, persistent: bool) -> Iterator[Any]:
