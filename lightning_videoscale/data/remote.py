@@ -85,8 +85,9 @@ class RemoteShard:
         data: bytes = _run(fs, "cat_file", path, start=at.offset, end=at.offset + at.size)
         if len(data) > at.size:
             raise _UnfitServerError(
-                f"The server of {self.url} ignores byte ranges (it sent {len(data)} bytes instead of {at.size}); "
-                "use one that supports them, or copy the shards."
+                f"The server of {self.url} ignores byte ranges (it sent {len(data)} bytes instead of {at.size}). Use "
+                f"one that supports them, copy the shards, or write simplecache::{self.url}, which keeps a copy of every "
+                "shard in a temporary folder of each process."
             )
         if len(data) < at.size:
             raise EOFError(f"{len(data)} of {at.size} bytes came")

@@ -72,6 +72,17 @@ def test_a_server_without_ranges_is_an_error_in_any_weather(server: RangeServer,
     assert (index.refused, index.unread, len(index)) == ((), (), 12)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_whole_shards_are_kept_of_a_server_without_ranges(server: RangeServer, tmp_path: Path, seed: int) -> None:
+    """By fsspec's ``simplecache::``, as the error advises."""
+    server.weather, server.honours_ranges = Random(seed), False
+    for _ in range(3):
+        index = build_index([f"simplecache::{url}" for url in _urls(server)], tmp_path / "index", workers=2)
+        assert index.refused == ()
+    assert (index.unread, len(index)) == ((), 12)
+    assert SampleReader(index).read(2)["latents"].mean() == 2.0
+
+
 def _break(server: RangeServer, number: int, member: str, failure: int | str) -> None:
     """No request that covers a certain byte of a member succeeds any more."""
     shard = index_shards([_urls(server)[number]])
