@@ -86,8 +86,8 @@ class RemoteShard:
         if len(data) > at.size:
             raise _UnfitServerError(
                 f"The server of {self.url} ignores byte ranges (it sent {len(data)} bytes instead of {at.size}). Use "
-                f"one that supports them, copy the shards, or write simplecache::{self.url}, which keeps a copy of every "
-                "shard in a temporary folder of each process."
+                f"one that supports them, copy the shards, or write simplecache::{self.url}, which keeps a "
+                "copy of every shard in a temporary folder of each process."
             )
         if len(data) < at.size:
             raise EOFError(f"{len(data)} of {at.size} bytes came")
