@@ -5,7 +5,7 @@
 A step is forward, the loss and backward, in bf16 with activation checkpointing and without an optimizer. Variants take
 turns, so that clocks and heat touch all alike: nothing is compared (twice: how far equal runs lie apart), or every step
 compares its inputs and its loss. Most steps only count; that is too little to show in a step's time, so it is taken
-alone, on the host. What a training pays is the sum: counting in every step, comparing in every 101st.
+alone, on the host. What a training pays is the sum: counting in every step, comparing in every 211th.
 """
 
 from __future__ import annotations

@@ -25,13 +25,13 @@ from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.transport import Transport
 
 _FIRST = 20
-_INTERVAL = 101  # a prime, so that of several calls in a step each has its turn
+_INTERVAL = 211  # a prime, so that of several calls in a step each has its turn
 _TOLERANCE = 1e-3  # of the relative distance: a nondeterministic encoder stays below, another draw does not
 _PART = 2**22  # words that a checksum takes at once, which bounds its memory
 
 
 class Agreement:
-    """Compares values over the ranks that share a sequence: in the first 20 calls and then in every 101st.
+    """Compares values over the ranks that share a sequence: in the first 20 calls and then in every 211th.
 
     A call that compares is collective over the group: one message of two numbers, for which the host waits once. Where
     these differ, the values follow. Other calls do nothing. Calls with and without gradients are counted apart.

@@ -37,7 +37,7 @@ def parallelize(
 ) -> Undo:
     """Splits the model's sequence over ``mesh.sp``; inputs, outputs, parameters and ``state_dict`` stay as they were.
 
-    Every rank of a group must call the model with the same inputs, which the first calls and then every 101st compare
+    Every rank of a group must call the model with the same inputs, which the first calls and then every 211th compare
     (see `Agreement`), and gets the same, whole output. Gradients of
     parameters must then be averaged over all ranks, dp × sp (see `sharding`); inputs receive theirs whole. Between the
     first split of an input and the last gather the ranks draw different random numbers, for dropout (see `randomness`).
