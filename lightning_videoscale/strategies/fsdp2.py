@@ -29,6 +29,7 @@ from lightning_videoscale.strategies.precision import check_precision
 from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.units import (
+    apart,
     broadcast_from_first,
     declared_networks,
     materialize,
@@ -170,7 +171,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         paths = [*wanted, *split_plans(module, self.mesh, self._settings), *declared_networks(module)]
         networks = [
             path
-            for path in dict.fromkeys(paths)
+            for path in apart(paths)
             if path in wanted or any(parameter.requires_grad for parameter in module.get_submodule(path).parameters())
         ]
         units = plan_units(module, networks, self.precision_plugin, whole_step=module.automatic_optimization)

@@ -124,6 +124,18 @@ def declared_networks(root: nn.Module) -> list[str]:
     return found
 
 
+def apart(paths: Iterable[str]) -> list[str]:
+    """Returns the paths without those that contain, or lie in, one before: nothing can be sharded twice.
+
+    An adapter around a network (peft's ``PeftModel``) declares the network's blocks as its own.
+    """
+    kept: list[str] = []
+    for path in paths:
+        if not any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") for other in kept):
+            kept.append(path)
+    return kept
+
+
 def sharded_modules(root: nn.Module) -> list[str]:
     """Returns the paths of the modules to which ``fully_shard`` was applied."""
     return [path or type(root).__name__ for path, module in root.named_modules() if isinstance(module, FSDPModule)]

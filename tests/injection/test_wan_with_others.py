@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_videoscale.injection import inject_fused_kernels
 from tests.injection.test_wan_blocks import prepared, run, text_to_video
 from tests.models import gradient_error, tiny_wan
-
-needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
@@ -78,7 +75,6 @@ def with_lora(targets: list[str], *, inject_first: bool | None) -> WanTransforme
 ATTENTION, EVERYTHING = ["to_q", "to_k", "to_v", "to_out.0"], ["to_q", "to_out.0", "net.0.proj", "net.2"]
 
 
-@needs_peft
 @pytest.mark.parametrize("inject_first", [True, False])
 @pytest.mark.parametrize("targets", [ATTENTION, EVERYTHING])
 def test_lora_before_and_after(targets: list[str], inject_first: bool) -> None:
@@ -95,7 +91,6 @@ def test_lora_before_and_after(targets: list[str], inject_first: bool) -> None:
     assert (merged_output - run(tiny_wan(), inputs)[0]).abs().max() > 1e-2  # the adapter did something
 
 
-@needs_peft
 def test_an_adapter_in_the_feed_forward_is_reported() -> None:
     import peft
 
@@ -106,7 +101,6 @@ def test_an_adapter_in_the_feed_forward_is_reported() -> None:
     assert {skipped.path for skipped in report.skipped} == {"blocks.0.ffn", "blocks.1.ffn"}
 
 
-@needs_peft
 def test_an_adapter_behind_the_attention_is_reported() -> None:
     model = with_lora(["to_out.0"], inject_first=None)
     assert "bias gradients as before: attn1 (to_out.0 is no Linear of its own weight, but peft" in str(
