@@ -243,6 +243,6 @@ def messages_of(calls: int) -> tuple[list[Any], list[Any]]:
 
 
 def test_a_comparison_is_one_small_message_and_most_calls_have_none(ranks: Ranks) -> None:
-    training, sampling = ranks(2).run(messages_of, 303)[0]
+    training, sampling = ranks(2).run(messages_of, 3 * 211)[0]
     assert training == [((2,), torch.int64)] * (20 + 3)
     assert sampling == [((2,), torch.int64)], "calls without gradients are counted apart"
