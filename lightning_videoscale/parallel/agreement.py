@@ -137,12 +137,14 @@ def compare_inputs(agreement: Agreement) -> Callable[[nn.Module, tuple[Any, ...]
 def _has_numbers(leaf: Any) -> bool:
     """Whether it is a tensor with memory of its own; a ``DTensor`` is a group's already."""
     is_plain = isinstance(leaf, Tensor) and not is_traceable_wrapper_subclass(leaf)
-    return is_plain and leaf.layout is torch.strided and not leaf.is_meta
+    return is_plain and leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_nested
 
 
 def _describe(leaf: Any) -> Any:
     """What must be equal on all ranks, as plain data."""
     if isinstance(leaf, Tensor):
+        if leaf.is_nested:  # whose ragged size has a number that each process counts for itself
+            return f"{leaf.dtype} nested {leaf.ndim} {leaf.layout}"
         return f"{leaf.dtype} {tuple(leaf.shape)}"
     return leaf if isinstance(leaf, bool | int | float | str) else type(leaf).__name__
 
@@ -153,7 +155,9 @@ def _relative(first: float) -> Callable[[float], float]:
 
 def _checksum(x: Tensor) -> Tensor:
     """All bits of a tensor and where they are, as one int64: a sum modulo 2^64, the same in any order of adding."""
-    flat = x.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+    # Copied, since a single element counts as contiguous with any stride.
+    flat = x.detach().resolve_conj().resolve_neg().flatten().clone(memory_format=torch.contiguous_format)
+    flat = flat.view(torch.uint8)
     words = F.pad(flat, (0, -len(flat) % 4)).view(torch.int32)
     generator, total = torch.Generator(x.device).manual_seed(0), torch.zeros(1, dtype=torch.int64, device=x.device)
     for part in words.split(_PART):

@@ -6,11 +6,14 @@ ZeRO, autocast, a checkpoint, compiled blocks) is as before.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -50,6 +53,7 @@ class SplitNetwork:
         """Inside, the network computes on whole sequences, with the attention it had before it was split."""
         # Later changes, such as compilation, may have wrapped a forward that the attention's undo sets back.
         forwards = [(module, vars(module).get("forward")) for module in self.network.modules()]
+        children = [(module, dict(module._modules)) for module in self.network.modules()]
         self._restore_attention()
         self.context.suspended = True
         try:
@@ -57,6 +61,9 @@ class SplitNetwork:
         finally:
             self.context.suspended = False
             self._restore_attention = self.plan.attention(self.network, self.context)
+            for module, modules in children:  # what FSDP2 sharded and users hooked, not what was made anew in its place
+                module._modules.clear()
+                module._modules.update(modules)
             for module, forward in forwards:
                 vars(module).pop("forward", None)
                 if forward is not None:
@@ -101,6 +108,7 @@ def rehearse(
     args, kwargs = tree_map_only(Tensor, copied, (args, dict(kwargs)))
     with ExitStack() as contexts:
         contexts.enter_context(split.randomness.put_back(device))
+        contexts.enter_context(_own_generators_put_back(split.network, args, kwargs))
         contexts.enter_context(torch.set_grad_enabled(gradients))
         # A checkpoint around this call counts what is saved in it, and would compute that again for its gradients.
         contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
@@ -205,6 +213,9 @@ def _kept_buffers(network: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]
         for name, x in module.named_buffers(recurse=False)
     ]
 
+    # A network knows by attributes what its buffers hold, such as the length of a rotary table.
+    attributes = [(module, _attributes(module), set(module._buffers)) for module in network.modules()]
+
     def changed() -> dict[str, Tensor]:
         now = [(full, getattr(module, name), copy) for full, module, name, _, copy in held]
         return {full: x.clone() for full, x, copy in now if not torch.equal(x, copy)}
@@ -216,6 +227,41 @@ def _kept_buffers(network: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]
             if not torch.equal(x, copy):
                 x.data.copy_(copy)
             setattr(module, name, x)
+        for module, before, buffers in attributes:
+            for name in set(module._buffers) - buffers:
+                delattr(module, name)
+            for name in _attributes(module).keys() - before.keys():
+                delattr(module, name)
+            vars(module).update(before)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """But for what a module of torch is made of."""
+    return {name: x for name, x in vars(module).items() if name not in _EMPTY_MODULE}
+
+
+_EMPTY_MODULE = vars(nn.Module()).keys()
+
+
+@contextmanager
+def _own_generators_put_back(network: nn.Module, *inputs: Any) -> Iterator[None]:
+    """Afterwards generators that the network holds, or is given, are as before."""
+    held = tree_leaves((inputs, [{**vars(module), "_modules": None} for module in network.modules()]))
+    undos: list[Callable[[], Any]] = []
+    for x in {id(x): x for x in held}.values():
+        if isinstance(x, torch.Generator):
+            undos.append(partial(x.set_state, x.get_state()))
+        elif isinstance(x, random.Random):
+            undos.append(partial(x.setstate, x.getstate()))
+        elif isinstance(x, np.random.RandomState):
+            undos.append(partial(x.set_state, x.get_state()))
+        elif isinstance(x, np.random.Generator):
+            undos.append(partial(setattr, x.bit_generator, "state", x.bit_generator.state))
+    try:
+        yield
+    finally:
+        for undo in undos:
+            undo()
 
 
 def _generator_states(device: torch.device) -> list[Tensor]:

@@ -45,9 +45,22 @@ class SharedBuffers(_Parent):
     def _share_buffers(self) -> None:
         """Gives all ranks rank 0's buffers; collective over them."""
         assert self.lightning_module is not None
-        for buffer in self.lightning_module.buffers() if self.world_size > 1 else ():
-            if isinstance(buffer, DTensor) or buffer.is_meta:
+        if self.world_size == 1:
+            return
+        # Others are in no checkpoint: tables that each rank makes for the shapes that it sees, and when it sees them.
+        persistent = {
+            (path, name): buffer
+            for path, module in self.lightning_module.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+            if not (isinstance(buffer, DTensor) or buffer.is_meta)
+        }
+        everyone: list[dict[tuple[str, str], str]] = [{}] * self.world_size
+        dist.all_gather_object(everyone, {name: f"{x.dtype} {tuple(x.shape)}" for name, x in persistent.items()})
+        for name in everyone[0]:
+            if any(theirs.get(name) != everyone[0][name] for theirs in everyone):
                 continue
+            buffer = persistent[name]
             first = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.root_device).copy_(buffer)
             dist.broadcast(first, 0)
             if not first.equal(buffer.to(self.root_device)):  # one that is expanded could not be written

@@ -211,7 +211,9 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> int | None:
         if type(obj) is not Tensor or obj.layout is not torch.strided:
             return None
-        self.tensors.append(obj.detach().contiguous())
+        x = obj.detach()
+        # A single element counts as contiguous with any stride, and its bytes could not be viewed.
+        self.tensors.append(x.clone(memory_format=torch.contiguous_format) if x.numel() == 1 else x.contiguous())
         return len(self.tensors) - 1
 
 
