@@ -221,6 +221,19 @@ def test_last_bits_are_a_warning_once(ranks: Ranks) -> None:
     assert "inputs of Linear differ slightly in ['input'] by a relative distance of 1.0e-05" in told[0]
 
 
+def of_unusual_layout() -> bool:
+    network = nn.Identity()
+    parallelize(network, SequenceMesh.create("cpu", ulysses_size=2), SplitPlan({}, {}, {}, lambda m, c: lambda: None))
+    column = torch.zeros(1, 4)[:, 1]  # one element, which counts as contiguous with its stride of 4
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    inputs = (column, nested, torch.ones(3, dtype=torch.complex64).conj().imag, torch.zeros(0, 2), NUMBERS.to_sparse())
+    return all(network(x) is x for x in inputs)
+
+
+def test_tensors_of_every_layout_are_compared_or_left_alone(ranks: Ranks) -> None:
+    assert ranks(2).run(of_unusual_layout) == [True, True]
+
+
 class Counting(CollectiveTransport):
     def __init__(self) -> None:
         self.messages: list[tuple[torch.Size, torch.dtype]] = []

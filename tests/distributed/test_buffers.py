@@ -50,6 +50,37 @@ class Normalized(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Tabled(Normalized):
+    """Makes a table for what it sees, which is in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+        self.table: Tensor
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.table = torch.arange(2.0 + self.trainer.strategy.data_parallel_rank)
+        return super().training_step(batch)
+
+
+def fit_tabled(strategy: Any) -> tuple[list[float], int]:
+    module = Tabled()
+    with reused_groups():
+        trainer = pl.Trainer(
+            strategy=strategy(ulysses_size=2, modules=["net"], plan=NOTHING_TO_SPLIT),
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        data = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+        trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data[:4], batch_size=1))
+        return module.table.tolist(), trainer.strategy.data_parallel_rank
+
+
 def fit(strategy: Any, folder: Path, sp: int, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The mean that a rank trained with, validated with, saved and is left with."""
     module = Normalized()
@@ -100,3 +131,9 @@ def test_who_wants_buffers_of_each_rank_has_them(ranks: Ranks, tmp_path: Path) -
     results = ranks(4).run(fit, SequenceParallelDDPStrategy, path, 2, broadcast_buffers=False)
     for trained, validated, saved, left in results:
         assert torch.equal(validated, trained) and torch.equal(left, trained) and torch.equal(saved, results[0][0])
+
+
+@pytest.mark.parametrize("strategy", [SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy])
+def test_tables_that_are_in_no_checkpoint_are_each_ranks_own(ranks: Ranks, strategy: Any) -> None:
+    for table, rank in ranks(4).run(fit_tabled, strategy):
+        assert table == [float(n) for n in range(2 + rank)]

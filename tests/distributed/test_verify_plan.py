@@ -104,6 +104,33 @@ class Counter(nn.Module):
         return x
 
 
+class CachedTable(nn.Module):
+    """Keeps a table of channels and, as an attribute, whether it has been made; drops by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+        self.table: Tensor
+        self.made, self.generator = 0, torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.made:
+            self.table, self.made = torch.ones(8), 8
+        return x * self.table[: self.made] * (torch.rand(1, generator=self.generator) + 0.5)
+
+
+class Frames(nn.Module):
+    """Looks at four rows of two in each token, which for nine tokens over two ranks is as long as a slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = F.pad(x.unflatten(-1, (2, 4)), (0, 1))  # five long
+        return x + self.convolution(padded.flatten(0, 1)).view(padded.shape)[..., :4].flatten(-2)
+
+
 def over_channels_first(x: Tensor, module: nn.Module) -> Tensor:
     return x + module(x.transpose(1, 2)).transpose(1, 2)
 
@@ -155,6 +182,8 @@ ALLOWED: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Dropout(0.5),
     "cross-attention": CrossAttention,
     "calls counted": lambda: Counter("calls"),
+    "a table and a generator of its own": CachedTable,
+    "as long as a slice by chance": Frames,
     "convolution over channels": lambda: Applied(over_each_token, nn.Conv1d(1, 1, 3, padding=1)),
 }
 
