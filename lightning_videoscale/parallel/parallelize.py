@@ -104,8 +104,9 @@ def verify_plan(
 
     Raises:
         ValueError: On all ranks, naming what differs most, if a difference is larger than rounding explains, or if
-            the network calls what mixes tokens where ranks have their own only: attention that is not exchanged,
-            convolutions, norms or recurrent layers over tokens. Also for what `parallelize` raises it.
+            the network calls what mixes tokens where ranks have their own only (attention that is not exchanged,
+            convolutions, norms or recurrent layers over tokens) and differs by a quarter of that, or has no room to be
+            compared. Also for what `parallelize` raises it.
     """
     if mesh.sp.size == 1:
         raise ValueError(f"{mesh} splits nothing: verify_plan needs at least two ranks per group.")
