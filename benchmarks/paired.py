@@ -159,7 +159,7 @@ def main() -> None:
     rows = []
     try:
         for name in TURNS:
-            checkouts[name] = Checkout(ROOT if name == "after" else options.before, options)
+            checkouts[name] = Checkout(ROOT if name == "after" else options.before.resolve(), options)
         for tokens in options.tokens:
             rows.append(compare(checkouts, tokens, options.rounds, options.repeats))
             print(json.dumps(rows[-1], indent=2), flush=True)
