@@ -1,7 +1,7 @@
 """What a run leaves behind to be read: its log, line by line, and the page drawn from it.
 
 - `log`: `record`, with which callbacks hand in what they found, and `RunLog`, the file that keeps it.
-- `context`: what `RunReport` says of the run.
+- `records`: what `RunReport` says of the run.
 - `reading`: the log read back after whatever end.
 - `comparison`: the three balances on the clips that the run saw.
 - `window`: the record of some steps. `bottlenecks`: what costs the most in them.

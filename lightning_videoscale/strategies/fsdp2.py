@@ -23,10 +23,10 @@ from typing_extensions import override
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport.symmetric import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
+from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.network_changes import split_plans
 from lightning_videoscale.strategies.precision import check_precision
-from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.units import (
     apart,

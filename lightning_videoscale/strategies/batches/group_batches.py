@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_videoscale.strategies.batches.group_loader import GroupLoader, changes_batches, keeps_host_batches
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
-from lightning_videoscale.strategies.randomness import seed_generators
+from lightning_videoscale.strategies.generators import seed_generators
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Parent
