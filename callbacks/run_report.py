@@ -13,8 +13,7 @@ from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.fused_kernels import FusedKernels
 from lightning_videoscale.data import BucketPlanner
 from lightning_videoscale.report import RunLog, record, write_report
-from lightning_videoscale.report.records import plan_record, start_record
-from lightning_videoscale.report.window import window_record
+from lightning_videoscale.report.records import plan_record, start_record, window_record
 from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
 
 
