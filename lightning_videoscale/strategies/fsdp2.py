@@ -65,8 +65,8 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     gathered for the whole step; a module that optimizes manually runs backward and steps within, and there every child
     that trains is gathered when it is called. What is frozen is kept whole on every rank.
 
-    Precisions are 32-true, bf16-mixed, bf16-true and 64-true. Under bf16-mixed the blocks' matrices travel in bfloat16
-    and the results are those of DDP (see `precision`); gradients are always averaged in float32 or more.
+    Precisions are 32-true, bf16-mixed, bf16-true and 64-true. Under bf16-mixed the blocks' matrices are gathered in
+    bfloat16 and the results are those of DDP (see `precision`); gradients are always averaged in float32 or more.
 
     Args:
         ulysses_size: Ranks that trade sequence slices for heads. Left out, ``ulysses_size * ring_size`` is the number
