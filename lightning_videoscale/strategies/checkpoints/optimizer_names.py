@@ -1,7 +1,7 @@
 """Optimizer states by parameter name instead of by position, so that they fit any order and any division into ranks.
 
 torch numbers the parameters of an optimizer through all of its groups; here they are called as in the module's
-``state_dict``.
+``state_dict``. Why not by torch.distributed.checkpoint.state_dict is in docs/architecture.md.
 """
 
 from __future__ import annotations
