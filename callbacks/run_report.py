@@ -90,7 +90,7 @@ class RunReport(pl.Callback):
             self._finish(trainer, {"status": "completed"})
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Draws what there is to draw; the steps since the last record are lost, as ranks cannot meet any more."""
+        """Draws what there is to draw; the steps since the last record are lost, as no collective is possible."""
         if not self._is_training:
             return  # it failed before training, or outside of `fit`
         self._is_training = False

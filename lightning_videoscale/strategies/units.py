@@ -197,7 +197,7 @@ def materialize(root: nn.Module, device: torch.device) -> list[str]:
 
     Args:
         root: The LightningModule.
-        device: Where the tensors come to lie.
+        device: Of the new tensors.
 
     Returns:
         Names of parameters and buffers whose modules have no ``reset_parameters``: a checkpoint must bring their

@@ -41,7 +41,7 @@ class StepWindow:
 
     @property
     def tells_loads(self) -> bool:
-        """Whether every batch told its load."""
+        """Whether every batch had a ``meta`` with its load."""
         return bool((self.column("samples") > 0).all())
 
     def column(self, name: str) -> Tensor:

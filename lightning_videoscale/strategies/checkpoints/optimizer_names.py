@@ -138,7 +138,7 @@ def check_groups(
 
 
 def _like(values: SavedTensors, key: str, parameter: nn.Parameter) -> Tensor | None:
-    """What decides where a state comes to lie: the parameter, for states of its shape."""
+    """What a state is placed and sharded like: the parameter, for states of its shape."""
     return parameter if parameter.ndim and values.shape(key) == parameter.shape else None
 
 
