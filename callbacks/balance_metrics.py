@@ -58,7 +58,7 @@ class BalanceMetrics:
             seconds: Their wall-clock time.
         """
         sums: dict[str, float] = {
-            "cv_step": float(cv_step(window.per_step(window.of_groups("work"))).sum()),
+            "cv_step": float(cv_step(window.work).sum()),
             "steps": window.steps,
         }
         if window.tells_loads:
@@ -67,28 +67,26 @@ class BalanceMetrics:
         return _ratios(sums) | _seconds_per_step(window)
 
     def _balance_of_loads(self, window: StepWindow) -> dict[str, float]:
-        samples, length, cost = (window.of_groups(name) for name in ("samples", "sequence_length", "predicted_cost"))
-        physical, tokens = window.per_step(samples * length**2), samples * length
+        physical, costs = window.loads(2.0), window.predicted_costs
+        samples, length = window.of_groups("samples"), window.of_groups("sequence_length")
         sums = {
-            "compute_cv": float(compute_cv(window.per_step(samples * length**self.p)).sum()),
+            "compute_cv": float(compute_cv(window.loads(self.p)).sum()),
             "told_steps": window.steps,
             "physical_load": float(physical.sum()),
             "loads": physical.numel(),
-            "padding": float(tokens[window.of_groups("loss_weight") == 0].sum()),
-            "processed": float(tokens.sum()),
+            "padding": float(((samples - window.counted) * length).sum()),
+            "processed": float((samples * length).sum()),
         }
-        if bool((cost > 0).all()):
-            sums |= {"cost_cv": float(compute_cv(window.per_step(cost)).sum()), "predicted_steps": window.steps}
+        if costs is not None:
+            sums |= {"cost_cv": float(compute_cv(costs).sum()), "predicted_steps": window.steps}
         return sums
 
     def _throughput(self, window: StepWindow, seconds: float) -> dict[str, float]:
-        # Fillers are left out: they are no progress.
-        counted = window.of_groups("samples") * (window.of_groups("loss_weight") != 0)
-        tokens = counted * window.of_groups("sequence_length")
+        counted, lengths = window.counted, window.of_groups("sequence_length")
         rank_seconds = seconds * len(window.dp_ranks)
         sums: dict[str, float] = {
             "samples": int(counted.sum()),
-            "tokens": int(tokens.sum()),
+            "tokens": int((counted * lengths).sum()),
             "seconds": seconds,
             "rank_seconds": rank_seconds,
         }
@@ -96,7 +94,6 @@ class BalanceMetrics:
             sums["latent_cells"] = cells
         if self.flops is not None:
             transformer, peak = self.flops
-            lengths = window.of_groups("sequence_length")
             sizes = Counter(zip(counted.long().flatten().tolist(), lengths.long().flatten().tolist(), strict=True))
             flops = sum(count * training_flops(transformer, *size) for size, count in sizes.items())
             sums |= {"model_flops": flops, "possible_flops": rank_seconds * peak}

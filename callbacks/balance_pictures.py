@@ -41,7 +41,7 @@ class BalancePictures:
         """
         self._compute.append(window.per_step(window.column("compute")))
         self._wait.append(window.per_step(window.column("wait")))
-        self._spreads.append(cv_step(window.per_step(window.of_groups("work"))))
+        self._spreads.append(cv_step(window.work))
         self._step = step
 
     @property

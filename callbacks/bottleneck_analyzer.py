@@ -58,7 +58,7 @@ class BottleneckAnalyzer(pl.Callback):
         self.history = [dict(finding) for finding in state_dict["history"]]
 
     def _receive(self, trainer: pl.Trainer, window: StepWindow) -> None:
-        self._best_effort.attempt("tell the bottleneck", self._judge, trainer, window)
+        self._best_effort.attempt("find the bottleneck", self._judge, trainer, window)
 
     def _judge(self, trainer: pl.Trainer, window: StepWindow) -> None:
         shares, straggler = shares_of(window), straggler_of(window)

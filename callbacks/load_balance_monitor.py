@@ -94,7 +94,7 @@ class LoadBalanceMonitor(pl.Callback):
         subscribe_to_steps(trainer, self.every_n_steps, partial(self._report, trainer))
         self._window_begin, self._shown = time.perf_counter(), {}
         if self.peak_flops_per_second is not None:
-            transformer = self._best_effort.attempt("tell the model's FLOPs", TransformerFlops.of_module, pl_module)
+            transformer = self._best_effort.attempt("count the model's FLOPs", TransformerFlops.of_module, pl_module)
             self.metrics.flops = None if transformer is None else (transformer, self.peak_flops_per_second)
 
     def on_train_batch_end(

@@ -33,7 +33,7 @@ class MemoryMonitor(pl.Callback):
 
     Without a model given, a line is fitted through the largest micro-batch and the peak of every window so far; until
     three token counts were seen there is no headroom to log. These points and the largest peak are in the checkpoint;
-    points of a run on other GPUs, or another number of them, are dropped with a word, since the model's states take
+    points of a run on other GPUs, or another number of them, are dropped with a warning, since the model's states take
     other room there.
 
     It works on CUDA devices; elsewhere it says so once and logs nothing. Peaks are reset at every report, for every
@@ -159,7 +159,7 @@ class MemoryMonitor(pl.Callback):
             return figures
         for count, memory in zip(tokens, memories, strict=True):
             self.peaks[count] = max(self.peaks.get(count, 0.0), memory.peak)
-        headroom = self._best_effort.attempt("tell the headroom", self._headroom, memories, tokens)
+        headroom = self._best_effort.attempt("compute the headroom", self._headroom, memories, tokens)
         return figures if headroom is None else figures | {"memory/headroom_tokens": float(headroom)}
 
     def _headroom(self, memories: list[DeviceMemory], tokens: list[int]) -> int | None:

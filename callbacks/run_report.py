@@ -13,8 +13,7 @@ from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.fused_kernels import FusedKernels
 from lightning_videoscale.data import BucketPlanner
 from lightning_videoscale.report import RunLog, record, write_report
-from lightning_videoscale.report.context import plan_record, start_record
-from lightning_videoscale.report.window import window_record
+from lightning_videoscale.report.records import plan_record, start_record, window_record
 from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
 
 
@@ -91,7 +90,7 @@ class RunReport(pl.Callback):
             self._finish(trainer, {"status": "completed"})
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Draws what there is to draw; the steps since the last record are lost, as ranks cannot meet any more."""
+        """Draws what there is to draw; the steps since the last record are lost, as no collective is possible."""
         if not self._is_training:
             return  # it failed before training, or outside of `fit`
         self._is_training = False

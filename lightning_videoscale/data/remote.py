@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import re
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import fsspec  # type: ignore[import-untyped]
 from fsspec.asyn import sync  # type: ignore[import-untyped]
+from fsspec.utils import merge_offset_ranges  # type: ignore[import-untyped]
 
 from lightning_videoscale.data.shards import ByteRange, ShardError, ShardStat, UnreachableError
 
@@ -66,12 +68,18 @@ class RemoteShard:
 
     def read_all(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Reads several ranges, neighbours in one request."""
-        content: dict[ByteRange, bytes] = {}
-        for group in _neighbours(ranges):
-            start = group[0].offset
-            data = self.read(ByteRange(start, max(at.offset + at.size for at in group) - start))
-            content |= {at: data[at.offset - start : at.offset - start + at.size] for at in group}
-        return [content[at] for at in ranges]
+        starts, ends = [at.offset for at in ranges], [at.offset + at.size for at in ranges]
+        # Not `cat_ranges`: of file systems that are asynchronous, as HTTP's and S3's, it merges nothing.
+        _, starts, ends = merge_offset_ranges(
+            [self.url] * len(ranges), starts, ends, max_gap=_NEIGHBOURS, max_block=_LONGEST
+        )
+        blocks = [self.read(ByteRange(start, end - start)) for start, end in zip(starts, ends, strict=True)]
+        content = []
+        for at in ranges:
+            block = bisect_right(starts, at.offset) - 1
+            begin = at.offset - starts[block]
+            content.append(blocks[block][begin : begin + at.size])
+        return content
 
     def _info(self) -> dict[str, Any]:
         fs, path = _file_system(self.url)
@@ -143,17 +151,6 @@ def _retried(subject: str, what: str, pauses: Sequence[float], attempt: Callable
             _log.warning("%s of the %s: %s. Trying again in %s s.", what, subject, reason, pause)
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _neighbours(ranges: Sequence[ByteRange]) -> list[list[ByteRange]]:
-    groups: list[list[ByteRange]] = []
-    for at in sorted(ranges):
-        end = groups[-1][-1].offset + groups[-1][-1].size if groups else -_NEIGHBOURS
-        if groups and at.offset - end <= _NEIGHBOURS and at.offset + at.size - groups[-1][0].offset <= _LONGEST:
-            groups[-1].append(at)
-        else:
-            groups.append([at])
-    return groups
 
 
 def _file_system(url: str) -> tuple[Any, str]:

@@ -9,8 +9,7 @@ def loads_of(batch_sizes: Tensor, sequence_lengths: Tensor, p: float) -> Tensor:
     """Adds up B · S^p of the micro-batches that a rank accumulates in a step.
 
     Args:
-        batch_sizes: Samples: of one step, shape ``(dp_ranks,)`` or ``(dp_ranks, micro_batches)``; of several,
-            ``(dp_ranks, steps, micro_batches)``, where 0 fills up what a step has fewer of.
+        batch_sizes: Samples, as for `ComputeCV.update`.
         sequence_lengths: Tokens per sample, the same shape.
         p: Exponent of the sequence length, above 0.
 

@@ -40,9 +40,7 @@ class PhysicalLoad(Ratio):
         """Adds one step, or several.
 
         Args:
-            batch_sizes: Samples: of one step, shape ``(dp_ranks,)``, or ``(dp_ranks, micro_batches)`` where it
-                accumulates several micro-batches: the loads of one rank add up. Of several steps, ``(dp_ranks, steps,
-                micro_batches)``, where 0 fills up what a step has fewer of.
+            batch_sizes: Samples, as for `ComputeCV.update`.
             sequence_lengths: Tokens per sample, the same shape.
 
         Raises:

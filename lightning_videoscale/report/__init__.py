@@ -1,10 +1,10 @@
 """What a run leaves behind to be read: its log, line by line, and the page drawn from it.
 
 - `log`: `record`, with which callbacks hand in what they found, and `RunLog`, the file that keeps it.
-- `context`: what `RunReport` says of the run.
+- `records`: what `RunReport` writes into it, of the run and of all ranks' steps.
 - `reading`: the log read back after whatever end.
 - `comparison`: the three balances on the clips that the run saw.
-- `window`: the record of some steps. `bottlenecks`: what costs the most in them.
+- `bottlenecks`: what costs the most in some steps.
 - `costs`, `findings`, `sections`: from records to what is shown. `judge`: what to do, all advice there is.
 - `charts`, `page` and `templates/`: the page.
 """

@@ -117,7 +117,7 @@ class Findings:
 
     @cached_property
     def predicted(self) -> dict[Balance, StepSpreads]:
-        """What every balance would do on the same clips; empty where that cannot be told."""
+        """What every balance would do on the same clips; empty where that is unknown."""
         return predict_balances(self.windows, self.plans[-1], self.model) if self.plans else {}
 
     def parts(self) -> dict[str, list[float]]:

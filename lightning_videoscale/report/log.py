@@ -49,7 +49,7 @@ VERSION = 1
 
 
 class RunLog:
-    """Appends records to a file. A record that cannot be written is lost with a word, once, and nothing is raised.
+    """Appends records to a file. A record that cannot be written is lost with one warning, and nothing is raised.
 
     The first record is that of the start: what comes earlier, from callbacks that begin before, is written after it.
 

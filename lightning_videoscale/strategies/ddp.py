@@ -37,7 +37,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         activation_checkpointing: Keep only the inputs of every transformer block and compute the rest again in
             backward.
         compile: Compile every transformer block: True, or keyword arguments of ``torch.compile``.
-        transport: How Ulysses messages travel: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (pushed by the GPUs'
+        transport: How Ulysses exchanges run: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (pushed by the GPUs'
             copy engines, within a host).
         verify_plan: Compare the network split and whole when it is first called, unless tests hold its plan to one
             device, as Wan's; a difference is an error. See ``parallel.verify_plan``.

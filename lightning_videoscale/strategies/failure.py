@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 class JobWatch:
     """A thread on each rank that learns of failures elsewhere; collective to create.
 
-    Every rank tells the others, through a store on rank 0, where it is. When another rank fails, the thread logs what
+    Every rank publishes in a store on rank 0 where it is. When another rank fails, the thread logs what
     happened, leaves the main thread some seconds to raise and to finish, and then ends the process. It notices
 
     - a rank that raised, by the store;
@@ -119,7 +119,7 @@ class JobWatch:
             while self._rank == 0 and self._store.add("farewells", 0) < self._size and time.monotonic() < deadline:
                 time.sleep(0.01)
         except dist.DistError:
-            pass  # rank 0 is gone, and who is left need not be told
+            pass  # rank 0 is gone, and the others notice by themselves
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -224,7 +224,7 @@ class JobWatch:
             self._stop.set()  # the store goes with rank 0
 
     def _fail(self, cause: str) -> None:
-        if self._deadline < float("inf"):  # the main thread has raised, and has told it
+        if self._deadline < float("inf"):  # the main thread has raised, and has reported it
             return
         self._cause = cause
         self._deadline = time.monotonic() + _SPARE + _GRACE

@@ -23,10 +23,10 @@ from typing_extensions import override
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport.symmetric import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
+from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.network_changes import split_plans
 from lightning_videoscale.strategies.precision import check_precision
-from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.units import (
     apart,
@@ -65,34 +65,30 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     gathered for the whole step; a module that optimizes manually runs backward and steps within, and there every child
     that trains is gathered when it is called. What is frozen is kept whole on every rank.
 
-    Precisions are 32-true, bf16-mixed, bf16-true and 64-true. Under bf16-mixed the blocks' matrices travel in bfloat16
-    and the results are those of DDP (see `precision`); gradients are always averaged in float32 or more.
+    Precisions are 32-true, bf16-mixed, bf16-true and 64-true. Under bf16-mixed the blocks' matrices are gathered in
+    bfloat16 and the results are those of DDP (see `precision`); gradients are always averaged in float32 or more.
 
     Args:
-        ulysses_size: Ranks that trade sequence slices for heads. Left out, ``ulysses_size * ring_size`` is the number
-            of devices of a node.
-        ring_size: Ranks that pass keys and values around, each a Ulysses group of its own (USP).
-        modules: Paths, within the LightningModule, of the networks whose sequence is split. Left out, the one network
-            that has a plan.
-        plan: What is split where in the one network that ``modules`` names. Left out, the plan registered for its
-            class.
-        activation_checkpointing: Keep only the inputs of every transformer block and compute the rest again in
-            backward.
-        compile: Compile every transformer block: True, or keyword arguments of ``torch.compile``.
+        ulysses_size: As for `SequenceParallelDDPStrategy`.
+        ring_size: As for `SequenceParallelDDPStrategy`.
+        modules: As for `SequenceParallelDDPStrategy`.
+        plan: As for `SequenceParallelDDPStrategy`.
+        activation_checkpointing: As for `SequenceParallelDDPStrategy`.
+        compile: As for `SequenceParallelDDPStrategy`.
         replicas: Copies of the model, each sharded over ``world size / replicas`` neighbouring ranks (hybrid sharding).
-            With one copy per node, parameters travel inside the nodes and only gradients between them.
+            With one copy per node, parameters are gathered inside the nodes and only gradients cross them.
         shard_frozen: Paths of frozen networks to shard too, such as a large text encoder.
-        transport: How Ulysses messages travel, see `SequenceParallelDDPStrategy`.
-        verify_plan: Compare the network split and whole when it is first called, see `SequenceParallelDDPStrategy`.
+        transport: As for `SequenceParallelDDPStrategy`.
+        verify_plan: As for `SequenceParallelDDPStrategy`.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
-        timeout: How long a collective may wait for a rank that does not come.
+        timeout: As for `SequenceParallelDDPStrategy`.
 
     Raises:
-        ValueError: At the start of ``fit``, if the devices do not form whole groups or replicas, no network has a
-            plan, a network has fewer attention heads than ``ulysses_size``, the precision is not supported, the model
-            is sharded already, a callback of Lightning's averages weights, or a LightningModule that optimizes manually
-            has trainable parameters of its own rather than in a child.
-        RuntimeError: At the start of ``fit``, if the transport asked for is not available, with the reason.
+        ValueError: At the start of ``fit``, as `SequenceParallelDDPStrategy` does, or if the devices do not form whole
+            replicas, the precision is not supported, the model is sharded already, a callback of Lightning's averages
+            weights, or a LightningModule that optimizes manually has trainable parameters of its own rather than in a
+            child.
+        RuntimeError: As `SequenceParallelDDPStrategy` does.
     """
 
     def __init__(

@@ -27,9 +27,9 @@ from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.buffers import SharedBuffers
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.failure import JobWatch, end_processes
+from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
-from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 
 

@@ -47,7 +47,7 @@ def change_networks(
         Takes back everything but the transforms.
 
     Raises:
-        ValueError: If a part is compiled already, or it cannot be told what to split.
+        ValueError: If a part is compiled already, or it is unclear what to split.
     """
     _refuse_compiled(module)
     for transform in transforms:
@@ -77,7 +77,7 @@ def split_plans(
     """The networks to split, by path, with their plans (None: the one registered for the class).
 
     Raises:
-        ValueError: If the settings name a part that is not there, or name none and it cannot be told.
+        ValueError: If the settings name a part that is not there, or name none and there is no or more than one.
     """
     modules = settings.modules
     if modules is not None:

@@ -1,11 +1,11 @@
-"""Which precisions sharded parameters support, and in which dtype they travel.
+"""Which precisions sharded parameters support, and in which dtype they are all-gathered.
 
-Under ``bf16-mixed`` the ranks compute under autocast, as with DDP, and what differs is only what travels. Autocast
-rounds the weights of the matrix products to bfloat16 before each product; gathered in bfloat16 they are rounded before
-they travel instead of after, so the products see the same bits for half the traffic. Everything else in a transformer
-block (norms, modulation tables, and whatever the model lists in ``_keep_in_fp32_modules``) and all that lies outside
-the blocks travels in float32, as nothing would round it on one device either. Inputs are never cast: a timestep of 999
-does not exist in bfloat16.
+Under ``bf16-mixed`` the ranks compute under autocast, as with DDP; only the dtype of the all-gather differs. Autocast
+rounds the weights of the matrix products to bfloat16 before each product. Rounded before the all-gather instead of
+after it, they give the products the same bits for half the traffic. Everything else in a transformer block (norms,
+modulation tables, and whatever the model lists in ``_keep_in_fp32_modules``) and all that lies outside the blocks is
+gathered in float32, as nothing would round it on one device either. Inputs are never cast: a timestep of 999 does not
+exist in bfloat16.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ def check_precision(plugin: Precision, strategy: str) -> None:
         )
 
 
-def rests_in_full(plugin: Precision) -> bool:
-    """Whether the blocks' matrices travel in another dtype than they are stored in."""
+def gathers_in_bfloat16(plugin: Precision) -> bool:
+    """Whether the blocks' matrices, stored in float32, are all-gathered in bfloat16."""
     return plugin.precision == "bf16-mixed"
 
 
-def full_policy(plugin: Precision) -> MixedPrecisionPolicy:
-    """Parameters travel as they are stored; gradients are summed in float32 at least, however they are stored."""
+def stored_dtype_policy(plugin: Precision) -> MixedPrecisionPolicy:
+    """Parameters are gathered in the dtype they are stored in; gradients are reduced in float32 at least."""
     reduce_dtype = torch.float32 if plugin.precision == "bf16-true" else None
     return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
-def rounded_policy() -> MixedPrecisionPolicy:
-    """Parameters travel in bfloat16, gradients in float32."""
+def block_policy(plugin: Precision) -> MixedPrecisionPolicy:
+    """That of the blocks: parameters are gathered in bfloat16 where `gathers_in_bfloat16`, and reduced in float32."""
+    if not gathers_in_bfloat16(plugin):
+        return stored_dtype_policy(plugin)
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 

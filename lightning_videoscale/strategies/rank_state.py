@@ -1,4 +1,4 @@
-"""What a rank tells the others about itself, so that one that fails can be named.
+"""What a rank publishes about itself, so that one that fails can be named.
 
 `Process`        an operating system's process; whether it still runs can be asked from the same machine
 `RankState`      where a rank is, and how many collectives it has begun in each of its groups
@@ -135,7 +135,7 @@ def late_members(rank: int, states: Mapping[int, RankState]) -> dict[str, list[i
 
     Args:
         rank: The rank that waits; this one.
-        states: Of all ranks that told theirs.
+        states: Of all ranks that published theirs.
     """
     late = {}
     for name, count in states[rank].collectives.items():

@@ -68,7 +68,7 @@ class SequenceParallelSettings:
 
 
 def _comparable(value: Any) -> Any:
-    """What stands for a value when ranks compare theirs; of a plan, which holds functions, the splits."""
+    """Comparable form of a setting; for a SplitPlan, its splits."""
     if isinstance(value, SplitPlan):
         return repr((value.inputs, value.outputs, value.gathers))
     if isinstance(value, Mapping):  # of torch.compile's arguments, the backend may be any callable

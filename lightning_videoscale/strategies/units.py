@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.strategies.blocks import find_blocks
 from lightning_videoscale.strategies.precision import (
-    full_policy,
-    rests_in_full,
+    block_policy,
+    gathers_in_bfloat16,
     rounded_by_autocast,
-    rounded_policy,
+    stored_dtype_policy,
 )
 
 
@@ -37,7 +37,7 @@ class Unit:
     Attributes:
         path: Where the module is in the LightningModule; ``""`` is the LightningModule itself.
         parameters: Some or all of the parameters under the module.
-        policy: In which dtype they travel.
+        policy: In which dtype they are gathered and their gradients reduced.
     """
 
     path: str
@@ -75,20 +75,24 @@ def plan_units(root: nn.Module, networks: Iterable[str], plugin: Precision, *, w
     for path in networks:
         network = root.get_submodule(path)
         blocks = {name: set(block.parameters()) for name, block in _blocks(network).items()}
-        if rests_in_full(plugin):
+        if gathers_in_bfloat16(plugin):
             blocks = {name: rounded_by_autocast(network, name) for name in blocks}
         in_blocks = set().union(*blocks.values())
-        # The network before its blocks: it also holds those of their parameters that travel in full, and
+        # The network before its blocks: it also holds those of their parameters that are gathered in float32, and
         # `fully_shard` does not look into what is sharded already.
-        add(path, (p for p in network.parameters() if p not in in_blocks), full_policy(plugin))
+        add(path, (p for p in network.parameters() if p not in in_blocks), stored_dtype_policy(plugin))
         for name, parameters in blocks.items():
             ordered = (p for p in network.get_submodule(name).parameters() if p in parameters)
-            add(f"{path}.{name}", ordered, rounded_policy() if rests_in_full(plugin) else full_policy(plugin))
+            add(
+                f"{path}.{name}",
+                ordered,
+                block_policy(plugin),
+            )
     inner, units = units, []
     for path in [""] if whole_step else _called_children(root):
         elsewhere = [p for p in root.get_submodule(path).parameters() if p.requires_grad and p not in taken]
         if elsewhere:
-            add(path, elsewhere, full_policy(plugin))
+            add(path, elsewhere, stored_dtype_policy(plugin))
     bare = [name for name, p in root.named_parameters() if p.requires_grad and p not in taken]
     if bare:
         raise ValueError(
@@ -193,7 +197,7 @@ def materialize(root: nn.Module, device: torch.device) -> list[str]:
 
     Args:
         root: The LightningModule.
-        device: Where the tensors come to lie.
+        device: Of the new tensors.
 
     Returns:
         Names of parameters and buffers whose modules have no ``reset_parameters``: a checkpoint must bring their

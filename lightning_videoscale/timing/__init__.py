@@ -4,7 +4,7 @@
 - `load`: `MicroBatchLoad`, how much a micro-batch is, and `load_of`, which reads it from a batch.
 - `step_log`: `subscribe_to_steps`, windows of all ranks' steps, which one log per Trainer gathers for all subscribers.
 - `step_window`: `StepWindow`, what a subscriber receives.
-- `attachment`: `StepTimer`, this rank's times alone, by a clock with hooks into a Trainer.
+- `step_timer`: `StepTimer`, this rank's times alone, by a clock with hooks into a Trainer.
 - `clock`: `StepClock`, behind it.
 - `marks`: what the clock reads: CUDA events, or the host's clock.
 - `synchronization`: where the frameworks wait for other ranks.
@@ -17,11 +17,11 @@ Called in ``on_train_start``, this hands 50 optimizer steps at a time to `receiv
     subscribe_to_steps(trainer, 50, receive)
 """
 
-from lightning_videoscale.timing.attachment import StepTimer
 from lightning_videoscale.timing.clock import StepClock
 from lightning_videoscale.timing.load import MicroBatchLoad, load_of
 from lightning_videoscale.timing.marks import CudaMarks, Marks, marks_on
 from lightning_videoscale.timing.step_log import check_interval, subscribe_to_steps
+from lightning_videoscale.timing.step_timer import StepTimer
 from lightning_videoscale.timing.step_times import Phase, StepTimes, add_up
 from lightning_videoscale.timing.step_window import FIELDS, StepWindow
 

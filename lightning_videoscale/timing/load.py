@@ -14,7 +14,7 @@ class MicroBatchLoad(NamedTuple):
         sequence_length: S, tokens of one sample.
         loss_weight: Factor of the micro-batch's mean loss; 0 marks a filler, which repeats samples that count
             elsewhere.
-        predicted_cost: Of the planner; 0 where it is not told, as are the next three.
+        predicted_cost: Of the planner; 0 where the batch does not say, as are the next three.
         frames: F of the latents, or of the video where the batch holds pixels.
         height: H of them.
         width: W of them.

@@ -11,14 +11,14 @@ from typing_extensions import override
 
 
 class Marks:
-    """Sets marks and tells the time between two of them, by the host's clock."""
+    """Sets marks and measures the time between two of them, by the host's clock."""
 
     def set(self) -> Any:
         """Returns a mark of now: of the point where the device is when it has done what it was given so far."""
         return time.perf_counter()
 
     def is_past(self, mark: Any) -> bool:
-        """Tells whether the device has come to the mark; does not wait."""
+        """Returns whether the device has reached the mark; does not wait."""
         return True
 
     def wait_for(self, mark: Any) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_videoscale.timing.attachment import StepTimer
 from lightning_videoscale.timing.load import MicroBatchLoad, load_of
+from lightning_videoscale.timing.step_timer import StepTimer
 from lightning_videoscale.timing.step_window import FIELDS, StepWindow
 from lightning_videoscale.topology import topology_of
 

@@ -41,7 +41,7 @@ class StepWindow:
 
     @property
     def tells_loads(self) -> bool:
-        """Whether every batch told its load."""
+        """Whether every batch had a ``meta`` with its load."""
         return bool((self.column("samples") > 0).all())
 
     def column(self, name: str) -> Tensor:
@@ -69,6 +69,26 @@ class StepWindow:
     def per_step(self, values: Tensor) -> Tensor:
         """Adds up micro-batches: (ranks, micro_batches) becomes (ranks, steps)."""
         return self.by_step(values).sum(dim=2)
+
+    @property
+    def work(self) -> Tensor:
+        """Seconds that every data-parallel rank works in each step, (dp_ranks, steps)."""
+        return self.per_step(self.of_groups("work"))
+
+    @property
+    def counted(self) -> Tensor:
+        """Samples without fillers, (dp_ranks, micro_batches): those are no progress."""
+        return self.of_groups("samples") * (self.of_groups("loss_weight") != 0)
+
+    def loads(self, p: float) -> Tensor:
+        """B * S**p of every data-parallel rank, added up over each step, (dp_ranks, steps)."""
+        return self.per_step(self.of_groups("samples") * self.of_groups("sequence_length") ** p)
+
+    @property
+    def predicted_costs(self) -> Tensor | None:
+        """The planner's, of every data-parallel rank and step, (dp_ranks, steps); None where a batch tells none."""
+        costs = self.of_groups("predicted_cost")
+        return self.per_step(costs) if bool((costs > 0).all()) else None
 
     @property
     def reduction(self) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGau
 from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw
 from lightning_videoscale.data import Batch, VideoDataModule
-from lightning_videoscale.timing import Marks, MicroBatchLoad, StepTimes, StepWindow, attachment
+from lightning_videoscale.timing import Marks, MicroBatchLoad, StepTimes, StepWindow, step_timer
 from tests.callbacks.toy import MemoryLogger
 from tests.data.clips import clip, write_shard
 from tests.data.training import Witness, trainer_with
@@ -92,7 +92,7 @@ def fit(shards: str, *callbacks: pl.Callback, resume: Path | None = None, **trai
     settings = {"max_epochs": 3, "callbacks": list(callbacks)}
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The number of training batches")
-        patched.setattr(attachment, "marks_on", lambda device: module.time)
+        patched.setattr(step_timer, "marks_on", lambda device: module.time)
         trainer_with(**(settings | trainer)).fit(module, data(shards), ckpt_path=resume)
     return module
 
@@ -218,7 +218,7 @@ def _fit_on_two_ranks(shards: str, strategy: str) -> dict[str, Any]:
     built = SequenceParallelDDPStrategy(ulysses_size=1) if strategy == "sequence_parallel" else strategy
     trainer = trainer_with(strategy=built, devices=2, callbacks=[recalibrator, noting])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(attachment, "marks_on", lambda device: module.time)
+        patched.setattr(step_timer, "marks_on", lambda device: module.time)
         trainer.fit(module, data(shards))
     assert recalibrator.calibration is not None
     return {

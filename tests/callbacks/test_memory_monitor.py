@@ -145,7 +145,7 @@ def test_failures_are_said_once_and_training_goes_on() -> None:
 
 def test_peaks_that_do_not_grow_leave_the_other_figures() -> None:
     monitor, logger = Scripted([300, 200, 100, 90], every_n_steps=1), MemoryLogger()
-    with pytest.warns(match="could not tell the headroom"):
+    with pytest.warns(match="could not compute the headroom"):
         trainer_with(monitor, logger=logger).fit(Slope(), batches_of([Meta(1, s) for s in (10, 20, 30, 40)]))
     assert [row["memory/peak_gib"] for _, row in _rows(logger)] == [300, 200, 100, 90]
 

@@ -299,6 +299,21 @@ def test_latents_may_be_safetensors(tmp_path: Path, extension: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "dtype",
+    ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
+     "uint8", "bool"],
+)  # fmt: skip
+def test_tensors_are_read_as_by_the_safetensors_library(dtype: str) -> None:
+    numbers = torch.arange(6).view(2, 3).to(getattr(torch, dtype))
+    content = safetensors.torch.save({"matrix": numbers, "number": numbers[1, 2].clone(), "none": numbers[:0].clone()})
+    for name, expected in safetensors.torch.load(content).items():
+        found = read_tensors(content)[name]
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert torch.equal(found.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
+        found.zero_()  # memory of its own, not the shard's bytes
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "no safetensors header"),

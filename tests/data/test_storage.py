@@ -82,6 +82,16 @@ def test_a_sample_is_one_request_and_no_more_bytes_than_it_has(server: RangeServ
     assert first == min(at.offset for at in members) and last == max(at.offset + at.size for at in members) - 1
 
 
+def test_neighbouring_ranges_are_one_request(server: RangeServer, tmp_path: Path) -> None:
+    (tmp_path / "long").write_bytes(content := np.random.default_rng(0).bytes(300_000))
+    server.files["long"] = content
+    ranges = [ByteRange(*at) for at in ((200_000, 9), (7, 0), (500, 20), (0, 400), (510, 5), (700, 0), (0, 400))]
+    for shard in (open_shard(f"{server.url}/long"), open_shard(str(tmp_path / "long"))):
+        assert shard.read_all(ranges) == [content[at.offset : at.offset + at.size] for at in ranges]
+        assert shard.read_all([]) == []
+    assert sorted(server.requests) == [("long", 0, 699), ("long", 200_000, 200_008)]
+
+
 def test_long_members_are_read_in_blocks(server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = np.random.default_rng(0)
     noise = film([draw.integers(0, 256, (48, 64, 3), np.uint8) for _ in range(100)], codec_options={"g": "10"})

@@ -17,7 +17,7 @@ from lightning_videoscale.parallel import SequenceMesh, SplitPlan
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from lightning_videoscale.strategies.batches.group_loader import GroupLoader
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
-from lightning_videoscale.strategies.randomness import seed_generators
+from lightning_videoscale.strategies.generators import seed_generators
 from tests.distributed.pool import ProcessPool
 
 Ranks = Callable[[int], ProcessPool]

@@ -12,8 +12,7 @@ from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
 from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
 from lightning_videoscale.data.shapes import ClipShape
 from lightning_videoscale.report import RunLog
-from lightning_videoscale.report.context import plan_record
-from lightning_videoscale.report.window import window_record
+from lightning_videoscale.report.records import plan_record, window_record
 from lightning_videoscale.timing import MicroBatchLoad, StepTimes, load_of
 from tests.timing.windows import window_of
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_videoscale.strategies.batches.group_loader import GroupLoader, changes_batches, keeps_host_batches
+from lightning_videoscale.strategies.batches.group_loader import GroupLoader
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
-from lightning_videoscale.strategies.randomness import seed_generators
+from lightning_videoscale.strategies.generators import seed_generators
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Parent
@@ -19,6 +21,9 @@ else:
     _Parent = object
 
 _Batch = TypeVar("_Batch")
+
+_HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
+_DEVICE_HOOKS = ("on_after_batch_transfer",)
 
 
 class GroupBatches(_Parent):
@@ -39,7 +44,7 @@ class GroupBatches(_Parent):
         """Returns the batch of the first rank of this sequence-parallel group, on every rank of the group."""
         if self._sharing is None:
             return batch
-        shared: _Batch = self._sharing.post(0, lambda: batch, to_device=False).open()
+        shared: _Batch = self._sharing.broadcast(0, lambda: batch, to_device=False).wait()
         return shared
 
     @override
@@ -48,7 +53,7 @@ class GroupBatches(_Parent):
         if self._sharing is None:
             return loader
         assert self.lightning_module is not None
-        trainer, to_device = self.lightning_module.trainer, not keeps_host_batches(self.lightning_module)
+        trainer, to_device = self.lightning_module.trainer, not _keeps_host_batches(self.lightning_module)
         return GroupLoader(
             loader,
             self._sharing,
@@ -67,7 +72,7 @@ class GroupBatches(_Parent):
         self._seed_step()
         batch = super().batch_to_device(batch, device, dataloader_idx)
         assert self.lightning_module is not None
-        return self.share_batch(batch) if changes_batches(self.lightning_module) else batch
+        return self.share_batch(batch) if _changes_batches(self.lightning_module) else batch
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,3 +125,18 @@ def _loss_weight(args: tuple[Any, ...]) -> float:
     batch = args[0] if args else None
     meta = batch.get("meta") if isinstance(batch, Mapping) else None
     return float(getattr(meta, "loss_weight", 1.0))
+
+
+def _keeps_host_batches(module: pl.LightningModule) -> bool:
+    """Whether hooks of the user expect batches in host memory, as they were read."""
+    return _overrides(module, _HOST_HOOKS)
+
+
+def _changes_batches(module: pl.LightningModule) -> bool:
+    """Whether hooks of the user run on batches, after which those of a group's ranks might differ."""
+    return _overrides(module, (*_HOST_HOOKS, *_DEVICE_HOOKS))
+
+
+def _overrides(module: pl.LightningModule, hooks: tuple[str, ...]) -> bool:
+    owners = (module, getattr(module.trainer, "datamodule", None))
+    return any(is_overridden(hook, owner) for hook in hooks for owner in owners)

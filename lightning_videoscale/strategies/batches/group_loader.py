@@ -9,7 +9,7 @@ micro-batch before it is trained on.
 run on every rank: they may hold collectives (an encoder whose parameters are sharded), and what is not there yet could
 not be sent ahead. Their random numbers agree, as long as they come from the global generators; results of generators
 of their own, or of kernels whose last bit varies, would not. So where a user has such hooks, the strategy shares the
-first rank's result once more (see `changes_batches`).
+first rank's result once more (`GroupBatches`).
 
 *The same data.* In the first pass through a loader of a user's own, every rank reads its first sample (of a stream its
 first batch), and these are compared (see `same_data`). In every pass the ranks compare what their samplers say, batch
@@ -25,27 +25,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, count, islice, tee
+from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
-import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_videoscale.strategies.batches.same_data import END, Reading, check_same_data, digest_of_indices
-from lightning_videoscale.strategies.batches.sharing import BatchSharing, Parcel
-
-SeedPlace = Callable[..., None]
-"""Seeds the global generators for a place in the run, named by numbers and strings."""
+from lightning_videoscale.strategies.batches.sharing import BatchSharing, PendingBatch
+from lightning_videoscale.strategies.batches.turns import SeedPlace, Turns
 
 _REPEATS = 8
 """How often a rank must read the same to count as untouched by random numbers: a small shuffle repeats by chance."""
-
-_HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
-_DEVICE_HOOKS = ("on_after_batch_transfer",)
 
 
 @runtime_checkable
@@ -83,13 +76,13 @@ class GroupLoader:
         self._to_device = to_device
         self._ends_together = ends_together
         axis = sharing.axis
-        self._turns: _Turns | None = None
+        self._turns: Turns | None = None
         self._readers, self._own = 1, self._loader
         self._is_checked = self._is_planned = isinstance(self._loader, TurnTakingLoader)
         if isinstance(self._loader, TurnTakingLoader):
             self._readers, self._own = axis.size, self._loader.taking_turns(axis.rank, axis.size)
         elif _is_addressable(self._loader):
-            self._turns = _Turns(_order_of(self._loader), axis.rank, axis.size, seed)
+            self._turns = Turns(_order_of(self._loader), axis.rank, axis.size, seed)
             self._readers, self._own = axis.size, _reordered(self._loader, self._turns)
 
     def __len__(self) -> int:
@@ -101,18 +94,20 @@ class GroupLoader:
         own = self._start()
         order = iter(()) if self._turns is None else self._turns.order
         may_end_apart = self._may_end_apart()
-        parcel = self._post(own, order, 0, may_end_apart)
+        pending = self._read_ahead(own, order, 0, may_end_apart)
         for position in count(1):
-            if parcel.is_end:
+            if pending.is_end:
                 return
-            if parcel.error is not None:
+            if pending.error is not None:
                 ranks = list(self._sharing.axis.ranks)
-                parcel.error.add_note(f"Rank {parcel.sender} was reading micro-batch {position - 1} for ranks {ranks}.")
-                raise parcel.error
-            coming = self._post(own, order, position, may_end_apart)
+                pending.error.add_note(
+                    f"Rank {pending.source} was reading micro-batch {position - 1} for ranks {ranks}."
+                )
+                raise pending.error
+            coming = self._read_ahead(own, order, position, may_end_apart)
             next(indices, None)
-            yield parcel.open()
-            parcel = coming
+            yield pending.wait()
+            pending = coming
 
     def _start(self) -> Iterator[Any]:
         """Begins a pass, and in the first one sees that all ranks read the same."""
@@ -135,7 +130,7 @@ class GroupLoader:
                 return False
             return all(self._first(attempt).digest == first.digest for attempt in range(1, 1 + _REPEATS))
 
-        # Samples of different numbers differ, which `_post` will say.
+        # Samples of different numbers differ, which `_read_ahead` will say.
         starts = self._sharing.gather(None if self._turns is None else digest_of_indices(self._turns.first))
         check_same_data(self._loader, self._sharing, first.digest if len(set(starts)) == 1 else None, is_fixed)
 
@@ -192,18 +187,20 @@ class GroupLoader:
     def _iterator(self, iterator: Any) -> None:
         self._own._iterator = iterator
 
-    def _post(self, own: Iterator[Any], order: Iterator[Any], position: int, may_end_apart: bool) -> Parcel:
+    def _read_ahead(self, own: Iterator[Any], order: Iterator[Any], position: int, may_end_apart: bool) -> PendingBatch:
         """Reads a micro-batch or learns of it, and leaves all ranks with the same random numbers."""
-        self._seed("indices", position)
-        claim = 0 if self._turns is None else digest_of_indices(next(order, END))
+        digest = 0
+        if self._turns is not None:
+            self._seed("indices", position)  # a sampler may draw as it goes, on some ranks earlier than on others
+            digest = digest_of_indices(next(order, END))
 
         def read() -> Any:
             self._seed("read", position)  # what a dataset draws must not depend on whose turn it is
             return next(own)
 
-        parcel = self._sharing.post(position % self._readers, read, to_device=self._to_device, claim=claim)
-        self._seed("batch", position)
-        if len(set(parcel.claims)) > 1:
+        pending = self._sharing.broadcast(position % self._readers, read, to_device=self._to_device, digest=digest)
+        self._seed("batch", position)  # what follows must not depend on who has read
+        if len(set(pending.digests)) > 1:
             raise ValueError(
                 f"Ranks {list(self._sharing.axis.ranks)} read the batches of one loader in turn, but its "
                 f"{type(_order_of(self._loader)).__name__} orders the samples differently on each of them, from "
@@ -211,12 +208,12 @@ class GroupLoader:
                 "generators before the first batch, or from a generator that is seeded alike on these ranks, by "
                 "strategy.data_parallel_rank and the epoch; never by the global rank, nor unseeded."
             )
-        return self._end_together(parcel, position) if may_end_apart else parcel
+        return self._end_together(pending, position) if may_end_apart else pending
 
-    def _end_together(self, parcel: Parcel, position: int) -> Parcel:
-        ended = self._sharing.gather_over_streams(parcel.is_end)
+    def _end_together(self, pending: PendingBatch, position: int) -> PendingBatch:
+        ended = self._sharing.gather_over_streams(pending.is_end)
         if len(set(ended)) == 1:
-            return parcel
+            return pending
         early, others = ([rank for rank, end in enumerate(ended) if end is which] for which in (True, False))
         message = (
             f"The loaders of data-parallel ranks {early} ended after {position} micro-batches, and those of {others} "
@@ -230,51 +227,7 @@ class GroupLoader:
             f"{message}All end there, and what others have more is not read in this pass: give all data-parallel ranks "
             "equally many, or let the shorter ones start again."
         )
-        return Parcel(parcel.sender, parcel.claims, error=StopIteration())
-
-
-class _Turns:
-    """Every n-th element of a sampler whose order all ranks of a group must agree on.
-
-    Iterating draws from the global generators at once, not at the first element: samplers that shuffle by them do so
-    alike on all ranks, and what comes next (the seeds of a DataLoader's workers) differs between them.
-
-    Attributes:
-        order: Of the last pass that began, all elements.
-        first: Of its first element, the first sample; empty if there is none.
-    """
-
-    def __init__(self, sampler: Iterable[Any], turn: int, turns: int, seed: SeedPlace) -> None:
-        self._sampler = sampler
-        self._turn = turn
-        self._turns = turns
-        self._seed = seed
-        self.order: Iterator[Any] = iter(())
-        self.first: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        self._seed("order")
-        order = iter(self._sampler)
-        first = list(islice(order, 1))
-        self.first = [element[:1] if isinstance(element, list) else element for element in first]
-        self._seed("workers", self._turn)
-        mine, self.order = tee(chain(first, order))
-        return islice(mine, self._turn, None, self._turns)
-
-
-def keeps_host_batches(module: pl.LightningModule) -> bool:
-    """Whether hooks of the user expect batches in host memory, as they were read."""
-    return _overrides(module, _HOST_HOOKS)
-
-
-def changes_batches(module: pl.LightningModule) -> bool:
-    """Whether hooks of the user run on batches, after which those of a group's ranks might differ."""
-    return _overrides(module, (*_HOST_HOOKS, *_DEVICE_HOOKS))
-
-
-def _overrides(module: pl.LightningModule, hooks: tuple[str, ...]) -> bool:
-    owners = (module, getattr(module.trainer, "datamodule", None))
-    return any(is_overridden(hook, owner) for hook in hooks for owner in owners)
+        return PendingBatch(pending.source, pending.digests, error=StopIteration())
 
 
 def _order_of(loader: DataLoader[Any]) -> Any:

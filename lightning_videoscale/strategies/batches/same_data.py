@@ -19,7 +19,7 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import Subset
 
 from lightning_videoscale.parallel import Axis
-from lightning_videoscale.strategies.batches.sharing import BatchSharing, pickle_apart
+from lightning_videoscale.strategies.batches.sharing import BatchSharing, pickle_without_tensors
 
 END = "the end of the data"
 """Stands for what is read when there is no more."""
@@ -80,12 +80,12 @@ def check_same_data(loader: Any, sharing: BatchSharing, first: int | None, is_fi
 
 
 def digest(data: Any) -> int | None:
-    """A number for the tensors in any nested data, or for all of them if there are none; None for what cannot travel.
+    """A number for the tensors in any nested data, or for all of it if there are none; None if it cannot be pickled.
 
     The rest is left out as names of files, say, may differ between nodes that read the same.
     """
     try:
-        structure, tensors = pickle_apart(data)
+        structure, tensors = pickle_without_tensors(data)
     except Exception:
         return None
     state = hashlib.blake2b(b"" if tensors else structure, digest_size=8)

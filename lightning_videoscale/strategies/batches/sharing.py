@@ -1,12 +1,12 @@
 """One rank's batch for all ranks of a sequence-parallel group.
 
-`BatchSharing.post`  starts the journey of a batch from one rank to the others (collective over the group)
-`Parcel.open`        waits for its arrival and returns the batch
+`BatchSharing.broadcast`  starts to send a batch from one rank to the others (collective over the group)
+`PendingBatch.wait`       waits for its arrival and returns the batch
 
-What a batch is made of travels as one small message between the hosts; its tensors follow in the background, so that
-they are there when they are needed: between devices over a communicator and a stream of their own, or over gloo where
-they shall arrive in host memory. Nothing here starts a thread: all ranks of a group run the same program, so they post
-and open in the same order, and no two collectives can overtake each other.
+What a batch is made of is broadcast as one small message between the hosts; its tensors follow in the background, so
+that they are there when they are needed: between devices over a communicator and a stream of their own, or over gloo
+where they shall arrive in host memory. Nothing here starts a thread: all ranks of a group run the same program, so they
+broadcast and wait in the same order, and no two collectives can overtake each other.
 """
 
 from __future__ import annotations
@@ -79,49 +79,51 @@ class BatchSharing:
         """Returns the values of the ranks that read other batches at the same time; collective over them."""
         return _gather(value, self._streams)
 
-    def post(self, sender: int, produce: Callable[[], Any], *, to_device: bool, claim: int = 0) -> Parcel:
+    def broadcast(self, source: int, produce: Callable[[], Any], *, to_device: bool, digest: int = 0) -> PendingBatch:
         """Starts sharing one batch; collective over the axis.
 
         Returns as soon as all ranks know what comes, while its tensors are on their way.
 
         Args:
-            sender: Whose batch it is, as a position on the axis.
-            produce: Called on the sender only, and returns the batch: any picklable object, with tensors anywhere in
+            source: Whose batch it is, as a position on the axis.
+            produce: Called on the source only, and returns the batch: any picklable object, with tensors anywhere in
                 it. A ``StopIteration`` tells all ranks that there is none; any other error is theirs too.
-            to_device: Whether all tensors shall arrive on the device, else each arrives where it lies on the sender:
+            to_device: Whether all tensors shall arrive on the device, else each arrives where it lies on the source:
                 in host memory or on the device.
-            claim: Any number of this rank's, which all ranks find in the parcel.
+            digest: Of what this rank expects, for all ranks to compare.
         """
-        rank = self.axis.ranks[sender]
-        mine = self.axis.rank == sender
-        letter, tensors, error = _write(produce, to_device) if mine else (None, [], None)
+        rank = self.axis.ranks[source]
+        mine = self.axis.rank == source
+        description, tensors, error = _describe(produce, to_device) if mine else (None, [], None)
         try:
-            claims, letter = self._send(letter, claim, rank)
+            digests, description = self._broadcast_description(description, digest, rank)
         except RuntimeError as failure:
             failure.add_note(f"Ranks {list(self.axis.ranks)} were sharing a batch that rank {rank} reads.")
             raise
-        if not isinstance(letter, _Letter):
-            return Parcel(rank, claims, error=error or letter)
-        return self._start_transfer(Parcel(rank, claims, letter), tensors, rank)
+        if not isinstance(description, _Description):
+            return PendingBatch(rank, digests, error=error or description)
+        return self._broadcast_tensors(PendingBatch(rank, digests, description), tensors, rank)
 
-    def _send(self, letter: _Letter | Exception | None, claim: int, rank: int) -> tuple[list[int], Any]:
-        """Returns the claims of all ranks and the letter of one, whose length travels with the claims."""
-        written = bytearray(b"" if letter is None else pickle.dumps(letter))
-        own = torch.tensor([claim, len(written)])
+    def _broadcast_description(
+        self, description: _Description | Exception | None, digest: int, rank: int
+    ) -> tuple[list[int], Any]:
+        """Returns the digests of all ranks and the description of one, whose length is gathered with the digests."""
+        written = bytearray(b"" if description is None else pickle.dumps(description))
+        own = torch.tensor([digest, len(written)])
         everyone = [torch.empty_like(own) for _ in self.axis.ranks]
         dist.all_gather(everyone, own, group=self._messages)
         length = max(int(theirs[1]) for theirs in everyone)
         text = torch.frombuffer(written, dtype=torch.uint8) if written else torch.empty(length, dtype=torch.uint8)
         dist.broadcast(text, rank, group=self._messages)
-        received = pickle.loads(text.numpy().tobytes()) if letter is None else letter
+        received = pickle.loads(text.numpy().tobytes()) if description is None else description
         return [int(theirs[0]) for theirs in everyone], received
 
-    def _start_transfer(self, parcel: Parcel, tensors: list[Tensor], rank: int) -> Parcel:
-        """Sends the tensors where this rank has them, else makes room and receives."""
-        assert parcel.letter is not None
+    def _broadcast_tensors(self, batch: PendingBatch, tensors: list[Tensor], rank: int) -> PendingBatch:
+        """Sends the tensors where this rank has them, else allocates them and receives."""
+        assert batch.description is not None
         if self._stream is not None and any(x.is_cuda for x in tensors):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which computes them
-        for i, spec in enumerate(parcel.letter.tensors):
+        for i, spec in enumerate(batch.description.tensors):
             if spec.on_device and self._stream is not None:
                 with torch.cuda.stream(self._stream):
                     x = tensors[i].to(self._device, non_blocking=True) if tensors else spec.allocate(self._device)
@@ -131,30 +133,30 @@ class BatchSharing:
                 x = tensors[i] if tensors else spec.allocate(torch.device("cpu"))
                 work = dist.broadcast(_bytes(x), rank, group=self._messages, async_op=True)
                 assert work is not None
-                parcel.works.append(work)
-            parcel.tensors.append(x)
+                batch.works.append(work)
+            batch.tensors.append(x)
         if self._stream is not None:
-            parcel.arrival = self._stream.record_event()
-        return parcel
+            batch.arrival = self._stream.record_event()
+        return batch
 
 
 @dataclass
-class Parcel:
+class PendingBatch:
     """A batch on its way.
 
     Attributes:
-        sender: Global rank that sent it.
-        claims: What each rank said of it.
-        letter: What it is made of; None if there is no batch.
-        error: Why there is none: the sender's error, or a ``StopIteration``.
+        source: Global rank that sent it.
+        digests: Of what each rank expected.
+        description: What it is made of; None if there is no batch.
+        error: Why there is none: the source's error, or a ``StopIteration``.
         tensors: The batch's tensors, complete once it has arrived.
         works: Transfers to wait for.
         arrival: When what comes to the device is there.
     """
 
-    sender: int
-    claims: list[int]
-    letter: _Letter | None = None
+    source: int
+    digests: list[int]
+    description: _Description | None = None
     error: Exception | None = None
     tensors: list[Tensor] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
@@ -162,16 +164,16 @@ class Parcel:
 
     @property
     def is_end(self) -> bool:
-        """Whether the sender has no more batches."""
+        """Whether the source has no more batches."""
         return isinstance(self.error, StopIteration)
 
-    def open(self) -> Any:
+    def wait(self) -> Any:
         """Returns the batch, on this rank; the host waits for host memory only, the device for the device.
 
         Raises:
-            Exception: The sender's error, if it could not produce the batch.
+            Exception: The source's error, if it could not produce the batch.
         """
-        if self.letter is None:
+        if self.description is None:
             assert self.error is not None
             raise self.error
         for work in self.works:
@@ -182,7 +184,7 @@ class Parcel:
             for x in self.tensors:
                 if x.is_cuda:
                     x.record_stream(stream)  # or its memory might be used again before this stream has read it
-        return _Unpickler(io.BytesIO(self.letter.structure), self.tensors).load()
+        return _Unpickler(io.BytesIO(self.description.structure), self.tensors).load()
 
 
 class _TensorSpec(NamedTuple):
@@ -194,7 +196,7 @@ class _TensorSpec(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-class _Letter(NamedTuple):
+class _Description(NamedTuple):
     """A batch without the contents of its tensors."""
 
     structure: bytes
@@ -202,7 +204,7 @@ class _Letter(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps tensors out of the pickle: they travel by themselves."""
+    """Keeps tensors out of the pickle: they are sent by themselves."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -226,17 +228,19 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def _write(produce: Callable[[], Any], to_device: bool) -> tuple[_Letter | Exception, list[Tensor], Exception | None]:
+def _describe(
+    produce: Callable[[], Any], to_device: bool
+) -> tuple[_Description | Exception, list[Tensor], Exception | None]:
     """Returns the message for all ranks, the tensors that follow it, and this rank's error where there is one."""
     try:
-        structure, tensors = pickle_apart(produce())
+        structure, tensors = pickle_without_tensors(produce())
     except Exception as error:
         return _portable(error), [], error
     specs = [_TensorSpec(x.shape, x.dtype, to_device or x.is_cuda) for x in tensors]
-    return _Letter(structure, specs), tensors, None
+    return _Description(structure, specs), tensors, None
 
 
-def pickle_apart(batch: Any) -> tuple[bytes, list[Tensor]]:
+def pickle_without_tensors(batch: Any) -> tuple[bytes, list[Tensor]]:
     """Returns a batch's pickle without its tensors, and these, contiguous."""
     file = io.BytesIO()
     pickler = _Pickler(file)

@@ -2,7 +2,7 @@
 
 - `folder`: the format, a folder; writing and reading it.
 - `portable`: `PortableCheckpoints`, for parameters that are whole or ``DTensor`` (DDP, FSDP2).
-- `zero`, `zero_pieces`: the same for ZeRO, which keeps flat pieces of float32 copies.
+- `zero`, `zero_partitions`: the same for ZeRO, which keeps flat pieces of float32 copies.
 - `saved_tensors`: tensors of a checkpoint by name, read when asked for.
 - `optimizer_names`: an optimizer's state by parameter name.
 """

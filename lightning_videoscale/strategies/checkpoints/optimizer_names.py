@@ -1,7 +1,7 @@
 """Optimizer states by parameter name instead of by position, so that they fit any order and any division into ranks.
 
 torch numbers the parameters of an optimizer through all of its groups; here they are called as in the module's
-``state_dict``.
+``state_dict``. Why not by torch.distributed.checkpoint.state_dict is in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def check_groups(
 
 
 def _like(values: SavedTensors, key: str, parameter: nn.Parameter) -> Tensor | None:
-    """What decides where a state comes to lie: the parameter, for states of its shape."""
+    """What a state is placed and sharded like: the parameter, for states of its shape."""
     return parameter if parameter.ndim and values.shape(key) == parameter.shape else None
 
 

@@ -31,7 +31,7 @@ from lightning_videoscale.strategies.checkpoints.folder import (
 )
 from lightning_videoscale.strategies.checkpoints.optimizer_names import ParameterNames, from_names, to_names
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
-from lightning_videoscale.strategies.randomness import generator_states, set_generator_states
+from lightning_videoscale.strategies.generators import generator_states, set_generator_states
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Parent

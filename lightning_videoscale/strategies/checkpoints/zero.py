@@ -18,7 +18,7 @@ from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
 from lightning_videoscale.strategies.checkpoints.optimizer_names import Names, ParameterNames, check_groups, named
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
-from lightning_videoscale.strategies.checkpoints.zero_pieces import (
+from lightning_videoscale.strategies.checkpoints.zero_partitions import (
     assemble,
     base_of,
     full_shape,

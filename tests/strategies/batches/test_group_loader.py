@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from lightning_videoscale.parallel import SequenceMesh
 from lightning_videoscale.strategies.batches.group_loader import GroupLoader
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
-from lightning_videoscale.strategies.randomness import seed_generators
+from lightning_videoscale.strategies.generators import seed_generators
 from tests.distributed.pool import ProcessPool
 
 Ranks = Callable[[int], ProcessPool]
@@ -95,7 +95,7 @@ def share_odd_things() -> Any:
         "a": (None, "text", torch.empty(0, 3), (x * 100).to(torch.uint16)),
         "record": Record("clip", x.double()),
     }
-    return sharing_of_all().post(1, lambda: batch, to_device=False).open()
+    return sharing_of_all().broadcast(1, lambda: batch, to_device=False).wait()
 
 
 def test_any_nesting_of_any_tensors_arrives_as_it_was(ranks: Ranks) -> None:

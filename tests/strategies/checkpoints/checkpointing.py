@@ -40,6 +40,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] =
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
     "stateless": lambda groups: torch.optim.SGD(groups, lr=0.1),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1),
+    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.1),  # its states have other shapes
     "lbfgs": lambda groups: torch.optim.LBFGS([p for group in groups for p in group["params"]], lr=0.1, max_iter=2),
 }
 

@@ -56,6 +56,31 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: Ranks, tmp_path: Path, op
         assert states == {}
 
 
+class Reordered(Module):
+    """As Module, with the parameters of each group in another order."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": [*reversed([*self.net.first.parameters(), *self.net.frozen.parameters()])]},
+            {"params": [self.net.scale, self.net.second.bias], "lr": 0.05},
+        ]
+        optimizer = OPTIMIZERS[self.optimizer](groups)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def fit_and_reorder(folder: Path) -> None:
+    whole, reordered = Module(), Reordered()
+    fit(2, whole)
+    fit(1, Module()).save_checkpoint(folder / "one.ckpt")
+    fit(2, reordered, start=folder / "one.ckpt")
+    for (name, a), b in zip(reordered.state_dict().items(), whole.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_the_order_of_parameters_does_not_matter(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1).run(fit_and_reorder, tmp_path)
+
+
 class Shuffled(Sampler[int]):
     """Draws from all of the global generators, which the training steps do not."""
 

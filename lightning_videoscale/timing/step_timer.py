@@ -17,7 +17,7 @@ from lightning_videoscale.timing.step_times import StepTimes
 from lightning_videoscale.timing.synchronization import synchronizing_calls
 
 _FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
-"""What Lightning's training loop tells the profiler before it asks the loader for a batch."""
+"""The action that Lightning's training loop starts in the profiler before it asks the loader for a batch."""
 
 
 class StepTimer(pl.Callback):

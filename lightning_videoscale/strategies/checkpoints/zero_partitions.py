@@ -1,4 +1,4 @@
-"""ZeRO's flat pieces: where the float32 copy and the states of a parameter are, how to assemble and how to set them.
+"""ZeRO's flat partitions, called pieces here: where float32 copies and states of parameters are, read and set whole.
 
 All functions that take a parameter are collective over all ranks, which call them for the same parameters in the same
 order.

@@ -1,4 +1,4 @@
-"""What a run is: settings, versions, machine, exchange and plan, as the run log keeps them.
+"""The records of a run's log: what the run is (settings, versions, machine, exchange), its plans, and its steps.
 
 Nothing here may tell secrets: no environment, no addresses of shards (they may be signed), no hyperparameters of the
 user's module.
@@ -15,10 +15,13 @@ import lightning.pytorch as pl
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_videoscale.cost.spread import compute_cv, cv_step
 from lightning_videoscale.data.planning import BucketPlanner
+from lightning_videoscale.timing import StepTimes, StepWindow
 from lightning_videoscale.topology import topology_of
 
 _PACKAGES = ("lightning-videoscale", "torch", "lightning", "torchmetrics", "triton", "diffusers", "deepspeed")
+_SHAPE = ("frames", "height", "width", "sequence_length", "samples")
 
 
 def start_record(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
@@ -47,6 +50,38 @@ def plan_record(planner: BucketPlanner) -> dict[str, Any]:
         "budget": asdict(planner.budget),
         "step_time": None if planner.step_time is None else planner.step_time.to_dict(),
     }
+
+
+def window_record(window: StepWindow) -> dict[str, Any]:
+    """Returns the fields of a `window` record; `log` says what they mean."""
+    told, counted, work, costs = window.tells_loads, window.counted, window.work, window.predicted_costs
+    slowest = work.amax(dim=0)
+    return {
+        "steps": window.steps,
+        "seconds": float((sum(map(window.column, StepTimes._fields)) - window.column("other")).sum(dim=1).max()),
+        "tokens": int((counted * window.of_groups("sequence_length")).sum()) if told else None,
+        "samples": int(counted.sum()) if told else None,
+        "cv_step": cv_step(work).tolist(),
+        "compute_cv": compute_cv(window.loads(2.0)).tolist() if told else None,
+        "cost_cv": None if costs is None else compute_cv(costs).tolist(),
+        "slowest_seconds": float(slowest.sum()),
+        "idle_seconds": float((slowest - work.mean(dim=0)).sum()),
+        "ranks": {name: window.column(name).sum(dim=1).tolist() for name in StepTimes._fields},
+        "batches": _batches(window) if told else [],
+    }
+
+
+def _batches(window: StepWindow) -> list[list[float]]:
+    """Micro-batches of one shape and size together: [frames, height, width, S, B, count, fillers, median seconds]."""
+    shapes = torch.stack([window.of_groups(name).flatten() for name in _SHAPE], dim=1)
+    kinds, kind = shapes.unique(dim=0, return_inverse=True)
+    fillers, seconds = window.of_groups("loss_weight").flatten() == 0, window.of_groups("work").flatten()
+    table = []
+    for number, shape in enumerate(kinds.long().tolist()):
+        chosen = kind == number
+        median = float(torch.quantile(seconds[chosen], 0.5))
+        table.append([*shape, int(chosen.sum()), int(fillers[chosen].sum()), median])
+    return table
 
 
 def _own_class(module: pl.LightningModule) -> str:

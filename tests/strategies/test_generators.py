@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_videoscale.strategies.randomness import generator_states, seed_generators, set_generator_states
+from lightning_videoscale.strategies.generators import generator_states, seed_generators, set_generator_states
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_videoscale.data.planning.figures import StepSpreads
-from lightning_videoscale.report.window import window_record
+from lightning_videoscale.report.records import window_record
 from lightning_videoscale.timing import MicroBatchLoad, StepTimes, load_of
 from tests.report.simulated import planner
 from tests.timing.windows import window_of
