@@ -21,10 +21,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
 from lightning_videoscale.parallel import Axis, SequenceMesh, SplitPlan
-from lightning_videoscale.parallel.transport.meeting import MeetingStore
+from lightning_videoscale.parallel.transport.peer_watchdog import Awaited, missing_ranks
+from lightning_videoscale.parallel.transport.rendezvous import RendezvousStore
 from lightning_videoscale.parallel.transport.slots import Layout
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
-from lightning_videoscale.parallel.transport.watch import Awaited, missing_ranks
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
 
@@ -247,7 +247,7 @@ def test_ranks_meet_however_often_each_has_met_others() -> None:
     shared = dist.HashStore()
 
     def work(rank: int, met_before: int) -> list[bytes]:
-        mine = MeetingStore(shared, timedelta(seconds=PATIENCE))
+        mine = RendezvousStore(shared, timedelta(seconds=PATIENCE))
         store = dist.PrefixStore("torch", mine)  # calls it from C++, as torch's symmetric memory does
         brought = []
         for number in range(met_before, met_before + 3):

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.transport.collective import CollectiveTransport
-from lightning_videoscale.parallel.transport.fabric import CudaFabric, Fabric, Finished, why_unavailable
+from lightning_videoscale.parallel.transport.peer_watchdog import Awaited
 from lightning_videoscale.parallel.transport.slots import Arena, Layout
-from lightning_videoscale.parallel.transport.watch import Awaited
+from lightning_videoscale.parallel.transport.symmetric_memory import CudaFabric, Fabric, Finished, why_unavailable
 
 TransportName = Literal["collective", "symmetric"]
 

@@ -5,7 +5,7 @@
 
 `torch.distributed._symmetric_memory` is private and may change; this file is the only one that touches it (tried with
 torch 2.11 and 2.13). Of it, allocation and the exchange of handles are used, and no multicast operation. The
-handles are exchanged in process groups of this file's own, which have a `MeetingStore` and no backend.
+handles are exchanged in process groups of this file's own, which have a `RendezvousStore` and no backend.
 
 A flag is a 32-bit number in a rank's memory. A peer sets it by a stream memory operation, which the driver orders after
 the copies before it, and the owner's stream waits for it without occupying a multiprocessor: no kernel spins, so none
@@ -30,8 +30,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # publi
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from lightning_videoscale.parallel.mesh import Axis
-from lightning_videoscale.parallel.transport.meeting import MeetingStore
-from lightning_videoscale.parallel.transport.watch import Awaited, PeerWatch
+from lightning_videoscale.parallel.transport.peer_watchdog import Awaited, PeerWatchdog
+from lightning_videoscale.parallel.transport.rendezvous import RendezvousStore
 
 _GRANULE = 2 << 20  # the driver hands out such memory in pieces of 2 MiB
 
@@ -90,7 +90,7 @@ class CudaMemory:
         nbytes: Bytes of data on each rank.
         flags: Number of flags on each rank.
         axis: The ranks.
-        group: Name of a process group of these ranks that has a `MeetingStore`.
+        group: Name of a process group of these ranks that has a `RendezvousStore`.
         device: This rank's GPU.
         driver: Stream memory operations.
     """
@@ -139,9 +139,9 @@ class CudaFabric:
         self._timeout = timeout
         self._driver = StreamFlags()
         self._side = torch.cuda.Stream(device, priority=-1)
-        self._watch = PeerWatch(device, timeout)
+        self._watch = PeerWatchdog(device, timeout)
         self._agreements = 0
-        self._groups: dict[str, tuple[MeetingStore, dist.ProcessGroup]] = {}
+        self._groups: dict[str, tuple[RendezvousStore, dist.ProcessGroup]] = {}
 
     @property
     def failure(self) -> str | None:
@@ -173,7 +173,7 @@ class CudaFabric:
         """See `Fabric`."""
         name = self._name(axis)
         if name not in self._groups:
-            store = MeetingStore(PrefixStore(name, _get_process_group_store(axis.group)), self._timeout)
+            store = RendezvousStore(PrefixStore(name, _get_process_group_store(axis.group)), self._timeout)
             self._groups[name] = store, dist.ProcessGroup(store, axis.rank, axis.size)
             _register_process_group(name, self._groups[name][1])  # type: ignore[arg-type]  # takes any string
         return CudaMemory(nbytes, flags, axis, name, self._device, self._driver)
