@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_process_group
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but missing from the type hints
 from torch.distributed.distributed_c10d import _get_process_group_store
 
@@ -81,6 +81,9 @@ class Fabric(Protocol):
 
     def watched(self, what: str, memory: Memory, awaited: Sequence[Awaited]) -> AbstractContextManager[None]:
         """Notes that the current stream's work inside depends on these flags, to name who is missing."""
+
+    def close(self, axis: Axis) -> None:
+        """Waits until no rank of the axis uses the memory of another any more, so that it may be freed."""
 
 
 class CudaMemory:
@@ -140,7 +143,7 @@ class CudaFabric:
         self._driver = StreamFlags()
         self._side = torch.cuda.Stream(device, priority=-1)
         self._watch = PeerWatchdog(device, timeout)
-        self._agreements = 0
+        self._agreements = self._generation = 0
         self._groups: dict[str, tuple[RendezvousStore, dist.ProcessGroup]] = {}
 
     @property
@@ -179,7 +182,8 @@ class CudaFabric:
         return CudaMemory(nbytes, flags, axis, name, self._device, self._driver)
 
     def _name(self, axis: Axis) -> str:
-        return f"{self._token}/{'-'.join(map(str, axis.ranks))}"
+        # A new name after `close`: torch keeps the store of the first group of a name.
+        return f"{self._token}/{self._generation}/{'-'.join(map(str, axis.ranks))}"
 
     def aside(self, work: Callable[[], None]) -> Finished:
         """See `Fabric`."""
@@ -192,6 +196,19 @@ class CudaFabric:
     def watched(self, what: str, memory: Memory, awaited: Sequence[Awaited]) -> AbstractContextManager[None]:
         """See `Fabric`."""
         return self._watch.watched(what, memory, awaited)
+
+    def close(self, axis: Axis) -> None:
+        """See `Fabric`.
+
+        Raises:
+            TimeoutError: With the ranks that did not come.
+        """
+        torch.cuda.synchronize(self._device)  # copies to peers, and the flags that tell them
+        self.agree([], axis)
+        for name in self._groups:
+            _unregister_process_group(name)  # type: ignore[arg-type]  # takes any string
+        self._groups.clear()
+        self._generation += 1
 
 
 class StreamFlags:
