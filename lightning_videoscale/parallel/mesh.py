@@ -10,6 +10,8 @@ all-to-all moves the most bytes per layer and belongs on the fastest links, insi
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +20,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -180,8 +183,8 @@ class SequenceMesh:
 
         Args:
             keep_sharding: Leave those of `sharding` alone, over which parameters may still be sharded.
-            after_failure: A peer may be gone, so destroy gloo's groups alone, which waits for nobody. NCCL's would wait
-                for the peer: they are given up, and end with the process.
+            after_failure: A peer may be gone, so wait for nobody and destroy gloo's groups alone. NCCL's would wait for
+                the peer: they are given up, and end with the process.
         """
         groups, self._groups = self._groups, []
         if not keep_sharding:
@@ -191,9 +194,11 @@ class SequenceMesh:
             axis._group = None
         if not dist.is_initialized():  # whoever ended the default group ended all
             return
+        if after_failure:
+            groups = [group for group in groups if dist.get_backend(group) == "gloo"]
+            threading.Thread(target=_outlive, args=(groups, self._timeout or default_pg_timeout), daemon=True).start()
         for group in groups:
-            if not after_failure or dist.get_backend(group) == "gloo":
-                dist.destroy_process_group(group)
+            dist.destroy_process_group(group)
 
     def _create(self, rows: list[list[int]], backend: str | None = None) -> ProcessGroup:
         group = _create(rows, self._timeout, backend)
@@ -258,3 +263,9 @@ def _create(rows: list[list[int]], timeout: timedelta | None, backend: str | Non
     group: ProcessGroup | None = dist.new_subgroups_by_enumeration(rows, timeout=timeout, backend=backend)[0]
     assert group is not None  # the rows partition the world
     return group
+
+
+def _outlive(groups: list[ProcessGroup], timeout: timedelta) -> None:
+    """Keeps destroyed groups until no collective of theirs is pending: gloo's, when freed, wait for those."""
+    time.sleep(timeout.total_seconds())
+    groups.clear()

@@ -186,13 +186,14 @@ def close_without_a_peer(rank: int, folder: Path, fault: str) -> None:
     start = time.monotonic()
     with leaving(-3):
         mesh.close(after_failure=True)
-    del pending
+    del pending, mesh, messages
     (folder / "seconds").write_text(str(time.monotonic() - start))
 
 
 @pytest.mark.parametrize("fault", ["kill", "hang"])
 def test_closing_does_not_wait_for_a_peer_that_is_gone(tmp_path: Path, fault: str) -> None:
     context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preloaded"])
     processes = [context.Process(target=close_without_a_peer, args=(rank, tmp_path, fault)) for rank in range(2)]
     try:
         for process in processes:
