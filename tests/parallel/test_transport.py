@@ -106,6 +106,9 @@ class ThreadFabric:
     def watched(self, what: str, memory: Any, awaited: Sequence[Awaited]) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def close(self, axis: Axis) -> None:
+        self.agree([], axis)
+
     def _delayed(self, work: Callable[[], None]) -> None:
         if self._delays is not None and self._delays.random() < 0.3:
             time.sleep(self._delays.random() * 0.002)
@@ -240,6 +243,21 @@ def test_pieces_are_pushed_in_any_order() -> None:
         return exchange.finish().tolist()
 
     assert on_threads(3, work)[1] == [1.0, 1.0, 11.0, 11.0, 21.0, 21.0]
+
+
+def test_closed_it_frees_its_memory_and_takes_some_anew() -> None:
+    def work(transport: SymmetricTransport, rank: int) -> list[list[float]]:
+        axis, results = axis_of(rank, 2), []
+        for number in range(2):
+            results.append(transport.wait(start(transport, axis, [1, 1], [1, 1], number)).tolist())
+            assert transport.memory_bytes > 0
+            transport.close()
+            assert transport.memory_bytes == 0
+        transport.close()
+        return results
+
+    expected = [[[element(number, peer, rank) for peer in range(2)] for number in range(2)] for rank in range(2)]
+    assert on_threads(2, work) == expected
 
 
 def test_ranks_meet_however_often_each_has_met_others() -> None:
