@@ -28,7 +28,7 @@ from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.buffers import SharedBuffers
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
-from lightning_videoscale.strategies.failure import JobWatch, end_processes
+from lightning_videoscale.strategies.failure import FailureDetector, end_processes
 from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.randomness import seed_generators
@@ -44,7 +44,7 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
         self.transport: Transport | None = None
         self._transforms: list[ModelTransform] = []
         self._undo_changes: Undo | None = None
-        self._watch: JobWatch | None = None
+        self._watch: FailureDetector | None = None
         self._sharing: BatchSharing | None = None
         self._losses: Agreement | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
@@ -133,7 +133,9 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
         assert self.lightning_module is not None
         assert self.cluster_environment is not None
         if self.world_size > 1:
-            self._watch = JobWatch(self.cluster_environment.main_address, self._place, lambda: self._end_processes(0.0))
+            self._watch = FailureDetector(
+                self.cluster_environment.main_address, self._place, lambda: self._end_processes(0.0)
+            )
         self._settings.check_agreement()
         ulysses_size, ring_size = self._settings.sizes(devices_per_node)
         self._failed = False
