@@ -7,10 +7,15 @@ data-parallel rank of its own.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Protocol, TypeVar, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from torch.distributed import ProcessGroup
+
+from lightning_videoscale.parallel.mesh import host_group
 
 _Batch = TypeVar("_Batch")
 
@@ -38,6 +43,9 @@ class DataParallelTopology(Protocol):
     def share_batch(self, batch: _Batch) -> _Batch:
         """Returns the batch of the first rank of this sequence-parallel group, on every rank of the group."""
 
+    def host_group(self, timeout: timedelta) -> AbstractContextManager[ProcessGroup]:
+        """A gloo group of all ranks that nothing else uses, closed on leaving; collective over all ranks to enter."""
+
 
 class PlainTopology:
     """The topology of a strategy that knows nothing of sequence parallelism: one batch stream per process."""
@@ -52,6 +60,10 @@ class PlainTopology:
     def share_batch(self, batch: _Batch) -> _Batch:
         """Returns the batch itself: nobody shares it."""
         return batch
+
+    def host_group(self, timeout: timedelta) -> AbstractContextManager[ProcessGroup]:
+        """See `DataParallelTopology`."""
+        return host_group(timeout)
 
 
 def topology_of(trainer: pl.Trainer) -> DataParallelTopology:

@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
 from benchmarks.launch import finish, launch, task_of_worker
-from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 
 GIB = 2**30
@@ -108,7 +107,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         transport = trainer.strategy.transport
-        beside = transport.memory_bytes if isinstance(transport, SymmetricTransport) else 0
+        beside = transport.memory_bytes if transport is not None else 0
         self.steps.append((self.before, torch.cuda.max_memory_allocated(), beside))
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

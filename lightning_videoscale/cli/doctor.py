@@ -20,7 +20,7 @@ from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
-from lightning_videoscale.parallel.transport.fabric import what_lacks
+from lightning_videoscale.parallel.transport import what_lacks
 from lightning_videoscale.strategies.compilation import mix_order_reduction_is_wrong
 
 _REQUIRED = ("lightning-videoscale", "torch", "lightning", "torchmetrics", "webdataset", "triton")
@@ -130,7 +130,7 @@ def _gpus() -> Iterator[Finding]:
     yield Finding("cuda", "ok", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {_nccl()}")
     yield from _links(count) if count > 1 else ()
     for index in range(count):
-        lacks = what_lacks(torch.device("cuda", index))
+        lacks = what_lacks("symmetric", torch.device("cuda", index))
         yield Finding(
             "symmetric memory",
             "missing" if lacks else "ok",

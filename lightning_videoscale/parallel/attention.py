@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_videoscale.parallel.local_attention import open_mask
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.ring import Ring, ring_attention
-from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
+from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
 from lightning_videoscale.parallel.ulysses import gather_heads, plan_heads, repeat_heads, scatter_heads
 
 
@@ -51,7 +51,7 @@ def sequence_parallel_attention(
     """
     lengths = lengths if lengths is not None else (query.shape[1],) * mesh.sp.size
     _check_shapes(query, key, value, mesh, lengths, key_mask)
-    transport = transport if transport is not None else CollectiveTransport()
+    transport = transport if transport is not None else DEFAULT_TRANSPORT
     scale = scale if scale is not None else query.shape[3] ** -0.5
     ulysses, ring = mesh.ulysses, mesh.ring
     lengths_of_rings = [lengths[start : start + ulysses.size] for start in range(0, mesh.sp.size, ulysses.size)]

@@ -1,38 +1,62 @@
-"""The mesh of ranks: dp × ring × ulysses, with `sp` = ring × ulysses.
+"""The mesh of ranks: dp × ring × ulysses, with `sp` = ring × ulysses. It makes and closes all process groups there are.
 
 We say *axis* for an axis of the mesh and *dim* for a dimension of a tensor. Ulysses is the innermost axis: its
 all-to-all moves the most bytes per layer and belongs on the fastest links, inside a node.
 
 `SequenceMesh.create`  builds the process groups (collective: every rank calls it with the same sizes)
 `Axis`                 one axis as seen from this rank: its group, its ranks, this rank's place
+`host_group`           a gloo group of all ranks for a while, which needs no mesh
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True)
 class Axis:
     """One axis of the mesh as seen from this rank.
 
-    Attributes:
+    Args:
         name: ``"dp"``, ``"ring"``, ``"ulysses"`` or ``"sp"``.
         group: Process group of the ranks along this axis that differ from this rank in nothing else.
         ranks: Their global ranks, in order along the axis.
         rank: This rank's position on the axis, an index into ``ranks``.
+
+    Attributes:
+        name: As given.
+        ranks: As given.
+        rank: As given.
     """
 
-    name: str
-    group: ProcessGroup
-    ranks: tuple[int, ...]
-    rank: int
+    def __init__(self, name: str, group: ProcessGroup | None, ranks: tuple[int, ...], rank: int) -> None:
+        self.name, self.ranks, self.rank = name, ranks, rank
+        self._group = group
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Process group of the ranks.
+
+        Raises:
+            RuntimeError: If the mesh is closed.
+        """
+        if self._group is None:
+            raise RuntimeError(
+                f"The process group of the ranks {self.ranks} along {self.name} is closed, as all are when a Trainer's "
+                "run ends or SequenceMesh.close is called. Split models run inside the Trainer, or between "
+                "SequenceMesh.create and close."
+            )
+        return self._group
 
     @property
     def size(self) -> int:
@@ -40,57 +64,171 @@ class Axis:
         return len(self.ranks)
 
 
-@dataclass(frozen=True)
 class SequenceMesh:
     """All ranks of a job, arranged as dp × ring × ulysses (row-major: neighbouring ranks share a Ulysses group).
+
+    Owns its process groups: `open` makes them and `close` destroys them, any number of times. Whatever holds the mesh
+    or its axes, such as a split model, works again after the next `open`. As a context manager it closes on leaving.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        ulysses_size: Ranks per Ulysses group.
+        ring_size: Ranks per ring.
+        timeout: How long a collective of these groups may wait for its peers; the backend's default if left out.
 
     Attributes:
         dp: Ranks that hold the same slice of different batches.
         ring: Ranks that pass keys and values around.
         ulysses: Ranks that trade sequence slices for heads.
         sp: Ranks that work on one batch together (ring × ulysses).
-        device_mesh: The same axes as a ``DeviceMesh`` with names ``("dp", "ring", "ulysses")``.
+        device_mesh: The same axes as a ``DeviceMesh`` with names ``("dp", "ring", "ulysses")``, from the first `open`
+            on.
+
+    Raises:
+        ValueError: If the number of ranks is not a multiple of ``ring_size * ulysses_size``.
     """
 
-    dp: Axis
-    ring: Axis
-    ulysses: Axis
-    sp: Axis
     device_mesh: DeviceMesh
+
+    def __init__(
+        self, device_type: str, *, ulysses_size: int, ring_size: int = 1, timeout: timedelta | None = None
+    ) -> None:
+        world = dist.get_world_size()
+        check_sizes(world, ulysses_size=ulysses_size, ring_size=ring_size)
+        self._device_type, self._timeout = device_type, timeout
+        self._ranks = torch.arange(world).view(-1, ring_size, ulysses_size)
+        self._rows = {
+            "dp": _rows(self._ranks.permute(1, 2, 0)),
+            "ring": _rows(self._ranks.permute(0, 2, 1)),
+            "ulysses": _rows(self._ranks),
+            "sp": _rows(self._ranks.flatten(1)),
+        }
+        self.dp, self.ring, self.ulysses, self.sp = (_axis(name, rows) for name, rows in self._rows.items())
+        self._duplicates: list[tuple[Axis, str | None]] = []
+        self._sharding: dict[int, DeviceMesh] = {}
+        self._groups: list[ProcessGroup] = []
+        self._sharding_groups: list[ProcessGroup] = []
 
     @classmethod
     def create(
         cls, device_type: str, *, ulysses_size: int, ring_size: int = 1, timeout: timedelta | None = None
-    ) -> SequenceMesh:
-        """Arranges all ranks of the default process group; collective over them.
+    ) -> Self:
+        """Returns an open mesh of all ranks of the default process group; collective over them. See the class."""
+        mesh = cls(device_type, ulysses_size=ulysses_size, ring_size=ring_size, timeout=timeout)
+        mesh.open()
+        return mesh
+
+    def open(self) -> None:
+        """Makes the process groups unless they are there; collective over all ranks."""
+        if self._groups:
+            return
+        shared: dict[str, ProcessGroup] = {}
+        for axis in (self.dp, self.ring, self.ulysses, self.sp):
+            # One group serves all axes that cover the same ranks: fewer communicators, less memory.
+            rows = self._rows[axis.name]
+            if str(rows) not in shared:
+                shared[str(rows)] = self._create(rows)
+            axis._group = shared[str(rows)]
+        for axis, backend in self._duplicates:
+            axis._group = self._create(self._rows[axis.name], backend)
+        self.device_mesh = DeviceMesh.from_group(
+            [self.dp.group, self.ring.group, self.ulysses.group],
+            self._device_type,
+            mesh=self._ranks,
+            mesh_dim_names=("dp", "ring", "ulysses"),
+        )
+
+    def duplicate(self, axis: Axis, backend: str | None = None) -> Axis:
+        """Returns an axis of the same ranks with a group of its own; collective over all ranks of the job.
+
+        Its collectives do not wait for those of the axis that it was made from, as of two MPI communicators.
 
         Args:
-            device_type: ``"cpu"`` or ``"cuda"``.
-            ulysses_size: Ranks per Ulysses group.
-            ring_size: Ranks per ring.
-            timeout: How long a collective of these groups may wait for its peers; the backend's default if left out.
+            axis: One of the mesh's.
+            backend: ``"gloo"`` for tensors of the host; the mesh's own if left out.
+        """
+        own = _axis(axis.name, self._rows[axis.name])
+        own._group = self._create(self._rows[axis.name], backend)
+        self._duplicates.append((own, backend))
+        return own
+
+    def sharding(self, replicas: int = 1) -> DeviceMesh:
+        """All ranks in one row for ``fully_shard``: ``("shard",)``, or ``("replicate", "shard")`` for several copies.
+
+        Collective over all ranks.
+
+        Args:
+            replicas: Copies of the model, each sharded over neighbouring ranks.
 
         Raises:
-            ValueError: If the number of ranks is not a multiple of ``ring_size * ulysses_size``.
+            ValueError: If that does not divide the number of ranks.
         """
-        world = dist.get_world_size()
-        check_sizes(world, ulysses_size=ulysses_size, ring_size=ring_size)
-        ranks = torch.arange(world).view(-1, ring_size, ulysses_size)
-        dp = _axis("dp", ranks.permute(1, 2, 0), timeout)
-        ring = _axis("ring", ranks.permute(0, 2, 1), timeout)
-        ulysses = _axis("ulysses", ranks, timeout)
-        # One group serves both names where they cover the same ranks: fewer communicators, less memory.
-        if ring_size == 1:
-            sp = Axis("sp", ulysses.group, ulysses.ranks, ulysses.rank)
-        else:
-            sp = _axis("sp", ranks.flatten(1), timeout)
-        device_mesh = DeviceMesh.from_group(
-            [dp.group, ring.group, ulysses.group], device_type, mesh=ranks, mesh_dim_names=("dp", "ring", "ulysses")
-        )
-        return cls(dp, ring, ulysses, sp, device_mesh)
+        world = self._ranks.numel()
+        if replicas < 1 or world % replicas:
+            raise ValueError(f"replicas={replicas} does not divide the {world} devices: choose a divisor of it.")
+        if replicas == 1:
+            assert dist.group.WORLD is not None
+            return DeviceMesh.from_group(dist.group.WORLD, self._device_type, mesh_dim_names=("shard",))
+        if replicas not in self._sharding:
+            ranks = torch.arange(world).view(replicas, -1)
+            groups = [_create(_rows(rows), self._timeout) for rows in (ranks.T, ranks)]
+            self._sharding_groups += groups
+            self._sharding[replicas] = DeviceMesh.from_group(
+                groups, self._device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
+            )
+        return self._sharding[replicas]
+
+    def close(self, *, keep_sharding: bool = False, after_failure: bool = False) -> None:
+        """Destroys the process groups; collective over all ranks, but for `after_failure`. Closed: does nothing.
+
+        Args:
+            keep_sharding: Leave those of `sharding` alone, over which parameters may still be sharded.
+            after_failure: A peer may be gone, so wait for nobody and destroy gloo's groups alone. NCCL's would wait for
+                the peer: they are given up, and end with the process.
+        """
+        groups, self._groups = self._groups, []
+        if not keep_sharding:
+            groups += self._sharding_groups
+            self._sharding_groups, self._sharding = [], {}
+        for axis in (self.dp, self.ring, self.ulysses, self.sp, *(axis for axis, _ in self._duplicates)):
+            axis._group = None
+        if not dist.is_initialized():  # whoever ended the default group ended all
+            return
+        if after_failure:
+            groups = [group for group in groups if dist.get_backend(group) == "gloo"]
+            threading.Thread(target=_outlive, args=(groups, self._timeout or default_pg_timeout), daemon=True).start()
+        for group in groups:
+            dist.destroy_process_group(group)
+
+    def _create(self, rows: list[list[int]], backend: str | None = None) -> ProcessGroup:
+        group = _create(rows, self._timeout, backend)
+        self._groups.append(group)
+        return group
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.close(after_failure=error is not None)
 
     def __repr__(self) -> str:
         return f"SequenceMesh(dp={self.dp.size}, ring={self.ring.size}, ulysses={self.ulysses.size})"
+
+
+@contextmanager
+def host_group(timeout: timedelta) -> Iterator[ProcessGroup]:
+    """A gloo group of all ranks, destroyed on leaving, which waits for nobody; collective over all ranks to enter.
+
+    Args:
+        timeout: How long its collectives may wait for a rank.
+    """
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert group is not None
+    try:
+        yield group
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def check_sizes(world_size: int, *, ulysses_size: int, ring_size: int = 1) -> None:
@@ -107,12 +245,27 @@ def check_sizes(world_size: int, *, ulysses_size: int, ring_size: int = 1) -> No
         )
 
 
-def _axis(name: str, ranks: torch.Tensor, timeout: timedelta | None) -> Axis:
-    """Creates the groups along the last dim of ``ranks`` and returns the one that holds this rank."""
+def _rows(ranks: torch.Tensor) -> list[list[int]]:
+    """The ranks of each group along the last dim."""
     rows: list[list[int]] = ranks.reshape(-1, ranks.shape[-1]).tolist()
-    # Every rank creates every group, in the same order, as torch.distributed requires.
-    group, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
-    assert group is not None  # the rows partition the world
+    return rows
+
+
+def _axis(name: str, rows: list[list[int]]) -> Axis:
     me = dist.get_rank()
     mine = next(row for row in rows if me in row)
-    return Axis(name, group, tuple(mine), mine.index(me))
+    return Axis(name, None, tuple(mine), mine.index(me))
+
+
+def _create(rows: list[list[int]], timeout: timedelta | None, backend: str | None = None) -> ProcessGroup:
+    """Creates the groups of all rows and returns the one that holds this rank."""
+    # Every rank creates every group, in the same order, as torch.distributed requires.
+    group: ProcessGroup | None = dist.new_subgroups_by_enumeration(rows, timeout=timeout, backend=backend)[0]
+    assert group is not None  # the rows partition the world
+    return group
+
+
+def _outlive(groups: list[ProcessGroup], timeout: timedelta) -> None:
+    """Keeps destroyed groups until no collective of theirs is pending: gloo's, when freed, wait for those."""
+    time.sleep(timeout.total_seconds())
+    groups.clear()

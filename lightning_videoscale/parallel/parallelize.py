@@ -20,7 +20,7 @@ from lightning_videoscale.parallel.plan import Split, SplitPlan, Undo, find_plan
 from lightning_videoscale.parallel.randomness import RegionRandomness
 from lightning_videoscale.parallel.rehearsal import SplitNetwork
 from lightning_videoscale.parallel.sharding import gather, split, whole_gradient
-from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
+from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
 from lightning_videoscale.parallel.verification import PlanReport, compare
 
 _log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def _plan_for(model: nn.Module, plan: SplitPlan | None) -> SplitPlan:
 def _install(
     model: nn.Module, mesh: SequenceMesh, plan: SplitPlan, transport: Transport | None
 ) -> tuple[SplitNetwork, Undo]:
-    context = SequenceContext(mesh, transport if transport is not None else CollectiveTransport())
+    context = SequenceContext(mesh, transport if transport is not None else DEFAULT_TRANSPORT)
     randomness = RegionRandomness(mesh.sp.rank)
     network = SplitNetwork(model, plan, context, randomness)
     undos = [network.restore_attention]

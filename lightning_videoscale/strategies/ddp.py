@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_videoscale.parallel import SplitPlan
-from lightning_videoscale.parallel.transport.symmetric import TransportName
+from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings

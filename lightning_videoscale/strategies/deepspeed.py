@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from typing_extensions import override
 
 from lightning_videoscale.parallel import SplitPlan
-from lightning_videoscale.parallel.transport.symmetric import TransportName
+from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.checkpoints.zero import ZeroCheckpoints
 from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin

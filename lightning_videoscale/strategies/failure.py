@@ -2,7 +2,7 @@
 
 A rank that raises, is killed or hangs leaves its peers in a collective. Gloo then raises "connection closed" or "timed
 out", often as the last thing on the screen; NCCL ends the process, or waits. None of them says what the user needs:
-what failed first, and where. `JobWatch` does, and sees to it that no rank waits for ever.
+what failed first, and where. `FailureDetector` does, and sees to it that no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TEARDOWN = 8.0  # s that a rank which has raised may take to end
 _log = logging.getLogger(__name__)
 
 
-class JobWatch:
+class FailureDetector:
     """A thread on each rank that learns of failures elsewhere; collective to create.
 
     Every rank publishes in a store on rank 0 where it is. When another rank fails, the thread logs what
@@ -79,7 +79,7 @@ class JobWatch:
         self._publish()
         self._processes: list[Process] = [Process.current()] * self._size
         dist.all_gather_object(self._processes, Process.current())
-        self._thread = threading.Thread(target=self._run, name="job-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="failure-detector", daemon=True)
         self._thread.start()
 
     # -- the main thread -----------------------------------------------------------------------------------------

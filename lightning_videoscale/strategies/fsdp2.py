@@ -9,19 +9,16 @@ from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from typing_extensions import override
 
 from lightning_videoscale.parallel import SplitPlan
-from lightning_videoscale.parallel.transport.symmetric import TransportName
+from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
@@ -171,7 +168,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             if path in wanted or any(parameter.requires_grad for parameter in module.get_submodule(path).parameters())
         ]
         units = plan_units(module, networks, self.precision_plugin, whole_step=module.automatic_optimization)
-        shard_units(module, units, self._create_sharding_mesh(), self.root_device)
+        shard_units(module, units, self.mesh.sharding(self._sharding.replicas), self.root_device)
         seed_generators(self._seed, "initial weights")  # on all ranks the same, as replicas must start equal
         self._undefined = materialize(module, self.root_device)
         self.model_to_device()
@@ -183,22 +180,6 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
                 register_fsdp_forward_method(module, step)
         count = sum(bool(unit.parameters) for unit in units)
         rank_zero_info(f"FSDP2: {count} units over {self.world_size} ranks, {self._sharding.replicas} replica(s).")
-
-    def _create_sharding_mesh(self) -> DeviceMesh:
-        """All ranks, dp × ring × ulysses flattened, as (shard,) or (replicate, shard); collective over them."""
-        replicas, device_type = self._sharding.replicas, self.root_device.type
-        if replicas < 1 or self.world_size % replicas:
-            raise ValueError(
-                f"replicas={replicas} does not divide the {self.world_size} devices: choose a divisor of it."
-            )
-        if replicas == 1:
-            assert dist.group.WORLD is not None
-            return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=("shard",))
-        ranks = torch.arange(self.world_size).view(replicas, -1)
-        groups = [
-            dist.new_subgroups_by_enumeration(rows.tolist(), timeout=self._timeout)[0] for rows in (ranks.T, ranks)
-        ]
-        return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
     @property
     @override

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -19,14 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_videoscale.parallel import Agreement, CollectiveTransport, SequenceMesh, check_loss
+from lightning_videoscale.parallel import Agreement, SequenceMesh, check_loss
+from lightning_videoscale.parallel.mesh import host_group
 from lightning_videoscale.parallel.plan import Undo
-from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport, create_transport
+from lightning_videoscale.parallel.transport import Transport, create_transport
 from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.buffers import SharedBuffers
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
-from lightning_videoscale.strategies.failure import JobWatch, end_processes
+from lightning_videoscale.strategies.failure import FailureDetector, end_processes
 from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
@@ -39,15 +41,16 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
     def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:
         self._settings = settings
         self._mesh: SequenceMesh | None = None
-        self.transport: CollectiveTransport | None = None
+        self.transport: Transport | None = None
         self._transforms: list[ModelTransform] = []
         self._undo_changes: Undo | None = None
-        self._watch: JobWatch | None = None
+        self._watch: FailureDetector | None = None
         self._sharing: BatchSharing | None = None
         self._losses: Agreement | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._seed = self._micro_batch = self._stream = 0
         self._loss_weight = 1.0
+        self._failed = False
 
     # -- who am I ------------------------------------------------------------------------------------------------
 
@@ -83,6 +86,10 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
     def applies_loss_weight(self) -> bool:
         """True: `backward` multiplies the loss by the batch's ``meta.loss_weight``."""
         return True
+
+    def host_group(self, timeout: timedelta) -> AbstractContextManager[dist.ProcessGroup]:
+        """A gloo group of all ranks, closed on leaving; see `DataParallelTopology`."""
+        return host_group(timeout)
 
     @property
     @override
@@ -126,26 +133,30 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
         assert self.lightning_module is not None
         assert self.cluster_environment is not None
         if self.world_size > 1:
-            self._watch = JobWatch(self.cluster_environment.main_address, self._place, lambda: self._end_processes(0.0))
+            self._watch = FailureDetector(
+                self.cluster_environment.main_address, self._place, lambda: self._end_processes(0.0)
+            )
         self._settings.check_agreement()
         ulysses_size, ring_size = self._settings.sizes(devices_per_node)
-        # When a Trainer fits and then tests, the second finds the communicators and buffers of the first.
-        if self._mesh is None or self.transport is None:
-            self._mesh = SequenceMesh.create(
+        self._failed = False
+        # A Trainer that fits and then tests opens the mesh again: copies of the network go on to be split by it.
+        if self._mesh is None:
+            self._mesh = SequenceMesh(
                 self.root_device.type, ulysses_size=ulysses_size, ring_size=ring_size, timeout=timeout
             )
-            if self._mesh.sp.size > 1:
-                self._sharing = BatchSharing.create(self._mesh, self.root_device, timeout)
+        self._mesh.open()
+        if self.transport is None:
             self.transport = create_transport(
                 self._settings.transport, self._mesh, self.root_device, timeout or default_pg_timeout
             )
             if self._mesh.sp.size > 1:
+                self._sharing = BatchSharing(self._mesh, self.root_device)
                 self._losses = Agreement(self._mesh, self.transport)
         self.lightning_module._device_mesh = self._mesh.device_mesh  # what `LightningModule.device_mesh` returns
-        by_collective = isinstance(self.transport, SymmetricTransport) and ring_size > 1
+        carrier = self.transport.carrier(self._mesh.ring if ring_size > 1 else self._mesh.ulysses)
         rank_zero_info(
             f"Sequence parallelism: {self._mesh} over {self.world_size} ranks, transport {self.transport.name!r}"
-            + (" (the ring's blocks travel by 'collective')." if by_collective else ".")
+            + (f" (the ring's blocks go by {carrier!r})." if carrier != self.transport.name else ".")
         )
 
     def _place(self) -> str:
@@ -245,16 +256,25 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
                 self._undo_changes()
                 self._undo_changes = None
         finally:
-            if self._watch is not None:
+            if self._watch is not None:  # it counts the collectives of the groups that are now closed
                 self._watch.close()
                 self._watch = None
+            self._close_groups()
+
+    def _close_groups(self) -> None:
+        """Closes what the ranks exchange by; parameters that FSDP2 shards over replicas keep their groups."""
+        if self.transport is not None and not self._failed:  # or this would wait for peers that may be gone
+            self.transport.close()
+        if self._mesh is not None:
+            self._mesh.close(keep_sharding=True, after_failure=self._failed)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
         super().on_exception(exception)
         if isinstance(exception, KeyboardInterrupt):  # every rank receives it, and Lightning ends the processes
             return
-        if isinstance(self.transport, SymmetricTransport) and self.transport.failure is not None:
+        if self.transport is not None and self.transport.failure is not None:
             exception.add_note(self.transport.failure)  # the exception itself only says that the device failed
         if self._watch is not None:
             self._watch.report(exception)

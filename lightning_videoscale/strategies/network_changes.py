@@ -12,9 +12,9 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from lightning_videoscale.parallel import (
-    CollectiveTransport,
     SequenceMesh,
     SplitPlan,
+    Transport,
     find_planned_modules,
     known_models,
     parallelize,
@@ -31,7 +31,7 @@ def change_networks(
     module: nn.Module,
     transforms: Sequence[ModelTransform],
     mesh: SequenceMesh,
-    transport: CollectiveTransport | None,
+    transport: Transport | None,
     settings: SequenceParallelSettings,
 ) -> Undo:
     """Changes a LightningModule in place.

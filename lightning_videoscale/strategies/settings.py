@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch.distributed as dist
 
 from lightning_videoscale.parallel import SplitPlan
-from lightning_videoscale.parallel.transport.symmetric import TransportName
+from lightning_videoscale.parallel.transport import COMPILABLE, TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 
 
@@ -29,10 +29,10 @@ class SequenceParallelSettings:
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):
             raise ValueError(f"transport={self.transport!r} is not one of {get_args(TransportName)}.")
-        if self.compile and self.transport == "symmetric":
+        if self.compile and self.transport not in COMPILABLE:
             raise ValueError(
-                "compile= cannot trace the exchanges of transport='symmetric': use transport='collective', or leave "
-                "out compile=."
+                f"compile= cannot trace the exchanges of transport={self.transport!r}: take one of {COMPILABLE}, or "
+                "leave out compile=."
             )
         if self.plan is not None and (self.modules is None or len(self.modules) != 1):
             raise ValueError(f"plan= describes one network: name it with modules=[...] (got modules={self.modules}).")

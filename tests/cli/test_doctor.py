@@ -77,7 +77,7 @@ def test_gpus_that_do_not_reach_each_other_are_slow(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
-    monkeypatch.setattr(doctor, "what_lacks", lambda device: "an old driver" if device.index else "")
+    monkeypatch.setattr(doctor, "what_lacks", lambda transport, device: "an old driver" if device.index else "")
     assert findings("gpu 1") == [("ok", "Some GPU, 80 GiB, sm_90", "")]
     ((status, detail, remedy),) = findings("peer access")
     assert status == "slow"

@@ -21,7 +21,6 @@ from lightning_videoscale.strategies import (
     SequenceParallelDeepSpeedStrategy,
     SequenceParallelFSDP2Strategy,
 )
-from tests.distributed.groups import reused_groups
 from tests.distributed.wan_training import IMAGE_DIM, Clips, LateRectifiedFlow, RectifiedFlow, assembled
 from tests.distributed.zero import deepspeed_on_cpu, float64_inside
 from tests.models import gradient_error, lifted_float_casts
@@ -101,7 +100,6 @@ def train(case: Case) -> Outcome:
     record = (ZeroRecord if case.is_zero else Record)()
     accelerator = "cuda" if dist.get_backend() == "nccl" else "cpu"
     with ExitStack() as contexts:
-        contexts.enter_context(reused_groups())
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         if not case.float32:
             contexts.enter_context(float64_inside() if case.is_zero else lifted_float_casts())

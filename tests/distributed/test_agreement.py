@@ -23,7 +23,6 @@ from lightning_videoscale.parallel import (
     parallelize,
 )
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
-from tests.distributed.groups import reused_groups
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips, RectifiedFlow
 
@@ -79,21 +78,20 @@ class DrawsItself(RectifiedFlow):
 
 
 def fit(strategy: str, sp: int, module: Callable[..., pl.LightningModule], *args: Any, **kwargs: Any) -> str:
-    with reused_groups():
-        trainer = pl.Trainer(
-            strategy=STRATEGIES[strategy](sp),
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **({"max_steps": 2} | kwargs),
-        )
-        try:
-            trainer.fit(module(*args), DataLoader(Clips((2, 4, 4), torch.float32), batch_size=1))
-        except ValueError as error:
-            return str(error)
+    trainer = pl.Trainer(
+        strategy=STRATEGIES[strategy](sp),
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"max_steps": 2} | kwargs),
+    )
+    try:
+        trainer.fit(module(*args), DataLoader(Clips((2, 4, 4), torch.float32), batch_size=1))
+    except ValueError as error:
+        return str(error)
     return "trained"
 
 

@@ -20,7 +20,6 @@ from lightning_videoscale.strategies import (
     SequenceParallelFSDP2Strategy,
     read_weights,
 )
-from tests.distributed.groups import reused_groups
 from tests.distributed.pool import ProcessPool
 from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
 
@@ -65,41 +64,39 @@ class Tabled(Normalized):
 
 def fit_tabled(strategy: Any) -> tuple[list[float], int]:
     module = Tabled()
-    with reused_groups():
-        trainer = pl.Trainer(
-            strategy=strategy(ulysses_size=2, modules=["net"], plan=NOTHING_TO_SPLIT),
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            max_steps=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        data = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
-        trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data[:4], batch_size=1))
-        return module.table.tolist(), trainer.strategy.data_parallel_rank
+    trainer = pl.Trainer(
+        strategy=strategy(ulysses_size=2, modules=["net"], plan=NOTHING_TO_SPLIT),
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data[:4], batch_size=1))
+    return module.table.tolist(), trainer.strategy.data_parallel_rank
 
 
 def fit(strategy: Any, folder: Path, sp: int, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The mean that a rank trained with, validated with, saved and is left with."""
     module = Normalized()
-    with reused_groups():
-        trainer = pl.Trainer(
-            strategy=strategy(ulysses_size=sp, modules=["net"], plan=NOTHING_TO_SPLIT, **kwargs),
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            max_steps=3,
-            val_check_interval=3,
-            num_sanity_val_steps=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        data = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
-        trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data[:4], batch_size=1))
-        trainer.save_checkpoint(folder)
+    trainer = pl.Trainer(
+        strategy=strategy(ulysses_size=sp, modules=["net"], plan=NOTHING_TO_SPLIT, **kwargs),
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        max_steps=3,
+        val_check_interval=3,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data[:4], batch_size=1))
+    trainer.save_checkpoint(folder)
     return module.trained[-1], module.validated[-1], read_weights(folder)["norm.running_mean"], module.norm.running_mean
 
 

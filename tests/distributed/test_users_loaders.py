@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
 from tests.data.clips import clip, write_shard
-from tests.distributed.groups import reused_groups
 from tests.distributed.pool import ProcessPool
 from tests.distributed.test_read_once import Numbers, Recorder
 
@@ -174,20 +173,19 @@ class Loading(Recorder):
 def fit(strategy: str, sp: int, make: Callable[..., Any], *args: Any, devices: int = 0, **kwargs: Any) -> Any:
     """The batches of each epoch, or what the error says."""
     module, plan = Loading(make, *args), SplitPlan({}, {}, {}, lambda model, context: lambda: None)
-    with reused_groups():
-        trainer = pl.Trainer(
-            strategy=STRATEGIES[strategy](ulysses_size=sp, modules=["net"], plan=plan),
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **({"max_epochs": 2, "devices": devices or dist.get_world_size()} | kwargs),
-        )
-        try:
-            trainer.fit(module)
-        except ValueError as error:
-            return str(error)
+    trainer = pl.Trainer(
+        strategy=STRATEGIES[strategy](ulysses_size=sp, modules=["net"], plan=plan),
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"max_epochs": 2, "devices": devices or dist.get_world_size()} | kwargs),
+    )
+    try:
+        trainer.fit(module)
+    except ValueError as error:
+        return str(error)
     return [module.batches("train", epoch) for epoch in range(trainer.max_epochs) if ("train", epoch) in module.seen]
 
 

@@ -37,7 +37,6 @@ from lightning_videoscale.strategies import (
     SequenceParallelFSDP2Strategy,
     network_changes,
 )
-from tests.distributed.groups import reused_groups
 from tests.distributed.pool import ProcessPool
 from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
 from tests.models import tiny_wan
@@ -222,8 +221,7 @@ def network(layer: Callable[[], nn.Module]) -> Network:
 def first_call(model: nn.Module, split: SplitPlan | None, *args: Any, **kwargs: Any) -> str:
     """The error, or what is logged."""
     lines: list[str] = []
-    with reused_groups():
-        mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
+    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
     undo = parallelize(model, mesh, split, log=lines.append)
     try:
         model(*args, **kwargs)

@@ -43,9 +43,8 @@ class Clips(Dataset[dict[str, Any]]):
 
 def read_while_the_device_is_busy() -> tuple[list[Any], int]:
     device = torch.device("cuda", torch.cuda.current_device())
-    sharing = BatchSharing.create(
-        SequenceMesh.create("cuda", ulysses_size=dist.get_world_size()), device, timedelta(seconds=30)
-    )
+    mesh = SequenceMesh.create("cuda", ulysses_size=dist.get_world_size(), timeout=timedelta(seconds=30))
+    sharing = BatchSharing(mesh, device)
     dataset = Clips(40, 4_000_000)
     loader = GroupLoader(
         DataLoader(dataset, batch_size=1, pin_memory=True),

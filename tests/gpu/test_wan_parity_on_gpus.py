@@ -29,7 +29,6 @@ from lightning_videoscale.strategies import (
     SequenceParallelDeepSpeedStrategy,
     SequenceParallelFSDP2Strategy,
 )
-from tests.distributed.groups import reused_groups
 from tests.distributed.parity import Case, Outcome, Record, ZeroRecord, train_alone
 from tests.distributed.parity import compare as compare_with_one
 from tests.distributed.pool import ProcessPool
@@ -136,7 +135,6 @@ def train(run: Run) -> Result:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     record = (ZeroRecord if is_zero else Record)()
     with ExitStack() as contexts:
-        contexts.enter_context(reused_groups())
         contexts.enter_context(patch.object(F, "linear", F.linear))  # which ZeRO-3 replaces for good
         if run.precision == "64-true":
             contexts.enter_context(lifted_float_casts())

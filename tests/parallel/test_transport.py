@@ -21,10 +21,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
 from lightning_videoscale.parallel import Axis, SequenceMesh, SplitPlan
-from lightning_videoscale.parallel.transport.meeting import MeetingStore
+from lightning_videoscale.parallel.transport.peer_watchdog import Awaited, missing_ranks
+from lightning_videoscale.parallel.transport.rendezvous import RendezvousStore
 from lightning_videoscale.parallel.transport.slots import Layout
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
-from lightning_videoscale.parallel.transport.watch import Awaited, missing_ranks
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
 
@@ -105,6 +105,9 @@ class ThreadFabric:
 
     def watched(self, what: str, memory: Any, awaited: Sequence[Awaited]) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def close(self, axis: Axis) -> None:
+        self.agree([], axis)
 
     def _delayed(self, work: Callable[[], None]) -> None:
         if self._delays is not None and self._delays.random() < 0.3:
@@ -242,12 +245,27 @@ def test_pieces_are_pushed_in_any_order() -> None:
     assert on_threads(3, work)[1] == [1.0, 1.0, 11.0, 11.0, 21.0, 21.0]
 
 
+def test_closed_it_frees_its_memory_and_takes_some_anew() -> None:
+    def work(transport: SymmetricTransport, rank: int) -> list[list[float]]:
+        axis, results = axis_of(rank, 2), []
+        for number in range(2):
+            results.append(transport.wait(start(transport, axis, [1, 1], [1, 1], number)).tolist())
+            assert transport.memory_bytes > 0
+            transport.close()
+            assert transport.memory_bytes == 0
+        transport.close()
+        return results
+
+    expected = [[[element(number, peer, rank) for peer in range(2)] for number in range(2)] for rank in range(2)]
+    assert on_threads(2, work) == expected
+
+
 def test_ranks_meet_however_often_each_has_met_others() -> None:
     """Torch counts the meetings of a process over all its groups, and takes the count for a key."""
     shared = dist.HashStore()
 
     def work(rank: int, met_before: int) -> list[bytes]:
-        mine = MeetingStore(shared, timedelta(seconds=PATIENCE))
+        mine = RendezvousStore(shared, timedelta(seconds=PATIENCE))
         store = dist.PrefixStore("torch", mine)  # calls it from C++, as torch's symmetric memory does
         brought = []
         for number in range(met_before, met_before + 3):

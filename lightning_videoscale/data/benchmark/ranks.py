@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from contextlib import ExitStack
 from datetime import timedelta
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+
+from lightning_videoscale.topology import topology_of
 
 _PATIENCE = timedelta(minutes=5)
 
@@ -24,7 +27,10 @@ class Ranks:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._size = trainer.world_size
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if self._size > 1 else None
+        self._closing = ExitStack()
+        self._group = (
+            self._closing.enter_context(topology_of(trainer).host_group(_PATIENCE)) if self._size > 1 else None
+        )
 
     def all(self, mine: bool, otherwise: str) -> bool:
         """Whether it holds on all ranks.
@@ -59,9 +65,7 @@ class Ranks:
 
     def close(self) -> None:
         """Gives the group up."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        self._closing.close()
 
     def _gather(self, mine: float) -> list[float]:
         if self._group is None:

@@ -1,20 +1,36 @@
-"""How bytes travel between the ranks of an axis.
+"""How messages get from rank to rank along an axis.
 
-`Transport`            what a transport offers; schedules and sharding are written against it
+`Transport`            what a transport offers; all code outside this folder is written against it
+`TransportName`        the names by which a strategy selects one, and `create_transport`, which makes it
 `CollectiveTransport`  collectives on gloo and NCCL: runs everywhere, and is the oracle for the others
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from lightning_videoscale.parallel.mesh import Axis
+from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.transport.collective import CollectiveTransport
 
-__all__ = ["CollectiveTransport", "Transport"]
+__all__ = [
+    "COMPILABLE",
+    "DEFAULT_TRANSPORT",
+    "CollectiveTransport",
+    "Transport",
+    "TransportName",
+    "create_transport",
+    "what_lacks",
+]
+
+TransportName = Literal["collective", "symmetric"]
+
+COMPILABLE: tuple[TransportName, ...] = ("collective",)
+"""The transports whose messages `torch.compile` can trace."""
 
 
 class Transport(Protocol):
@@ -23,6 +39,20 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """The name by which a strategy selects the transport."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of this rank's device that it takes now and that torch's own statistics lack."""
+
+    @property
+    def failure(self) -> str | None:
+        """Which peers did not come within the timeout, where a stream rather than the host waited for them."""
+
+    def carrier(self, axis: Axis) -> str:
+        """The name of the transport that the messages along an axis really take."""
+
+    def close(self) -> None:
+        """Gives back memory and groups; collective over the axis. The next message takes them anew."""
 
     def exchange(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
         """All-to-all whose result work issued later on the current stream may read and write.
@@ -51,3 +81,36 @@ class Transport(Protocol):
             lengths: Rows of each rank's tensor.
             axis: The ranks that take part.
         """
+
+
+DEFAULT_TRANSPORT: Transport = CollectiveTransport()
+"""What split models use that were given no other; it has no state."""
+
+
+def create_transport(name: TransportName, mesh: SequenceMesh, device: torch.device, timeout: timedelta) -> Transport:
+    """Returns the transport of that name for a mesh; collective over all ranks.
+
+    Args:
+        name: ``"collective"`` or ``"symmetric"``.
+        mesh: The mesh whose ranks exchange.
+        device: This rank's device.
+        timeout: How long to wait for a peer (``"symmetric"``; collectives have the timeout of their groups).
+
+    Raises:
+        RuntimeError: On every rank, with all ranks' reasons, if the ranks of a Ulysses group cannot write into each
+            other's memory.
+    """
+    if name == "collective":
+        return CollectiveTransport()
+    from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
+
+    return SymmetricTransport.create(mesh, device, timeout)
+
+
+def what_lacks(name: TransportName, device: torch.device) -> str:
+    """Returns what a device, torch or the driver lacks for a transport, by trying; empty if nothing."""
+    if name == "collective":
+        return ""
+    from lightning_videoscale.parallel.transport import symmetric_memory
+
+    return symmetric_memory.what_lacks(device)

@@ -29,6 +29,23 @@ class CollectiveTransport:
 
     name = "collective"
 
+    @property
+    def memory_bytes(self) -> int:
+        """None: what gloo and NCCL take is not known."""
+        return 0
+
+    @property
+    def failure(self) -> str | None:
+        """None: a collective that fails raises."""
+        return None
+
+    def carrier(self, axis: Axis) -> str:
+        """Its own name."""
+        return self.name
+
+    def close(self) -> None:
+        """Does nothing: the groups are the mesh's."""
+
     def exchange(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
         """``all_to_all_single``; NCCL runs it on the current stream, which spares the host two events."""
         if torch.compiler.is_compiling():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis
-from lightning_videoscale.parallel.transport.fabric import Fabric, Memory
+from lightning_videoscale.parallel.transport.symmetric_memory import Fabric, Memory
 
 _ALIGNMENT = 256  # bytes; more than any vectorised copy asks of a piece's first byte
 

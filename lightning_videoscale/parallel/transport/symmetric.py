@@ -21,7 +21,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,35 +29,15 @@ from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.transport.collective import CollectiveTransport
-from lightning_videoscale.parallel.transport.fabric import CudaFabric, Fabric, Finished, why_unavailable
+from lightning_videoscale.parallel.transport.peer_watchdog import Awaited
 from lightning_videoscale.parallel.transport.slots import Arena, Layout
-from lightning_videoscale.parallel.transport.watch import Awaited
-
-TransportName = Literal["collective", "symmetric"]
-
-
-def create_transport(
-    name: TransportName, mesh: SequenceMesh, device: torch.device, timeout: timedelta
-) -> CollectiveTransport:
-    """Returns the transport of that name for a mesh; collective over all ranks.
-
-    Args:
-        name: ``"collective"`` or ``"symmetric"``.
-        mesh: The mesh whose ranks exchange.
-        device: This rank's device.
-        timeout: How long to wait for a peer (``"symmetric"``; collectives have the timeout of their groups).
-
-    Raises:
-        RuntimeError: On every rank, with all ranks' reasons, if the ranks of a Ulysses group cannot write into each
-            other's memory.
-    """
-    return CollectiveTransport() if name == "collective" else SymmetricTransport.create(mesh, device, timeout)
+from lightning_videoscale.parallel.transport.symmetric_memory import CudaFabric, Fabric, Finished, why_unavailable
 
 
 class SymmetricTransport(CollectiveTransport):
     """Ulysses' all-to-all pushed by the copy engine through symmetric memory.
 
-    Everything else is inherited: all-gathers and the messages of other axes (a ring's) travel by collectives. Not
+    Everything else is inherited: all-gathers and the messages of other axes (a ring's) go by collectives. Not
     traceable by `torch.compile`, and not to be captured in a CUDA graph.
 
     Args:
@@ -99,6 +79,20 @@ class SymmetricTransport(CollectiveTransport):
     def failure(self) -> str | None:
         """Which peers did not come within the timeout, once one did not; the device is unusable from then on."""
         return self._fabric.failure
+
+    def carrier(self, axis: Axis) -> str:
+        """Its own name along the Ulysses axis, else that of the collectives."""
+        return self.name if axis.ranks == self._axis.ranks else super().name
+
+    def close(self) -> None:
+        """Frees the slots once no peer reads or writes them any more; collective over the Ulysses axis.
+
+        Raises:
+            TimeoutError: If a peer does not come.
+        """
+        if self._arena is not None:
+            self._fabric.close(self._axis)
+            self._arena = None
 
     def exchange(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
         """Pushes the pieces and copies those of the peers out of their slot."""

@@ -16,7 +16,6 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -30,54 +29,30 @@ _Value = TypeVar("_Value")
 
 
 class BatchSharing:
-    """Sends batches from any rank of a sequence-parallel group to its others.
+    """Sends batches from any rank of a sequence-parallel group to its others; collective over all ranks to create.
 
     Args:
         mesh: The ranks along its sp axis share; those along dp read other batches at the same time.
         device: This rank's device.
-        messages: gloo group of the ranks along sp, for descriptions of batches and for tensors in host memory.
-        transfers: Group of these ranks for tensors on the device.
-        streams: gloo group of the ranks along dp.
     """
 
-    def __init__(
-        self,
-        mesh: SequenceMesh,
-        device: torch.device,
-        messages: ProcessGroup,
-        transfers: ProcessGroup,
-        streams: ProcessGroup,
-    ) -> None:
+    def __init__(self, mesh: SequenceMesh, device: torch.device) -> None:
         self.axis, self.dp = mesh.sp, mesh.dp
         self._device = device
-        self._messages = messages
-        self._transfers = transfers
-        self._streams = streams
+        # Groups that nothing else uses: descriptions of batches and tensors in host memory, tensors on the device, and
+        # what readers of other batches tell each other.
+        self._messages = mesh.duplicate(mesh.sp, "gloo")
+        self._transfers = mesh.duplicate(mesh.sp) if device.type != "cpu" else self._messages
+        self._streams = mesh.duplicate(mesh.dp, "gloo")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @classmethod
-    def create(cls, mesh: SequenceMesh, device: torch.device, timeout: timedelta | None) -> BatchSharing:
-        """Makes groups that nothing else uses; collective over all ranks."""
-        rows = mesh.device_mesh.mesh.flatten(1).tolist()
-        messages, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout, backend="gloo")
-        transfers = messages
-        if device.type != "cpu":
-            transfers, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
-        streams, _ = dist.new_subgroups_by_enumeration(
-            [list(ranks) for ranks in zip(*rows, strict=True)], timeout=timeout, backend="gloo"
-        )
-        assert messages is not None
-        assert transfers is not None
-        assert streams is not None
-        return cls(mesh, device, messages, transfers, streams)
 
     def gather(self, value: _Value) -> list[_Value]:
         """Returns the values of all ranks that share; collective over them."""
-        return _gather(value, self._messages)
+        return _gather(value, self._messages.group)
 
     def gather_over_streams(self, value: _Value) -> list[_Value]:
         """Returns the values of the ranks that read other batches at the same time; collective over them."""
-        return _gather(value, self._streams)
+        return _gather(value, self._streams.group)
 
     def broadcast(self, source: int, produce: Callable[[], Any], *, to_device: bool, digest: int = 0) -> PendingBatch:
         """Starts sharing one batch; collective over the axis.
@@ -111,10 +86,10 @@ class BatchSharing:
         written = bytearray(b"" if description is None else pickle.dumps(description))
         own = torch.tensor([digest, len(written)])
         everyone = [torch.empty_like(own) for _ in self.axis.ranks]
-        dist.all_gather(everyone, own, group=self._messages)
+        dist.all_gather(everyone, own, group=self._messages.group)
         length = max(int(theirs[1]) for theirs in everyone)
         text = torch.frombuffer(written, dtype=torch.uint8) if written else torch.empty(length, dtype=torch.uint8)
-        dist.broadcast(text, rank, group=self._messages)
+        dist.broadcast(text, rank, group=self._messages.group)
         received = pickle.loads(text.numpy().tobytes()) if description is None else description
         return [int(theirs[0]) for theirs in everyone], received
 
@@ -128,10 +103,10 @@ class BatchSharing:
                 with torch.cuda.stream(self._stream):
                     x = tensors[i].to(self._device, non_blocking=True) if tensors else spec.allocate(self._device)
                     x.record_stream(self._stream)
-                    dist.broadcast(_bytes(x), rank, group=self._transfers)
+                    dist.broadcast(_bytes(x), rank, group=self._transfers.group)
             else:
                 x = tensors[i] if tensors else spec.allocate(torch.device("cpu"))
-                work = dist.broadcast(_bytes(x), rank, group=self._messages, async_op=True)
+                work = dist.broadcast(_bytes(x), rank, group=self._messages.group, async_op=True)
                 assert work is not None
                 batch.works.append(work)
             batch.tensors.append(x)

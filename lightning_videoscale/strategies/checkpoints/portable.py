@@ -181,8 +181,10 @@ class PortableCheckpoints(_Parent):
 
     def _randomness(self) -> dict[str, Any]:
         """Where the random streams are, and the generators of every data-parallel rank."""
-        states: list[Any] = [None] * self.mesh.dp.size
-        dist.all_gather_object(states, generator_states(self.root_device), group=self.mesh.dp.group)
+        everyone: list[Any] = [None] * self.world_size
+        # In the default group: a checkpoint may be saved when the Trainer's run, and with it the mesh, is closed.
+        dist.all_gather_object(everyone, generator_states(self.root_device))
+        states = [everyone[rank] for rank in self.mesh.dp.ranks]
         return {
             "seed": self._seed,
             "micro_batch": self._micro_batch,

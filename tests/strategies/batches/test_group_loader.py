@@ -24,8 +24,8 @@ CPU = torch.device("cpu")
 
 
 def sharing_of_all() -> BatchSharing:
-    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
-    return BatchSharing.create(mesh, CPU, timedelta(seconds=30))
+    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size(), timeout=timedelta(seconds=30))
+    return BatchSharing(mesh, CPU)
 
 
 def group_loader(loader: Any, sharing: BatchSharing | None = None, epoch: int = 0) -> GroupLoader:

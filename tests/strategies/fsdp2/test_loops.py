@@ -39,7 +39,7 @@ def run_all_loops(strategy: Callable[..., Strategy], settings: dict[str, Any]) -
         runner.fit_loop.epoch_loop.max_steps = 4
         runner.fit(module, loader)
         values.append(float(runner.callback_metrics["loss"]))
-    assert runner.strategy.mesh is mesh, "communicators are made once"
+    assert runner.strategy.mesh is mesh, "copies of the network hold it"
     return values
 
 

@@ -63,7 +63,7 @@ class _Wait:
     since: float | None = None
 
 
-class PeerWatch:
+class PeerWatchdog:
     """Watches the waits of one device.
 
     Args:
@@ -96,7 +96,7 @@ class PeerWatch:
         self._state.waits.append(_Wait(what, weakref.ref(memory), awaited, began, ended))
         if self._thread is None:
             # The thread knows the state alone, so that it does not keep the watch, and the memory it reads, alive.
-            self._thread = threading.Thread(target=self._state.run, name="peer-watch", daemon=True)
+            self._thread = threading.Thread(target=self._state.run, name="peer-watchdog", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._state.stop.set)
 

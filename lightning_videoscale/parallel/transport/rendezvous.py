@@ -7,7 +7,7 @@ from datetime import timedelta
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but missing from the type hints
 
 
-class MeetingStore(Store):
+class RendezvousStore(Store):
     """A store in which the ranks of one axis find each other to exchange the handles of memory.
 
     Torch numbers the meetings of a process, those of all its groups together, and its keys are ``.../number/rank``.

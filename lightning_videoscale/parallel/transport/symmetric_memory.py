@@ -5,7 +5,7 @@
 
 `torch.distributed._symmetric_memory` is private and may change; this file is the only one that touches it (tried with
 torch 2.11 and 2.13). Of it, allocation and the exchange of handles are used, and no multicast operation. The
-handles are exchanged in process groups of this file's own, which have a `MeetingStore` and no backend.
+handles are exchanged in process groups of this file's own, which have a `RendezvousStore` and no backend.
 
 A flag is a 32-bit number in a rank's memory. A peer sets it by a stream memory operation, which the driver orders after
 the copies before it, and the owner's stream waits for it without occupying a multiprocessor: no kernel spins, so none
@@ -25,13 +25,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_process_group
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but missing from the type hints
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from lightning_videoscale.parallel.mesh import Axis
-from lightning_videoscale.parallel.transport.meeting import MeetingStore
-from lightning_videoscale.parallel.transport.watch import Awaited, PeerWatch
+from lightning_videoscale.parallel.transport.peer_watchdog import Awaited, PeerWatchdog
+from lightning_videoscale.parallel.transport.rendezvous import RendezvousStore
 
 _GRANULE = 2 << 20  # the driver hands out such memory in pieces of 2 MiB
 
@@ -82,6 +82,9 @@ class Fabric(Protocol):
     def watched(self, what: str, memory: Memory, awaited: Sequence[Awaited]) -> AbstractContextManager[None]:
         """Notes that the current stream's work inside depends on these flags, to name who is missing."""
 
+    def close(self, axis: Axis) -> None:
+        """Waits until no rank of the axis uses the memory of another any more, so that it may be freed."""
+
 
 class CudaMemory:
     """See `Memory`; collective to create.
@@ -90,7 +93,7 @@ class CudaMemory:
         nbytes: Bytes of data on each rank.
         flags: Number of flags on each rank.
         axis: The ranks.
-        group: Name of a process group of these ranks that has a `MeetingStore`.
+        group: Name of a process group of these ranks that has a `RendezvousStore`.
         device: This rank's GPU.
         driver: Stream memory operations.
     """
@@ -139,9 +142,9 @@ class CudaFabric:
         self._timeout = timeout
         self._driver = StreamFlags()
         self._side = torch.cuda.Stream(device, priority=-1)
-        self._watch = PeerWatch(device, timeout)
-        self._agreements = 0
-        self._groups: dict[str, tuple[MeetingStore, dist.ProcessGroup]] = {}
+        self._watch = PeerWatchdog(device, timeout)
+        self._agreements = self._generation = 0
+        self._groups: dict[str, tuple[RendezvousStore, dist.ProcessGroup]] = {}
 
     @property
     def failure(self) -> str | None:
@@ -173,13 +176,14 @@ class CudaFabric:
         """See `Fabric`."""
         name = self._name(axis)
         if name not in self._groups:
-            store = MeetingStore(PrefixStore(name, _get_process_group_store(axis.group)), self._timeout)
+            store = RendezvousStore(PrefixStore(name, _get_process_group_store(axis.group)), self._timeout)
             self._groups[name] = store, dist.ProcessGroup(store, axis.rank, axis.size)
             _register_process_group(name, self._groups[name][1])  # type: ignore[arg-type]  # takes any string
         return CudaMemory(nbytes, flags, axis, name, self._device, self._driver)
 
     def _name(self, axis: Axis) -> str:
-        return f"{self._token}/{'-'.join(map(str, axis.ranks))}"
+        # A new name after `close`: torch keeps the store of the first group of a name.
+        return f"{self._token}/{self._generation}/{'-'.join(map(str, axis.ranks))}"
 
     def aside(self, work: Callable[[], None]) -> Finished:
         """See `Fabric`."""
@@ -192,6 +196,19 @@ class CudaFabric:
     def watched(self, what: str, memory: Memory, awaited: Sequence[Awaited]) -> AbstractContextManager[None]:
         """See `Fabric`."""
         return self._watch.watched(what, memory, awaited)
+
+    def close(self, axis: Axis) -> None:
+        """See `Fabric`.
+
+        Raises:
+            TimeoutError: With the ranks that did not come.
+        """
+        torch.cuda.synchronize(self._device)  # copies to peers, and the flags that tell them
+        self.agree([], axis)
+        for name in self._groups:
+            _unregister_process_group(name)  # type: ignore[arg-type]  # takes any string
+        self._groups.clear()
+        self._generation += 1
 
 
 class StreamFlags:
