@@ -11,10 +11,10 @@ micro-batch may hold, `vae` and `encoding` make shards of latents of shards of v
 encodes while training; `loss_weighting` applies the weights of batches.
 """
 
+from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.auto_budget import AutoBudget
 from lightning_videoscale.data.batch import Batch, BatchMeta
 from lightning_videoscale.data.datamodule import VideoDataModule
-from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.online import BatchEncoder, OnlineEncoder
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBatch, SampleTable

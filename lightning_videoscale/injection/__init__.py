@@ -36,10 +36,10 @@ A block built like DiT's takes the one line alone: ``dit_block("my_package.model
 """
 
 from lightning_videoscale.injection import wan  # noqa: F401  importing it registers Wan's split plan
-from lightning_videoscale.injection.dit_block import dit_block
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.inject import inject_fused_kernels
 from lightning_videoscale.injection.methods import source_hash
 from lightning_videoscale.injection.report import InjectionReport
+from lightning_videoscale.models.dit import dit_block
 
 __all__ = ["FusedBlock", "InjectionReport", "dit_block", "inject_fused_kernels", "source_hash"]

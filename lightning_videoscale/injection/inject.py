@@ -9,14 +9,14 @@ from typing import get_args
 from torch import nn
 
 from lightning_videoscale.injection.branch_bias import last_linear
-from lightning_videoscale.injection.dit_block import DIT_BLOCK
-from lightning_videoscale.injection.feed_forward import FEED_FORWARD
 from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, fused_class
 from lightning_videoscale.injection.report import InjectionReport, Skipped
 from lightning_videoscale.injection.wan_attention import WAN_ATTENTION
-from lightning_videoscale.injection.wan_blocks import WAN_BLOCK
 from lightning_videoscale.injection.wan_timesteps import WAN_TIMESTEPS
 from lightning_videoscale.kernels.backend import BackendName
+from lightning_videoscale.models.dit import DIT_BLOCK
+from lightning_videoscale.models.feed_forward import FEED_FORWARD
+from lightning_videoscale.models.wan import WAN_BLOCK
 
 KNOWN_BLOCKS = (WAN_BLOCK, WAN_ATTENTION, WAN_TIMESTEPS, FEED_FORWARD, DIT_BLOCK)
 """The blocks that are known without your help."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.injection.fused_block import FusedBlock, original_forward
-from lightning_videoscale.injection.wan_blocks import WAN_BLOCK, GroupedModulation
+from lightning_videoscale.models.wan import WAN_BLOCK, GroupedModulation
 
 _EMBEDDING_FORWARDS = frozenset({"d051433f8d4607c6", "4e1287c165e31a70"})  # diffusers 0.37 to 0.40, 0.41 and 0.42
 
