@@ -16,8 +16,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.bypassed import changed, has_hooks
-from lightning_videoscale.injection.fused_block import class_path, fused_block_of
+from lightning_videoscale.injection.fused_block import fused_block_of
 
 
 def branch_and_bias(module: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor | None]:

@@ -20,7 +20,6 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_videoscale.parallel import Agreement, CollectiveTransport, SequenceMesh, check_loss
-from lightning_videoscale.parallel.plan import Undo
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport, create_transport
 from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
@@ -31,6 +30,7 @@ from lightning_videoscale.strategies.network_changes import ModelTransform, chan
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.randomness import seed_generators
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.undo import Undo
 
 
 class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):

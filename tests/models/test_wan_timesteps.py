@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_videoscale.injection import inject_fused_kernels
-from lightning_videoscale.models.wan import GroupedModulation
+from lightning_videoscale.injection.modulation import GroupedModulation
 from tests.models import gradient_error, tiny_wan
 from tests.models.test_wan import TOKENS, Case, distance, prepared, run
 
