@@ -35,10 +35,21 @@ def class_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def known(kind: str, cls: type) -> Any | None:
-    """Returns what the family of a class, itself and none of its bases, says of it under the name ``kind``, or None."""
-    file = FAMILIES.get(cls.__module__)
-    return None if file is None else _said(file, kind).get(class_path(cls))
+def known(kind: str, cls: type, own: Mapping[str, Any] | None = None) -> Any | None:
+    """Returns what is known of a class or its nearest base, or None.
+
+    Args:
+        kind: Under which name families say it, such as ``"SPLIT_PLANS"``.
+        cls: The class.
+        own: By class path, what comes before what families say of the same class.
+    """
+    for base in cls.__mro__:
+        path, file = class_path(base), FAMILIES.get(base.__module__)
+        if own is not None and path in own:
+            return own[path]
+        if file is not None and path in (said := _said(file, kind)):
+            return said[path]
+    return None
 
 
 class AllFamilies(Mapping[str, _Value]):

@@ -1,8 +1,8 @@
 """From tar shards to balanced batches.
 
 The road of a sample: `patterns` (which tars), `shards`, `storage` and `remote` (bytes of them), `tars`, `keys`,
-`captions` and `describing` (what is in them), `indexing`, `samples` and `index` (a table of all samples), `shapes` and
-`geometry` (what the model sees of each),
+`captions` and `describing` (what is in them), `indexing`, `samples` and `index` (a table of all samples), `shapes`
+(what the model sees of each),
 `planning/` (which samples meet in which micro-batch, on which data-parallel rank, in which step), `reader`, `decoding`,
 `media` and `frames` (bytes to tensors), `batch` (what the training step receives), `loader` (a pass over the plan),
 `progress` (where a run stands in it) and `datamodule` (all of it behind a LightningDataModule, with `indexed_shards`,

@@ -45,6 +45,18 @@ def last_linear(module: nn.Module) -> nn.Linear | str:
     return block.last_linear(module)
 
 
+def output_linear(attn: Any) -> nn.Linear | str:
+    """Returns the Linear of an attention's ``to_out``, as diffusers makes it, or why its bias stays as it is."""
+    projection, dropout = attn.to_out
+    if (change := changed_linear(projection)) is not None:
+        return f"to_out.0 {change}"
+    if type(dropout) is not nn.Dropout or changed(dropout) is not None:
+        return "to_out.1 is not a Dropout alone"
+    if dropout.p and attn.training:
+        return f"to_out.1 drops {dropout.p} of the activations"
+    return "to_out.0 has no bias" if projection.bias is None else projection
+
+
 def apply_detached(linear: nn.Linear, x: Tensor) -> Tensor:
     """A Linear as it is, but for its bias's gradient."""
     assert linear.bias is not None

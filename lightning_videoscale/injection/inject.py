@@ -49,7 +49,7 @@ def inject_fused_kernels(
     own = {block.class_path: block for block in extra_blocks}
     _refuse_compiled(model, own)
     report = InjectionReport(type(model).__name__)
-    found = [(path, module, _block_for(type(module), own)) for path, module in model.named_modules()]
+    found = [(path, module, known("FUSED_BLOCKS", type(module), own)) for path, module in model.named_modules()]
     meant = [(path, module, block) for path, module, block in found if block is not None and block.is_meant(module)]
     meant.sort(key=lambda entry: entry[2].only_with is not None)
     # What is inside comes first, since it decides what is fused around it.
@@ -64,12 +64,6 @@ def inject_fused_kernels(
     if any(skipped.reason != _ALREADY for skipped in report.skipped):
         warnings.warn(str(report), stacklevel=2)
     return report
-
-
-def _block_for(cls: type[nn.Module], own: Mapping[str, FusedBlock]) -> FusedBlock | None:
-    """Returns what is known of the class or of its nearest base: of one's own, else of its family."""
-    known_blocks = (own.get(class_path(base)) or known("FUSED_BLOCKS", base) for base in cls.__mro__)
-    return next((block for block in known_blocks if block is not None), None)
 
 
 def _refusal(module: nn.Module, block: FusedBlock) -> str | None:
@@ -104,7 +98,7 @@ def _refuse_compiled(model: nn.Module, own: Mapping[str, FusedBlock]) -> None:
     for path, module in model.named_modules():
         # Set by `module.compile()`, and the child that `torch.compile(module)` wraps.
         compiled = module._compiled_call_impl is not None or "_orig_mod" in dict(module.named_children())
-        if compiled and any(_block_for(type(inner), own) for inner in module.modules()):
+        if compiled and any(known("FUSED_BLOCKS", type(inner), own) for inner in module.modules()):
             raise RuntimeError(
                 f"{path or type(model).__name__} is compiled already and contains blocks to replace: inject the fused "
                 "kernels first and compile afterwards."

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.families import class_path
-from lightning_videoscale.injection.branch_bias import apply_detached, branch_and_bias, changed_linear
+from lightning_videoscale.injection.branch_bias import apply_detached, branch_and_bias, changed_linear, output_linear
 from lightning_videoscale.injection.bypassed import changed, unfused
 from lightning_videoscale.injection.fused_block import FusedBlock, fused_block_of, original_forward
 from lightning_videoscale.injection.methods import difference, replacement_of
@@ -319,19 +319,12 @@ def _dispatch(processor: Any, own: bool, query: Tensor, key: Tensor, value: Tens
 
 
 def _last_linear(attn: Any) -> nn.Linear | str:
-    projection, dropout = attn.to_out
     if (change := _changed_attention(attn)) is not None:
         return change
     other = _foreign(attn.processor)
     if other is not None and not getattr(attn.processor, "detaches_bias", False):
         return f"its processor is {other}"
-    if (change := changed_linear(projection)) is not None:
-        return f"to_out.0 {change}"
-    if type(dropout) is not nn.Dropout or changed(dropout) is not None:
-        return "to_out.1 is not a Dropout alone"
-    if dropout.p and attn.training:
-        return f"to_out.1 drops {dropout.p} of the activations"
-    return "to_out.0 has no bias" if projection.bias is None else projection
+    return output_linear(attn)
 
 
 def _object_to_attention(attn: nn.Module) -> str | None:

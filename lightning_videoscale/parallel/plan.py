@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_videoscale.families import AllFamilies, class_path, known
+from lightning_videoscale.families import AllFamilies, known
 from lightning_videoscale.parallel.context import SequenceContext
 
 AttentionChange = Callable[[nn.Module, SequenceContext], Callable[[], None]]
@@ -77,11 +77,8 @@ def register_plan(class_path: str, factory: PlanFactory) -> None:
 
 def find_plan(model: nn.Module) -> SplitPlan | None:
     """Returns the plan known for the model's class or its nearest base class, registered or its family's, or None."""
-    for cls in type(model).__mro__:
-        factory: PlanFactory | None = _REGISTERED.get(class_path(cls)) or known("SPLIT_PLANS", cls)
-        if factory is not None:
-            return factory(model)
-    return None
+    factory: PlanFactory | None = known("SPLIT_PLANS", type(model), _REGISTERED)
+    return None if factory is None else factory(model)
 
 
 def find_planned_modules(root: nn.Module) -> dict[str, SplitPlan]:
