@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.cost import TransformerFlops, training_flops
+from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.cost.spread import compute_cv, cv_step
-from lightning_videoscale.data.geometry import ModelGeometry
 from lightning_videoscale.timing import StepWindow
 
 _RATIOS = {

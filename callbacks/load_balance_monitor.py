@@ -13,7 +13,7 @@ from lightning_videoscale.callbacks.balance_metrics import BalanceMetrics
 from lightning_videoscale.callbacks.balance_pictures import BalancePictures
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.cost import TransformerFlops
-from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
+from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
 
 

@@ -1,8 +1,8 @@
 """Train video diffusion transformers at scale with PyTorch Lightning.
 
-Importing the package registers its strategies with Lightning (`Trainer(strategy="ulysses_ddp")`) and the models that
-it knows how to split and to fuse. Everything else is imported when it is first asked for: sequence parallelism and
-kernels serve plain PyTorch, which needs neither the data room nor the callbacks.
+Importing the package registers its strategies with Lightning (`Trainer(strategy="ulysses_ddp")`). Everything else is
+imported when it is first asked for: sequence parallelism and kernels serve plain PyTorch, which needs neither the data
+room nor the callbacks.
 """
 
 from importlib import import_module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +15,30 @@ import sys
 import lightning.pytorch
 brought_by_lightning = set(sys.modules)
 import lightning_videoscale.kernels, lightning_videoscale.parallel
-for name in sorted(set(sys.modules) - brought_by_lightning):
-    print(name)
-print("known:", *lightning_videoscale.parallel.known_models())
+print(*sorted(set(sys.modules) - brought_by_lightning))
+print(*lightning_videoscale.parallel.known_models())  # which reads the files of all families
+print(*sorted(set(sys.modules) - brought_by_lightning))
+"""
+
+SPLIT_WAN = """
+import sys
+import torch, torch.distributed as dist
+from diffusers import WanTransformer3DModel
+from lightning_videoscale.parallel import SequenceMesh, parallelize
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+torch.manual_seed(0)
+model = WanTransformer3DModel(
+    num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32,
+    num_layers=1,
+)
+inputs = torch.randn(1, 4, 2, 4, 4), torch.tensor([500.0]), torch.randn(1, 3, 16)
+(whole,) = model(*inputs, return_dict=False)
+undo = parallelize(model, SequenceMesh.create("cpu", ulysses_size=2))
+print(type(model.blocks[0].attn1.processor).__name__)
+torch.testing.assert_close(model(*inputs, return_dict=False)[0], whole)
+undo()
+print(type(model.blocks[0].attn1.processor).__name__)
+dist.destroy_process_group()
 """
 
 TRAINER = """
@@ -43,12 +65,21 @@ def printed_by(script: str) -> list[str]:
 
 
 def test_plain_pytorch_loads_neither_data_nor_callbacks_and_knows_the_plans() -> None:
-    *loaded, known = printed_by(PLAIN_PYTORCH)
+    imported, known, then_imported = (line.split() for line in printed_by(PLAIN_PYTORCH))
     heavy = {"webdataset", "scipy", "matplotlib", "torchmetrics", "diffusers", "deepspeed"}
-    ours = {f"lightning_videoscale.{room}" for room in ("data", "callbacks", "cost", "metrics", "report", "timing")}
-    assert not (heavy | ours).intersection(loaded)
-    assert "lightning_videoscale.parallel.ulysses" in loaded
-    assert "WanTransformer3DModel" in known.split()
+    rooms = {f"lightning_videoscale.{room}" for room in ("data", "callbacks", "metrics", "report", "timing")}
+    assert not (heavy | rooms).intersection(then_imported)
+    assert not {"lightning_videoscale.cost", "lightning_videoscale.models"}.intersection(imported)
+    assert "lightning_videoscale.parallel.ulysses" in imported and "lightning_videoscale.models.wan" in then_imported
+    assert "WanTransformer3DModel" in known
+
+
+def test_a_wan_is_split_by_who_imports_nothing_but_parallel(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", SPLIT_WAN, f"file://{tmp_path / 'store'}"]
+    ranks = [subprocess.Popen([*arguments, str(rank)], text=True, stdout=subprocess.PIPE) for rank in range(2)]
+    printed = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert printed == [["SequenceParallelWanAttention", "WanAttnProcessor"]] * 2
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import provenance
 from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.cost.calibration import Calibration
+from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.cost.recalibration import Observation, Recalibration
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw
-from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, SampleTable
 from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, standard_mix
 

@@ -38,7 +38,7 @@ from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_o
 from lightning_videoscale import VideoDataModule
 from lightning_videoscale.callbacks import BudgetRecalibrator
 from lightning_videoscale.cost import BucketBudget, StepTimeModel, TransformerFlops
-from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import SampleTable
 from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
 from lightning_videoscale.timing import StepWindow, subscribe_to_steps

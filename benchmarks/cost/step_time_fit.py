@@ -27,8 +27,8 @@ from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_o
 from lightning_videoscale import benchmark_shapes
 from lightning_videoscale.cost import Measurement, MemoryModel, ShapeMatrix, StepTimeModel
 from lightning_videoscale.cost.floor import above_floor
+from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.cost.step_time import PowerLaw
-from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import SampleTable
 from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
 

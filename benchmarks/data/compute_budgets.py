@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
-from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.compute_budgets import best_of, try_budgets
 from lightning_videoscale.data.planning.figures import PlanFigures

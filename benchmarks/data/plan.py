@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
-from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.figures import PlanFigures
 from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, standard_mix

@@ -31,7 +31,6 @@ from benchmarks import provenance
 from benchmarks.launch import say
 from benchmarks.timing import alternate
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B
-from lightning_videoscale.injection import wan  # noqa: F401  # registers Wan's plan
 from lightning_videoscale.parallel import Agreement, CollectiveTransport, SequenceMesh, agreement, parallelize
 
 LATENT = (60, 104)  # 480 x 832 pixels: 1560 tokens to a frame

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.encoding import EncodeReport, EncodeSettings, encode_shards
-from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.index import ShardIndex, default_index_file
 from lightning_videoscale.data.indexing import build_index, index_shards, known_shards, outdated
 from lightning_videoscale.data.patterns import expand_shards

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, ShapeMatrix, StepTimeModel
-from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, SampleTable
 from lightning_videoscale.data.planning.compute_budgets import TriedBudget, best_of, try_budgets

@@ -12,6 +12,7 @@
 - `floor`: what is so small that the time to launch it is all that shows.
 - `spread`: CV_step and Compute CV, of times and of costs.
 - `median`: the median of values that count unequally.
+- `geometry`: `ModelGeometry`, how many tokens a model makes of a clip.
 - `flops`: `TransformerFlops`, the work of a transformer by its configuration, and `training_flops` of a micro-batch.
 """
 

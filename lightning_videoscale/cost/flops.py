@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+
+from lightning_videoscale.families import AllFamilies, known
 
 _TRAINING = 3
 """Forward, and backward for inputs and for weights."""
@@ -69,7 +71,10 @@ class TransformerFlops:
                 f"expected one trained transformer with a diffusers config in {type(module).__name__}, found "
                 f"{', '.join(sorted(found)) or 'none'}."
             )
-        return cls.from_config(next(iter(found.values())))
+        ((path, config),) = found.items()
+        readers = (known("FLOPS", type(inner)) for inner in module.get_submodule(path).modules())  # of a wrapper too
+        read: Callable[[Mapping[str, Any]], TransformerFlops] = next(filter(None, readers), cls.from_config)
+        return read(config)
 
     @property
     def per_token(self) -> float:
@@ -104,12 +109,5 @@ def training_flops(
     return flops / sequence_parallel_size
 
 
-TRANSFORMERS = {
-    "wan2.1-1.3b": TransformerFlops(30, 1536, 8960),
-    "wan2.1-14b": TransformerFlops(40, 5120, 13824),
-    "wan2.2-ti2v-5b": TransformerFlops(30, 3072, 14336),
-    "hunyuanvideo": TransformerFlops(60, 3072, 12288, cross_attention=False),
-    "cogvideox-5b": TransformerFlops(42, 3072, 12288, cross_attention=False),
-    "ltx-video": TransformerFlops(28, 2048, 8192),
-}
+TRANSFORMERS = AllFamilies[TransformerFlops]("TRANSFORMERS")
 """Sizes of the published models, with activation checkpointing."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 Vector = NDArray[np.float64]
 
@@ -19,6 +18,8 @@ def nonnegative_least_squares(terms: NDArray[np.float64], target: Vector) -> Vec
     Returns:
         x, shape (terms,).
     """
+    from scipy.optimize import nnls  # half a second to import, and only fits need it
+
     # A column of squared lengths is ten orders of magnitude above one of ones, and the solver's tolerance may follow
     # the largest.
     scale = np.abs(terms).max(axis=0)

@@ -1,8 +1,8 @@
 """From tar shards to balanced batches.
 
 The road of a sample: `patterns` (which tars), `shards`, `storage` and `remote` (bytes of them), `tars`, `keys`,
-`captions` and `describing` (what is in them), `indexing`, `samples` and `index` (a table of all samples), `shapes` and
-`geometry` (what the model sees of each),
+`captions` and `describing` (what is in them), `indexing`, `samples` and `index` (a table of all samples), `shapes`
+(what the model sees of each),
 `planning/` (which samples meet in which micro-batch, on which data-parallel rank, in which step), `reader`, `decoding`,
 `media` and `frames` (bytes to tensors), `batch` (what the training step receives), `loader` (a pass over the plan),
 `progress` (where a run stands in it) and `datamodule` (all of it behind a LightningDataModule, with `indexed_shards`,
@@ -11,10 +11,10 @@ micro-batch may hold, `vae` and `encoding` make shards of latents of shards of v
 encodes while training; `loss_weighting` applies the weights of batches.
 """
 
+from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.auto_budget import AutoBudget
 from lightning_videoscale.data.batch import Batch, BatchMeta
 from lightning_videoscale.data.datamodule import VideoDataModule
-from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.online import BatchEncoder, OnlineEncoder
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBatch, SampleTable

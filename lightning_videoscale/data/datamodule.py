@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_videoscale.cost import Calibration, StepTimeModel
+from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.advice import say_passes, warn_of_oversized, warn_of_shapeless
 from lightning_videoscale.data.agreement import (
     apply_loss_weights,
@@ -25,7 +26,6 @@ from lightning_videoscale.data.agreement import (
 from lightning_videoscale.data.auto_budget import AutoBudget, BudgetSearch
 from lightning_videoscale.data.benchmark.synthetic import RepresentativeBatches
 from lightning_videoscale.data.budgets import Budget, Budgets
-from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.indexed_shards import IndexedShards, Shards
 from lightning_videoscale.data.loader import PlannedLoader, PlannedSampler
 from lightning_videoscale.data.online import BatchEncoder, check_geometry

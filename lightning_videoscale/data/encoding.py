@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped]
 from webdataset import TarWriter
 
-from lightning_videoscale.data.geometry import ModelGeometry
+from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.reader import Cut, SampleReader
 from lightning_videoscale.data.shapes import Media, ShapedClips, ShapePolicy

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.data.batch import Batch
-from lightning_videoscale.data.geometry import ModelGeometry
 from lightning_videoscale.data.text import TransformersText
 from lightning_videoscale.data.vae import DiffusersVae
 

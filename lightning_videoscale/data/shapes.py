@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.data.draws import Draws
-from lightning_videoscale.data.geometry import ModelGeometry
 
 _SHAPE_STREAM = 1
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_videoscale.data.geometry import ModelGeometry
+from lightning_videoscale.cost.geometry import ModelGeometry
 
 _PIXELS_AT_ONCE = 81 * 480 * 832
 

@@ -1,4 +1,4 @@
-"""What is changed inside a user's model: fused kernels in its blocks, and how its sequence is split.
+"""The machinery that puts fused kernels into a user's model: recognise, replace, report, undo.
 
 - `inject`: `inject_fused_kernels`, replaces the forward of every block it knows.
 - `report`: `InjectionReport`, what was replaced, what was skipped and why, and the way back.
@@ -6,11 +6,9 @@
 - `methods`: whether a class's methods are still those it was written with, and which version.
 - `branch_bias`: the bias gradient of a branch's last Linear, taken by the gated residual after it.
 - `bypassed`: whether modules that fused forwards do not call are still as they take them to be.
-- `wan_blocks`, `wan_attention`, `wan_timesteps`: the fused forwards of diffusers' Wan 2.1 / 2.2 / TI2V: its blocks, its
-  attention, and the embedding of timesteps that repeat over tokens.
-- `feed_forward`: the fused forward of diffusers' feed-forward with the tanh GELU.
-- `dit_block`: `dit_block`, the fused forward of DiT's block and of every fork's with the same attributes.
-- `wan`: Wan's split plan and its attention over a split sequence.
+- `modulation`: shift, scale and gate of a timestep's part and a block's own, and timesteps that repeat over tokens.
+
+The blocks that are known without your help are in `models`, a file per family.
 
 Your own block takes a forward, with the parameter names of the original, and one line that says whose it is::
 
@@ -30,16 +28,14 @@ Your own block takes a forward, with the parameter names of the original, and on
     report.undo()
 
 Where the class is somebody else's, give `FusedBlock` also the ``known_forwards`` that yours was written for, by
-`source_hash`: another version is then skipped with a warning instead of being replaced by something else.
+`source_hash`: another version is then skipped, with a warning that says what differs.
 
-A block built like DiT's takes the one line alone: ``dit_block("my_package.model.MyDiTBlock")``.
+A block built like DiT's takes the one line alone: ``models.dit.dit_block("my_package.model.MyDiTBlock")``.
 """
 
-from lightning_videoscale.injection import wan  # noqa: F401  importing it registers Wan's split plan
-from lightning_videoscale.injection.dit_block import dit_block
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.inject import inject_fused_kernels
 from lightning_videoscale.injection.methods import source_hash
 from lightning_videoscale.injection.report import InjectionReport
 
-__all__ = ["FusedBlock", "InjectionReport", "dit_block", "inject_fused_kernels", "source_hash"]
+__all__ = ["FusedBlock", "InjectionReport", "inject_fused_kernels", "source_hash"]

@@ -16,8 +16,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.bypassed import changed, has_hooks
-from lightning_videoscale.injection.fused_block import class_path, fused_block_of
+from lightning_videoscale.injection.fused_block import fused_block_of
 
 
 def branch_and_bias(module: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -42,6 +43,18 @@ def last_linear(module: nn.Module) -> nn.Linear | str:
     if has_hooks(module):
         return "has hooks, which may use or change what it returns"
     return block.last_linear(module)
+
+
+def output_linear(attn: Any) -> nn.Linear | str:
+    """Returns the Linear of an attention's ``to_out``, as diffusers makes it, or why its bias stays as it is."""
+    projection, dropout = attn.to_out
+    if (change := changed_linear(projection)) is not None:
+        return f"to_out.0 {change}"
+    if type(dropout) is not nn.Dropout or changed(dropout) is not None:
+        return "to_out.1 is not a Dropout alone"
+    if dropout.p and attn.training:
+        return f"to_out.1 drops {dropout.p} of the activations"
+    return "to_out.0 has no bias" if projection.bias is None else projection
 
 
 def apply_detached(linear: nn.Linear, x: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_videoscale.injection.fused_block import class_path, original_forward
+from lightning_videoscale.families import class_path
+from lightning_videoscale.injection.fused_block import original_forward
 from lightning_videoscale.injection.methods import replacement_of
 
 

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from lightning_videoscale.injection.methods import is_known, replacement_of
-
-
-def class_path(cls: type) -> str:
-    """Returns ``"package.module.ClassName"``."""
-    return f"{cls.__module__}.{cls.__qualname__}"
+from lightning_videoscale.injection.methods import difference, replacement_of
 
 
 def _supports_all(module: nn.Module) -> str | None:
@@ -38,8 +32,9 @@ class FusedBlock:
             whose ``kernel_backend`` says what is to run its kernels, and whose ``recompute_norms`` whether to keep norm
             outputs for backward) and parameters of the same names as the original.
         what: What it does, for the report: ``"norm1, norm3: norm_modulate"``.
-        known_forwards: `source_hash` of every original forward that the new one stands for. None means whatever the
-            class's body says, for classes whose code you own; a decorated forward must be named.
+        known_forwards: `source_hash` of every original forward that the new one stands for; as a mapping, each with
+            the releases that have it, for the report. None means whatever the class's body says, for classes whose code
+            you own; a decorated forward must be named.
         objection: Returns why one block cannot be replaced, None if it can.
         is_meant: Whether a module of that class is such a block at all, where one class has many uses; the others are
             not in the report.
@@ -54,7 +49,7 @@ class FusedBlock:
     class_path: str
     forward: Callable[..., Any]
     what: str
-    known_forwards: frozenset[str] | None = None
+    known_forwards: Collection[str] | None = field(default=None, hash=False)
     objection: Callable[[nn.Module], str | None] = _supports_all
     is_meant: Callable[[nn.Module], bool] = _every_one
     only_with: str | None = None
@@ -70,12 +65,8 @@ class FusedBlock:
         if self.known_forwards is None:
             if replacement is not None:
                 return f"its forward was replaced by {replacement}; known_forwards may name it by its source_hash"
-        elif not is_known(cls, "forward", self.known_forwards):
-            if replacement is not None:
-                return f"its forward was replaced by {replacement}"
-            package = cls.__module__.partition(".")[0]
-            version = getattr(sys.modules.get(package), "__version__", "of unknown version")
-            return f"its forward in {package} {version} is not one that the fused forward was written for"
+        elif (other := difference(cls, "forward", self.known_forwards)) is not None:
+            return f"its forward {other}" if replacement is None else f"its forward was replaced by {replacement}"
         return self.objection(module)
 
 

@@ -8,18 +8,11 @@ from typing import get_args
 
 from torch import nn
 
+from lightning_videoscale.families import class_path, known
 from lightning_videoscale.injection.branch_bias import last_linear
-from lightning_videoscale.injection.dit_block import DIT_BLOCK
-from lightning_videoscale.injection.feed_forward import FEED_FORWARD
-from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, fused_class
+from lightning_videoscale.injection.fused_block import FusedBlock, fused_block_of, fused_class
 from lightning_videoscale.injection.report import InjectionReport, Skipped
-from lightning_videoscale.injection.wan_attention import WAN_ATTENTION
-from lightning_videoscale.injection.wan_blocks import WAN_BLOCK
-from lightning_videoscale.injection.wan_timesteps import WAN_TIMESTEPS
 from lightning_videoscale.kernels.backend import BackendName
-
-KNOWN_BLOCKS = (WAN_BLOCK, WAN_ATTENTION, WAN_TIMESTEPS, FEED_FORWARD, DIT_BLOCK)
-"""The blocks that are known without your help."""
 
 _ALREADY = "uses fused kernels already"
 
@@ -53,29 +46,24 @@ def inject_fused_kernels(
     """
     if backend not in get_args(BackendName):
         raise ValueError(f"backend={backend!r} is not one of {get_args(BackendName)}.")
-    blocks = {block.class_path: block for block in (*KNOWN_BLOCKS, *extra_blocks)}
-    _refuse_compiled(model, blocks)
+    own = {block.class_path: block for block in extra_blocks}
+    _refuse_compiled(model, own)
     report = InjectionReport(type(model).__name__)
-    found = [(path, module, _block_for(type(module), blocks)) for path, module in model.named_modules()]
-    known = [(path, module, block) for path, module, block in found if block is not None and block.is_meant(module)]
-    known.sort(key=lambda entry: entry[2].only_with is not None)
+    found = [(path, module, known("FUSED_BLOCKS", type(module), own)) for path, module in model.named_modules()]
+    meant = [(path, module, block) for path, module, block in found if block is not None and block.is_meant(module)]
+    meant.sort(key=lambda entry: entry[2].only_with is not None)
     # What is inside comes first, since it decides what is fused around it.
-    for path, module, block in sorted(known, key=lambda entry: (entry[2].only_with is not None, -entry[0].count("."))):
+    for path, module, block in sorted(meant, key=lambda entry: (entry[2].only_with is not None, -entry[0].count("."))):
         reason = _refusal(module, block) or _missing_others(block, model)
         if reason is None:
             fused = fused_class(type(module), block)  # type: ignore[arg-type]  # as in fused_block
             report.replace(path, module, fused, _what(module, block), backend, recompute_norms)
         else:
             report.skipped.append(Skipped(path, type(module).__name__, reason))
-    report.sort([path for path, _, _ in known])
+    report.sort([path for path, _, _ in meant])
     if any(skipped.reason != _ALREADY for skipped in report.skipped):
         warnings.warn(str(report), stacklevel=2)
     return report
-
-
-def _block_for(cls: type[nn.Module], blocks: Mapping[str, FusedBlock]) -> FusedBlock | None:
-    """Returns the entry of the class or of its nearest base."""
-    return next((blocks[path] for path in map(class_path, cls.__mro__) if path in blocks), None)
 
 
 def _refusal(module: nn.Module, block: FusedBlock) -> str | None:
@@ -106,11 +94,11 @@ def _missing_others(block: FusedBlock, model: nn.Module) -> str | None:
     return None
 
 
-def _refuse_compiled(model: nn.Module, blocks: Mapping[str, FusedBlock]) -> None:
+def _refuse_compiled(model: nn.Module, own: Mapping[str, FusedBlock]) -> None:
     for path, module in model.named_modules():
         # Set by `module.compile()`, and the child that `torch.compile(module)` wraps.
         compiled = module._compiled_call_impl is not None or "_orig_mod" in dict(module.named_children())
-        if compiled and any(_block_for(type(inner), blocks) for inner in module.modules()):
+        if compiled and any(known("FUSED_BLOCKS", type(inner), own) for inner in module.modules()):
             raise RuntimeError(
                 f"{path or type(model).__name__} is compiled already and contains blocks to replace: inject the fused "
                 "kernels first and compile afterwards."

@@ -2,36 +2,42 @@
 
 `source_hash`      names a version of a method, and of what is wrapped around it
 `replacement_of`   says what took a method's place after its class was written
-`is_known`         whether a method is one of the versions that a fused forward was written for
+`difference`       says how a method differs from the versions that a fused forward was written for
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import inspect
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+_DIGITS = 3  # for each statement: they only say where versions differ, and not whether
 
 
 @functools.cache
 def source_hash(function: Callable[..., Any]) -> str | None:
-    """Returns 16 hexadecimal digits of the SHA-256 of a function's source, or None where there is no source.
+    """Names what a function computes, by its signature and its statements.
 
-    A function that wraps others (``functools.wraps``) is hashed with all of them, outermost first.
+    Comments, docstrings, annotations and line breaks do not count. A function that wraps others (``functools.wraps``)
+    is hashed with all of them, outermost first.
+
+    Returns:
+        16 hexadecimal digits of the SHA-256 of the syntax tree, a hyphen, and 3 digits for the signature and for each
+        statement. None where there is no source.
     """
-    layers: list[Any] = [function]
     try:
-        inspect.unwrap(function, stop=lambda outer: layers.append(inspect.getattr_static(outer, "__wrapped__")))
-        # Of the code, since `getsource` of a function skips what is wrapped around it.
-        source = "".join(textwrap.dedent(inspect.getsource(layer.__code__)) for layer in layers)
-    except (AttributeError, OSError, TypeError, ValueError):
+        forms = [_form(statement.node) for statement in _statements(function)]
+    except (AttributeError, OSError, SyntaxError, TypeError, ValueError):
         return None
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
+    return f"{_sha256(repr(forms))[:16]}-{''.join(_sha256(form)[:_DIGITS] for form in forms)}"
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -44,10 +50,92 @@ def replacement_of(cls: type, name: str) -> str | None:
     return _replacement(owner, owner.__dict__[name])
 
 
-def is_known(cls: type, name: str, hashes: frozenset[str]) -> bool:
-    """Whether a method has one of these hashes, and names in it mean what they mean where its class is."""
-    method = getattr(cls, name)
-    return source_hash(method) in hashes and _module(inspect.unwrap(method)) == _owner(cls, name).__module__
+def difference(cls: type, name: str, known: Collection[str]) -> str | None:
+    """Returns how a method differs from all known versions; None if it is one, and its names mean what they mean there.
+
+    Args:
+        cls: The class.
+        name: Of the method.
+        known: `source_hash` of each version; as a mapping, each with the releases that have it.
+    """
+    method, home = getattr(cls, name), _owner(cls, name).__module__
+    found = source_hash(method)
+    if found in known and _module(inspect.unwrap(method)) == home:
+        return None
+    package = home.partition(".")[0]
+    version = getattr(sys.modules.get(package), "__version__", "of unknown version")
+    tried = f" ({', '.join(known.values())})" if isinstance(known, Mapping) else ""
+    where = "" if found is None or found in known else _first_difference(method, found, known)
+    return f"in {package} {version} is not one that the fused forward was written for{tried}{where}"
+
+
+def _first_difference(method: Any, found: str, known: Collection[str]) -> str:
+    """Compares with the version that begins alike for longest; empty if there is nothing to compare with."""
+    marks, *others = (version.partition("-")[2] for version in (found, *known))
+    if not any(others):
+        return ""
+    statements = _statements(method)
+    lengths = range(len(statements) + 1)
+    alike = max(n for n in lengths if any(other.startswith(marks[: n * _DIGITS]) for other in others))
+    if alike == len(statements):
+        return f": it ends after line {statements[-1].line}"
+    statement = statements[alike]
+    return f": it differs first in line {statement.line}, `{ast.unparse(statement.node).partition(chr(10))[0]}`"
+
+
+class _Statement(NamedTuple):
+    line: int
+    node: ast.AST
+
+
+def _statements(function: Callable[..., Any]) -> list[_Statement]:
+    """The signature and the statements of a function, and of all that it wraps."""
+    layers: list[Any] = [function]
+    inspect.unwrap(function, stop=lambda outer: layers.append(inspect.getattr_static(outer, "__wrapped__")))
+    found = []
+    for layer in layers:
+        code = layer.__code__  # since `getsource` of a function skips what is wrapped around it
+        (definition,) = _Bare().visit(ast.parse(textwrap.dedent(inspect.getsource(code)))).body
+        body: list[ast.stmt] = []
+        if isinstance(definition, ast.FunctionDef):
+            body, definition.body = definition.body, body
+        found += [_Statement(code.co_firstlineno - 1 + node.lineno, node) for node in (definition, *body)]
+    return found
+
+
+class _Bare(ast.NodeTransformer):
+    """Drops what changes nothing of what is computed."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        return self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        if node.value is None:
+            return None
+        return self.generic_visit(ast.copy_location(ast.Assign([node.target], node.value), node))
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if is_text else self.generic_visit(node)
+
+
+def _form(node: Any) -> str:
+    """As ``ast.dump``, which writes the same tree differently in another version of Python."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(_form, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, value) for name, value in ast.iter_fields(node) if name not in ("kind", "type_params")]
+    return f"{type(node).__name__}({', '.join(f'{n}={_form(x)}' for n, x in fields if x is not None and x != [])})"
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from torch import nn
 
-from lightning_videoscale.injection.fused_block import class_path, fused_block_of
+from lightning_videoscale.families import class_path
+from lightning_videoscale.injection.fused_block import fused_block_of
 from lightning_videoscale.kernels.backend import BackendName
+from lightning_videoscale.undo import Undo
 
 
 class Replaced(NamedTuple):
@@ -28,12 +31,6 @@ class Skipped(NamedTuple):
     reason: str
 
 
-class _Original(NamedTuple):
-    path: str
-    module: nn.Module
-    cls: type[nn.Module]
-
-
 @dataclass
 class InjectionReport:
     """What `inject_fused_kernels` did to a model; ``str()`` gives a short text.
@@ -47,7 +44,8 @@ class InjectionReport:
     model: str
     replaced: list[Replaced] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-    _originals: list[_Original] = field(default_factory=list, repr=False)
+    _fused: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+    _undo: Undo = field(default_factory=Undo, repr=False)
 
     def replace(
         self,
@@ -59,11 +57,12 @@ class InjectionReport:
         recompute_norms: bool,
     ) -> None:
         """Gives ``module`` the class ``fused`` and the settings of its kernels, and notes it."""
-        self._originals.append(_Original(path, module, type(module)))
         self.replaced.append(Replaced(path, type(module).__name__, what))
+        self._fused[path] = module
+        self._undo.add(partial(setattr, module, "__class__", type(module)))
         module.__class__ = fused
-        module.kernel_backend = backend  # type: ignore[assignment]  # no module or tensor
-        module.recompute_norms = recompute_norms  # type: ignore[assignment]
+        self._undo.set(module, "kernel_backend", backend)
+        self._undo.set(module, "recompute_norms", recompute_norms)
 
     def sort(self, paths: list[str]) -> None:
         """Lists what was replaced and skipped in the order of ``paths``."""
@@ -78,16 +77,14 @@ class InjectionReport:
             RuntimeError: If a block has got yet another class meanwhile (from ``fully_shard``, for example). Nothing
                 is undone then.
         """
-        for path, module, cls in self._originals:
+        for path, module in self._fused.items():
             if fused_block_of(module) is None:
                 raise RuntimeError(
                     f"{path} is a {class_path(type(module))} with bases {[b.__name__ for b in type(module).__bases__]} "
-                    f"now, no longer the fused {cls.__name__}: undo what changed it since, then call undo() again."
+                    "now, no longer the fused class: undo what changed it since, then call undo() again."
                 )
-        for _, module, cls in self._originals:
-            module.__class__ = cls
-            del module.kernel_backend, module.recompute_norms
-        self._originals.clear()
+        self._undo()
+        self._fused.clear()
 
     def __str__(self) -> str:
         """One line per kind of replacement and per reason."""

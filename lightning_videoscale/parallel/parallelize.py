@@ -16,12 +16,13 @@ from lightning_videoscale.parallel.agreement import Agreement, compare_inputs
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.loss import attach_context
 from lightning_videoscale.parallel.mesh import SequenceMesh
-from lightning_videoscale.parallel.plan import Split, SplitPlan, Undo, find_plan, known_models
+from lightning_videoscale.parallel.plan import Split, SplitPlan, find_plan, known_models
 from lightning_videoscale.parallel.randomness import RegionRandomness
 from lightning_videoscale.parallel.rehearsal import SplitNetwork
 from lightning_videoscale.parallel.sharding import gather, split, whole_gradient
 from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
 from lightning_videoscale.parallel.verification import PlanReport, compare
+from lightning_videoscale.undo import Undo
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def parallelize(
     Args:
         model: The network, not yet compiled or wrapped by a data-parallel engine.
         mesh: The mesh; with one rank per group the model is left alone.
-        plan: What is split where; the plan registered for the model's class if left out.
+        plan: What is split where; the plan known for the model's class if left out.
         transport: How bytes travel; collectives if left out.
         verify_plan: Whether to verify the plan, unless it is `SplitPlan.exact`.
         log: Is told on rank 0 how the verification ended.
@@ -62,17 +63,13 @@ def parallelize(
     """
     plan = _plan_for(model, plan)
     if mesh.sp.size == 1:
-        return lambda: None
+        return Undo()
     network, undo = _install(model, mesh, plan, transport)
     if not verify_plan or plan.exact or not (plan.inputs or plan.outputs):
         return undo
-    hook = model.register_forward_pre_hook(_verify_first_calls(network, log), with_kwargs=True, prepend=True)
-
-    def undo_all() -> None:
-        hook.remove()
-        undo()
-
-    return undo_all
+    first_calls = _verify_first_calls(network, log)
+    undo.add(model.register_forward_pre_hook(first_calls, with_kwargs=True, prepend=True).remove)
+    return undo
 
 
 def verify_plan(
@@ -94,7 +91,7 @@ def verify_plan(
     Args:
         network: The network, as for `parallelize`; not split yet.
         mesh: The mesh, of at least two ranks per group.
-        plan: What is split where; the plan registered for the network's class if left out.
+        plan: What is split where; the plan known for the network's class if left out.
         args: What the network is called with, the same on all ranks of a group.
         kwargs: As ``args``, by name.
         transport: How bytes travel; collectives if left out.
@@ -133,30 +130,25 @@ def _install(
     context = SequenceContext(mesh, transport if transport is not None else DEFAULT_TRANSPORT)
     randomness = RegionRandomness(mesh.sp.rank)
     network = SplitNetwork(model, plan, context, randomness)
-    undos = [network.restore_attention]
+    undo = Undo(network.restore_attention)
     attach_context(model, context)
-    undos.append(lambda: attach_context(model, None))
-    undos.append(model.register_forward_pre_hook(lambda *_: context.begin_forward()).remove)
+    undo.add(lambda: attach_context(model, None))
+    undo.add(model.register_forward_pre_hook(lambda *_: context.begin_forward()).remove)
     agreement = Agreement(mesh, context.transport)
-    undos.append(model.register_forward_pre_hook(compare_inputs(agreement), with_kwargs=True).remove)
-    undos.append(model.register_forward_pre_hook(_average_input_gradients(context), with_kwargs=True).remove)
+    undo.add(model.register_forward_pre_hook(compare_inputs(agreement), with_kwargs=True).remove)
+    undo.add(model.register_forward_pre_hook(_average_input_gradients(context), with_kwargs=True).remove)
     for path, arguments in plan.inputs.items():
         module = _submodule(model, path)
         hook = _split_inputs(module, arguments, context, randomness)
-        undos.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        undo.add(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
     for path, positions in plan.outputs.items():
-        undos.append(_submodule(model, path).register_forward_hook(_split_outputs(path, positions, context)).remove)
+        undo.add(_submodule(model, path).register_forward_hook(_split_outputs(path, positions, context)).remove)
     for path, dim in plan.gathers.items():
-        undos.append(_submodule(model, path).register_forward_hook(_gather_output(path, dim, context)).remove)
+        undo.add(_submodule(model, path).register_forward_hook(_gather_output(path, dim, context)).remove)
     if plan.gathers:  # the region ends with the last gather, or with whatever ends the forward pass before it
         last = _submodule(model, list(plan.gathers)[-1])
-        undos.append(last.register_forward_hook(lambda *_: randomness.leave()).remove)
-    undos.append(model.register_forward_hook(lambda *_: randomness.leave(), always_call=True).remove)
-
-    def undo() -> None:
-        for step in reversed(undos):
-            step()
-
+        undo.add(last.register_forward_hook(lambda *_: randomness.leave()).remove)
+    undo.add(model.register_forward_hook(lambda *_: randomness.leave(), always_call=True).remove)
     return network, undo
 
 

@@ -2,7 +2,7 @@
 
 `SplitPlan`              the plan itself; write one by hand for your own model
 `read_diffusers_plan`    the splits and gathers that diffusers declares for a model (its `_cp_plan`)
-`register_plan`          makes a plan known for a class of models, by the class's full name
+`register_plan`          makes a plan of your own known for a class of models, by the class's full name
 `find_plan`              the plan of a model, if one is known
 `find_planned_modules`   the networks inside a larger module that have a plan
 """
@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import nn
 
+from lightning_videoscale.families import AllFamilies, known
 from lightning_videoscale.parallel.context import SequenceContext
 
-Undo = Callable[[], None]
-"""Takes back what a function changed."""
+AttentionChange = Callable[[nn.Module, SequenceContext], Callable[[], None]]
+"""Makes a model's self-attention exchange over the group, and returns what takes that back."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ class SplitPlan:
     inputs: Mapping[str, Mapping[str, Split]]
     outputs: Mapping[str, Mapping[int, Split]]
     gathers: Mapping[str, int]
-    attention: Callable[[nn.Module, SequenceContext], Undo]
+    attention: AttentionChange
     exact: bool = False
 
 
 PlanFactory = Callable[[nn.Module], SplitPlan]
 
-_PLANS: dict[str, PlanFactory] = {}
+_REGISTERED: dict[str, PlanFactory] = {}
 
 
 def register_plan(class_path: str, factory: PlanFactory) -> None:
@@ -71,16 +72,13 @@ def register_plan(class_path: str, factory: PlanFactory) -> None:
         class_path: ``"package.module.ClassName"``; a name, so that nothing is imported for models nobody uses.
         factory: Returns the plan for a model of that class.
     """
-    _PLANS[class_path] = factory
+    _REGISTERED[class_path] = factory
 
 
 def find_plan(model: nn.Module) -> SplitPlan | None:
-    """Returns the plan registered for the model's class or its nearest base class, or None."""
-    for cls in type(model).__mro__:
-        factory = _PLANS.get(f"{cls.__module__}.{cls.__qualname__}")
-        if factory is not None:
-            return factory(model)
-    return None
+    """Returns the plan known for the model's class or its nearest base class, registered or its family's, or None."""
+    factory: PlanFactory | None = known("SPLIT_PLANS", type(model), _REGISTERED)
+    return None if factory is None else factory(model)
 
 
 def find_planned_modules(root: nn.Module) -> dict[str, SplitPlan]:
@@ -100,11 +98,11 @@ def find_planned_modules(root: nn.Module) -> dict[str, SplitPlan]:
 
 
 def known_models() -> list[str]:
-    """Names of the model classes that have a registered plan."""
-    return sorted(path.rsplit(".", 1)[-1] for path in _PLANS)
+    """Names of the model classes that have a plan."""
+    return sorted({path.rsplit(".", 1)[-1] for path in (*_REGISTERED, *AllFamilies[PlanFactory]("SPLIT_PLANS"))})
 
 
-def read_diffusers_plan(model: nn.Module, attention: Callable[[nn.Module, SequenceContext], Undo]) -> SplitPlan:
+def read_diffusers_plan(model: nn.Module, attention: AttentionChange) -> SplitPlan:
     """Reads the splits and gathers that diffusers declares for its own context parallelism.
 
     diffusers keeps them in the class attribute ``_cp_plan``: module path -> {argument name or output position ->

@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from lightning_videoscale.parallel import Agreement, SequenceMesh, check_loss
 from lightning_videoscale.parallel.mesh import host_group
-from lightning_videoscale.parallel.plan import Undo
 from lightning_videoscale.parallel.transport import Transport, create_transport
 from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
@@ -33,6 +32,7 @@ from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.undo import Undo
 
 
 class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):

@@ -19,10 +19,10 @@ from lightning_videoscale.parallel import (
     known_models,
     parallelize,
 )
-from lightning_videoscale.parallel.plan import Undo
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from lightning_videoscale.strategies.compilation import compile_blocks
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.undo import Undo
 
 ModelTransform = Callable[[nn.Module], None]
 
@@ -52,23 +52,17 @@ def change_networks(
     _refuse_compiled(module)
     for transform in transforms:
         transform(module)
-    undos: list[Undo] = []
+    undo = Undo()
     for path, plan in split_plans(module, mesh, settings).items():
         network = module.get_submodule(path)
-        undo = parallelize(
-            network, mesh, plan, transport=transport, verify_plan=settings.verify_plan, log=rank_zero_info
+        undo.add(
+            parallelize(network, mesh, plan, transport=transport, verify_plan=settings.verify_plan, log=rank_zero_info)
         )
-        undos.append(undo)
         if settings.compile:  # a checkpointed block runs its compiled forward a second time
-            undos.append(compile_blocks(network, settings.compile))
+            undo.add(compile_blocks(network, settings.compile))
         if settings.activation_checkpointing:
-            undos.append(checkpoint_activations(network))
-
-    def undo_all() -> None:
-        for step in reversed(undos):
-            step()
-
-    return undo_all
+            undo.add(checkpoint_activations(network))
+    return undo
 
 
 def split_plans(

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_videoscale.callbacks.balance_metrics import BalanceMetrics
 from lightning_videoscale.cost import TransformerFlops
-from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.timing import MicroBatchLoad, StepTimes
 from tests.timing.windows import window_of
 

@@ -15,9 +15,9 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from lightning_videoscale.cli import main
+from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data import ShardError, storage
 from lightning_videoscale.data.encoding import EncodeReport, EncodeSettings, encode_shards
-from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.indexing import index_shards
 from lightning_videoscale.data.reader import Cut, SampleReader

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
+from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.shapes import (
     STANDARD_POLICY,
     Clips,

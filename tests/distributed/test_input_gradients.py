@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_videoscale.injection import wan  # noqa: F401  # registers Wan's plan
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, check_loss, parallelize
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips

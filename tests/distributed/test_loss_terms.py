@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_videoscale.injection import wan  # noqa: F401  # registers Wan's plan
 from lightning_videoscale.parallel import SequenceMesh, check_loss, gather_sequence, parallelize
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
 from tests.distributed.pool import ProcessPool

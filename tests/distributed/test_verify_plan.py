@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_videoscale.injection import wan  # noqa: F401  # registers Wan's plan
 from lightning_videoscale.parallel import (
     SequenceContext,
     SequenceMesh,
@@ -30,7 +29,6 @@ from lightning_videoscale.parallel import (
     sequence_parallel_attention,
     verify_plan,
 )
-from lightning_videoscale.parallel.plan import Undo
 from lightning_videoscale.strategies import (
     SequenceParallelDDPStrategy,
     SequenceParallelDeepSpeedStrategy,
@@ -198,7 +196,7 @@ class Network(nn.Module):
         return self.head(x)
 
 
-def exchange(model: nn.Module, context: SequenceContext) -> Undo:
+def exchange(model: nn.Module, context: SequenceContext) -> Callable[[], None]:
     layers = [layer for layer in model.modules() if isinstance(layer, Attention | SharedMean)]
 
     def give(value: SequenceContext | None) -> None:
@@ -209,7 +207,7 @@ def exchange(model: nn.Module, context: SequenceContext) -> Undo:
     return lambda: give(None)
 
 
-def plan(attention: Callable[[nn.Module, SequenceContext], Undo] = exchange) -> SplitPlan:
+def plan(attention: Callable[[nn.Module, SequenceContext], Callable[[], None]] = exchange) -> SplitPlan:
     return SplitPlan({"": {"x": Split(1)}}, {}, {"head": 1}, attention)
 
 
@@ -519,8 +517,8 @@ class ExchangedAttention:
         return attn.to_out[1](attn.to_out[0](out.flatten(2)))
 
 
-def ltx_attention(exchanged: bool) -> Callable[[Any, SequenceContext], Undo]:
-    def install(model: Any, context: SequenceContext) -> Undo:
+def ltx_attention(exchanged: bool) -> Callable[[Any, SequenceContext], Callable[[], None]]:
+    def install(model: Any, context: SequenceContext) -> Callable[[], None]:
         layers = [block.attn1 for block in model.transformer_blocks]
         originals = [layer.processor for layer in layers]
         for layer in layers:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.vae import DiffusersVae
 
 pytestmark = [

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.injection.branch_bias import branch_and_bias, last_linear
-from tests.injection.test_wan_blocks import TOKENS, prepared, run, text_to_video
 from tests.models import gradient_error
+from tests.models.test_wan import TOKENS, prepared, run, text_to_video
 
 WIDTH = 48
 PROJECTIONS = ("attn1.to_q", "attn1.to_k", "attn2.to_q")  # of as many rows as there are tokens

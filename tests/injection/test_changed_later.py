@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.injection import inject_fused_kernels
-from tests.injection.test_dit_block import MINE, a_block
-from tests.injection.test_wan_blocks import TOKENS, prepared, run, text_to_video
 from tests.models import gradient_error, tiny_wan
+from tests.models.test_dit import MINE, a_block
+from tests.models.test_wan import TOKENS, prepared, run, text_to_video
 
 Change = Callable[[nn.Module], object]
 BYPASSED = ("norm1", "norm2", "norm3", "attn1.norm_q", "attn2.norm_k", "ffn.net.0.proj", "ffn.net.1", "ffn.net.2")

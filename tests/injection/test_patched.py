@@ -17,10 +17,10 @@ from diffusers.models.transformers import transformer_wan
 from torch import Tensor, nn
 
 from lightning_videoscale.injection import FusedBlock, inject_fused_kernels, source_hash
-from tests.injection.test_dit_block import MINE, a_block
 from tests.injection.test_inject import MY_BLOCK, MyBlock, fused_forward, two_blocks
-from tests.injection.test_wan_blocks import prepared, run, text_to_video
 from tests.models import gradient_error, tiny_wan
+from tests.models.test_dit import MINE, a_block
+from tests.models.test_wan import prepared, run, text_to_video
 
 Patch = Callable[[Any], Any]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.metrics import ThroughputEfficiency
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.parallel import SequenceContext, Split, SplitPlan, sequence_parallel_attention
-from lightning_videoscale.parallel.plan import Undo
 from lightning_videoscale.strategies import (
     SequenceParallelDDPStrategy,
     SequenceParallelDeepSpeedStrategy,
@@ -67,7 +67,7 @@ class Net(nn.Module):
         return x
 
 
-def join_attention(model: nn.Module, context: SequenceContext) -> Undo:
+def join_attention(model: nn.Module, context: SequenceContext) -> Callable[[], None]:
     def give(value: SequenceContext | None) -> None:
         for block in model.get_submodule("blocks").children():
             block.context = value

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_videoscale.cost import ShapeMatrix
+from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.benchmark.grid import Cell, spread_over_shapes
 from lightning_videoscale.data.benchmark.measuring import measure_shapes
 from lightning_videoscale.data.benchmark.synthetic import RandomBatches, SyntheticBatches
-from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.shapes import ClipShape
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.data.geometry import ModelGeometry
+from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.data.shapes import Clips, ClipShape, ShapePolicy
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
-from lightning_videoscale.data.geometry import GEOMETRIES
+from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import SampleTable
 from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, Media, standard_mix
 

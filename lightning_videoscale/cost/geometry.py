@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_videoscale.families import AllFamilies
+
 _Frames = TypeVar("_Frames", int, NDArray[np.int64])
 
 
@@ -73,12 +75,5 @@ class ModelGeometry:
         return int(tokens) if np.ndim(tokens) == 0 else tokens.astype(np.int64)
 
 
-GEOMETRIES = {
-    "wan2.1": ModelGeometry(),
-    "wan2.2": ModelGeometry(),
-    "wan2.2-ti2v-5b": ModelGeometry(spatial_stride=16),
-    "hunyuanvideo": ModelGeometry(text_tokens=256),
-    "cogvideox": ModelGeometry(text_tokens=226),
-    "ltx-video": ModelGeometry(temporal_stride=8, spatial_stride=32, patch_size=(1, 1, 1)),
-}
-"""By model family. HunyuanVideo's and CogVideoX's text lengths are those of their pipelines' defaults."""
+GEOMETRIES = AllFamilies[ModelGeometry]("GEOMETRIES")
+"""By model family."""

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_videoscale.injection import inject_fused_kernels, source_hash
 from lightning_videoscale.injection.fused_block import fused_block_of
+from lightning_videoscale.models.wan import FUSED_BLOCKS
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
 
 FRAMES, HEIGHT, WIDTH = 3, 4, 6
@@ -193,7 +194,8 @@ def test_compiled_blocks_have_no_graph_break() -> None:
 
 def test_the_forward_it_stands_for_is_the_installed_one() -> None:
     block: Any = type(tiny_wan().blocks[0])
-    assert source_hash(block.forward) == "e3f915b69532cdf6"
+    known = FUSED_BLOCKS[f"{block.__module__}.{block.__qualname__}"].known_forwards
+    assert known is not None and source_hash(block.forward) in known
 
 
 def test_an_unknown_forward_is_skipped_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,15 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.branch_bias import changed_linear
 from lightning_videoscale.injection.bypassed import changed, unfused
-from lightning_videoscale.injection.fused_block import FusedBlock, class_path, original_forward
-from lightning_videoscale.injection.methods import is_known
+from lightning_videoscale.injection.fused_block import FusedBlock, original_forward
+from lightning_videoscale.injection.methods import difference
 from lightning_videoscale.kernels import gelu_linear
 
-_FEED_FORWARDS = frozenset({"2534be46672c7017"})  # diffusers 0.37 to 0.42
-_GELU_FORWARDS = frozenset({"3640c152cb8c0d01", "d6728e812cd51ebb"})  # diffusers 0.37 to 0.40, 0.41 and 0.42
+_TRIED = "diffusers 0.37 to 0.42.1"
+_FEED_FORWARD = "diffusers.models.attention.FeedForward"
 
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -76,16 +77,18 @@ def _objection(module: nn.Module) -> str | None:
     activation: Any = module.get_submodule("net.0")
     if (change := _changed(module)) is not None:
         return change
-    known = is_known(type(activation), "forward", _GELU_FORWARDS)
-    return None if known else "the forward of net.0, its GELU, is not one that the fused forward was written for"
+    other = difference(type(activation), "forward", {"69a577f18913762d-5bfdf860044c": _TRIED})
+    return None if other is None else f"the forward of net.0, its GELU, {other}"
 
 
-FEED_FORWARD = FusedBlock(
-    class_path="diffusers.models.attention.FeedForward",
-    forward=_forward,
-    what="the GELU and the Linear after it: gelu_linear",
-    known_forwards=_FEED_FORWARDS,
-    objection=_objection,
-    is_meant=_is_meant,
-    last_linear=_last_linear,
-)
+FUSED_BLOCKS = {
+    _FEED_FORWARD: FusedBlock(
+        class_path=_FEED_FORWARD,
+        forward=_forward,
+        what="the GELU and the Linear after it: gelu_linear",
+        known_forwards={"72e52ceb1469098a-844d5ce9644c": _TRIED},
+        objection=_objection,
+        is_meant=_is_meant,
+        last_linear=_last_linear,
+    )
+}

@@ -1,4 +1,4 @@
-"""What one Wan block keeps for backward, in every way it can be run: ``python -m tests.injection.kept``."""
+"""What one Wan block keeps for backward, in every way it can be run: ``python -m tests.models.kept``."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_videoscale.injection import dit_block, inject_fused_kernels
-from lightning_videoscale.injection.inject import KNOWN_BLOCKS
+from lightning_videoscale.injection import inject_fused_kernels
+from lightning_videoscale.models.dit import FUSED_BLOCKS, dit_block
 
 
 class Attention(nn.Module):
@@ -97,7 +97,7 @@ def test_a_norm_that_is_something_else_is_skipped() -> None:
 
 
 def test_the_published_one_is_known_by_its_source() -> None:
-    published = next(block for block in KNOWN_BLOCKS if block.class_path == "models.DiTBlock")
+    published = FUSED_BLOCKS["models.DiTBlock"]
     assert published.known_forwards  # its module is called "models" like many others
     Block.__module__, before = "models", Block.__module__
     Block.__qualname__ = "DiTBlock"

@@ -14,8 +14,8 @@ from diffusers.models.attention_dispatch import attention_backend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_videoscale.injection import inject_fused_kernels
-from tests.injection.test_wan_blocks import prepared, run, text_to_video
 from tests.models import gradient_error, tiny_wan
+from tests.models.test_wan import prepared, run, text_to_video
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_videoscale.injection import inject_fused_kernels
-from lightning_videoscale.injection.wan_blocks import GroupedModulation
-from tests.injection.test_wan_blocks import TOKENS, Case, distance, prepared, run
+from lightning_videoscale.injection.modulation import GroupedModulation
 from tests.models import gradient_error, tiny_wan
+from tests.models.test_wan import TOKENS, Case, distance, prepared, run
 
 FIRST_FRAME = TOKENS // 3
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_videoscale.injection import inject_fused_kernels
-from tests.injection.kept import ACTIVATION, CHANNELS, FEED_FORWARD, MODES, kept_bytes, kept_storages, wan_block
-from tests.injection.test_wan_blocks import CASES, Case, prepared, run
+from tests.models.kept import ACTIVATION, CHANNELS, FEED_FORWARD, MODES, kept_bytes, kept_storages, wan_block
+from tests.models.test_wan import CASES, Case, prepared, run
 
 NO_NORM_OUTPUT = 9 + FEED_FORWARD / CHANNELS
 """q, k, v and result of self-attention, q and result of cross-attention, three branches, what the GELU is given."""

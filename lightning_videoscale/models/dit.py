@@ -7,6 +7,7 @@ It is rounded after every operation, as there, so on the reference backend the f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,10 @@ from lightning_videoscale.kernels import (
 )
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
-_DIT_FORWARDS = frozenset({"2e263fd947215bda"})  # facebookresearch/DiT
+_DIT_FORWARDS = {"e89c071547517142-b0cc6aa30aa80cf": "facebookresearch/DiT"}
 
 
-def dit_block(class_path: str, known_forwards: frozenset[str] | None = None) -> FusedBlock:
+def dit_block(class_path: str, known_forwards: Collection[str] | None = None) -> FusedBlock:
     """Returns the replacement of a class of blocks built like DiT's.
 
     Its ``forward(self, x, c)`` is DiT's, with x (B, S, D) and c (B, D), and it has LayerNorms ``norm1`` and ``norm2``,
@@ -84,4 +85,4 @@ def _objection(block: nn.Module) -> str | None:
     return None
 
 
-DIT_BLOCK = dit_block("models.DiTBlock", _DIT_FORWARDS)
+FUSED_BLOCKS = {"models.DiTBlock": dit_block("models.DiTBlock", _DIT_FORWARDS)}

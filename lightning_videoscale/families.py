@@ -1,0 +1,81 @@
+"""Which file of `models` knows a class: the table of model families, a line each.
+
+A file is imported when one of its classes is first met, so that the rooms below `models` need not import it. It says
+what is known of the family under these names, and leaves out what does not apply:
+
+`SPLIT_PLANS`    by class path, what returns the `SplitPlan` of such a model
+`FUSED_BLOCKS`   by class path, the `FusedBlock`
+`FLOPS`          by class path, what makes `TransformerFlops` of a model's configuration
+`TRANSFORMERS`   by name, `TransformerFlops` of the published models
+`GEOMETRIES`     by name, `ModelGeometry`: the factors of the VAE and of the patches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib import import_module
+from typing import Any, TypeVar
+
+_Value = TypeVar("_Value")
+
+FAMILIES = {
+    "diffusers.models.transformers.transformer_wan": "wan",
+    "diffusers.models.transformers.transformer_hunyuan_video": "hunyuan_video",
+    "diffusers.models.transformers.cogvideox_transformer_3d": "cogvideox",
+    "diffusers.models.transformers.transformer_ltx": "ltx",
+    "diffusers.models.attention": "feed_forward",
+    "models": "dit",
+}
+"""By the module that classes are in, the file in `models/` that knows them."""
+
+
+def class_path(cls: type) -> str:
+    """Returns ``"package.module.ClassName"``."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def known(kind: str, cls: type, own: Mapping[str, Any] | None = None) -> Any | None:
+    """Returns what is known of a class or its nearest base, or None.
+
+    Args:
+        kind: Under which name families say it, such as ``"SPLIT_PLANS"``.
+        cls: The class.
+        own: By class path, what comes before what families say of the same class.
+    """
+    for base in cls.__mro__:
+        path, file = class_path(base), FAMILIES.get(base.__module__)
+        if own is not None and path in own:
+            return own[path]
+        if file is not None and path in (said := _said(file, kind)):
+            return said[path]
+    return None
+
+
+class AllFamilies(Mapping[str, _Value]):
+    """What all families say under one name, by its keys; read when it is first asked for anything.
+
+    Args:
+        kind: The name, such as ``"GEOMETRIES"``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    @cached_property
+    def _entries(self) -> dict[str, _Value]:
+        return {key: value for file in FAMILIES.values() for key, value in _said(file, self._kind).items()}
+
+    def __getitem__(self, key: str) -> _Value:
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _said(file: str, kind: str) -> Mapping[str, Any]:
+    said: Mapping[str, Any] = getattr(import_module(f"lightning_videoscale.models.{file}"), kind, {})
+    return said

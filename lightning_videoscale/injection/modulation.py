@@ -1,0 +1,100 @@
+"""Shift, scale and gate of a timestep's part and a block's own, and timesteps of which many are the same."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class GroupedModulation(NamedTuple):
+    """The timestep's part of the modulation for tokens of which many have the same timestep.
+
+    Attributes:
+        values: (U, 6·D) or (U, 6, D), an entry for each different timestep.
+        which: (B, S) integers: which entry each token has.
+    """
+
+    values: Tensor
+    which: Tensor
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> GroupedModulation:
+        """Splits the channels, the last dimension of what this stands for, as diffusers' model does before its blocks.
+
+        Raises:
+            ValueError: If ``dim`` is not that dimension.
+        """
+        if dim not in (-1, 2):
+            raise ValueError(f"Only the channels, dimension 2 of (B, S, 6·D), can be split; got dimension {dim}.")
+        return GroupedModulation(self.values.unflatten(1, sizes), self.which)
+
+    def per_token(self) -> Tensor:
+        """What this stands for, (B, S, …)."""
+        return self.values[self.which]
+
+
+class Modulation(NamedTuple):
+    """Shift, scale and gate of one sublayer: the timestep's part and the block's own, (D,).
+
+    The timestep's part is (B, 1 or S, D), or (U, D) and which entry each token has, (B, S).
+    """
+
+    which: Tensor | None
+    shift: Tensor
+    scale: Tensor
+    gate: Tensor
+    shift_table: Tensor
+    scale_table: Tensor
+    gate_table: Tensor
+
+    def of_norm(self) -> dict[str, Any]:
+        """What `norm_modulate` takes of it."""
+        return {
+            "scale": self.scale,
+            "shift": self.shift,
+            "scale_table": self.scale_table,
+            "shift_table": self.shift_table,
+            "index": self.which,
+        }
+
+    def of_gate(self) -> dict[str, Any]:
+        """What `gate_residual` takes of it."""
+        return {"gate": self.gate, "gate_table": self.gate_table, "index": self.which}
+
+
+def modulations(table: Tensor, temb: Tensor | GroupedModulation, batch_size: int) -> tuple[Modulation, Modulation]:
+    """Returns the modulation of the self-attention and of the feed-forward; nothing is added up here.
+
+    Args:
+        table: The block's own part, (1, 6, D).
+        temb: The timestep's part: (B, 6, D) per sample or (B, S, 6, D) per token, or grouped; B may be 1 for all.
+        batch_size: B.
+    """
+    parts: tuple[Tensor, ...]
+    which = None
+    if isinstance(temb, GroupedModulation):
+        parts, which = temb.values.unbind(dim=1), temb.which
+    else:
+        per_token = temb.unsqueeze(1) if temb.ndim == 3 else temb
+        parts = tuple(part.expand(batch_size, -1, -1) for part in per_token.unbind(dim=2))
+    own = table.squeeze(0).unbind(0)
+    return Modulation(which, *parts[:3], *own[:3]), Modulation(which, *parts[3:], *own[3:])
+
+
+class Repeated(NamedTuple):
+    """The different timesteps, (U,), and which one each token has, (B, S)."""
+
+    values: Tensor
+    which: Tensor
+
+
+def find_repeated(timestep: Tensor, tokens: int | None) -> Repeated | None:
+    """Returns what repeats in (B·S,) timesteps, or None where fewer than half do, and in a compiled forward.
+
+    How many are different decides over shapes, hence the host waits for the device, once in a forward.
+    """
+    if tokens is None or torch.compiler.is_compiling():
+        return None
+    values, which = torch.unique(timestep, return_inverse=True)
+    return Repeated(values, which.unflatten(0, (-1, tokens))) if 2 * len(values) <= len(timestep) else None

@@ -1,0 +1,61 @@
+"""The table of families: every file has its line, and what a file says is found."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_videoscale import models
+from lightning_videoscale.cost import TRANSFORMERS, TransformerFlops
+from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
+from lightning_videoscale.families import FAMILIES, known
+from tests.models import tiny_wan
+
+BY_CLASS = ("SPLIT_PLANS", "FUSED_BLOCKS", "FLOPS")
+
+
+def said(file: str, kind: str) -> dict[str, Any]:
+    entries: dict[str, Any] = getattr(import_module(f"lightning_videoscale.models.{file}"), kind, {})
+    return entries
+
+
+def test_every_file_has_its_line() -> None:
+    files = {file.stem for file in Path(str(models.__file__)).parent.glob("*.py")} - {"__init__"}
+    assert files == set(FAMILIES.values())
+    assert all(any(said(file, kind) for kind in (*BY_CLASS, "GEOMETRIES", "TRANSFORMERS")) for file in files)
+
+
+@pytest.mark.parametrize("module", FAMILIES)
+def test_the_classes_of_a_file_are_those_of_its_line(module: str) -> None:
+    if module.startswith("diffusers."):
+        import_module(module)
+    for kind in BY_CLASS:
+        for path in said(FAMILIES[module], kind):
+            home, _, name = path.rpartition(".")
+            assert FAMILIES[home] == FAMILIES[module]
+            if home.startswith("diffusers."):
+                cls = getattr(import_module(home), name)
+                assert known(kind, cls) is known(kind, type(name, (cls,), {})) is said(FAMILIES[home], kind)[path]
+                assert known(kind, cls, {path: "mine"}) == "mine"
+    for block in said(FAMILIES[module], "FUSED_BLOCKS").items():
+        assert block[0] == block[1].class_path
+
+
+def test_sizes_are_found_by_name() -> None:
+    assert GEOMETRIES["hunyuanvideo"] == ModelGeometry(text_tokens=256)
+    assert {"wan2.1", "wan2.2", "wan2.2-ti2v-5b", "cogvideox", "ltx-video"} < set(GEOMETRIES)
+    assert TRANSFORMERS["cogvideox-5b"].layers == 42 and len(TRANSFORMERS) == 6
+    assert "wan9" not in GEOMETRIES and "wan9" not in TRANSFORMERS
+
+
+def test_a_family_reads_its_configuration() -> None:
+    model = tiny_wan()
+    assert known("FLOPS", type(model))(model.config) == TransformerFlops(layers=2, width=48, ffn_width=64)
+    assert TransformerFlops.of_module(model) == TransformerFlops.from_config(model.config)
+
+
+def test_a_class_of_no_family() -> None:
+    assert known("FUSED_BLOCKS", ModelGeometry) is None
