@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_videoscale.parallel.local_attention import open_mask
+from lightning_videoscale.parallel.attention_with_lse import open_mask
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.ring import Ring, ring_attention
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_videoscale.parallel.agreement import Agreement, compare_inputs
+from lightning_videoscale.parallel.auxiliary_loss import attach_context
 from lightning_videoscale.parallel.context import SequenceContext
-from lightning_videoscale.parallel.loss import attach_context
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.plan import Split, SplitPlan, Undo, find_plan, known_models
-from lightning_videoscale.parallel.randomness import RegionRandomness
-from lightning_videoscale.parallel.rehearsal import SplitNetwork
+from lightning_videoscale.parallel.plan_verification import PlanReport, compare
+from lightning_videoscale.parallel.rank_agreement import Agreement, compare_inputs
+from lightning_videoscale.parallel.region_randomness import RegionRandomness
 from lightning_videoscale.parallel.sharding import gather, split, whole_gradient
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
-from lightning_videoscale.parallel.verification import PlanReport, compare
+from lightning_videoscale.parallel.trial_run import SplitNetwork
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def parallelize(
     Every rank of a group must call the model with the same inputs, which the first calls and then every 211th compare
     (see `Agreement`), and gets the same, whole output. Gradients of
     parameters must then be averaged over all ranks, dp × sp (see `sharding`); inputs receive theirs whole. Between the
-    first split of an input and the last gather the ranks draw different random numbers, for dropout (see `randomness`).
+    first split of an input and the last gather the ranks draw different random numbers, for dropout (see `region_randomness`).
 
     A plan that is not known to be exact is verified, as `verify_plan` does, on the inputs of the first call with
     gradients enabled, and of the first call without if it comes earlier. All ranks of the job must make these calls.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_videoscale.parallel.local_attention import attend, attend_backward
+from lightning_videoscale.parallel.attention_with_lse import attend, attend_backward
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.parallel.ulysses import repeat_heads, sum_heads

@@ -1,7 +1,7 @@
 """Calls inside a split region that mix tokens, of which each rank has only its own: `TokenMixing`.
 
 Seen is what mixes by what it is: attention, convolutions, norms and recurrent layers over tokens. What mixes by how it
-is used (a mean, a softmax, a roll over tokens) is for the comparison of values, see `verification`.
+is used (a mean, a softmax, a roll over tokens) is for the comparison of values, see `plan_verification`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.plan import SplitPlan
-from lightning_videoscale.parallel.randomness import RegionRandomness
+from lightning_videoscale.parallel.region_randomness import RegionRandomness
 
 _MOST_ELEMENTS = 1 << 28  # of all gradients that are asked for
 
