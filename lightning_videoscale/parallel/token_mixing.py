@@ -88,7 +88,7 @@ class TokenMixing(TorchFunctionMode):
 
     def _has_tokens(self, x: Any, dims: Iterable[int]) -> bool:
         """Whether one of the dims is as long as a slice."""
-        return self._is_followed(x) and any(x.shape[dim] in self._context.tables for dim in dims)
+        return self._is_followed(x) and any(x.shape[dim] in self._context.record.local_lengths for dim in dims)
 
     def _mixes(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         def argument(position: int, keyword: str) -> Any:

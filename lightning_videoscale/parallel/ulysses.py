@@ -185,7 +185,7 @@ def sum_heads(grad: Tensor, repeats: tuple[int, ...], dtype: torch.dtype) -> Ten
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: HeadPlan, axis: Axis, transport: Transport, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.how = plan, axis, transport
+        ctx.how, ctx.returns = (plan, axis, transport), "slice"
         return _scatter(tensors, plan, axis, transport)
 
     @staticmethod
@@ -197,7 +197,7 @@ class _ScatterHeads(torch.autograd.Function):
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: HeadPlan, axis: Axis, transport: Transport, out: Tensor) -> Tensor:
-        ctx.how = plan, axis, transport
+        ctx.how, ctx.returns = (plan, axis, transport), "slice"
         return _gather((out,), plan, axis, transport)[0]
 
     @staticmethod
