@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.region_randomness import RegionRandomness, RegionSeed
-from lightning_videoscale.parallel.transport import Transport
+from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SequenceContext:
 
     Args:
         mesh: The mesh of ranks.
-        transport: How bytes travel.
+        transport: How bytes travel; collectives if left out.
 
     Attributes:
         record: Of the forward pass whose layers run now, for the first time or recomputed in backward. It is replaced
@@ -86,9 +86,9 @@ class SequenceContext:
         on_split: Told of every slice that a split returns, while the model is watched.
     """
 
-    def __init__(self, mesh: SequenceMesh, transport: Transport) -> None:
+    def __init__(self, mesh: SequenceMesh, transport: Transport | None = None) -> None:
         self.mesh = mesh
-        self.transport = transport
+        self.transport = transport if transport is not None else CollectiveTransport()
         self.record = SplitRecord(mesh.sp.rank)
         self.randomness = RegionRandomness(mesh.sp.rank)
         self.in_forward = False

@@ -20,7 +20,7 @@ from lightning_videoscale.parallel.plan import Split, SplitPlan, Undo, find_plan
 from lightning_videoscale.parallel.plan_verification import PlanReport, compare
 from lightning_videoscale.parallel.rank_agreement import Agreement, compare_inputs
 from lightning_videoscale.parallel.sharding import gather, split, whole_gradient
-from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
+from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.parallel.trial_run import SplitNetwork
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def parallelize(
     plan = _plan_for(model, plan)
     if mesh.sp.size == 1:
         return lambda: None
-    network, undo = _install(model, plan, SequenceContext(mesh, transport or CollectiveTransport()))
+    network, undo = _install(model, plan, SequenceContext(mesh, transport))
     if not verify_plan or plan.exact or not (plan.inputs or plan.outputs):
         return undo
     hook = model.register_forward_pre_hook(_verify_first_calls(network, log), with_kwargs=True, prepend=True)
@@ -111,8 +111,7 @@ def verify_plan(
     """
     if mesh.sp.size == 1:
         raise ValueError(f"{mesh} splits nothing: verify_plan needs at least two ranks per group.")
-    context = SequenceContext(mesh, transport or CollectiveTransport())
-    split_network, undo = _install(network, _plan_for(network, plan), context)
+    split_network, undo = _install(network, _plan_for(network, plan), SequenceContext(mesh, transport))
     try:
         return compare(split_network, args, kwargs or {}, gradients=torch.is_grad_enabled())
     finally:
@@ -139,27 +138,27 @@ def _install(model: nn.Module, plan: SplitPlan, context: SequenceContext) -> tup
 
     with ExitStack() as undos:
 
-        def before(module: nn.Module, hook: Callable[..., Any]) -> None:
-            undos.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        def before(path: str, hook: Callable[..., Any]) -> None:
+            undos.callback(_submodule(model, path).register_forward_pre_hook(hook, with_kwargs=True).remove)
 
-        def after(module: nn.Module, hook: Callable[..., Any], *, always: bool = False) -> None:
-            undos.callback(module.register_forward_hook(hook, always_call=always).remove)
+        def after(path: str, hook: Callable[..., Any], *, always: bool = False) -> None:
+            undos.callback(_submodule(model, path).register_forward_hook(hook, always_call=always).remove)
 
         network = SplitNetwork(model, plan, context)
         undos.callback(network.restore_attention)
         attach_context(model, context)
         undos.callback(attach_context, model, None)
-        before(model, begin)
-        before(model, compare_inputs(agreement))
-        before(model, _average_input_gradients(context))
+        before("", begin)
+        before("", compare_inputs(agreement))
+        before("", _average_input_gradients(context))
         for path, arguments in plan.inputs.items():
-            before(_submodule(model, path), _split_inputs(_submodule(model, path), arguments, context))
-            after(_submodule(model, path), _end_recomputed_entrance(context), always=True)
+            before(path, _split_inputs(_submodule(model, path), arguments, context))
+            after(path, _end_recomputed_entrance(context), always=True)
         for path, positions in plan.outputs.items():
-            after(_submodule(model, path), _split_outputs(path, positions, context))
+            after(path, _split_outputs(path, positions, context))
         for path, dim in plan.gathers.items():
-            after(_submodule(model, path), _gather_output(path, dim, context, to_gather))
-        after(model, lambda *_: context.end_forward(), always=True)
+            after(path, _gather_output(path, dim, context, to_gather))
+        after("", lambda *_: context.end_forward(), always=True)
         return network, undos.pop_all().close
 
 
