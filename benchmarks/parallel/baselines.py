@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_videoscale.parallel.local_attention import attend, attend_backward
+from lightning_videoscale.parallel.attention_with_lse import attend, attend_backward
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

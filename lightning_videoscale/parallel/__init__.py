@@ -10,10 +10,9 @@
 `Agreement`                     whether the ranks of a group compute with the same numbers
 """
 
-from lightning_videoscale.parallel.agreement import Agreement
 from lightning_videoscale.parallel.attention import sequence_parallel_attention
+from lightning_videoscale.parallel.auxiliary_loss import check_loss, gather_sequence
 from lightning_videoscale.parallel.context import SequenceContext
-from lightning_videoscale.parallel.loss import check_loss, gather_sequence
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.parallelize import parallelize, verify_plan
 from lightning_videoscale.parallel.plan import (
@@ -25,10 +24,11 @@ from lightning_videoscale.parallel.plan import (
     read_diffusers_plan,
     register_plan,
 )
+from lightning_videoscale.parallel.plan_verification import PlanReport
+from lightning_videoscale.parallel.rank_agreement import Agreement
 from lightning_videoscale.parallel.sharding import gather, split, split_sizes
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
 from lightning_videoscale.parallel.ulysses import check_heads
-from lightning_videoscale.parallel.verification import PlanReport
 
 __all__ = [
     "Agreement",

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_videoscale.parallel.local_attention import open_mask
+from lightning_videoscale.parallel.attention_with_lse import open_mask
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.ring import Ring, ring_attention
 from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
-from lightning_videoscale.parallel.ulysses import gather_heads, plan_heads, repeat_heads, scatter_heads
+from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads, gather_heads, repeat_heads, scatter_heads
 
 
 def sequence_parallel_attention(
@@ -53,21 +53,22 @@ def sequence_parallel_attention(
     _check_shapes(query, key, value, mesh, lengths, key_mask)
     transport = transport if transport is not None else DEFAULT_TRANSPORT
     scale = scale if scale is not None else query.shape[3] ** -0.5
-    ulysses, ring = mesh.ulysses, mesh.ring
-    lengths_of_rings = [lengths[start : start + ulysses.size] for start in range(0, mesh.sp.size, ulysses.size)]
-    plan = plan_heads(ulysses.rank, lengths_of_rings[ring.rank], query.shape[2], key.shape[2])
+    size = mesh.ulysses.size
+    lengths_of_rings = [lengths[start : start + size] for start in range(0, mesh.sp.size, size)]
+    heads = assign_heads(mesh.ulysses.rank, lengths_of_rings[mesh.ring.rank], query.shape[2], key.shape[2])
     mask = _whole_mask(key_mask, lengths, mesh, transport) if key_mask is not None else None
     q, k, v = _as_autocast(query, key, value)
-    if ulysses.size > 1:
-        q, k, v = scatter_heads(q, k, v, plan.qkv, ulysses, transport)
+    ulysses = Ulysses(mesh.ulysses, heads, transport) if size > 1 else None
+    if ulysses is not None:
+        q, k, v = scatter_heads(q, k, v, ulysses)
     else:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if ring.size > 1:
-        tokens = tuple(map(sum, lengths_of_rings))
-        out = ring_attention(q, k, v, Ring(ring, tokens, plan.repeats, scale, transport), mask)
+    if mesh.ring.size > 1:
+        ring = Ring(mesh.ring, tuple(map(sum, lengths_of_rings)), heads.repeats, scale, transport)
+        out = ring_attention(q, k, v, ring, mask)
     else:
-        out = _attention(q, repeat_heads(k, plan.repeats), repeat_heads(v, plan.repeats), scale, mask)
-    return gather_heads(out, plan.out, ulysses, transport) if ulysses.size > 1 else out.transpose(1, 2)
+        out = _attention(q, repeat_heads(k, heads.repeats), repeat_heads(v, heads.repeats), scale, mask)
+    return gather_heads(out, ulysses) if ulysses is not None else out.transpose(1, 2)
 
 
 def _check_shapes(

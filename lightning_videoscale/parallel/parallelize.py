@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,16 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_videoscale.parallel.agreement import Agreement, compare_inputs
+from lightning_videoscale.parallel.auxiliary_loss import attach_context
 from lightning_videoscale.parallel.context import SequenceContext
-from lightning_videoscale.parallel.loss import attach_context
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.plan import Split, SplitPlan, find_plan, known_models
-from lightning_videoscale.parallel.randomness import RegionRandomness
-from lightning_videoscale.parallel.rehearsal import SplitNetwork
+from lightning_videoscale.parallel.plan_verification import PlanReport, compare
+from lightning_videoscale.parallel.rank_agreement import Agreement, compare_inputs
 from lightning_videoscale.parallel.sharding import gather, split, whole_gradient
-from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
-from lightning_videoscale.parallel.verification import PlanReport, compare
+from lightning_videoscale.parallel.transport import Transport
+from lightning_videoscale.parallel.trial_run import SplitNetwork
 from lightning_videoscale.undo import Undo
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ def parallelize(
     Every rank of a group must call the model with the same inputs, which the first calls and then every 211th compare
     (see `Agreement`), and gets the same, whole output. Gradients of
     parameters must then be averaged over all ranks, dp × sp (see `sharding`); inputs receive theirs whole. Between the
-    first split of an input and the last gather the ranks draw different random numbers, for dropout (see `randomness`).
+    first split of an input and the last gather the ranks draw different random numbers, for dropout (see
+    `RegionRandomness`).
 
     A plan that is not known to be exact is verified, as `verify_plan` does, on the inputs of the first call with
     gradients enabled, and of the first call without if it comes earlier. All ranks of the job must make these calls.
@@ -64,7 +65,7 @@ def parallelize(
     plan = _plan_for(model, plan)
     if mesh.sp.size == 1:
         return Undo()
-    network, undo = _install(model, mesh, plan, transport)
+    network, undo = _install(model, plan, SequenceContext(mesh, transport))
     if not verify_plan or plan.exact or not (plan.inputs or plan.outputs):
         return undo
     first_calls = _verify_first_calls(network, log)
@@ -107,7 +108,7 @@ def verify_plan(
     """
     if mesh.sp.size == 1:
         raise ValueError(f"{mesh} splits nothing: verify_plan needs at least two ranks per group.")
-    split_network, undo = _install(network, mesh, _plan_for(network, plan), transport)
+    split_network, undo = _install(network, _plan_for(network, plan), SequenceContext(mesh, transport))
     try:
         return compare(split_network, args, kwargs or {}, gradients=torch.is_grad_enabled())
     finally:
@@ -124,32 +125,38 @@ def _plan_for(model: nn.Module, plan: SplitPlan | None) -> SplitPlan:
     return plan
 
 
-def _install(
-    model: nn.Module, mesh: SequenceMesh, plan: SplitPlan, transport: Transport | None
-) -> tuple[SplitNetwork, Undo]:
-    context = SequenceContext(mesh, transport if transport is not None else DEFAULT_TRANSPORT)
-    randomness = RegionRandomness(mesh.sp.rank)
-    network = SplitNetwork(model, plan, context, randomness)
-    undo = Undo(network.restore_attention)
-    attach_context(model, context)
-    undo.add(lambda: attach_context(model, None))
-    undo.add(model.register_forward_pre_hook(lambda *_: context.begin_forward()).remove)
-    agreement = Agreement(mesh, context.transport)
-    undo.add(model.register_forward_pre_hook(compare_inputs(agreement), with_kwargs=True).remove)
-    undo.add(model.register_forward_pre_hook(_average_input_gradients(context), with_kwargs=True).remove)
-    for path, arguments in plan.inputs.items():
-        module = _submodule(model, path)
-        hook = _split_inputs(module, arguments, context, randomness)
-        undo.add(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-    for path, positions in plan.outputs.items():
-        undo.add(_submodule(model, path).register_forward_hook(_split_outputs(path, positions, context)).remove)
-    for path, dim in plan.gathers.items():
-        undo.add(_submodule(model, path).register_forward_hook(_gather_output(path, dim, context)).remove)
-    if plan.gathers:  # the region ends with the last gather, or with whatever ends the forward pass before it
-        last = _submodule(model, list(plan.gathers)[-1])
-        undo.add(last.register_forward_hook(lambda *_: randomness.leave()).remove)
-    undo.add(model.register_forward_hook(lambda *_: randomness.leave(), always_call=True).remove)
-    return network, undo
+def _install(model: nn.Module, plan: SplitPlan, context: SequenceContext) -> tuple[SplitNetwork, Undo]:
+    agreement = Agreement(context.mesh, context.transport)
+    to_gather: set[str] = set()  # the region of a pass ends when it is empty, or with the pass
+
+    def begin(*_: Any) -> None:
+        context.begin_forward()
+        to_gather.update(plan.gathers)
+
+    with ExitStack() as undos:
+
+        def before(path: str, hook: Callable[..., Any]) -> None:
+            undos.callback(_submodule(model, path).register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+        def after(path: str, hook: Callable[..., Any], *, always: bool = False) -> None:
+            undos.callback(_submodule(model, path).register_forward_hook(hook, always_call=always).remove)
+
+        network = SplitNetwork(model, plan, context)
+        undos.callback(network.restore_attention)
+        attach_context(model, context)
+        undos.callback(attach_context, model, None)
+        before("", begin)
+        before("", compare_inputs(agreement))
+        before("", _average_input_gradients(context))
+        for path, arguments in plan.inputs.items():
+            before(path, _split_inputs(_submodule(model, path), arguments, context))
+            after(path, _end_recomputed_entrance(context), always=True)
+        for path, positions in plan.outputs.items():
+            after(path, _split_outputs(path, positions, context))
+        for path, dim in plan.gathers.items():
+            after(path, _gather_output(path, dim, context, to_gather))
+        after("", lambda *_: context.end_forward(), always=True)
+        return network, Undo(undos.pop_all().close)
 
 
 def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Callable[..., None]:
@@ -196,7 +203,7 @@ def _average_input_gradients(context: SequenceContext) -> Callable[..., tuple[tu
 
 
 def _split_inputs(
-    module: nn.Module, arguments: Mapping[str, Split], context: SequenceContext, randomness: RegionRandomness
+    module: nn.Module, arguments: Mapping[str, Split], context: SequenceContext
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     names = list(inspect.signature(type(module).forward).parameters)[1:]  # without self
     unknown = [name for name in arguments if name not in names]
@@ -214,13 +221,23 @@ def _split_inputs(
             value = positional[position] if position < len(positional) else kwargs.get(name)
             if not isinstance(value, Tensor) or not _applies(rule, value):
                 continue
-            randomness.enter(value.device)
+            context.enter_region(value)
             value = split(value, rule.dim, context)
             if position < len(positional):
                 positional[position] = value
             else:
                 kwargs = {**kwargs, name: value}
         return tuple(positional), kwargs
+
+    return hook
+
+
+def _end_recomputed_entrance(context: SequenceContext) -> Callable[..., None]:
+    """Puts the generators back as they were where what holds the region's entrance is recomputed."""
+
+    def hook(*_: Any) -> None:
+        if not context.in_forward:
+            context.randomness.leave()
 
     return hook
 
@@ -242,7 +259,9 @@ def _split_outputs(
     return hook
 
 
-def _gather_output(path: str, dim: int, context: SequenceContext) -> Callable[[nn.Module, Any, Any], Any]:
+def _gather_output(
+    path: str, dim: int, context: SequenceContext, to_gather: set[str]
+) -> Callable[[nn.Module, Any, Any], Any]:
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
         if context.suspended:
             return output
@@ -250,6 +269,10 @@ def _gather_output(path: str, dim: int, context: SequenceContext) -> Callable[[n
             raise ValueError(
                 f"The split plan gathers the output of {path!r}, which is {type(output).__name__}, no tensor."
             )
-        return gather(output, dim, context)
+        whole = gather(output, dim, context)
+        to_gather.discard(path)
+        if not to_gather:
+            context.randomness.leave()
+        return whole
 
     return hook

@@ -45,7 +45,8 @@ class SplitPlan:
     Attributes:
         inputs: Per module path, which arguments of its ``forward`` are split, by name, before it runs.
         outputs: Per module path, which of its outputs are split, by position (0 if it returns one tensor).
-        gathers: Per module path, the sequence dim along which its output (one tensor) is gathered.
+        gathers: Per module path, the sequence dim along which its output (one tensor) is gathered. With the last one
+            to run, in whatever order they are listed, ranks draw equal random numbers again.
         attention: Makes the model's self-attention exchange over the group, given the model and the shared context;
             returns its undo, after which the model computes as before. It raises a ``ValueError`` if the model's heads
             do not fit the mesh.

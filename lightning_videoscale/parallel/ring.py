@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_videoscale.parallel.local_attention import attend, attend_backward
+from lightning_videoscale.parallel.attention_with_lse import attend, attend_backward
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.parallel.ulysses import repeat_heads, sum_heads
@@ -77,7 +77,7 @@ class _RingAttention(torch.autograd.Function):
             so_far = part if so_far is None else _merge(so_far, part, mask is not None)
         assert so_far is not None
         out, lse = so_far[0].to(query.dtype), so_far[1]
-        ctx.ring = ring
+        ctx.ring, ctx.returns = ring, "slice"
         ctx.save_for_backward(query, key, value, mask, out, lse)
         return out
 

@@ -12,6 +12,8 @@ exactly the gradient it has on one rank.
 
 Nobody averages the gradient of a model's *input*. `whole_gradient` does, where one is asked for: for guidance, or
 because the input is what a split model returned, whose `gather` relies on equal gradients on all ranks.
+
+Each autograd function of a split sequence has ``ctx.returns``, ``"slice"`` or ``"whole"``: `check_loss` reads it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def split(x: Tensor, dim: int, context: SequenceContext) -> Tensor:
         context: The group, and where later exchanges look up the table.
     """
     lengths = split_sizes(x.shape[dim], context.mesh.sp.size)
-    context.record(lengths)
+    context.record = context.record.with_table(lengths)
     sliced: Tensor = _Split.apply(x, dim, lengths, context.mesh.sp.rank)  # type: ignore[no-untyped-call]
     if context.on_split is not None:
         context.on_split(sliced)
@@ -59,12 +61,18 @@ def split(x: Tensor, dim: int, context: SequenceContext) -> Tensor:
 def gather(x: Tensor, dim: int, context: SequenceContext) -> Tensor:
     """Returns the whole tensor of which ``x`` is this rank's slice along ``dim``, on every rank of the group.
 
+    Backward that comes to ``x`` brings back the record of this forward pass, before anything in front of the gather is
+    recomputed for activation checkpointing.
+
     Args:
         x: Slice whose length along ``dim`` was recorded by a `split` of the same forward pass.
         dim: The sequence dim.
-        context: The group and the split tables.
+        context: The group and the record of the pass.
     """
-    whole: Tensor = _Gather.apply(x, dim, context)  # type: ignore[no-untyped-call]
+    record = context.record
+    if x.grad_fn is not None:
+        x.grad_fn.register_prehook(lambda _: context.resume(record))
+    whole: Tensor = _Gather.apply(x, dim, record.lengths_of(x.shape[dim]), context)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -84,7 +92,7 @@ def whole_gradient(x: Tensor, context: SequenceContext) -> Tensor:
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], rank: int) -> Tensor:
-        ctx.dim, ctx.lengths, ctx.rank = dim, lengths, rank
+        ctx.dim, ctx.lengths, ctx.rank, ctx.returns = dim, lengths, rank, "slice"
         # A copy, not a view: a view would keep the whole sequence alive on every rank.
         return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone(memory_format=torch.contiguous_format)
 
@@ -100,27 +108,22 @@ class _Split(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, context: SequenceContext) -> Tensor:
-        lengths = context.lengths_of(x.shape[dim])
-        ctx.dim, ctx.lengths, ctx.context, ctx.tables = dim, lengths, context, context.tables
-        whole = context.transport.all_gather(x.movedim(dim, 0).contiguous(), lengths, context.mesh.sp)
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], context: SequenceContext) -> Tensor:
+        ctx.dim, ctx.lengths, ctx.sp, ctx.returns = dim, lengths, context.mesh.sp, "whole"
+        whole = context.transport.all_gather(x.movedim(dim, 0).contiguous(), lengths, ctx.sp)
         return whole.movedim(0, dim).contiguous()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # The gather's backward runs before that of everything inside the region. Activation checkpointing recomputes
-        # the region's layers from there on, and they must see the split tables of *this* forward pass.
-        ctx.context.restore(ctx.tables)
-        sp = ctx.context.mesh.sp
-        piece = grad.narrow(ctx.dim, sum(ctx.lengths[: sp.rank]), ctx.lengths[sp.rank])
-        return piece * sp.size, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        piece = grad.narrow(ctx.dim, sum(ctx.lengths[: ctx.sp.rank]), ctx.lengths[ctx.sp.rank])
+        return piece * ctx.sp.size, None, None, None
 
 
 class _WholeGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: SequenceContext) -> Tensor:
-        ctx.context = context
+        ctx.context, ctx.returns = context, "whole"
         return x.view_as(x)
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Calls inside a split region that mix tokens, of which each rank has only its own: `TokenMixing`.
 
 Seen is what mixes by what it is: attention, convolutions, norms and recurrent layers over tokens. What mixes by how it
-is used (a mean, a softmax, a roll over tokens) is for the comparison of values, see `verification`.
+is used (a mean, a softmax, a roll over tokens) is for the comparison of values, see `plan_verification`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TokenMixing(TorchFunctionMode):
 
     def _has_tokens(self, x: Any, dims: Iterable[int]) -> bool:
         """Whether one of the dims is as long as a slice."""
-        return self._is_followed(x) and any(x.shape[dim] in self._context.tables for dim in dims)
+        return self._is_followed(x) and any(x.shape[dim] in self._context.record.local_lengths for dim in dims)
 
     def _mixes(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         def argument(position: int, keyword: str) -> Any:

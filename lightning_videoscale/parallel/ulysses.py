@@ -34,7 +34,7 @@ from lightning_videoscale.parallel.transport import Transport
 
 
 @dataclass(frozen=True)
-class HeadPlan:
+class HeadShares:
     """Which tokens the ranks hold before an exchange of some tensors, and which heads after.
 
     Attributes:
@@ -57,8 +57,8 @@ class HeadPlan:
     even: bool
 
     @classmethod
-    def create(cls, rank: int, lengths: tuple[int, ...], heads: tuple[tuple[range, ...], ...]) -> HeadPlan:
-        """Returns the plan of one rank, given the tokens of all ranks and their heads of each tensor."""
+    def create(cls, rank: int, lengths: tuple[int, ...], heads: tuple[tuple[range, ...], ...]) -> HeadShares:
+        """Returns what one rank exchanges, given the tokens of all ranks and their heads of each tensor."""
         counts = tuple(tuple(map(len, shares)) for shares in zip(*heads, strict=True))
         disjoint = all(sum(map(len, shares)) == shares[-1].stop for shares in heads)
         return cls(
@@ -73,8 +73,8 @@ class HeadPlan:
 
 
 @dataclass(frozen=True)
-class UlyssesPlan:
-    """What a rank of a Ulysses group does in a layer.
+class HeadAssignment:
+    """Which heads the ranks of a Ulysses group have in a layer, as one of them needs to know.
 
     Attributes:
         qkv: The exchange of query, key and value.
@@ -82,13 +82,13 @@ class UlyssesPlan:
         repeats: How many of this rank's query heads each of this rank's key/value heads serves, in their order.
     """
 
-    qkv: HeadPlan
-    out: HeadPlan
+    qkv: HeadShares
+    out: HeadShares
     repeats: tuple[int, ...]
 
     @classmethod
-    def create(cls, rank: int, lengths: tuple[int, ...], heads: int, kv_heads: int) -> UlyssesPlan:
-        """Shares the heads out; see `plan_heads`."""
+    def create(cls, rank: int, lengths: tuple[int, ...], heads: int, kv_heads: int) -> HeadAssignment:
+        """Shares the heads out; see `assign_heads`."""
         check_heads(heads, len(lengths))
         group = heads // kv_heads
         sizes = split_sizes(heads, len(lengths))
@@ -96,20 +96,20 @@ class UlyssesPlan:
         kv = tuple(range(share.start // group, (share.stop - 1) // group + 1) for share in query)
         serving = [head // group for head in query[rank]]
         return cls(
-            HeadPlan.create(rank, lengths, (query, kv, kv)),
-            HeadPlan.create(rank, lengths, (query,)),
+            HeadShares.create(rank, lengths, (query, kv, kv)),
+            HeadShares.create(rank, lengths, (query,)),
             tuple(serving.count(head) for head in kv[rank]),
         )
 
 
-_known_plan = lru_cache(maxsize=256)(UlyssesPlan.create)
+_known_assignment = lru_cache(maxsize=256)(HeadAssignment.create)
 
 
-def plan_heads(rank: int, lengths: tuple[int, ...], heads: int, kv_heads: int) -> UlyssesPlan:
+def assign_heads(rank: int, lengths: tuple[int, ...], heads: int, kv_heads: int) -> HeadAssignment:
     """Shares the heads out over the ranks of a Ulysses group.
 
     Args:
-        rank: Position of the rank whose plan is returned.
+        rank: Position of the rank that is to know.
         lengths: Tokens of each rank.
         heads: Query heads.
         kv_heads: Key/value heads; ``heads`` is a multiple of them.
@@ -118,7 +118,7 @@ def plan_heads(rank: int, lengths: tuple[int, ...], heads: int, kv_heads: int) -
         ValueError: If there are fewer query heads than ranks.
     """
     # `torch.compile` evaluates it once, and warns of caches.
-    create = UlyssesPlan.create if torch.compiler.is_compiling() else _known_plan
+    create = HeadAssignment.create if torch.compiler.is_compiling() else _known_assignment
     return create(rank, lengths, heads, kv_heads)
 
 
@@ -131,39 +131,48 @@ def check_heads(heads: int, ulysses_size: int) -> None:
         )
 
 
-def scatter_heads(
-    query: Tensor, key: Tensor, value: Tensor, plan: HeadPlan, axis: Axis, transport: Transport
-) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True)
+class Ulysses:
+    """A Ulysses group in a layer, as one of its ranks sees it.
+
+    Attributes:
+        axis: The ranks.
+        heads: Which heads they have.
+        transport: How bytes travel.
+    """
+
+    axis: Axis
+    heads: HeadAssignment
+    transport: Transport
+
+
+def scatter_heads(query: Tensor, key: Tensor, value: Tensor, ulysses: Ulysses) -> tuple[Tensor, Tensor, Tensor]:
     """Gathers the sequence and scatters the heads.
 
     Args:
         query: (B, s, H, D).
         key: (B, s, H', D).
         value: As ``key``.
-        plan: The heads of all ranks.
-        axis: The ranks that exchange.
-        transport: How bytes travel.
+        ulysses: The group, of two ranks or more.
 
     Returns:
         (B, h, S, D) of each, with tokens before heads in memory.
     """
-    tensors: tuple[Tensor, Tensor, Tensor] = _ScatterHeads.apply(plan, axis, transport, query, key, value)  # type: ignore[no-untyped-call]
+    tensors: tuple[Tensor, Tensor, Tensor] = _ScatterHeads.apply(ulysses, query, key, value)  # type: ignore[no-untyped-call]
     return tensors
 
 
-def gather_heads(out: Tensor, plan: HeadPlan, axis: Axis, transport: Transport) -> Tensor:
+def gather_heads(out: Tensor, ulysses: Ulysses) -> Tensor:
     """Scatters the sequence and gathers the heads: the inverse of `scatter_heads` for query heads.
 
     Args:
         out: (B, h, S, D); nothing is copied here if tokens come before heads in memory.
-        plan: The heads of all ranks.
-        axis: The ranks that exchange.
-        transport: How bytes travel.
+        ulysses: The group, of two ranks or more.
 
     Returns:
         (B, s, H, D), contiguous.
     """
-    gathered: Tensor = _GatherHeads.apply(plan, axis, transport, out)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _GatherHeads.apply(ulysses, out)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -184,71 +193,71 @@ def sum_heads(grad: Tensor, repeats: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: HeadPlan, axis: Axis, transport: Transport, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.how = plan, axis, transport
-        return _scatter(tensors, plan, axis, transport)
+    def forward(ctx: Any, ulysses: Ulysses, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ulysses, ctx.returns = ulysses, "slice"
+        return _scatter(tensors, ulysses.heads.qkv, ulysses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_gather(grads, *ctx.how)
+        return None, *_gather(grads, ctx.ulysses.heads.qkv, ctx.ulysses)
 
 
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: HeadPlan, axis: Axis, transport: Transport, out: Tensor) -> Tensor:
-        ctx.how = plan, axis, transport
-        return _gather((out,), plan, axis, transport)[0]
+    def forward(ctx: Any, ulysses: Ulysses, out: Tensor) -> Tensor:
+        ctx.ulysses, ctx.returns = ulysses, "slice"
+        return _gather((out,), ulysses.heads.out, ulysses)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor]:
-        return None, None, None, _scatter((grad,), *ctx.how)[0]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, _scatter((grad,), ctx.ulysses.heads.out, ctx.ulysses)[0]
 
 
-def _scatter(tensors: Sequence[Tensor], plan: HeadPlan, axis: Axis, transport: Transport) -> tuple[Tensor, ...]:
+def _scatter(tensors: Sequence[Tensor], shares: HeadShares, ulysses: Ulysses) -> tuple[Tensor, ...]:
     batch, _, _, dim = tensors[0].shape
-    send, receive = _times(plan.by_heads, batch * dim), _times(plan.by_tokens, batch * dim)
-    received = transport.exchange(_pack(tensors, plan), send, receive, axis)
-    heads_first = received.view(-1, batch, sum(plan.mine), dim).permute(1, 2, 0, 3)
-    return tuple(heads_first.split(plan.mine, 1))
+    send, receive = _times(shares.by_heads, batch * dim), _times(shares.by_tokens, batch * dim)
+    received = ulysses.transport.exchange(_pack(tensors, shares), send, receive, ulysses.axis)
+    heads_first = received.view(-1, batch, sum(shares.mine), dim).permute(1, 2, 0, 3)
+    return tuple(heads_first.split(shares.mine, 1))
 
 
-def _gather(tensors: Sequence[Tensor], plan: HeadPlan, axis: Axis, transport: Transport) -> tuple[Tensor, ...]:
+def _gather(tensors: Sequence[Tensor], shares: HeadShares, ulysses: Ulysses) -> tuple[Tensor, ...]:
     batch, _, _, dim = tensors[0].shape
     tokens_first = [x.permute(2, 0, 1, 3) for x in tensors]
     message = torch.cat(tokens_first, 2) if len(tensors) > 1 else tokens_first[0].contiguous()
-    send, receive = _times(plan.by_tokens, batch * dim), _times(plan.by_heads, batch * dim)
-    received = transport.exchange(message.flatten(), send, receive, axis)
-    return _unpack(received, batch, dim, plan)
+    send, receive = _times(shares.by_tokens, batch * dim), _times(shares.by_heads, batch * dim)
+    received = ulysses.transport.exchange(message.flatten(), send, receive, ulysses.axis)
+    return _unpack(received, batch, dim, shares)
 
 
-def _pack(tensors: Sequence[Tensor], plan: HeadPlan) -> Tensor:
+def _pack(tensors: Sequence[Tensor], shares: HeadShares) -> Tensor:
     """Writes for each rank, one behind the other, its heads of all tensors (B, s, H, D), reading each once."""
     batch, tokens, _, dim = tensors[0].shape
-    if plan.even:
-        shape = batch, tokens, len(plan.counts), plan.mine[0], dim
+    if shares.even:
+        shape = batch, tokens, len(shares.counts), shares.mine[0], dim
         return torch.stack([x.view(shape).permute(2, 1, 0, 3, 4) for x in tensors], 3).flatten()
-    sizes = _times(plan.by_heads, batch * dim)
+    sizes = _times(shares.by_heads, batch * dim)
     message = tensors[0].new_empty(sum(sizes))
     for rank, piece in enumerate(message.split(sizes)):
-        targets = piece.view(tokens, batch, -1, dim).split(plan.counts[rank], 2)
-        for x, shares, target in zip(tensors, plan.heads, targets, strict=True):
-            target.copy_(x.narrow(2, shares[rank].start, len(shares[rank])).transpose(0, 1))
+        targets = piece.view(tokens, batch, -1, dim).split(shares.counts[rank], 2)
+        for x, heads, target in zip(tensors, shares.heads, targets, strict=True):
+            target.copy_(x.narrow(2, heads[rank].start, len(heads[rank])).transpose(0, 1))
     return message
 
 
-def _unpack(message: Tensor, batch: int, dim: int, plan: HeadPlan) -> tuple[Tensor, ...]:
+def _unpack(message: Tensor, batch: int, dim: int, shares: HeadShares) -> tuple[Tensor, ...]:
     """The inverse of `_pack`; where heads of ranks overlap, they are added up."""
-    if plan.even:
-        ranks, heads = len(plan.counts), plan.mine[0]
-        pieces = message.view(ranks, plan.tokens, batch, -1, heads, dim).permute(3, 2, 1, 0, 4, 5)
-        return pieces.reshape(-1, batch, plan.tokens, ranks * heads, dim).unbind()
+    if shares.even:
+        ranks, heads = len(shares.counts), shares.mine[0]
+        pieces = message.view(ranks, shares.tokens, batch, -1, heads, dim).permute(3, 2, 1, 0, 4, 5)
+        return pieces.reshape(-1, batch, shares.tokens, ranks * heads, dim).unbind()
     split = [
-        piece.view(plan.tokens, batch, -1, dim).transpose(0, 1).split(counts, 2)
-        for piece, counts in zip(message.split(_times(plan.by_heads, batch * dim)), plan.counts, strict=True)
+        piece.view(shares.tokens, batch, -1, dim).transpose(0, 1).split(counts, 2)
+        for piece, counts in zip(message.split(_times(shares.by_heads, batch * dim)), shares.counts, strict=True)
     ]
-    return tuple(_join(parts, shares) for parts, shares in zip(zip(*split, strict=True), plan.heads, strict=True))
+    return tuple(_join(parts, heads) for parts, heads in zip(zip(*split, strict=True), shares.heads, strict=True))
 
 
 def _join(parts: Sequence[Tensor], shares: Sequence[range]) -> Tensor:

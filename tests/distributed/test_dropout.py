@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_videoscale.parallel.randomness import RegionRandomness
+from lightning_videoscale.parallel.region_randomness import RegionRandomness
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips, RectifiedFlow

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_videoscale.parallel.mesh import Axis
-from lightning_videoscale.parallel.rehearsal import Rehearsal, SplitNetwork, eval_mode, rehearse, stage
 from lightning_videoscale.parallel.token_mixing import TokenMixing
+from lightning_videoscale.parallel.trial_run import Rehearsal, SplitNetwork, eval_mode, rehearse, stage
 
 _BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-2}  # models compute norms and tables in float32, TF32 rounds
 _COARSE = 0.1

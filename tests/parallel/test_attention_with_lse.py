@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_videoscale.parallel import local_attention
-from lightning_videoscale.parallel.local_attention import attend, attend_backward
+from lightning_videoscale.parallel import attention_with_lse
+from lightning_videoscale.parallel.attention_with_lse import attend, attend_backward
 
 # Relative errors that a kernel may have against float64, by dtype.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -84,14 +84,14 @@ def test_parts_add_up_to_dense_attention(
 def test_matrix_products_are_dense_attention(seed: int, shape: tuple[int, int, int, int, int], masked: bool) -> None:
     """The way of GPUs that have no kernel for a dtype or head dim, in slices of a few queries."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_attention, "_FLASH_CPU", local_attention._PRODUCTS)
-        patch.setattr(local_attention, "_LOGITS_BYTES", 3000)
+        patch.setattr(attention_with_lse, "_FLASH_CPU", attention_with_lse._PRODUCTS)
+        patch.setattr(attention_with_lse, "_LOGITS_BYTES", 3000)
         assert max(errors(seed, shape, torch.float64, "cpu", masked)) <= 1e-13
 
 
 @pytest.mark.parametrize("kernel", ["_FLASH_CPU", "_PRODUCTS"])
 def test_a_sample_without_keys_has_zeros_and_no_influence(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
-    monkeypatch.setattr(local_attention, "_FLASH_CPU", getattr(local_attention, kernel))
+    monkeypatch.setattr(attention_with_lse, "_FLASH_CPU", getattr(attention_with_lse, kernel))
     q, k, v = (torch.randn(2, 3, length, 8, dtype=torch.float64) for length in (5, 7, 7))
     mask = torch.tensor([[True] * 7, [False] * 7])
     out, lse = attend(q, k, v, 1.0, mask)
@@ -138,8 +138,8 @@ def test_kernels_on_a_gpu(shape: tuple[int, int, int, int, int], dtype: torch.dt
 @on_gpu
 @pytest.mark.parametrize("kernel", ["_FLASH", "_CUDNN"])
 def test_both_half_precision_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
-    monkeypatch.setattr(local_attention, "_FLASH", getattr(local_attention, kernel))
-    monkeypatch.setattr(local_attention, "_CUDNN", getattr(local_attention, kernel))
+    monkeypatch.setattr(attention_with_lse, "_FLASH", getattr(attention_with_lse, kernel))
+    monkeypatch.setattr(attention_with_lse, "_CUDNN", getattr(attention_with_lse, kernel))
     assert max(errors(0, CUDA_SHAPES[0], torch.bfloat16, "cuda", False)) <= TOLERANCES[torch.bfloat16]
 
 

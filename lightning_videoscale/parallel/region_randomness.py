@@ -12,10 +12,23 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+class RegionSeed(NamedTuple):
+    """What one pass draws from in its region.
+
+    Attributes:
+        origin: Digest of the CPU generator's state outside.
+        seed: Of this rank's stream.
+    """
+
+    origin: bytes
+    seed: int
 
 
 class RegionRandomness:
@@ -36,21 +49,37 @@ class RegionRandomness:
         self._origin = b""
         self._passes = 0
 
-    def enter(self, device: torch.device) -> None:
-        """Begins this rank's own stream; without effect inside the region.
+    def enter(self, device: torch.device) -> RegionSeed | None:
+        """Begins this rank's own stream, and returns its seed; without effect inside the region (None).
 
         Args:
             device: Of the model.
         """
         if self._outside is not None:
-            return
-        state = torch.get_rng_state()
-        self._outside = state, device, torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        origin = hashlib.blake2b(state.numpy().tobytes()).digest()
+            return None
+        origin = _digest(torch.get_rng_state())
         self._passes = self._passes + 1 if origin == self._origin else 0
         self._origin = origin
         place = origin + self._passes.to_bytes(8, "little") + self._rank.to_bytes(8, "little")
         seed = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
+        self._begin(device, seed)
+        return RegionSeed(origin, seed)
+
+    def enter_again(self, device: torch.device, seed: RegionSeed) -> None:
+        """Begins the stream of an earlier pass whose entrance is recomputed; without effect anywhere else in it.
+
+        Checkpoints bring back the generators as they were, so at the entrance they are as outside.
+
+        Args:
+            device: Of the model.
+            seed: Of that pass.
+        """
+        if self._outside is None and _digest(torch.get_rng_state()) == seed.origin:
+            self._begin(device, seed.seed)
+
+    def _begin(self, device: torch.device, seed: int) -> None:
+        state = torch.get_rng_state()
+        self._outside = state, device, torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             with torch.cuda.device(device):
@@ -86,3 +115,7 @@ class RegionRandomness:
             random.setstate(python_state)
             if device_state is not None:
                 torch.cuda.set_rng_state(device_state, device)
+
+
+def _digest(state: Tensor) -> bytes:
+    return hashlib.blake2b(state.numpy().tobytes()).digest()

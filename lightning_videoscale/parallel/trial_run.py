@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.plan import SplitPlan
-from lightning_videoscale.parallel.randomness import RegionRandomness
 
 _MOST_ELEMENTS = 1 << 28  # of all gradients that are asked for
 
@@ -34,14 +33,11 @@ class SplitNetwork:
         network: The network, not yet wrapped.
         plan: How it is split.
         context: What its hooks and its attention share.
-        randomness: Of its region.
     """
 
-    def __init__(
-        self, network: nn.Module, plan: SplitPlan, context: SequenceContext, randomness: RegionRandomness
-    ) -> None:
+    def __init__(self, network: nn.Module, plan: SplitPlan, context: SequenceContext) -> None:
         self.name = type(network).__name__  # FSDP2 makes another class of it
-        self.network, self.plan, self.context, self.randomness = network, plan, context, randomness
+        self.network, self.plan, self.context = network, plan, context
         self._restore_attention = plan.attention(network, context)
 
     def restore_attention(self) -> None:
@@ -107,7 +103,7 @@ def rehearse(
 
     args, kwargs = tree_map_only(Tensor, copied, (args, dict(kwargs)))
     with ExitStack() as contexts:
-        contexts.enter_context(split.randomness.put_back(device))
+        contexts.enter_context(split.context.randomness.put_back(device))
         contexts.enter_context(_own_generators_put_back(split.network, args, kwargs))
         contexts.enter_context(torch.set_grad_enabled(gradients))
         # A checkpoint around this call counts what is saved in it, and would compute that again for its gradients.
