@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_videoscale.injection import wan  # noqa: F401  # registers Wan's plan
 from lightning_videoscale.parallel import (
     SequenceContext,
     SequenceMesh,
@@ -29,9 +28,7 @@ from lightning_videoscale.parallel import (
     sequence_parallel_attention,
 )
 from lightning_videoscale.parallel.context import SplitRecord
-from lightning_videoscale.parallel.plan import Undo
 from lightning_videoscale.strategies.blocks import checkpoint_activations
-from tests.distributed.groups import reused_groups
 from tests.distributed.pool import ProcessPool
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
 
@@ -214,8 +211,7 @@ def errors(kind: str) -> dict[str, float]:
     inputs = [torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)).double() for n in (8, 9, 10)]
     inputs = [x.requires_grad_() for x in inputs]  # a reentrant checkpoint needs one
     found = {}
-    with reused_groups():
-        mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
+    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
     for order in ORDERS:
         whole, network = NETWORKS["kept"]().double(), NETWORKS[kind]().double()
         parallelize(network, mesh, BY_BLOCK, verify_plan=False)
@@ -234,7 +230,7 @@ def test_layers_use_the_split_of_their_own_pass(ranks: Ranks, kind: str) -> None
 
 def wan_error(checkpointing: str) -> float:
     """Two passes of 9 and 10 tokens before one backward, recomputed by diffusers or by the strategies' checkpoints."""
-    with lifted_float_casts(), reused_groups():
+    with lifted_float_casts():
         whole, network = tiny_wan().double(), tiny_wan().double()
         parallelize(network, SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()))
         if checkpointing == "diffusers":
@@ -263,8 +259,7 @@ def dropped(run: Run, p: float = 0.5) -> tuple[dict[str, Tensor], list[float], l
     for block in network.blocks:
         block.dropout.p = p  # type: ignore[union-attr]
         block.dropout.register_forward_hook(lambda _, __, out: masks.append(out.detach() == 0))  # type: ignore[union-attr]
-    with reused_groups():
-        mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
+    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
     parallelize(network, mesh, BY_BLOCK, verify_plan=False)
     torch.manual_seed(7)
     firsts = []
@@ -318,8 +313,7 @@ class TwoOutputs(nn.Module):
 def draws(order: tuple[str, ...]) -> list[float]:
     network = TwoOutputs()
     plan = SplitPlan({"": {"x": Split(1)}}, {}, dict.fromkeys(order, 1), lambda model, context: lambda: None)
-    with reused_groups():
-        mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
+    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
     parallelize(network, mesh, plan, verify_plan=False)
     torch.manual_seed(1)
     network(torch.ones(2, 9, 8))
