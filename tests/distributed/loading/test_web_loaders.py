@@ -12,7 +12,7 @@ import webdataset as wds
 
 from tests.data.clips import clip, write_shard
 from tests.distributed.pool import ProcessPool
-from tests.distributed.test_read_once import Recorder, trainer
+from tests.distributed.loading.test_read_once import Recorder, trainer
 
 Ranks = Callable[[int], ProcessPool]
 

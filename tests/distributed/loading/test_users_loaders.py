@@ -26,7 +26,7 @@ from lightning_videoscale.strategies import SequenceParallelDDPStrategy, Sequenc
 from tests.data.clips import clip, write_shard
 from tests.distributed.groups import reused_groups
 from tests.distributed.pool import ProcessPool
-from tests.distributed.test_read_once import Numbers, Recorder
+from tests.distributed.loading.test_read_once import Numbers, Recorder
 
 Ranks = Callable[[int], ProcessPool]
 STRATEGIES = {"ddp": SequenceParallelDDPStrategy, "fsdp2": SequenceParallelFSDP2Strategy}
@@ -311,7 +311,7 @@ def test_a_sampler_that_draws_as_it_goes_agrees(ranks: Ranks) -> None:
 
 SCRIPT = """
 import json, os, sys
-from tests.distributed.test_users_loaders import fit, loader_of
+from tests.distributed.loading.test_users_loaders import fit, loader_of
 result = fit("ddp", 2, loader_of, sys.argv[1], "", devices=2)
 with open(f"{sys.argv[2]}{os.environ.get('LOCAL_RANK', '0')}", "w") as file:
     json.dump(result, file)
@@ -323,7 +323,7 @@ def run_with_workers(kind: str, folder: Path) -> list[Any]:
     (folder / "script.py").write_text(SCRIPT)
     places = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     environment = {key: value for key, value in os.environ.items() if key not in places}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])}
     command = [sys.executable, str(folder / "script.py"), kind, str(folder / "result")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
