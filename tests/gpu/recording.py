@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import provenance
 
@@ -115,7 +114,9 @@ def _head() -> str:
     here = [":/", f":!{RESULT.relative_to(ROOT)}"]
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *here)
     if changed:
-        raise pytest.UsageError(f"Commit first, or name the commit that is tested; these files were changed:\n{changed}")
+        raise pytest.UsageError(
+            f"Commit first, or name the commit that is tested; these files were changed:\n{changed}"
+        )
     return _git("rev-parse", "HEAD")
 
 
