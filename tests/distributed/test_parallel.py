@@ -169,12 +169,12 @@ def attention_messages() -> list[str]:
 
 def test_attention_says_what_does_not_fit(ranks: Ranks) -> None:
     heads, shapes, lengths, too_few, groups, mask, mask_dtype = ranks(4).run(attention_messages)[0]
-    assert "3 heads cannot be spread over ulysses_size=4" in heads
-    assert "H a multiple of h; got (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 16)" in shapes
-    assert "This is rank 0 of 4 and holds 2 tokens, but lengths=(3, 3, 3, 3)" in lengths
-    assert "lengths=(2, 2) says otherwise" in too_few
+    assert "3 heads" in heads and "ulysses_size=4" in heads
+    assert "got (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 16)" in shapes
+    assert "rank 0 of 4" in lengths and "2 tokens" in lengths and "lengths=(3, 3, 3, 3)" in lengths
+    assert "lengths=(2, 2)" in too_few
     assert "got (1, 2, 4, 8), (1, 2, 3, 8), (1, 2, 3, 8)" in groups
-    assert "(B, s) = (1, 2), True where a key may be attended; got torch.bool of (1, 8)" in mask
+    assert "(B, s) = (1, 2)" in mask and "got torch.bool of (1, 8)" in mask
     assert "got torch.float32 of (1, 2)" in mask_dtype
 
 
@@ -322,14 +322,14 @@ def wan_messages() -> list[str]:
 
 def test_parallelize_says_what_does_not_fit(ranks: Ranks) -> None:
     no_plan, heads, processor, path, argument, patched = ranks(4).run(wan_messages)[0]
-    assert "No split plan is known for Linear" in no_plan
+    assert "Linear" in no_plan and "plan" in no_plan
     assert "WanTransformer3DModel" in no_plan
     assert "register_plan" in no_plan
-    assert "3 heads cannot be spread over ulysses_size=4" in heads
-    assert "has the processor MyProcessor" in processor
-    assert "module 'nowhere', which WanTransformer3DModel does not have" in path
+    assert "3 heads" in heads and "ulysses_size=4" in heads
+    assert "MyProcessor" in processor
+    assert "'nowhere'" in path and "WanTransformer3DModel" in path
     assert "arguments ['latents'] of WanTransformer3DModel.forward" in argument
-    assert "a WanAttnProcessor whose __call__ was replaced by wan_messages.<locals>.<lambda>" in patched
+    assert "WanAttnProcessor" in patched and "wan_messages.<locals>.<lambda>" in patched
 
 
 def undone_wan_is_unchanged() -> bool:

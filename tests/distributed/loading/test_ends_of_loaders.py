@@ -71,9 +71,7 @@ def test_data_whose_lengths_are_known_to_differ_are_refused(ranks: Ranks) -> Non
     finally:
         pool.stop()  # an error in the middle of a fit leaves the processes out of step
     for message in messages:
-        assert (
-            "The loaders of data-parallel ranks [1] ended after 4 micro-batches, and those of [0] have more" in message
-        )
+        assert "ranks [1] ended after 4 micro-batches" in message and "[0] have more" in message
 
 
 def test_a_limit_makes_them_equal(ranks: Ranks) -> None:

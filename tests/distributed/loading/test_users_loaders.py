@@ -75,8 +75,8 @@ def test_sharding_by_the_global_rank_is_refused(
     messages = train(ranks(world), strategy, kind, tmp_path)
     for rank, message in enumerate(messages):
         group = [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert f"Ranks {group} train on one batch that one of them reads for all, but " in message
-        assert "shard by strategy.data_parallel_rank and strategy.data_parallel_size" in message
+        assert f"Ranks {group} train on one batch" in message
+        assert "strategy.data_parallel_rank and strategy.data_parallel_size" in message
     assert SHARDED[kind].format(world=world) in messages[0]
 
 
@@ -88,7 +88,7 @@ def test_a_sampler_that_no_seed_governs_is_refused(
     ranks: Ranks, tmp_path: Path, strategy: str, kind: str, world: int
 ) -> None:
     for message in train(ranks(world), strategy, kind, tmp_path, use_distributed_sampler=False):
-        assert "but its BatchSampler orders the samples differently on each of them, from micro-batch 0 on" in message
+        assert "BatchSampler" in message and "from micro-batch 0 on" in message
 
 
 SOME_RIGHT = {

@@ -125,21 +125,21 @@ def first_calls(kind: str) -> dict[str, str]:
 def test_what_mixes_tokens_by_what_it_is_is_refused_by_name(ranks: Ranks) -> None:
     for messages in ranks(2).run(first_calls, "seen"):
         for name, (_, call) in SEEN.items():
-            assert "Network mixes tokens where its sequence is split" in messages[name], name
+            assert "Network mixes tokens" in messages[name], name
             assert call in messages[name]
 
 
 def test_what_mixes_tokens_by_how_it_is_used_is_found_by_comparison(ranks: Ranks) -> None:
     for messages in ranks(2).run(first_calls, "compared"):
         for name in COMPARED:
-            assert "Network computes something else where its sequence is split" in messages[name], name
+            assert "Network computes something else" in messages[name], name
         assert "buffer layers.0.count by" in messages["tokens counted"]
 
 
 def test_what_keeps_to_its_token_is_allowed(ranks: Ranks) -> None:
     first, second = ranks(2).run(first_calls, "allowed")
     for name in ALLOWED:
-        assert "verified on its first call: split and whole differ by at most" in first[name], name
+        assert "Network verified" in first[name], name
         assert second[name] == "passed"
 
 
@@ -171,7 +171,7 @@ def behind_a_closed_gate() -> tuple[str, bool]:
 
 def test_a_wrong_gradient_behind_a_right_output_is_found(ranks: Ranks) -> None:
     for message in ranks(2).run(wrong_gradient):
-        assert "In relation to the whole sequence differ: layers." in message
+        assert "differ: layers." in message
         assert "output" not in message.split("rounding")[0]
 
 
@@ -262,5 +262,5 @@ def surrounded(by: str) -> str:
 )
 def test_what_surrounds_the_call_or_lies_within(ranks: Ranks, by: str) -> None:
     line = ranks(2).run(surrounded, by)[0]
-    assert "split and whole differ by at most" in line
-    assert ("gradients left out, as checkpoints with use_reentrant=True give none" in line) == (by[0] == "r")
+    assert "Network verified" in line
+    assert ("use_reentrant=True" in line) == (by[0] == "r")

@@ -116,6 +116,6 @@ def test_training_is_what_it_is_without(ranks: Ranks, strategy: str, arguments: 
         assert all(torch.equal(state[name], x) for name, x in expected.items())
         assert calls == expected_calls
     outputs, gradients = verified[0][1]  # in the sanity check, and in the first step
-    assert "Split plan of Network verified on its first call: split and whole differ by at most" in outputs
-    assert "Split plan of Network verified on its first call: split and whole differ by at most" in gradients
+    assert "Network verified" in outputs
+    assert "Network verified" in gradients
     assert verified[1][1] == plain[0][1] == []
