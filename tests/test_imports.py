@@ -9,14 +9,17 @@ import pytest
 
 import lightning_videoscale as vs
 
-PLAIN_PYTORCH = """
+LIGHTNING_FIRST = """
 import sys
 import lightning.pytorch
 brought_by_lightning = set(sys.modules)
 import lightning_videoscale.kernels, lightning_videoscale.parallel
-for name in sorted(set(sys.modules) - brought_by_lightning):
-    print(name)
-print("known:", *lightning_videoscale.parallel.known_models())
+print(*sys.modules.keys() - brought_by_lightning)
+print(*lightning_videoscale.parallel.known_models())
+import lightning_videoscale.injection
+print("diffusers" in sys.modules)
+trainer = lightning.pytorch.Trainer(strategy="ulysses_ddp", accelerator="cpu", devices=1, logger=False)
+print(type(trainer.strategy).__name__)
 """
 
 TRAINER = """
@@ -42,19 +45,20 @@ def printed_by(script: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_plain_pytorch_loads_neither_data_nor_callbacks_and_knows_the_plans() -> None:
-    *loaded, known = printed_by(PLAIN_PYTORCH)
+def test_plain_pytorch_loads_neither_data_nor_callbacks_and_knows_plans_and_strategies() -> None:
+    loaded, known, model_library, strategy = (line.split() for line in printed_by(LIGHTNING_FIRST)[:4])
     heavy = {"webdataset", "scipy", "matplotlib", "torchmetrics", "diffusers", "deepspeed"}
     ours = {f"lightning_videoscale.{room}" for room in ("data", "callbacks", "cost", "metrics", "report", "timing")}
     assert not (heavy | ours).intersection(loaded)
     assert "lightning_videoscale.parallel.ulysses" in loaded
-    assert "WanTransformer3DModel" in known.split()
+    assert "WanTransformer3DModel" in known
+    assert model_library == ["False"], "injection imports no model library"
+    assert strategy == ["SequenceParallelDDPStrategy"]
 
 
 @pytest.mark.parametrize(
     ("script", "imports", "strategy"),
     [
-        (TRAINER, EITHER_ORDER[0], "SequenceParallelDDPStrategy"),
         pytest.param(TRAINER, EITHER_ORDER[1], "SequenceParallelDDPStrategy", marks=pytest.mark.full),
         pytest.param(COMMAND_LINE, EITHER_ORDER[0], "SequenceParallelFSDP2Strategy", marks=pytest.mark.full),
         (COMMAND_LINE, EITHER_ORDER[1], "SequenceParallelFSDP2Strategy"),
