@@ -51,11 +51,11 @@ class Files(Dataset[Tensor]):
 
 
 class OwnOrder(Sampler[int]):
-    """Shuffles by a generator of its own."""
+    """Shuffles by a generator of its own, differently on every rank."""
 
     def __init__(self, kind: str) -> None:
-        numpy, python, torchs = np.random.default_rng(), random.Random(), torch.Generator()
-        torchs.seed()
+        seed = dist.get_rank()
+        numpy, python, torchs = np.random.default_rng(seed), random.Random(seed), torch.Generator().manual_seed(seed)
         self.permute: Callable[[], list[int]] = {
             "numpy": lambda: numpy.permutation(SAMPLES).tolist(),
             "python": lambda: python.sample(range(SAMPLES), SAMPLES),
