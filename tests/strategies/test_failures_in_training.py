@@ -79,8 +79,8 @@ def check_messages(output: str, fault: str, rank: int, timeout: float) -> None:
 
 
 def fail(folder: Path, strategy: str, launcher: str, fault: str, rank: int) -> None:
-    # Ranks that torchrun starts import together, and need no long timeout to find each other.
-    timeout = 20 if launcher == "torchrun" else 55
+    # Ranks that torchrun starts import together, and need no long timeout to find each other; only a hang waits for it.
+    timeout = 150 if fault != "hang" else 20 if launcher == "torchrun" else 55
     args = ["--strategy", strategy, "--fault", fault, "--rank", str(rank), "--timeout", str(timeout)]
     job = Job(folder, launcher, *args)
     try:
