@@ -7,12 +7,15 @@ PYTHON ?= python3
 VENV ?= .venv
 # make demo VIDEOS=folder trains on your own clips instead of the bundled ones.
 VIDEOS ?=
+# make test-gpu FILES=tests/gpu/test_gelu_on_gpus.py runs a part; COMMIT=sha says what is tested where there is no git.
+FILES ?= tests/gpu
+COMMIT ?= HEAD
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full lint format build clean
+.PHONY: help install demo test test-full test-gpu lint format build clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,13 +35,16 @@ demo: $(INSTALLED) ## Train a small Wan video transformer on real clips, split o
 	$(BIN)/python examples/train_wan.py fit --config examples/configs/demo.yaml
 
 # The distributed tests start up to four processes: one thread each keeps them from fighting over the cores.
-test test-full: export OMP_NUM_THREADS ?= 1
+test test-full test-gpu: export OMP_NUM_THREADS ?= 1
 
 test: $(INSTALLED) ## Run the test suite
 	$(BIN)/python -m pytest
 
 test-full: $(INSTALLED) ## Run the suite with the exhaustive matrices, long kill tests and downloads
 	$(BIN)/python -m pytest -m ""
+
+test-gpu: $(INSTALLED) ## Run the tests that need GPUs, and record the result in tests/gpu/last_result.json
+	$(BIN)/python -m pytest $(FILES) --record $(COMMIT)
 
 lint: $(INSTALLED) ## Check style, format and types
 	$(BIN)/ruff check .

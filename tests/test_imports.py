@@ -10,7 +10,7 @@ import pytest
 
 import lightning_videoscale as vs
 
-PLAIN_PYTORCH = """
+LIGHTNING_FIRST = """
 import sys
 import lightning.pytorch
 brought_by_lightning = set(sys.modules)
@@ -18,6 +18,10 @@ import lightning_videoscale.kernels, lightning_videoscale.parallel
 print(*sorted(set(sys.modules) - brought_by_lightning))
 print(*lightning_videoscale.parallel.known_models())  # which reads the files of all families
 print(*sorted(set(sys.modules) - brought_by_lightning))
+import lightning_videoscale.injection
+print("diffusers" in sys.modules)
+trainer = lightning.pytorch.Trainer(strategy="ulysses_ddp", accelerator="cpu", devices=1, logger=False)
+print(type(trainer.strategy).__name__)
 """
 
 SPLIT_WAN = """
@@ -64,14 +68,18 @@ def printed_by(script: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_plain_pytorch_loads_neither_data_nor_callbacks_and_knows_the_plans() -> None:
-    imported, known, then_imported = (line.split() for line in printed_by(PLAIN_PYTORCH))
+def test_plain_pytorch_loads_neither_data_nor_callbacks_and_knows_plans_and_strategies() -> None:
+    imported, known, then_imported, model_library, strategy = (
+        line.split() for line in printed_by(LIGHTNING_FIRST)[:5]
+    )
     heavy = {"webdataset", "scipy", "matplotlib", "torchmetrics", "diffusers", "deepspeed"}
     rooms = {f"lightning_videoscale.{room}" for room in ("data", "callbacks", "metrics", "report", "timing")}
     assert not (heavy | rooms).intersection(then_imported)
     assert not {"lightning_videoscale.cost", "lightning_videoscale.models"}.intersection(imported)
     assert "lightning_videoscale.parallel.ulysses" in imported and "lightning_videoscale.models.wan" in then_imported
     assert "WanTransformer3DModel" in known
+    assert model_library == ["False"], "injection imports no model library"
+    assert strategy == ["SequenceParallelDDPStrategy"]
 
 
 def test_a_wan_is_split_by_who_imports_nothing_but_parallel(tmp_path: Path) -> None:
@@ -85,7 +93,6 @@ def test_a_wan_is_split_by_who_imports_nothing_but_parallel(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("script", "imports", "strategy"),
     [
-        (TRAINER, EITHER_ORDER[0], "SequenceParallelDDPStrategy"),
         pytest.param(TRAINER, EITHER_ORDER[1], "SequenceParallelDDPStrategy", marks=pytest.mark.full),
         pytest.param(COMMAND_LINE, EITHER_ORDER[0], "SequenceParallelFSDP2Strategy", marks=pytest.mark.full),
         (COMMAND_LINE, EITHER_ORDER[1], "SequenceParallelFSDP2Strategy"),

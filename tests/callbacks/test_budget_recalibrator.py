@@ -142,7 +142,7 @@ def test_what_fails_does_not_stop_the_training(shards: str) -> None:
             raise ArithmeticError("no fit")
 
     recalibrator = Failing(every_n_steps=4)
-    with pytest.warns(UserWarning, match="could not fit the costs, training goes on: ArithmeticError"):
+    with pytest.warns(UserWarning, match="ArithmeticError"):
         module = fit(shards, recalibrator, max_epochs=1)
     assert recalibrator.history == [] and len(module.metas) > 4
 
@@ -163,7 +163,7 @@ def test_without_a_plan_it_says_that_it_does_nothing(shards: str) -> None:
     source = data(shards)
     source.prepare_data()
     source.setup("fit")
-    with pytest.warns(UserWarning, match="needs a VideoDataModule"):
+    with pytest.warns(UserWarning, match="VideoDataModule"):
         trainer_with(callbacks=[BudgetRecalibrator(1)], max_steps=2).fit(module, source.train_dataloader())
     assert len(module.metas) == 2
 

@@ -146,7 +146,7 @@ def test_a_failing_canvas_is_reported_once_and_training_goes_on() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer_with(monitor, logger=Figures(failing=True)).fit(module, batches_of([Meta(1, 10)] * 3))
-    assert len([w for w in caught if "could not draw, training goes on: OSError('no canvas')" in str(w.message)]) == 1
+    assert len([w for w in caught if "OSError('no canvas')" in str(w.message)]) == 1
     assert len(module.gradients) == monitor.metrics.sums["samples"] == 3
 
 
@@ -192,10 +192,10 @@ def test_the_mfu_is_that_of_the_transformer_that_trains() -> None:
 
 
 def test_refuses_an_interval_below_one() -> None:
-    with pytest.raises(ValueError, match="at least 1, or None; got 0"):
+    with pytest.raises(ValueError, match="got 0"):
         LoadBalanceMonitor(every_n_steps=0)
 
 
 def test_refuses_an_unknown_geometry() -> None:
-    with pytest.raises(ValueError, match="geometry='wan9' is none of"):
+    with pytest.raises(ValueError, match="geometry='wan9'"):
         LoadBalanceMonitor(geometry="wan9")

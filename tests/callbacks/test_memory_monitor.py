@@ -122,7 +122,7 @@ def test_points_survive_a_restart_on_the_same_machine_only(tmp_path: Path) -> No
 
     elsewhere = Scripted([150], every_n_steps=1)
     elsewhere.load_state_dict(state | {"machine": ("another GPU", 8, 2)})
-    with pytest.warns(match=r"drops the peaks .* \('another GPU', 8, 2\), this run has \('cpu', 1, 1\)"):
+    with pytest.warns(match=r"\('another GPU', 8, 2\).*\('cpu', 1, 1\)"):
         trainer_with(elsewhere).fit(Slope(), batches_of([Meta(1, 30)]))
     assert elsewhere.peaks == {30: 150 * GIB}
 
@@ -145,14 +145,14 @@ def test_failures_are_said_once_and_training_goes_on() -> None:
 
 def test_peaks_that_do_not_grow_leave_the_other_figures() -> None:
     monitor, logger = Scripted([300, 200, 100, 90], every_n_steps=1), MemoryLogger()
-    with pytest.warns(match="could not compute the headroom"):
+    with pytest.warns(match="headroom"):
         trainer_with(monitor, logger=logger).fit(Slope(), batches_of([Meta(1, s) for s in (10, 20, 30, 40)]))
     assert [row["memory/peak_gib"] for _, row in _rows(logger)] == [300, 200, 100, 90]
 
 
 def test_without_meta_there_is_no_headroom() -> None:
     monitor, logger = Scripted([300, 300], every_n_steps=1), MemoryLogger()
-    with pytest.warns(match="found no `meta`"):
+    with pytest.warns(match="`meta`"):
         trainer_with(monitor, logger=logger).fit(Slope(), batches_of([None, None]))
     assert len(_rows(logger)) == 2 and monitor.peaks == {}
 
@@ -168,5 +168,5 @@ def test_on_a_cpu_it_says_so_once_and_logs_nothing() -> None:
 
 
 def test_refuses_an_empty_window() -> None:
-    with pytest.raises(ValueError, match="at least 1, or None; got 0"):
+    with pytest.raises(ValueError, match="got 0"):
         MemoryMonitor(every_n_steps=0)

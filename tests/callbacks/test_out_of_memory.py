@@ -99,7 +99,7 @@ def test_only_failures_of_this_machine_lower_the_budget(tmp_path: Path) -> None:
         assert recalibrator.calibration is not None
         return recalibrator.calibration.budget.m_mem
 
-    with pytest.warns(UserWarning, match="on another machine: Out of memory on rank 3"):
+    with pytest.warns(UserWarning, match="another machine.*rank 3"):
         assert m_mem_with(replace(INCIDENT, machine=("cpu", 8, 1))) == 320
     assert m_mem_with(INCIDENT) == 288
 

@@ -76,7 +76,7 @@ def test_a_training_leaves_a_report_with_the_numbers_of_what_it_saw(tmp_path: Pa
     page = read_page(report.path)
     rate = sum(w["tokens"] for w in windows) / sum(w["seconds"] for w in windows)
     assert page.text["dd"][0] == number(rate)
-    assert "One data-parallel rank: there is nothing to balance" in page.text["h1"]
+    assert any("One data-parallel rank" in heading for heading in page.text["h1"])
 
 
 class Dying(Witness):
@@ -110,7 +110,7 @@ def test_after_a_kill_the_command_draws_what_was_logged_and_a_resumed_run_goes_o
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     page = read_page(tmp_path / "report.html")
     assert "unfinished" in page.text["span"]
-    assert any("cannot be read, as after a kill while writing" in note for note in page.text["li"])
+    assert any("cannot be read" in note for note in page.text["li"])
     assert any(text.startswith("4 steps in ") for text in page.text["p"])
 
     callbacks = [RunReport(tmp_path, every_n_steps=2), LossWeighting()]
@@ -121,7 +121,7 @@ def test_after_a_kill_the_command_draws_what_was_logged_and_a_resumed_run_goes_o
     page = read_page(tmp_path / "report.html")
     # Window 3-4 was repeated from step 3 on: 2 steps before, 4 after.
     assert any(text.startswith("6 steps in ") for text in page.text["p"])
-    assert any("1 steps after step 3 were trained again" in note for note in page.text["li"])
+    assert any("1 steps after step 3" in note for note in page.text["li"])
     assert "completed" in page.text["span"]
 
 
@@ -227,7 +227,7 @@ def test_nothing_that_goes_wrong_stops_the_training(tmp_path: Path, monkeypatch:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer_with(report).fit(module, batches_of([Meta(1, 10)] * 3))
-    said = [str(w.message) for w in caught if "training goes on: ArithmeticError('no')" in str(w.message)]
+    said = [str(w.message) for w in caught if "ArithmeticError('no')" in str(w.message)]
     assert [message.split(",")[0] for message in said] == [
         "RunReport could not describe the run",
         "RunReport could not record",
@@ -247,5 +247,5 @@ def test_a_callback_of_yours_records_too(tmp_path: Path) -> None:
 
 
 def test_refuses_an_interval_below_one() -> None:
-    with pytest.raises(ValueError, match="at least 1, or None; got 0"):
+    with pytest.raises(ValueError, match="got 0"):
         RunReport(every_n_steps=0)

@@ -135,9 +135,9 @@ def test_a_folder_of_other_settings_is_left_alone(shards: list[str], tmp_path: P
     _encode(shards, tmp_path)
     before = _content(tmp_path)
     other = EncodeSettings(POLICY, seed=1, samples_per_shard=2)
-    with pytest.raises(ShardError, match=r"was begun with {'seed': 0}, and now they are {'seed': 1}"):
+    with pytest.raises(ShardError, match=r"{'seed': 0}.*{'seed': 1}"):
         encode_shards(index_shards(shards), Averages(), tmp_path, other)
-    with pytest.raises(ShardError, match=r"was begun with {'samples':"):
+    with pytest.raises(ShardError, match=r"{'samples':"):
         _encode(shards[:1], tmp_path)
     assert _content(tmp_path) == before
 
@@ -159,18 +159,18 @@ def test_workers_read_ahead_and_change_nothing(shards: list[str], tmp_path: Path
 
 
 def test_latents_are_not_encoded_again(tmp_path: Path) -> None:
-    with pytest.raises(ShardError, match="hold latents already"):
+    with pytest.raises(ShardError, match="latents already"):
         _encode([str(write_shard(tmp_path / "000.tar", [clip(0)]))], tmp_path / "out")
 
 
 def test_a_folder_whose_vae_lies_deeper_is_named(vae: Path) -> None:
-    with pytest.raises(OSError, match=r"No VAE at '.*', subfolder None: .* mostly 'vae'"):
+    with pytest.raises(OSError, match=r"subfolder None: .*'vae'"):
         DiffusersVae(str(vae), GEOMETRIES["wan2.1"])
 
 
 def test_a_vae_of_another_model_is_named(vae: Path) -> None:
     encoder = DiffusersVae(str(vae), GEOMETRIES["wan2.2-ti2v-5b"], "vae")
-    with pytest.raises(ValueError, match=r"\(1, 8, 8\) of \(1, 64, 64\) pixels.*geometry says \(1, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"\(1, 8, 8\).*\(1, 64, 64\).*\(1, 4, 4\)"):
         encoder.encode(torch.zeros(3, 1, 64, 64, dtype=torch.uint8))
 
 
@@ -195,7 +195,7 @@ def test_several_ranks_want_an_index_first(
     monkeypatch.setenv("WORLD_SIZE", "2")
     command = ["encode", *shards, "--output", str(tmp_path / "out"), "--vae", str(vae), "--subfolder", "vae"]
     assert main([*command, "--index", str(tmp_path / "none")]) == 1
-    assert "2 of the shards are not in the index" in capsys.readouterr().err
+    assert "2 of the shards" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -223,7 +223,7 @@ def test_what_a_server_did_not_send_is_not_left_out_for_good(
     with serving({Path(shard).name: Path(shard).read_bytes() for shard in shards}) as server:
         index = index_shards([f"{server.url}/{name}" for name in server.files])
         server.broken = ("001.tar", index.samples[6].members["mp4"].offset)
-        with pytest.raises(ShardError, match=r"001\.tar cannot be read after 2 attempts"):
+        with pytest.raises(ShardError, match=r"001\.tar .*2 attempts"):
             _encode(index, tmp_path / "there")
         assert {"000000.tar", "000001.tar"} < set(_content(tmp_path / "there"))
         server.broken = None

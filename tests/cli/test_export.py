@@ -65,9 +65,9 @@ def test_export_for_from_pretrained(ranks: Ranks, tmp_path: Path, capsys: pytest
     assert torch.equal(look(model), expected)
     assert not torch.equal(look(tiny_wan()), expected)
     assert main(["export", str(tmp_path / "video.ckpt"), str(tmp_path / "vae"), "--module", "vae"]) == 1
-    assert "holds these diffusers models: ['transformer']" in capsys.readouterr().err.replace("\n", " ")
+    assert "['transformer']" in capsys.readouterr().err.replace("\n", " ")
     fresh = tiny_wan()
     fresh.load_state_dict(read_weights(tmp_path / "video.ckpt", "transformer"))
     assert torch.equal(look(fresh), expected)
-    with pytest.raises(CheckpointError, match=r"no weights of a module 'vae'; it has those of \['transformer'\]"):
+    with pytest.raises(CheckpointError, match=r"'vae'.*\['transformer'\]"):
         read_weights(tmp_path / "video.ckpt", "vae")

@@ -112,11 +112,11 @@ def test_an_index_is_planned_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tiny.csv").write_text("source,width,height,fps,num_frames\na,4,4,25,100\n")
     assert main(["plan", "--shapes", str(tmp_path / "tiny.csv")]) == 1
-    assert "None of the 1 clips can be trained on" in capsys.readouterr().err
+    assert "None of the 1 clips" in capsys.readouterr().err
     assert main(["plan", "--shapes", str(tmp_path / "none.csv")]) == 1
     assert "none.csv" in capsys.readouterr().err
     assert main(["plan", "--index", str(tmp_path / "*.tar")]) == 1
-    assert "name the file that `videoscale index SHARDS` has written" in capsys.readouterr().err
+    assert "`videoscale index SHARDS`" in capsys.readouterr().err
     (tmp_path / "one.csv").write_text("source,width,height,fps,num_frames\na,640,480,25,100\n")
     assert main(["plan", "--shapes", str(tmp_path / "one.csv"), "--dp-size", "0"]) == 1
     assert "dp_size=0" in capsys.readouterr().err
@@ -144,8 +144,8 @@ def test_options_that_make_no_sense_are_named(shapes: str, tmp_path: Path, capsy
     for option, value in (("--samples", "-5"), ("--samples", "0"), ("--seed", "-1"), ("--seed", "one")):
         with pytest.raises(SystemExit):
             main(["plan", "--shapes", shapes, option, value])
-        assert f"argument {option}: '{value}' is no whole number" in capsys.readouterr().err
+        assert f"argument {option}: '{value}'" in capsys.readouterr().err
     for content in ("[1]", '{"a": 1}', "no JSON"):
         (tmp_path / "cost.json").write_text(content)
         assert main(["plan", "--shapes", shapes, "--cost", str(tmp_path / "cost.json")]) == 1
-        assert "cost.json is neither a matrix of `videoscale benchmark-shapes`" in capsys.readouterr().err
+        assert "`videoscale benchmark-shapes`" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def test_the_transformer_of_a_module_is_the_one_that_trains() -> None:
     assert TransformerFlops.of_module(module) == TransformerFlops(layers=3, width=48, ffn_width=64)
 
     module.average.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"one trained transformer .* found average, transformer"):
+    with pytest.raises(ValueError, match=r"found average, transformer"):
         TransformerFlops.of_module(module)
-    with pytest.raises(ValueError, match="in Linear, found none"):
+    with pytest.raises(ValueError, match="Linear, found none"):
         TransformerFlops.of_module(nn.Linear(2, 2))

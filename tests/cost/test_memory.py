@@ -31,10 +31,10 @@ def test_a_fit_that_falls_short_keeps_its_excess_free() -> None:
 
 
 def test_what_cannot_be_fitted_or_does_not_fit_is_said() -> None:
-    with pytest.raises(ValueError, match="needs 3 measured peaks"):
+    with pytest.raises(ValueError, match="3 measured peaks"):
         MemoryModel.fit([Measurement(1, 10, 1.0, 5.0)])
     with pytest.raises(ValueError, match="do not grow"):
         MemoryModel.fit([Measurement(1, s, 1.0, 1e9 / s) for s in (10, 20, 30)])
     model = MemoryModel(fixed=90 * GIB, per_token=1e5, worst_excess=0.0)
-    with pytest.raises(ValueError, match=r"Of 80\.0 GiB, 90\.0 are taken"):
+    with pytest.raises(ValueError, match=r"80\.0 GiB, 90\.0"):
         model.m_mem(80 * GIB)

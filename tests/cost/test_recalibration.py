@@ -84,7 +84,7 @@ def test_a_slow_gpu_is_no_wrong_cost() -> None:
         for n in range(8):
             outcome = loop.update(window((1.0, 1.0, slowness, 1.0), seed=n))
             assert not outcome.changed, outcome.reason
-            assert "slow, and no reason to change costs: rank 2" in outcome.reason
+            assert "slow" in outcome.reason and "rank 2" in outcome.reason
         assert loop.speeds[2] == pytest.approx(slowness, rel=0.03)
         assert loop.fitted is not None
         assert loop.fitted.budget(1.0, 1e6).m_comp == pytest.approx(loop.calibration.budget.m_comp, rel=0.03)

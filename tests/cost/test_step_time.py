@@ -94,7 +94,7 @@ def test_the_compute_budget_is_the_papers() -> None:
     assert budget.p == 1.8 and budget.m_mem == 100_000
     assert budget.m_comp == pytest.approx((2.0 - 0.03) / 1e-9, rel=1e-6)
     assert model.predict(budget.batch_size(4096), 4096) <= 2.0
-    with pytest.raises(ValueError, match=r"target_sync=0\.01 s is not above the 0\.03 s"):
+    with pytest.raises(ValueError, match=r"target_sync=0\.01 s .*0\.03 s"):
         model.budget(0.01, 100_000)
 
 
@@ -121,7 +121,7 @@ def test_models_survive_json_and_have_a_version() -> None:
 
 
 def test_too_little_or_senseless_data_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 6 measurements of 3 sequence lengths; got 3 of 2"):
+    with pytest.raises(ValueError, match=r"6 measurements of 3 .*got 3 of 2"):
         StepTimeModel.fit([Measurement(1, 100, 1.0), Measurement(1, 200, 2.0), Measurement(2, 200, 2.0)])
     with pytest.raises(ValueError, match="positive time"):
         StepTimeModel.fit([*measured(0.05, 2e-5, 7e-10), Measurement(1, 100, float("nan"))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -94,9 +95,8 @@ def test_a_matrix_gives_memory_and_compute(shards: str, tmp_path: Path, said: Ca
     assert data.planner is not None and data.planner.step_time is not None
     assert data.planner.step_time.predict(1, 80) == pytest.approx(0.1 + 1e-4 * 80**1.8, rel=1e-3)
     assert len(said()) == 1 and "matrix.json" in said()[0] and "M_mem = 3" in said()[0]
-    assert (
-        "2 x what one sample of 80 tokens takes, 0.366 s: ranks are predicted to work 100.0% of the time" in said()[0]
-    )
+    for value in ("2 x", "80 tokens", "0.366 s", "100.0%"):
+        assert value in said()[0]
 
 
 def test_the_compute_budget_is_that_of_the_target(shards: str, tmp_path: Path) -> None:
@@ -117,15 +117,15 @@ def test_the_matrix_beside_the_index_is_found_if_it_is_of_this_setting(
     _matrix(precision="bf16-mixed").save(data.matrix_file)
     other = VideoDataModule(shards)
     _fit(other)
-    assert "precision: 'bf16-mixed' measured, '32-true' now" in caplog.text
+    assert "'bf16-mixed'" in caplog.text and "'32-true'" in caplog.text
     assert _budget(other) == BucketBudget(80, 80.0**2, 2.0)
-    assert "nothing is measured on cpu" in said()[-1] and "costs are B * S^2" in said()[-1]
+    assert "B * S^2" in said()[-1] and str(data.matrix_file) not in said()[-1]
 
 
 def test_a_matrix_of_another_setting_is_used_if_it_is_asked_for_and_warned_of(shards: str, tmp_path: Path) -> None:
     _matrix(gpu="NVIDIA H200").save(tmp_path / "matrix.json")
     data = VideoDataModule(shards, budget=AutoBudget(tmp_path / "matrix.json"))
-    with pytest.warns(UserWarning, match=r"another setting \(gpu: 'NVIDIA H200' measured, None now\)"):
+    with pytest.warns(UserWarning, match=r"gpu: 'NVIDIA H200' .*None"):
         _fit(data)
     assert _budget(data).p == 1.8
 
@@ -135,16 +135,16 @@ def test_flops_where_nothing_is_measured(shards: str, said: Callable[[], list[st
     _fit(data, Flow())
     budget = _budget(data)
     assert budget.m_mem == 80 and budget.m_comp == pytest.approx(80**budget.p)
-    assert len(said()) == 1 and "the FLOPs of its transformer" in said()[0]
-    # FLOPs tell no seconds.
-    assert "what one sample of 80 tokens takes: ranks are predicted to work 100.0% of the time" in said()[0]
-    assert "and no budget up to 2 x this one that mixes shapes as well has 0.5% more tokens per second" in said()[0]
+    assert len(said()) == 1
+    for value in ("FLOPs", "80 tokens", "100.0%", "2 x", "0.5%"):
+        assert value in said()[0]
+    assert not re.search(r"\d s\b", said()[0]), "FLOPs tell no seconds"
 
 
 def test_what_was_asked_for_and_cannot_be_is_an_error(shards: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"AutoBudget\(matrix=\.\.\.\): .*nowhere\.json"):
         _fit(VideoDataModule(shards, budget=AutoBudget(tmp_path / "nowhere.json")))
-    with pytest.raises(ValueError, match=r"target_sync=1\.0 s needs measured seconds"):
+    with pytest.raises(ValueError, match=r"target_sync=1\.0 s"):
         _fit(VideoDataModule(shards, budget=AutoBudget(target_sync=1.0)))
     _matrix(capacity=100.0).save(tmp_path / "full.json")
     with pytest.raises(ValueError, match="taken before the first token"):
@@ -159,7 +159,7 @@ def test_too_few_shapes_leave_the_costs_to_the_flops(
     data = VideoDataModule(shards, budget=AutoBudget(tmp_path / "matrix.json"))
     _fit(data)
     assert _budget(data).m_mem in (359, 360) and _budget(data).p == 2.0
-    assert "the measured times cannot be used: A step-time model needs at least 6" in said()[0]
+    assert "at least 6" in said()[0] and "got 3" in said()[0]
 
 
 def test_a_step_time_of_the_users_own_goes_before_a_measured_one(shards: str, tmp_path: Path) -> None:

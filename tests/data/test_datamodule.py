@@ -201,11 +201,11 @@ def test_normalised_over_the_epoch_the_mean_over_steps_is_that_of_one_big_batch(
 
 
 def test_a_wrong_number_of_micro_batches_is_an_error(shards: str) -> None:
-    with pytest.raises(ValueError, match=r"of 4 micro-batches .* of 1: set Trainer\(accumulate_grad_batches=4\)"):
+    with pytest.raises(ValueError, match=r"4 micro-batches .*Trainer\(accumulate_grad_batches=4\)"):
         trainer_with().fit(Witness(), VideoDataModule(shards, budget=BUDGET, micro_batches=4))
     scheduler = GradientAccumulationScheduler({0: 4, 1: 2})
     trainer = trainer_with(callbacks=[scheduler, ApplyLossWeights()], max_epochs=2)
-    with pytest.raises(ValueError, match=r"GradientAccumulationScheduler changes|of 4 micro-batches"):
+    with pytest.raises(ValueError, match=r"GradientAccumulationScheduler|4 micro-batches"):
         trainer.fit(Witness(), VideoDataModule(shards, budget=BUDGET, micro_batches=4))
 
 
@@ -227,7 +227,7 @@ def test_a_sample_that_cannot_be_read_counts_nothing_where_all_batches_weigh_the
     clips = [clip(i, mask_npy=b"" if i in broken else npy(np.ones(2))) for i in range(12)]
     data = VideoDataModule(str(write_shard(tmp_path / "000.tar", clips)), budget=BUDGET)
     module = Witness()
-    with pytest.warns(UserWarning, match="left out, with weight 0"):
+    with pytest.warns(UserWarning, match="weight 0"):
         trainer_with().fit(module, data)
     sampler = data.train_dataloader().sampler
     sampler.set_epoch(0)
@@ -311,14 +311,14 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(shards: str, tmp_path: P
     blocked = tmp_path / "file"
     blocked.touch()
     module = Witness()
-    with pytest.warns(UserWarning, match=r"index cannot be kept .*Give `index=`"):
+    with pytest.warns(UserWarning, match=r"`index=`"):
         trainer_with().fit(module, VideoDataModule(shards, budget=BUDGET, index=blocked / "index.json"))
     assert _ids(module.batches[0]) == _all_ids()
 
 
 def test_without_a_trainer_it_serves_plain_loops(shards: str) -> None:
     data = VideoDataModule(shards, budget=BUDGET)
-    with pytest.raises(RuntimeError, match=r"no index of its shards: .* call prepare_data\(\) and setup\('fit'\)"):
+    with pytest.raises(RuntimeError, match=r"prepare_data\(\) and setup\('fit'\)"):
         data.train_dataloader()
     data.prepare_data()
     data.setup("fit")

@@ -69,7 +69,7 @@ def test_a_dataset_of_which_nothing_can_be_trained_on_is_named(shards: str, tmp_
     broken = write_shard(tmp_path / "broken.tar", [{"__key__": "a", "mp4": b"no video"}])
     for weights in ({str(broken): 1.0, shards: 1.0}, {shards: 1.0, str(broken): 1.0}):
         number = list(weights).index(str(broken)) + 1
-        with pytest.raises(ValueError, match=rf"Nothing can be drawn of datasets \[{number}\] of 2"):
+        with pytest.raises(ValueError, match=rf"datasets \[{number}\] of 2"):
             trainer_with().fit(Witness(), VideoDataModule(weights, budget=BUDGET))
 
 
@@ -83,11 +83,11 @@ def test_shards_may_be_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"balance": "plan"}, "balance='plan' must be one of"),
-        ({"loss_weighting": "samples"}, "loss_weighting='samples' must be one of"),
-        ({"loss_normalization": "steps"}, "loss_normalization='steps' must be one of"),
-        ({"micro_batches": 0}, "micro_batches=0, shard_window=64 must be at least 1"),
-        ({"budget": 4096}, "budget=4096 must be 'auto', a BucketBudget or an AutoBudget"),
+        ({"balance": "plan"}, "balance='plan'"),
+        ({"loss_weighting": "samples"}, "loss_weighting='samples'"),
+        ({"loss_normalization": "steps"}, "loss_normalization='steps'"),
+        ({"micro_batches": 0}, "micro_batches=0, shard_window=64"),
+        ({"budget": 4096}, "budget=4096 .*'auto'.*BucketBudget.*AutoBudget"),
     ],
 )
 def test_wrong_settings_are_said_before_anything_is_read(setting: dict[str, Any], message: str) -> None:
@@ -100,5 +100,5 @@ def test_shards_of_nothing_but_too_small_pictures_are_refused(tmp_path: Path, bu
     picture = io.BytesIO()
     Image.new("RGB", (4, 4)).save(picture, "PNG")
     shard = write_shard(tmp_path / "0.tar", [{"__key__": "tiny", "png": picture.getvalue(), "txt": b""}])
-    with pytest.raises(ValueError, match=r"all 1 samples .* smaller than one patch .*'0.tar/tiny' of 4x4 pixels"):
+    with pytest.raises(ValueError, match=r"1 samples .*'0.tar/tiny' of 4x4"):
         trainer_with().fit(Witness(), VideoDataModule(str(shard), budget=budget))

@@ -85,7 +85,7 @@ def test_a_variable_rate_keeps_its_pace() -> None:
 
 
 def test_more_than_there_is_is_an_error(clip50: bytes) -> None:
-    with pytest.raises(MediaError, match=r"it ends at 2\.000 s and the frame at 2\.0\d+ s was asked for|ends at"):
+    with pytest.raises(MediaError, match=r"ends at"):
         _decode(clip50, 53, 48, 64, start=0.0, fps=25.0)
     with pytest.raises(MediaError, match="ends at"):
         _decode(clip50, 1, 48, 64, start=7.0)

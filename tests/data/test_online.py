@@ -122,7 +122,7 @@ def test_any_module_from_batches_to_batches_will_do(shard: str) -> None:
 
 
 def test_a_vae_of_another_model_is_refused(pipeline: Path) -> None:
-    with pytest.raises(ValueError, match=r"= \(4, 8\) into one latent cell, and the model's geometry says \(8, 32\)"):
+    with pytest.raises(ValueError, match=r"\(4, 8\).*\(8, 32\)"):
         VideoDataModule("000.tar", geometry="ltx-video", encode=OnlineEncoder(load_encoder(pipeline)._vae))
 
 

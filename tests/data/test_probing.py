@@ -86,5 +86,5 @@ def test_key_frames_are_tried_where_they_are_far_apart() -> None:
 
 
 def test_a_key_frame_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"the key frame at 4\.000 s is no longer where it was"):
+    with pytest.raises(ValueError, match=r"key frame at 4\.000 s"):
         _frame(FILMS["closed"](), 120, (Seek(51_201, 51_200),))

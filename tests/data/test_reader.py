@@ -74,9 +74,9 @@ def test_further_members_pass_through(tmp_path: Path) -> None:
 def test_a_damaged_member_is_named(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "000.tar", [clip(0), clip(1, mask_npy=b"no array"), clip(2, notes_txt=b"\xff\xfe")])
     _sample(shard, 0)
-    with pytest.raises(ShardError, match=r"000\.tar: the member 'clip00001\.mask\.npy' cannot be decoded: no \.npy"):
+    with pytest.raises(ShardError, match=r"000\.tar.*'clip00001\.mask\.npy' .*no \.npy"):
         _sample(shard, 1)
-    with pytest.raises(ShardError, match=r"'clip00002\.notes\.txt' cannot be decoded: 'utf-8' codec"):
+    with pytest.raises(ShardError, match=r"'clip00002\.notes\.txt' .*'utf-8'"):
         _sample(shard, 2)
 
 
@@ -84,7 +84,7 @@ def test_a_damaged_sample_costs_its_own_weight(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "000.tar", [clip(i, mask_npy=npy(np.ones(2)) if i % 3 else b"") for i in range(6)])
     reader = MicroBatchReader(index_shards([str(shard)]))
     meta = BatchMeta(3, 8, 8, 48, 3, 1.0, loss_weight=1.5)
-    with pytest.warns(UserWarning, match=r"clip00003\.mask\.npy' cannot be decoded.*left out, with weight 0"):
+    with pytest.warns(UserWarning, match=r"clip00003\.mask\.npy' .*weight 0"):
         batch = reader[MicroBatch((1, 3, 5), meta)]
     assert batch["sample_ids"] == ["000.tar/clip00001", "000.tar/clip00005"]
     assert batch["meta"] == meta._replace(samples=2, loss_weight=1.0)
@@ -101,13 +101,13 @@ def test_a_shard_that_is_deleted_costs_the_weight_of_its_samples(tmp_path: Path)
     reader = MicroBatchReader(index_shards([str(shard) for shard in shards]))
     meta = BatchMeta(3, 8, 8, 48, 2, 1.0, 1.0)
     shards[1].unlink()
-    with pytest.warns(UserWarning, match=r"001\.tar cannot be read: .*Its samples are left out") as caught:
+    with pytest.warns(UserWarning, match=r"001\.tar cannot be read") as caught:
         batches = [reader[MicroBatch((i, i + 5), meta)] for i in range(5)] + [reader[MicroBatch((6, 7), meta)]]
     assert len(caught) == 1, [str(warning.message) for warning in caught]
     assert [batch["meta"].loss_weight for batch in batches] == [0.5] * 5 + [0.0]
     assert [batch["sample_ids"] for batch in batches[:5]] == [[f"000.tar/clip{i:05}"] for i in range(5)]
     shards[0].unlink()
-    with pytest.raises(ShardError, match=r"nor others of their shape can be read.*001\.tar"), warnings.catch_warnings():
+    with pytest.raises(ShardError, match=r"others of their shape.*001\.tar"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pickle.loads(pickle.dumps(reader))[MicroBatch((6, 7), meta)]
 
@@ -141,7 +141,7 @@ def test_an_error_keeps_its_words_on_the_way_out_of_a_worker(tmp_path: Path) -> 
         _sample(shard, 0)
     except ShardError:
         wrapped = pickle.loads(pickle.dumps(ExceptionWrapper(where="in DataLoader worker process 0")))
-    with pytest.raises(ShardError, match=r"000\.tar: the member 'clip00000\.notes\.txt' cannot be decoded"):
+    with pytest.raises(ShardError, match=r"000\.tar.*'clip00000\.notes\.txt'"):
         wrapped.reraise()
 
 
@@ -152,10 +152,10 @@ def test_a_shard_that_changes_under_the_reader_is_named(tmp_path: Path) -> None:
     reader.read(1)
     os.truncate(shard, 1000)
     for either in (reader, SampleReader(index)):
-        with pytest.raises(ShardError, match=r"000\.tar has 1000 bytes and had \d+ when it was indexed"):
+        with pytest.raises(ShardError, match=r"000\.tar .*\b1000 bytes"):
             either.read(1)
     shard.unlink()
-    with pytest.raises(ShardError, match=r"000\.tar cannot be read: .*No such file"):
+    with pytest.raises(ShardError, match=r"000\.tar .*No such file"):
         SampleReader(index).read(1)
 
 
@@ -168,7 +168,7 @@ def test_a_shard_that_is_replaced_by_one_of_its_size_is_never_mistaken_for_it(tm
     shard.rename(at_hand)
     shutil.copyfile(other, shard)
     assert reader.read(1)["latents"].mean() == 1, "the open file is the one that was indexed"
-    with pytest.raises(ShardError, match=r"000\.tar was written again after it was indexed \(version \d+, indexed was"):
+    with pytest.raises(ShardError, match=r"000\.tar .*\(version \d+, indexed"):
         SampleReader(index).read(1)
     shutil.copyfile(other, at_hand)
     with pytest.raises(ShardError, match=r"000\.tar was written again"):

@@ -182,7 +182,7 @@ def test_manual_optimization_goes_on_after_any_batch(shards: str, tmp_path: Path
 
 def test_counts_that_differ_are_an_error(shards: str, tmp_path: Path) -> None:
     data = VideoDataModule(shards, budget=BUDGET, micro_batches=2)
-    with pytest.raises(RuntimeError, match="Epoch 0 began at micro-batch 0 and 2 optimizer steps of 2 were made since"):
+    with pytest.raises(RuntimeError, match=r"Epoch 0 .*micro-batch 0 .*2 optimizer steps of 2"):
         fit(data, 2, None, AccumulateLess(), SaveAfter(3, tmp_path / "three.ckpt"))
 
 
@@ -198,7 +198,7 @@ def test_other_shards_are_refused_and_named(shards: str, tmp_path: Path) -> None
     fit(VideoDataModule(shards, budget=BUDGET), 1, None, SaveAfter(3, tmp_path / "three.ckpt"))
     write_shard(tmp_path / "train" / "001.tar", [clip(i) for i in range(5)])
     (tmp_path / "train" / "002.tar").rename(tmp_path / "train" / "other.tar")
-    with pytest.raises(ValueError, match=r"other shards \(1 gone: 002.tar; 1 new: other.tar; 1 changed: 001.tar\)"):
+    with pytest.raises(ValueError, match=r"1 gone: 002.tar; 1 new: other.tar; 1 changed: 001.tar"):
         fit(VideoDataModule(str(tmp_path / "train" / "*.tar"), budget=BUDGET), 1, tmp_path / "three.ckpt")
 
 
@@ -318,5 +318,5 @@ def test_a_fit_reads_shards_that_were_written_again_as_they_are_now(tmp_path: Pa
 def test_the_rest_of_an_epoch_is_refused_once_shards_were_written_again(tmp_path: Path) -> None:
     trainer, module, data = trained_before_shards_were_written_again(tmp_path)
     trainer.fit_loop.epoch_loop.max_steps = -1
-    with pytest.raises(ValueError, match=r"The epoch was begun with other shards \(1 changed: 000.tar\)"):
+    with pytest.raises(ValueError, match=r"1 changed: 000.tar"):
         trainer.fit(module, data)

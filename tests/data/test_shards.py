@@ -49,13 +49,11 @@ def test_patterns_mean_what_webdataset_users_expect(tmp_path: Path) -> None:
 
 def test_missing_shards_are_named(tmp_path: Path) -> None:
     write_shard(tmp_path / "000.tar", [clip(0)])
-    with pytest.raises(
-        ShardError, match=r"No shards found at 2 of the 3 places .*001\.tar, .*002\.tar.*range in braces"
-    ):
+    with pytest.raises(ShardError, match=r"2 of the 3 .*001\.tar, .*002\.tar"):
         expand_shards(f"{tmp_path}/{{000..002}}.tar")
-    with pytest.raises(ShardError, match=r"No shards found: the patterns \['.*/\*\.zip'\] match no file"):
+    with pytest.raises(ShardError, match=r"\['.*/\*\.zip'\] match no file"):
         expand_shards(f"{tmp_path}/*.zip")
-    with pytest.raises(ShardError, match=r"write a folder as 'folder/\*\.tar'"):
+    with pytest.raises(ShardError, match=r"'folder/\*\.tar'"):
         expand_shards(str(tmp_path))
     with pytest.raises(ShardError, match=r"000\.tar is named twice"):
         expand_shards([f"{tmp_path}/000.tar", f"{tmp_path}/../{tmp_path.name}/000.tar"])
@@ -73,7 +71,7 @@ def test_a_star_matches_in_buckets_too(tmp_path: Path) -> None:
     for nowhere in ("memory://stars/none/*.tar", "memory://no-bucket/*.tar"):
         with pytest.raises(ShardError, match="match no file"):
             expand_shards(nowhere)
-    with pytest.raises(ShardError, match=r"the patterns \['.*/typo-\*'\] match no file"):
+    with pytest.raises(ShardError, match=r"\['.*/typo-\*'\] match no file"):
         expand_shards(["memory://stars/*.tar", "memory://stars/typo-*"])
     data = VideoDataModule({"memory://stars/*.tar": 0.5, f"{tmp_path}/*.tar": 0.5}, tmp_path / "index")
     data.prepare_data()
@@ -103,7 +101,7 @@ def test_urls_are_those_of_fsspec(tmp_path: Path) -> None:
     assert expand_shards(["s3://bucket/{000..001}.tar", "https://host/a.tar?token=1"]) == [
         "s3://bucket/000.tar", "s3://bucket/001.tar", "https://host/a.tar?token=1",
     ]  # fmt: skip
-    with pytest.raises(ShardError, match=r"file:/tmp/000\.tar' is no URL of fsspec, which has '://'"):
+    with pytest.raises(ShardError, match=r"file:/tmp/000\.tar'.*'://'"):
         expand_shards("file:/tmp/000.tar")
     with pytest.raises(ShardError, match=r"s3://bucket/000\.tar is named twice"):
         expand_shards(["s3://bucket/000.tar", "s3://bucket/{000..001}.tar"])

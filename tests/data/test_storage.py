@@ -125,7 +125,7 @@ def test_a_server_that_comes_back_is_waited_for(
     assert shard.read(ByteRange(512, 3000)) == server.files["000.tar"][512:3512]
     assert len(caplog.records) == 3 and "Trying again in 0.01 s" in caplog.text
     server.failures = 4
-    with pytest.raises(ShardError, match=r"000\.tar cannot be read after 4 attempts at its bytes 0 to 9 \("):
+    with pytest.raises(ShardError, match=r"000\.tar .*4 attempts .*bytes 0 to 9\b"):
         shard.read(ByteRange(0, 9))
 
 
@@ -135,17 +135,17 @@ def test_a_server_that_is_gone_is_an_error_in_the_end(tmp_path: Path, quick: Non
         index = index_shards([f"{server.url}/000.tar"])
         reader = SampleReader(index)
         reader.read(0)
-    with pytest.raises(ShardError, match=r"cannot be read after 4 attempts"):
+    with pytest.raises(ShardError, match=r"4 attempts"):
         reader.read(0)
-    with pytest.raises(ShardError, match=r"not complete: 1 samples or shards .*000\.tar: .* 4 attempts at its size"):
+    with pytest.raises(ShardError, match=r"1 samples or shards .*000\.tar: .* 4 attempts .*size"):
         index_shards([f"{server.url}/000.tar"]).check()
 
 
 def test_what_is_missing_is_not_waited_for(server: RangeServer) -> None:
-    with pytest.raises(ShardError, match=r"none\.tar cannot be read \(.*404"):
+    with pytest.raises(ShardError, match=r"none\.tar .*404"):
         index_shards([f"{server.url}/{name}.tar" for name in ("000", "001", "none")])
     assert {first for _, first, _ in server.requests} == {-1}, "said before the others are looked at"
-    with pytest.raises(ShardError, match=r"nowhere://host/000\.tar cannot be read: Protocol not known: nowhere"):
+    with pytest.raises(ShardError, match=r"nowhere://host/000\.tar .*Protocol not known"):
         index_shards(["nowhere://host/000.tar"])
 
 
@@ -154,14 +154,14 @@ def test_a_refused_permission_is_asked_for_again_but_not_for_long(server: RangeS
     server.failures, server.failure = 2, 403
     assert shard.read(ByteRange(0, 9)) == server.files["000.tar"][:9]
     server.failures = 3
-    with pytest.raises(UnreachableError, match=r"000\.tar cannot be read after 3 attempts at its bytes .*403"):
+    with pytest.raises(UnreachableError, match=r"000\.tar .*3 attempts .*403"):
         shard.read(ByteRange(0, 9))
 
 
 def test_a_server_without_ranges_is_refused(server: RangeServer, tmp_path: Path, quick: None) -> None:
     server.honours_ranges = False
     urls = [f"{server.url}/000.tar"]
-    with pytest.raises(ShardError, match=r"ignores byte ranges \(it sent \d+ bytes instead of \d+\)"):
+    with pytest.raises(ShardError, match=r"byte ranges .*\d+ bytes instead of \d+"):
         build_index(urls, tmp_path / "index")
     server.honours_ranges = True
     assert len(build_index(urls, tmp_path / "index")) == 4, "of the shard nothing was concluded"
@@ -170,7 +170,7 @@ def test_a_server_without_ranges_is_refused(server: RangeServer, tmp_path: Path,
 def test_a_remote_shard_that_changed_is_named(server: RangeServer) -> None:
     index = index_shards([f"{server.url}/000.tar"])
     server.files["000.tar"] = server.files["001.tar"] + bytes(512)
-    with pytest.raises(ShardError, match=r"000\.tar has \d+ bytes and had \d+ when it was indexed"):
+    with pytest.raises(ShardError, match=r"000\.tar has \d+ bytes and had \d+"):
         SampleReader(index).read(0)
 
 
@@ -232,5 +232,5 @@ def test_an_object_that_is_replaced_by_one_of_its_size_is_noticed(
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     for either in readers:
-        with pytest.raises(ShardError, match=r"000\.tar was written again after it was indexed"):
+        with pytest.raises(ShardError, match=r"000\.tar was written again"):
             either.read(1)

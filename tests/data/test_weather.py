@@ -65,7 +65,7 @@ def test_one_request_in_ten_may_fail_anyhow(
 def test_a_server_without_ranges_is_an_error_in_any_weather(server: RangeServer, tmp_path: Path, seed: int) -> None:
     server.weather, server.honours_ranges = Random(seed), False
     for _ in range(3):
-        with pytest.raises(ShardError, match="ignores byte ranges"):
+        with pytest.raises(ShardError, match="byte ranges"):
             build_index(_urls(server), tmp_path / "index", workers=2)
     server.weather, server.honours_ranges = None, True
     index = build_index(_urls(server), tmp_path / "index")
@@ -110,7 +110,7 @@ def test_what_fails_all_attempts_is_left_for_the_next_run(
     [unread] = report["unread"]
     assert report["refused"] == [] and report["indexed"] == 3
     assert unread["member"] in ("clip00002", "film2") and "attempts at its bytes" in unread["reason"]
-    with pytest.raises(ShardError, match=r"not complete: 1 samples .* run `videoscale index`"):
+    with pytest.raises(ShardError, match=r"1 samples .*`videoscale index`"):
         ShardIndex.load(tmp_path / "index").check()
 
     server.broken = None
@@ -157,7 +157,7 @@ def test_training_does_not_begin_without_what_was_not_read(server: RangeServer, 
     data = VideoDataModule(_urls(server)[:2], tmp_path / "index")
     server.failures, server.failure = 10**6, "cut"
     data.prepare_data()
-    with pytest.raises(ShardError, match=r"not complete: 2 samples or shards could not be read just now"):
+    with pytest.raises(ShardError, match=r"2 samples or shards"):
         data.setup("fit")
     server.failures = 0
     data.setup("fit")
@@ -170,7 +170,7 @@ def test_while_training_a_sample_comes_back_when_its_server_does(server: RangeSe
     micro_batch = MicroBatch((2, 3), BatchMeta(3, 8, 8, 48, 2, 1.0, 1.0))
     broken = reader._index.samples[2].members["latents.npy"]
     server.broken, server.failure = ("000.tar", broken.offset + 700), failure
-    with pytest.warns(UserWarning, match="left out until they can be read again, with weight 0"):
+    with pytest.warns(UserWarning, match="weight 0"):
         batch = reader[micro_batch]
     server.broken = None
     assert batch["sample_ids"] == ["000.tar/clip00003"] and batch["meta"].loss_weight == 0.5

@@ -35,7 +35,7 @@ def test_a_slow_rank_is_named(ranks: Ranks, strategy: str) -> None:
     [finding] = first
     assert finding["name"] == "straggler"
     assert finding["seconds"]["straggler"] == pytest.approx(0.14, abs=0.06)  # one of two ranks waits for 280 ms
-    assert "rank 0 is the last in 100% of the steps" in finding["figure"]
+    assert "rank 0 is the last in 100%" in finding["figure"]
     assert "nearly always rank 0" in finding["advice"]
 
 

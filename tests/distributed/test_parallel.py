@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_videoscale.parallel import (
@@ -86,34 +86,36 @@ def test_attention_over_a_split_sequence_is_dense_attention(
         assert max(errors) <= 1e-12
 
 
-def operations(heads: int, batch: int) -> dict[str, int]:
-    """What a layer of one Ulysses group calls in forward and backward, views and allocations aside."""
+def messages_and_copies(heads: int, batch: int) -> tuple[int, float]:
+    """Messages of a layer in forward and backward, and what else it writes, attention aside, in sizes of its query."""
     mesh = SequenceMesh.create("cpu", ulysses_size=4)
     q, k, v = (torch.randn(batch, 3, heads, 8, requires_grad=True) for _ in range(3))
-    called: Counter[str] = Counter()
+    cotangent = torch.ones_like(q)
+    messages, written = 0, 0
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal messages, written
             result = op(*args, **(kwargs or {}))
-            if not op.is_view and op.overloadpacket not in (torch.ops.aten.new_empty, torch.ops.aten.detach):
-                called[op.overloadpacket.__name__] += 1
+            messages += op.namespace == "c10d"
+            if op.namespace == "aten" and not any(name in op.name() for name in ("dot_product", "empty")):
+                taken = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)}
+                made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+                written += sum(x.nbytes for x in made if x.untyped_storage().data_ptr() not in taken)
             return result
 
     with Counting():
         out = sequence_parallel_attention(q, k, v, mesh)
-        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    return dict(called)
+        torch.autograd.grad(out, (q, k, v), cotangent)
+    return messages, written / q.nbytes
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_layer_sends_four_messages_and_copies_only_where_all_heads_are(ranks: Ranks, batch: int) -> None:
-    for called in ranks(4).run(operations, 8, batch):
-        called.pop("ones_like")
-        attention = [called.pop(name) for name in list(called) if name.startswith("_scaled_dot_product")]
-        assert attention == [1, 1]
-        # Packed: query, key, value; the output's gradient. Joined: their gradients. Put in place: output, gradients.
-        assert called.pop("alltoall_base_") == 4
-        assert called == {"stack": 2, "cat": 1, "clone": 2, "_unsafe_view": 2}
+def test_a_layer_sends_four_messages_and_copies_little(ranks: Ranks, batch: int) -> None:
+    for messages, written in ranks(4).run(messages_and_copies, 8, batch):
+        assert messages == 4  # of query, key and value in one, of the output, and of their gradients
+        # Packed: query, key, value, the output's gradient. Joined: three gradients. Put in place: output and gradients.
+        assert written <= 4 + 3 + 4
 
 
 def compiled_errors(ring: int, ulysses: int, lengths: tuple[int, ...], heads: int, kv_heads: int) -> list[float]:
@@ -169,12 +171,12 @@ def attention_messages() -> list[str]:
 
 def test_attention_says_what_does_not_fit(ranks: Ranks) -> None:
     heads, shapes, lengths, too_few, groups, mask, mask_dtype = ranks(4).run(attention_messages)[0]
-    assert "3 heads cannot be spread over ulysses_size=4" in heads
-    assert "H a multiple of h; got (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 16)" in shapes
-    assert "This is rank 0 of 4 and holds 2 tokens, but lengths=(3, 3, 3, 3)" in lengths
-    assert "lengths=(2, 2) says otherwise" in too_few
+    assert "3 heads" in heads and "ulysses_size=4" in heads
+    assert "got (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 16)" in shapes
+    assert "rank 0 of 4" in lengths and "2 tokens" in lengths and "lengths=(3, 3, 3, 3)" in lengths
+    assert "lengths=(2, 2)" in too_few
     assert "got (1, 2, 4, 8), (1, 2, 3, 8), (1, 2, 3, 8)" in groups
-    assert "(B, s) = (1, 2), True where a key may be attended; got torch.bool of (1, 8)" in mask
+    assert "(B, s) = (1, 2)" in mask and "got torch.bool of (1, 8)" in mask
     assert "got torch.float32 of (1, 2)" in mask_dtype
 
 
@@ -322,14 +324,14 @@ def wan_messages() -> list[str]:
 
 def test_parallelize_says_what_does_not_fit(ranks: Ranks) -> None:
     no_plan, heads, processor, path, argument, patched = ranks(4).run(wan_messages)[0]
-    assert "No split plan is known for Linear" in no_plan
+    assert "Linear" in no_plan and "plan" in no_plan
     assert "WanTransformer3DModel" in no_plan
     assert "register_plan" in no_plan
-    assert "3 heads cannot be spread over ulysses_size=4" in heads
-    assert "has the processor MyProcessor" in processor
-    assert "module 'nowhere', which WanTransformer3DModel does not have" in path
+    assert "3 heads" in heads and "ulysses_size=4" in heads
+    assert "MyProcessor" in processor
+    assert "'nowhere'" in path and "WanTransformer3DModel" in path
     assert "arguments ['latents'] of WanTransformer3DModel.forward" in argument
-    assert "a WanAttnProcessor whose __call__ was replaced by wan_messages.<locals>.<lambda>" in patched
+    assert "WanAttnProcessor" in patched and "wan_messages.<locals>.<lambda>" in patched
 
 
 def undone_wan_is_unchanged() -> bool:

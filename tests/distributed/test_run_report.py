@@ -65,7 +65,7 @@ def test_ranks_are_compared(ranks: Ranks, tmp_path: Path) -> None:
         assert parts["wait"][0] > (slow - fast) / 2 > parts["wait"][1]
     assert [row[3:6] for row in windows[0]["batches"]] == [[10, 1, 2], [10, 3, 2]]
     html = (tmp_path / "report.html").read_text()
-    assert "Not balanced: waiting for the slowest rank took" in html
+    assert "Not balanced" in html
 
 
 def test_a_sequence_parallel_group_counts_once(ranks: Ranks, tmp_path: Path) -> None:

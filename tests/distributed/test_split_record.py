@@ -89,7 +89,7 @@ class Network(nn.Module):
         return self.head(x)
 
 
-def exchange(model: nn.Module, context: SequenceContext) -> Undo:
+def exchange(model: nn.Module, context: SequenceContext) -> Callable[[], None]:
     def give(value: SequenceContext | None) -> None:
         for block in model.get_submodule("blocks").children():
             block.context = value  # type: ignore[assignment]

@@ -40,5 +40,5 @@ def test_a_still_scene_has_the_same_latents_throughout():
 
 @pytest.mark.parametrize("shape", [(4, 8, 8), (5, 7, 8), (5, 8, 9)])
 def test_clips_that_do_not_fit_the_patches_are_refused(shape):
-    with pytest.raises(ValueError, match="does not fit patches"):
+    with pytest.raises(ValueError, match="patches"):
         PatchCodec().encode(torch.zeros(1, 3, *shape))

@@ -92,7 +92,7 @@ def test_equal_settings_give_equal_bytes(tmp_path, footage):
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path, footage):
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(SystemExit, match="was not written by this script"):
+    with pytest.raises(SystemExit, match="not written by this script"):
         main(["--output", str(tmp_path), "--videos", str(footage)])
     assert (tmp_path / "thesis.txt").exists()
 
@@ -100,7 +100,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, footage):
 def test_nothing_readable_is_an_error(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "broken.mp4").write_bytes(b"no video at all")
-    with pytest.raises(SystemExit, match="no file could be decoded"):
+    with pytest.raises(SystemExit, match="decoded"):
         main(["--output", str(tmp_path / "out"), "--videos", str(tmp_path / "in")])
     assert not (tmp_path / "out").exists()
 

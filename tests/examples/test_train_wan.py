@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-import pytest
 from PIL import Image
+from prepare_videos import main as prepare_videos
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.examples.conftest import EXAMPLES
@@ -13,18 +13,11 @@ CONFIGS = EXAMPLES / "configs"
 SMALL_MODEL = ["--model.config.num_layers=1", "--model.config.ffn_dim=64"]
 
 
-@pytest.fixture
-def prepare(run_example, footage):
-    """`prepare("data/shards")` makes a few small clips of the footage."""
-
-    def run(output):
-        run_example("prepare_videos.py", "--output", output, "--videos", footage, "--clips", "16", "--side", "32")
-
-    return run
+CLIPS = ["--clips", "16", "--side", "32"]
 
 
-def test_the_demo_trains_in_two_processes(tmp_path, run_example, prepare):
-    prepare("demo_data/shards")
+def test_the_demo_trains_in_two_processes(tmp_path, run_example, footage):
+    run_example("prepare_videos.py", "--output", "demo_data/shards", "--videos", footage, *CLIPS)
     short = ["--trainer.max_steps=8", "--trainer.log_every_n_steps=2", "--model.warmup_steps=1"]
     validate = ["--trainer.val_check_interval=4", "--trainer.limit_val_batches=1"]
     printed = run_example("train_wan.py", "fit", "--config", CONFIGS / "demo.yaml", *short, *validate, *SMALL_MODEL)
@@ -46,8 +39,8 @@ def test_the_demo_trains_in_two_processes(tmp_path, run_example, prepare):
     )
 
 
-def test_wan_1_3b_trains(run_example, prepare):
-    prepare("data/shards")
+def test_wan_1_3b_trains(tmp_path, run_example, footage):
+    prepare_videos(["--output", str(tmp_path / "data" / "shards"), "--videos", str(footage), *CLIPS])
     on_this_machine = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy.ulysses_size=1"]
     patch_codec = ["--model.config.in_channels=48", "--model.config.out_channels=48"]
     shrunk = ["--trainer.fast_dev_run=2", "--data.num_workers=0", "--model.config.num_attention_heads=2", *SMALL_MODEL]

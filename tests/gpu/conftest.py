@@ -1,4 +1,4 @@
-"""Process pools joined by NCCL, a GPU for each rank."""
+"""Process pools joined by NCCL, a GPU for each rank, and the record of what passed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ import pytest
 import torch
 
 from tests.distributed.pool import ProcessPool
+from tests.gpu.recording import Recording
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", metavar="COMMIT", help="write last_result.json: what passed at this commit (or HEAD)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    commit = config.getoption("--record", default=None)  # not known when this folder was not named
+    if commit is None:
+        return
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("There is no GPU here, so every test would be skipped.")
+    if config.option.keyword or any("::" in argument for argument in config.args):
+        raise pytest.UsageError("Whole files are recorded: run without -k and without names of tests.")
+    config.pluginmanager.register(Recording(commit))
 
 
 @pytest.fixture(scope="session")

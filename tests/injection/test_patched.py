@@ -111,7 +111,7 @@ def test_an_instance_patched_before(path: str, patch: Patch) -> None:
         part: Any = model.get_submodule(path)
         part.forward = patch(part)
         expected, _ = run(model, inputs)
-        with pytest.warns(UserWarning, match="forward (that )?was replaced on the instance"):
+        with pytest.warns(UserWarning, match="forward .*instance"):
             inject_fused_kernels(model)
         assert torch.equal(run(model, inputs)[0], expected)
 
@@ -188,7 +188,7 @@ def test_parts_that_take_another_s_name_afterwards(what: str) -> None:
         model = tiny_wan()
         inject_fused_kernels(model)
         change(model, what)
-        with contextlib.nullcontext() if what == "processor" else pytest.warns(UserWarning, match="without its fused"):
+        with contextlib.nullcontext() if what == "processor" else pytest.warns(UserWarning, match="fused"):
             output, _ = run(model, inputs)
     assert torch.equal(output, expected)
 
@@ -208,7 +208,7 @@ def test_the_norms_of_a_dit_block(monkeypatch: pytest.MonkeyPatch) -> None:
     block = a_block(torch.float32)
     x, c = torch.randn(2, 5, 32), torch.randn(2, 32)
     expected = block(x, c)
-    with pytest.warns(UserWarning, match="norm1 has a forward that was replaced by .*twice"):
+    with pytest.warns(UserWarning, match="norm1 .*twice"):
         assert not inject_fused_kernels(block, extra_blocks=[MINE]).replaced
     assert torch.equal(block(x, c), expected)
 
@@ -216,7 +216,7 @@ def test_the_norms_of_a_dit_block(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_your_own_block_patched_by_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any forward of a class you own is meant, as its body has it; a wrapped one where you name it."""
     monkeypatch.setattr(MyBlock, "forward", wrapped(MyBlock.forward))
-    with pytest.warns(UserWarning, match="its forward was replaced by wrapped.*known_forwards"):
+    with pytest.warns(UserWarning, match="wrapped.*known_forwards"):
         assert not inject_fused_kernels(two_blocks(), extra_blocks=[MY_BLOCK]).replaced
     named = FusedBlock(MY_BLOCK.class_path, fused_forward, "norm", frozenset({str(source_hash(MyBlock.forward))}))
     assert len(inject_fused_kernels(two_blocks(), extra_blocks=[named]).replaced) == 2

@@ -10,7 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_videoscale.injection import inject_fused_kernels
 from tests.models.kept import ACTIVATION, CHANNELS, FEED_FORWARD, MODES, kept_bytes, kept_storages, wan_block
-from tests.models.test_wan import CASES, Case, prepared, run
+from tests.models.test_wan import CASES, Case, checkpointed, image_to_video, per_token, prepared, run
+
+COMPILED = [per_token, image_to_video, checkpointed]
+"""The cases that `make test` compiles; the layers of the others are among theirs."""
 
 NO_NORM_OUTPUT = 9 + FEED_FORWARD / CHANNELS
 """q, k, v and result of self-attention, q and result of cross-attention, three branches, what the GELU is given."""
@@ -53,8 +56,13 @@ def test_what_is_kept_can_be_listed() -> None:
     assert listed == pytest.approx(activations("fused"), rel=0.01)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "compiled"),
+    [
+        *((case, False) for case in CASES),
+        *(pytest.param(case, True, marks=[] if case in COMPILED else pytest.mark.full) for case in CASES),
+    ],
+)
 def test_recomputed_norms_give_the_same_gradients_to_the_bit(case: Case, compiled: bool) -> None:
     results = []
     for recompute_norms in (False, True):

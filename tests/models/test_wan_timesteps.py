@@ -113,7 +113,7 @@ def test_only_repeated_timesteps_are_grouped(repeated: bool) -> None:
 def test_it_stays_as_it_is_beside_a_block_that_is_not_fused() -> None:
     with prepared(image_to_video, torch.float32) as (model, inputs):
         model.blocks[1].norm1.register_forward_hook(lambda *_: None)
-        with pytest.warns(UserWarning, match=r"together with every WanTransformerBlock only, and blocks\.1 was not"):
+        with pytest.warns(UserWarning, match=r"WanTransformerBlock.*blocks\.1\b"):
             report = inject_fused_kernels(model)
         assert "condition_embedder" not in [replaced.path for replaced in report.replaced]
         run(model, inputs)

@@ -96,7 +96,7 @@ def test_an_adapter_in_the_feed_forward_is_reported() -> None:
 
     model = tiny_wan()
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["net.2"]))
-    with pytest.warns(UserWarning, match=r"skipped 2 FeedForward .*net\.2 is no Linear of its own weight, but peft"):
+    with pytest.warns(UserWarning, match=r"2 FeedForward .*net\.2 .*peft"):
         report = inject_fused_kernels(model)
     assert {skipped.path for skipped in report.skipped} == {"blocks.0.ffn", "blocks.1.ffn"}
 

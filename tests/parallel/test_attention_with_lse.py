@@ -107,13 +107,13 @@ def test_an_unknown_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.ops, "aten", Nothing())
     q = torch.ones(1, 1, 2, 8)
-    with pytest.raises(RuntimeError, match=r"has no operator aten::_scaled_dot_product_flash_attention_for_cpu.*2\.11"):
+    with pytest.raises(RuntimeError, match=r"aten::_scaled_dot_product_flash_attention_for_cpu.*2\.11"):
         attend(q, q, q, 1.0)
 
 
 def test_an_unknown_device_is_named() -> None:
     q = torch.ones(1, 1, 2, 8, device="meta")
-    with pytest.raises(RuntimeError, match="known for meta"):
+    with pytest.raises(RuntimeError, match=r"\bmeta\b"):
         attend(q, q, q, 1.0)
 
 
@@ -145,5 +145,5 @@ def test_both_half_precision_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch, k
 
 @on_gpu
 def test_an_odd_head_dim_in_half_precision_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="head dim 12 runs slowly"):
+    with pytest.warns(UserWarning, match="head dim 12"):
         assert max(errors(0, (2, 9, 9, 2, 12), torch.bfloat16, "cuda", False)) <= TOLERANCES[torch.bfloat16]

@@ -33,12 +33,12 @@ def test_the_outermost_networks_with_a_plan_are_found() -> None:
 
 
 def test_a_model_that_declares_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear declares no context-parallel plan .* pass a SplitPlan"):
+    with pytest.raises(ValueError, match=r"Linear .*SplitPlan"):
         read_diffusers_plan(nn.Linear(2, 2), lambda model, context: lambda: None)
 
 
 def test_an_unknown_kind_of_entry_is_refused() -> None:
     model = nn.Linear(2, 2)
     model._cp_plan = {"": {"x": "split it"}}  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="Unknown member 'split it' for 'x'"):
+    with pytest.raises(ValueError, match="'split it' for 'x'"):
         read_diffusers_plan(model, lambda model, context: lambda: None)

@@ -13,7 +13,7 @@ from lightning_videoscale.parallel.mesh import check_sizes
 @given(st.integers(1, 10_000), st.integers(1, 64))
 def test_shares_are_even_to_a_token_and_lose_none(length: int, parts: int) -> None:
     if length < parts:
-        with pytest.raises(ValueError, match=f"A sequence of {length} tokens cannot be split over {parts} ranks"):
+        with pytest.raises(ValueError, match=f"{length} tokens .*{parts} ranks"):
             split_sizes(length, parts)
         return
     sizes = split_sizes(length, parts)
@@ -30,9 +30,7 @@ def test_too_few_heads() -> None:
 
 def test_devices_that_do_not_form_groups() -> None:
     check_sizes(12, ulysses_size=2, ring_size=3)
-    with pytest.raises(
-        ValueError, match=r"12 devices .* groups of 5 .* one of \[1, 2, 3, 4, 6, 12\], .* multiple of 5"
-    ):
+    with pytest.raises(ValueError, match=r"12 devices .*5.*\[1, 2, 3, 4, 6, 12\]"):
         check_sizes(12, ulysses_size=5)
-    with pytest.raises(ValueError, match="ulysses_size=0 and ring_size=1 must both be at least 1"):
+    with pytest.raises(ValueError, match="ulysses_size=0 and ring_size=1"):
         check_sizes(12, ulysses_size=0)

@@ -288,25 +288,23 @@ def test_what_does_not_fit_is_refused() -> None:
     def work(transport: SymmetricTransport, rank: int) -> None:
         transport.open([2, 4], [2, 4] if rank == 0 else [4, 2], torch.float32)
 
-    with pytest.raises(
-        RuntimeError, match=r"ranks \(10, 11\) of the ulysses axis disagree: they send \(8, 8\) bytes to "
-    ):
+    with pytest.raises(RuntimeError, match=r"\(10, 11\) of the ulysses axis .*\(8, 8\) bytes"):
         on_threads(2, work)
 
     def push(transport: SymmetricTransport, rank: int) -> None:
         exchange = transport.open([2, 2], [2, 2], torch.float32)
-        with pytest.raises(ValueError, match=r"position 1 .* 2 elements of torch.float32; it has 3 of torch.float32"):
+        with pytest.raises(ValueError, match=r"position 1 .* 2 .*torch.float32.* 3 .*torch.float32"):
             exchange.push({0: torch.zeros(2), 1: torch.zeros(3)})
-        with pytest.raises(ValueError, match=r"must be contiguous .* strides \(2,\)"):
+        with pytest.raises(ValueError, match=r"contiguous .*\(2,\)"):
             exchange.push({1: torch.zeros(4)[::2]})
         exchange.push({0: torch.zeros(2)})
-        with pytest.raises(ValueError, match="position 0 of the ulysses axis was pushed already"):
+        with pytest.raises(ValueError, match="position 0 of the ulysses axis"):
             exchange.push({0: torch.zeros(2)})
-        with pytest.raises(RuntimeError, match=r"No piece was pushed to the positions \[1\]"):
+        with pytest.raises(RuntimeError, match=r"positions \[1\]"):
             exchange.finish()
         for _ in range(3):
             transport.open([2, 2], [2, 2], torch.float32)
-        with pytest.raises(RuntimeError, match="4 exchanges of the ulysses axis are pending"):
+        with pytest.raises(RuntimeError, match="4 exchanges of the ulysses axis"):
             transport.open([2, 2], [2, 2], torch.float32)
 
     on_threads(2, push)
@@ -341,19 +339,19 @@ def fit(transport_of_rank: list[Any]) -> str:
 
 def test_asked_for_and_not_available_is_an_error_with_the_reasons(ranks: Ranks) -> None:
     for message in (*ranks(2).run(unavailable), *ranks(2).run(fit, ["symmetric"] * 2)):
-        assert "needs the GPUs of a Ulysses group on one host" in message
-        assert "rank 0: its device is cpu, not a GPU; rank 1: its device is cpu, not a GPU." in message
+        assert "one host" in message
+        assert "rank 0: its device is cpu" in message and "rank 1: its device is cpu" in message
         assert "Use transport='collective'" in message
 
 
 def test_ranks_agree_on_the_transport(ranks: Ranks) -> None:
     for message in ranks(2).run(fit, ["symmetric", "collective"]):
-        assert "different values of transport= for the strategy: rank 0: symmetric, rank 1: collective" in message
+        assert "transport=" in message and "rank 0: symmetric, rank 1: collective" in message
     assert ranks(2).run(fit, ["collective"] * 2) == ["collective"] * 2
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"transport='nccl' is not one of \('collective', 'symmetric'\)"):
+    with pytest.raises(ValueError, match=r"transport='nccl' .*\('collective', 'symmetric'\)"):
         SequenceParallelDDPStrategy(transport="nccl")  # type: ignore[arg-type]
 
 

@@ -94,18 +94,18 @@ def test_where_nothing_can_be_written_it_is_said_once(tmp_path: Path) -> None:
         log = _log(tmp_path / "file")
         for step in range(3):
             log.append("window", step, {"unwritable": object()})
-    assert len([w for w in caught if "cannot be written, training goes on" in str(w.message)]) == 1
+    assert len([w for w in caught if str(tmp_path / "file") in str(w.message)]) == 1
 
 
 def test_what_cannot_be_read_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"train with callbacks=\[RunReport\(\)\]"):
+    with pytest.raises(FileNotFoundError, match=r"callbacks=\[RunReport\(\)\]"):
         read_run(tmp_path)
     _log(tmp_path / "version_3")
-    with pytest.raises(FileNotFoundError, match=r"there are logs in .*version_3\."):
+    with pytest.raises(FileNotFoundError, match=r"version_3\b"):
         read_run(tmp_path)
     (tmp_path / LOG_NAME).write_text('not json\n{"v": 1, "kind": "window", "step": 1, "time": 0}\n')
     with pytest.raises(ValueError, match="holds no run"):
         read_run(tmp_path)
     (tmp_path / LOG_NAME).write_text('{"v": 2, "kind": "start", "step": 0, "time": 0}\n')
-    with pytest.raises(ValueError, match="in version 2 of the log and this package reads 1: update it"):
+    with pytest.raises(ValueError, match=r"version 2\b.* 1\b"):
         read_run(tmp_path)

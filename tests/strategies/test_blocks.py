@@ -26,7 +26,7 @@ def test_blocks_of_ones_own_model_are_lists_of_one_class() -> None:
 
 
 def test_a_network_without_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"No transformer blocks found in Sequential \(children: {'Linear': 2}\)"):
+    with pytest.raises(ValueError, match=r"Sequential.*{'Linear': 2}"):
         find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
 
@@ -63,5 +63,5 @@ def test_checkpointing_keeps_less_and_changes_nothing() -> None:
 def test_a_model_that_checkpoints_itself_is_not_checkpointed_twice() -> None:
     model = tiny_wan()
     model.enable_gradient_checkpointing()
-    with pytest.raises(ValueError, match="has its own gradient checkpointing on"):
+    with pytest.raises(ValueError, match="gradient checkpointing"):
         checkpoint_activations(model)

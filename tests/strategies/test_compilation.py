@@ -71,5 +71,5 @@ def test_a_split_and_compiled_model_trains_as_a_split_one(ranks: Ranks, strategy
 
 @pytest.mark.parametrize("strategy", [SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy])
 def test_exchanges_that_cannot_be_traced_are_refused(strategy: type) -> None:
-    with pytest.raises(ValueError, match="compile= cannot trace the exchanges of transport='symmetric'"):
+    with pytest.raises(ValueError, match=r"compile=.*transport='symmetric'"):
         strategy(compile=True, transport="symmetric")

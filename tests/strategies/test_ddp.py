@@ -97,12 +97,12 @@ def test_lightning_cli_takes_the_name_and_the_class() -> None:
 
 
 def test_a_plan_needs_the_network_it_describes() -> None:
-    with pytest.raises(ValueError, match=r"plan= describes one network: name it .* \(got modules=None\)"):
+    with pytest.raises(ValueError, match=r"plan=.*modules=None"):
         SequenceParallelDDPStrategy(plan=NOTHING_TO_SPLIT)
 
 
 def test_the_mesh_is_not_there_before_setup() -> None:
-    with pytest.raises(RuntimeError, match="The mesh exists from the Trainer's setup"):
+    with pytest.raises(RuntimeError, match=r"mesh.*setup"):
         _ = SequenceParallelDDPStrategy().data_parallel_rank
 
 
@@ -191,7 +191,7 @@ def fit_transformed() -> tuple[list[str], str]:
 def test_transforms_run_once_in_order_before_wrapping(ranks: Ranks) -> None:
     for order, message in ranks(4).run(fit_transformed):
         assert order == ["first on Recorder", "second"]
-        assert "register transforms before the Trainer sets the strategy up" in message
+        assert "transforms" in message and "before" in message
 
 
 # -- messages ------------------------------------------------------------------------------------------------------
@@ -222,14 +222,14 @@ def setup_messages() -> list[str]:
 
 def test_setup_says_what_does_not_fit_and_the_way_out(ranks: Ranks) -> None:
     devices, heads, no_plan, several, unknown = ranks(4).run(setup_messages)[0]
-    assert "4 devices cannot be split into sequence-parallel groups of 3" in devices
+    assert "4 devices" in devices and "groups of 3" in devices
     assert "one of [1, 2, 4]" in devices
-    assert "3 heads cannot be spread over ulysses_size=4" in heads
+    assert "3 heads" in heads and "ulysses_size=4" in heads
     assert "Use ulysses_size <= 3" in heads
-    assert "No network has a split plan in the LightningModule with children {'net': 'Linear'}" in no_plan
+    assert "{'net': 'Linear'}" in no_plan
     assert "modules=[...] and plan=SplitPlan(...)" in no_plan
-    assert "Several networks have a split plan: ['student', 'teacher']" in several
-    assert "names ['pupil'], which the LightningModule lacks; it has ['net', 'student']" in unknown
+    assert "['student', 'teacher']" in several
+    assert "['pupil']" in unknown and "['net', 'student']" in unknown
 
 
 def fit_with_different_settings() -> str:
@@ -261,4 +261,4 @@ def compiled_message() -> str:
 
 
 def test_blocks_that_are_compiled_already_are_refused(ranks: Ranks) -> None:
-    assert "compiled before the strategy could change them: ['net.blocks.1']" in ranks(4).run(compiled_message)[0]
+    assert "['net.blocks.1']" in ranks(4).run(compiled_message)[0]

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -77,7 +79,7 @@ def alive(group: int) -> bool:
 
 
 def wait_until_all_ended(process: subprocess.Popen[str], seconds: float) -> str:
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)  # to import, to train and to end
     deadline = time.monotonic() + seconds
     while alive(process.pid):
         assert time.monotonic() < deadline, f"processes left behind:\n{output}"
@@ -85,23 +87,22 @@ def wait_until_all_ended(process: subprocess.Popen[str], seconds: float) -> str:
     return output
 
 
-@pytest.mark.parametrize(
-    ("failing_rank", "other"),
-    [("1", ()), ("0", ("and_sleep",))],
-    ids=["a_child_while_its_peer_waits_for_it", "the_launcher_while_its_peer_computes"],
-)
-def test_an_exception_on_one_rank_ends_all(tmp_path: Path, failing_rank: str, other: tuple[str, ...]) -> None:
-    process = start(tmp_path, failing_rank, *other)
+class Ended(NamedTuple):
+    """How a job ended: its exit status, what it printed, and the seconds since it was interrupted."""
+
+    status: int
+    output: str
+    seconds: float = 0.0
+
+
+def fail(folder: Path, *args: str) -> Ended:
+    process = start(folder, *args)
     output = wait_until_all_ended(process, seconds=5)
-    assert process.returncode != 0
-    assert f"[rank{failing_rank}]: ValueError: the actual cause" in output
-    if failing_rank == "1":
-        assert "The first error of the job was on rank 1: ValueError: the actual cause" in output
+    return Ended(process.returncode, output)
 
 
-@pytest.mark.parametrize("receiver", ["group", "launcher"])
-def test_ctrl_c_ends_all(tmp_path: Path, receiver: str) -> None:
-    process = start(tmp_path, "nobody")
+def interrupt(folder: Path, receiver: str) -> Ended:
+    process = start(folder, "nobody")
     assert process.stdout is not None
     while "step 3 on rank" not in process.stdout.readline():
         assert process.poll() is None
@@ -111,9 +112,44 @@ def test_ctrl_c_ends_all(tmp_path: Path, receiver: str) -> None:
     else:
         process.send_signal(signal.SIGINT)
     output = wait_until_all_ended(process, seconds=5)
-    assert time.monotonic() - started < 20
-    assert process.returncode == 1
-    assert "Detected KeyboardInterrupt, attempting graceful shutdown" in output
+    return Ended(process.returncode, output, time.monotonic() - started)
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
+    """Two jobs at a time, since each mostly imports, on one core."""
+    cases: dict[str, tuple[Callable[..., Ended], *tuple[str, ...]]] = {
+        "a child": (fail, "1"),
+        "the launcher": (fail, "0", "and_sleep"),
+        "ctrl-c, group": (interrupt, "group"),
+        "ctrl-c, launcher": (interrupt, "launcher"),
+    }
+    with ThreadPoolExecutor(2) as threads:
+        yield {
+            name: threads.submit(function, tmp_path_factory.mktemp("job"), *args)
+            for name, (function, *args) in cases.items()
+        }
+
+
+def test_an_exception_of_a_child_ends_its_peer_that_waits_for_it(jobs: dict[str, Future[Ended]]) -> None:
+    ended = jobs["a child"].result()
+    assert ended.status != 0
+    assert "[rank1]: ValueError: the actual cause" in ended.output
+    assert "The first error of the job was on rank 1: ValueError: the actual cause" in ended.output
+
+
+def test_an_exception_of_the_launcher_ends_its_peer_that_computes(jobs: dict[str, Future[Ended]]) -> None:
+    ended = jobs["the launcher"].result()
+    assert ended.status != 0
+    assert "[rank0]: ValueError: the actual cause" in ended.output
+
+
+@pytest.mark.parametrize("receiver", ["group", "launcher"])
+def test_ctrl_c_ends_all(jobs: dict[str, Future[Ended]], receiver: str) -> None:
+    ended = jobs[f"ctrl-c, {receiver}"].result()
+    assert ended.seconds < 20
+    assert ended.status == 1
+    assert "Detected KeyboardInterrupt, attempting graceful shutdown" in ended.output
 
 
 def train_after_a_failed_collective() -> list[str]:
@@ -122,14 +158,14 @@ def train_after_a_failed_collective() -> list[str]:
     Returns:
         What the watch said.
     """
-    group = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
+    group = dist.new_group(timeout=timedelta(seconds=0.5), backend="gloo")
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError):
             dist.all_reduce(torch.ones(1), group=group)
 
     class Slow(RectifiedFlow):
         def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            time.sleep(1)
+            time.sleep(0.4)
             return super().training_step(batch)
 
     said: list[str] = []

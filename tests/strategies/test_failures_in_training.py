@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,9 @@ def check_messages(output: str, fault: str, rank: int, timeout: float) -> None:
         assert f"timeout of 0:00:{timeout:.0f} passes" in output or "imed out" in output
 
 
-def fail(folder: Path, strategy: str, launcher: str, fault: str, rank: int, timeout: float) -> None:
+def fail(folder: Path, strategy: str, launcher: str, fault: str, rank: int) -> None:
+    # Ranks that torchrun starts import together, and need no long timeout to find each other; only a hang waits for it.
+    timeout = 150 if fault != "hang" else 20 if launcher == "torchrun" else 55
     args = ["--strategy", strategy, "--fault", fault, "--rank", str(rank), "--timeout", str(timeout)]
     job = Job(folder, launcher, *args)
     try:
@@ -105,20 +108,28 @@ def check_continuation(ranks: Ranks, folder: Path, strategy: str) -> None:
     assert continued == [pytest.approx(losses[FAILING_STEP:], rel=1e-5) for losses in whole]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "launcher", "fault", "rank"),
-    [
-        ("ddp", "lightning", "kill", 0),
-        ("fsdp2", "torchrun", "hang", 1),
-        pytest.param("deepspeed", "lightning", "raise", 1, marks=needs_deepspeed),
-    ],
-)
-def test_a_failing_rank_ends_the_job(
-    ranks: Ranks, tmp_path: Path, strategy: str, launcher: str, fault: str, rank: int
-) -> None:
-    # Ranks that torchrun starts import together, and need no long timeout to find each other.
-    fail(tmp_path, strategy, launcher, fault, rank, timeout=20 if launcher == "torchrun" else 55)
-    check_continuation(ranks, tmp_path, strategy)
+Case = tuple[str, str, str, int]
+CASES: list[Case] = [
+    ("fsdp2", "torchrun", "hang", 1),  # mostly waits, so it comes first
+    ("ddp", "lightning", "kill", 0),
+    ("deepspeed", "lightning", "raise", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, tuple[Path, Future[None]]]]:
+    """The folder of each case and its job; two at a time, since a job mostly imports on one core, and waits."""
+    with ThreadPoolExecutor(2) as threads:
+        folders = {case: tmp_path_factory.mktemp("-".join(map(str, case))) for case in CASES}
+        yield {case: (folder, threads.submit(fail, folder, *case)) for case, folder in folders.items()}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_failing_rank_ends_the_job(ranks: Ranks, jobs: dict[Case, tuple[Path, Future[None]]], case: Case) -> None:
+    folder, ended = jobs[case]
+    ended.result()
+    check_continuation(ranks, folder, case[0])
 
 
 @pytest.mark.full
@@ -129,5 +140,5 @@ def test_a_failing_rank_ends_the_job(
 def test_every_failure_ends_the_job(
     ranks: Ranks, tmp_path: Path, strategy: str, launcher: str, fault: str, rank: int
 ) -> None:
-    fail(tmp_path, strategy, launcher, fault, rank, timeout=20 if launcher == "torchrun" else 55)
+    fail(tmp_path, strategy, launcher, fault, rank)
     check_continuation(ranks, tmp_path, strategy)

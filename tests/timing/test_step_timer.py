@@ -96,7 +96,7 @@ def test_a_run_that_fails_leaves_nothing_behind() -> None:
 
 
 def test_it_needs_the_wrapped_model() -> None:
-    with pytest.raises(RuntimeError, match="put it on in on_fit_start, or later"):
+    with pytest.raises(RuntimeError, match="on_fit_start"):
         StepTimer(trainer_with())
 
 

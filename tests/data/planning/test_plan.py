@@ -189,12 +189,12 @@ def test_datasets_are_mixed_by_weight_and_each_is_walked_through_at_its_own_pace
     assert set(drawn[:200]) == {1, 2} and set(drawn[200:]) == {9}, "1.5 passes of one, 9 of the other"
     assert np.bincount(np.concatenate(streams)[:100], minlength=300)[200:].sum() == pytest.approx(75, abs=3)
     assert sorted(planner.plan(0).stream) == trained(planner.plan(0))
-    with pytest.raises(ValueError, match="2 datasets need one positive weight each"):
+    with pytest.raises(ValueError, match="2 datasets"):
         replace(planner, source_weights=(1.0,)).plan(0)
 
 
 def test_a_planner_of_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match=r"micro_batches=0, dp_size=1"):
         BucketPlanner(table_of([0]), BucketBudget(1, 1), micro_batches=0)
-    with pytest.raises(ValueError, match=r"balance='best' must be one of"):
+    with pytest.raises(ValueError, match=r"balance='best'"):
         BucketPlanner(table_of([0]), BucketBudget(1, 1), balance="best")  # type: ignore[arg-type]

@@ -97,6 +97,6 @@ def messages() -> list[str]:
 
 def test_what_is_refused_and_why(ranks: Ranks) -> None:
     bare, average, swa = ranks(2).run(messages)[0]
-    assert "['scale'] are trained by manual optimization and belong to no module that is called" in bare
-    assert "['EMAWeightAveraging'] cannot average the parameters that SequenceParallelFSDP2Strategy shards" in average
-    assert "['StochasticWeightAveraging'] cannot average" in swa
+    assert "['scale']" in bare and "manual optimization" in bare
+    assert "['EMAWeightAveraging']" in average and "SequenceParallelFSDP2Strategy" in average
+    assert "['StochasticWeightAveraging']" in swa

@@ -102,6 +102,6 @@ def refused_precisions() -> list[str]:
 
 def test_other_precisions_are_refused(ranks: Ranks) -> None:
     true, mixed = ranks(2).run(refused_precisions)[0]
-    assert "does not support precision='16-true': choose one of 32-true, bf16-mixed, bf16-true, 64-true" in true
+    assert "precision='16-true'" in true and "32-true, bf16-mixed, bf16-true, 64-true" in true
     assert "precision='16-mixed'" in mixed
-    assert "bf16-mixed needs no loss scaling" in mixed
+    assert "bf16-mixed" in mixed

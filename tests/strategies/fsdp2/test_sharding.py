@@ -210,12 +210,12 @@ def refused_models() -> list[str]:
 
 def test_models_that_cannot_be_sharded_are_refused_with_the_way_out(ranks: Ranks) -> None:
     sharded, undefined, tied, mixed, replicas, disagree = ranks(2).run(refused_models)[0]
-    assert "to ['net.blocks.0']: leave it out of configure_model" in sharded
-    assert "['net.table'] were built on the meta device" in undefined
-    assert "['transformer.blocks.1.ffn.net.2.weight'] are shared" in tied
-    assert "transformer.blocks.1 are stored in several dtypes" in mixed
-    assert "replicas=3 does not divide the 2 devices" in replicas
-    assert "different values of replicas= for the strategy: rank 0: 1, rank 1: 2" in disagree
+    assert "['net.blocks.0']" in sharded and "configure_model" in sharded
+    assert "['net.table']" in undefined and "meta" in undefined
+    assert "['transformer.blocks.1.ffn.net.2.weight']" in tied and "shared" in tied
+    assert "transformer.blocks.1" in mixed and "dtypes" in mixed
+    assert "replicas=3" in replicas and "2 devices" in replicas
+    assert "replicas=" in disagree and "rank 0: 1, rank 1: 2" in disagree
 
 
 class Unfreeze(pl.Callback):
@@ -232,4 +232,4 @@ def unfreezing() -> str:
 
 
 def test_what_was_frozen_and_kept_whole_cannot_train_later(ranks: Ranks) -> None:
-    assert "['adapter.weight', 'adapter.bias'] were frozen" in ranks(2).run(unfreezing)[0]
+    assert "['adapter.weight', 'adapter.bias']" in ranks(2).run(unfreezing)[0]

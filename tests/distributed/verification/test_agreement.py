@@ -127,7 +127,7 @@ def test_a_generator_that_differs_in_a_group_is_refused(ranks: Ranks, strategy: 
         "weight": "losses differ in ['loss'] by a relative distance of",
     }[target]
     for message in failing(ranks(2), strategy, 2, DrawsItself, kind, target):
-        assert "Ranks [0, 1] share one batch and must compute with the same numbers" in message
+        assert "Ranks [0, 1] share one batch" in message
         assert what in message and "seed it by the data-parallel rank" in message
         assert target != "time" or "['timestep'] by a relative distance of" in message
 
@@ -216,7 +216,7 @@ def slightly_different() -> list[str]:
 def test_last_bits_are_a_warning_once(ranks: Ranks) -> None:
     told, silent = ranks(2).run(slightly_different)
     assert len(told) == 1 and silent == []
-    assert "inputs of Linear differ slightly in ['input'] by a relative distance of 1.0e-05" in told[0]
+    assert "Linear" in told[0] and "['input']" in told[0] and "1.0e-05" in told[0]
 
 
 def of_unusual_layout() -> bool:

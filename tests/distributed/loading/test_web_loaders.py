@@ -11,8 +11,8 @@ import torch
 import webdataset as wds
 
 from tests.data.clips import clip, write_shard
+from tests.distributed.loading.test_read_once import Recorder, trainer
 from tests.distributed.pool import ProcessPool
-from tests.distributed.test_read_once import Recorder, trainer
 
 Ranks = Callable[[int], ProcessPool]
 

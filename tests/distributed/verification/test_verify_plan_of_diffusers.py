@@ -1,0 +1,104 @@
+"""Plans of diffusers' models: those that it declares are verified, families that are tested here are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import LTXVideoTransformer3DModel, WanTransformer3DModel
+from torch import Tensor
+
+from lightning_videoscale.parallel import SequenceContext, Split, read_diffusers_plan, sequence_parallel_attention
+from tests.distributed.pool import ProcessPool
+from tests.distributed.verification.networks import first_call
+from tests.models import tiny_wan
+
+Ranks = Callable[[int], ProcessPool]
+
+
+class ExchangedAttention:
+    """What a user writes who knows of self-attention only, or forgets to exchange at all."""
+
+    def __init__(self, context: SequenceContext | None) -> None:
+        self.context = context
+
+    def __call__(self, attn: Any, hidden_states: Tensor, _: None, __: None, image_rotary_emb: Any) -> Tensor:
+        from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
+
+        q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
+        q, k = (apply_rotary_emb(x, image_rotary_emb) for x in (q, k))
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(hidden_states)))
+        if self.context is None:
+            out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        else:
+            lengths = self.context.lengths_of(hidden_states.shape[1])
+            out = sequence_parallel_attention(q, k, v, self.context.mesh, lengths=lengths)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2)))
+
+
+def ltx_attention(exchanged: bool) -> Callable[[Any, SequenceContext], Callable[[], None]]:
+    def install(model: Any, context: SequenceContext) -> Callable[[], None]:
+        layers = [block.attn1 for block in model.transformer_blocks]
+        originals = [layer.processor for layer in layers]
+        for layer in layers:
+            layer.set_processor(ExchangedAttention(context if exchanged else None))
+
+        def undo() -> None:
+            for layer, original in zip(layers, originals, strict=True):
+                layer.set_processor(original)
+
+        return undo
+
+    return install
+
+
+def ltx(exchanged: bool, text_is_split: bool) -> str:
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 8}
+    model = LTXVideoTransformer3DModel(in_channels=4, out_channels=4, num_layers=2, **sizes)
+    declared = read_diffusers_plan(model, ltx_attention(exchanged))
+    if not text_is_split:
+        declared = replace(declared, inputs={"": {"hidden_states": Split(1, 3)}})
+    return first_call(
+        model,
+        declared,
+        torch.randn(1, 12, 4),
+        torch.randn(1, 6, 8),
+        torch.tensor([500]),
+        torch.ones(1, 6, dtype=torch.int64),
+        num_frames=3,
+        height=2,
+        width=2,
+    )
+
+
+class MyWan(WanTransformer3DModel):
+    """What Wan's tests say nothing of."""
+
+
+def wans() -> list[str]:
+    inputs = torch.randn(1, 4, 1, 4, 4), torch.tensor([7.0]), torch.randn(1, 3, 16)
+    mine = tiny_wan()
+    mine.__class__ = MyWan
+    return [first_call(model, None, *inputs) for model in (tiny_wan(), mine)]
+
+
+def test_a_tested_family_costs_nothing(ranks: Ranks) -> None:
+    tested, mine = ranks(2).run(wans)[0]
+    assert tested == "passed"
+    assert "MyWan verified" in mine
+
+
+def test_plans_of_ltx(ranks: Ranks) -> None:
+    """diffusers also splits the text, whose keys then must travel, too."""
+    pool = ranks(2)
+    for message in pool.run(ltx, exchanged=True, text_is_split=True):
+        assert "transformer_blocks.0.attn2 (LTXAttention) calls scaled_dot_product_attention" in message
+        assert "attn1" not in message
+    for message in pool.run(ltx, exchanged=False, text_is_split=False):
+        assert "transformer_blocks.0.attn1 (LTXAttention) calls scaled_dot_product_attention" in message
+        assert "attn2" not in message
+    assert "LTXVideoTransformer3DModel verified" in pool.run(ltx, exchanged=True, text_is_split=False)[0]
