@@ -100,7 +100,9 @@ def touched(source: str, ours: Iterable[str], module: str | None = None) -> list
     others, prose = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            others |= {alias.asname or alias.name.partition(".")[0] for alias in node.names if not is_theirs(alias.name)}
+            others |= {
+                alias.asname or alias.name.partition(".")[0] for alias in node.names if not is_theirs(alias.name)
+            }
             found += [(node.lineno, a.name) for a in node.names if is_theirs(a.name) and is_private(a.name)]
         elif isinstance(node, ast.ImportFrom) and is_theirs(node.module or ""):
             names = [f"{node.module}.{alias.name}" for alias in node.names]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_videoscale.compat.diffusers import dispatch_settings
+from lightning_videoscale.compat.torch.versions import autocast_widens_norms
 from lightning_videoscale.injection.branch_bias import apply_detached, changed_linear
 from lightning_videoscale.injection.bypassed import changed, unfused
 from lightning_videoscale.injection.fused_block import FusedBlock, class_path, fused_block_of, original_forward
@@ -24,8 +26,7 @@ from lightning_videoscale.kernels.recompute import recomputed, run_norm
 _MODULE = "diffusers.models.transformers.transformer_wan"
 _ATTENTION_FORWARDS = frozenset({"a8981ab4ef376ff2"})  # diffusers 0.37 to 0.42
 _PROCESSOR_CALLS = frozenset({"6bfcee2af4a77d09"})  # diffusers 0.37 to 0.42
-# From then on autocast runs rms_norm in float32 on CUDA, and q and k stay that until attention.
-_AUTOCAST_WIDENS_NORMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+_AUTOCAST_WIDENS_NORMS = autocast_widens_norms()  # q and k stay in float32 until attention
 _IMAGE_CONTEXT_REST = 512  # tokens of text behind those of the image, which diffusers takes for granted
 
 
@@ -164,6 +165,7 @@ def _attend(processor: Any, query: Tensor, key: Tensor, value: Tensor, mask: Ten
     # From there, since kernels of one's own are put in its place there.
     from diffusers.models.transformers import transformer_wan
 
+    backend, parallel_config = dispatch_settings(processor)
     attended: Tensor = transformer_wan.dispatch_attention_fn(
         query,
         key,
@@ -171,8 +173,8 @@ def _attend(processor: Any, query: Tensor, key: Tensor, value: Tensor, mask: Ten
         attn_mask=mask,
         dropout_p=0.0,
         is_causal=False,
-        backend=processor._attention_backend,
-        parallel_config=processor._parallel_config if own else None,
+        backend=backend,
+        parallel_config=parallel_config if own else None,
     )
     return attended.flatten(2, 3).type_as(query)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from lightning_videoscale.compat.torch.autograd import function_of
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.sharding import _Gather, _WholeGradient, gather
 
@@ -64,7 +65,7 @@ def check_loss(loss: Tensor) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        function = getattr(node, "_forward_cls", None)
+        function = function_of(node)
         if function in (_Gather, _WholeGradient):
             continue
         if function is not None and function.__module__.startswith(_PACKAGE):

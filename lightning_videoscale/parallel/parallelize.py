@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_videoscale.compat.torch.trees import tree_leaves, tree_map_only
 from lightning_videoscale.parallel.agreement import Agreement, compare_inputs
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.loss import attach_context
