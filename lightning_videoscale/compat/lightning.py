@@ -114,7 +114,7 @@ def before_transfer(module: pl.LightningModule, batch: Any) -> Any:
 
 
 def transferred(module: pl.LightningModule, batch: Any, device: torch.device) -> Any:
-    """Returns a batch on the device, after all of the user's hooks on its way."""
+    """Returns a batch on the device, after the user's hooks on its way there and ``on_after_batch_transfer``."""
     return LIGHTNING.get(module, "_apply_batch_transfer_handler")(batch, device=device)
 
 

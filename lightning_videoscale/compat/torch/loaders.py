@@ -35,16 +35,16 @@ def reordered_loader(loader: DataLoader[Any], order: Iterable[Any]) -> DataLoade
 
 
 class WorkersWithin:
-    """Goes before a class that reads by a DataLoader, kept as ``_own``: makes its persistent workers known as its own.
+    """For a loader that reads by another, kept as ``_own``: what ends its persistent workers ends those of the other.
 
-    Lightning (2.6) ends the workers of each loader of a Trainer through ``_iterator``, where torch keeps them.
+    Lightning (2.6) does so through ``_iterator``, where a DataLoader keeps them, of each loader that has the attribute.
     """
 
     _own: Any
 
     @property
     def _iterator(self) -> Any:
-        return TORCH.get(self._own, "_iterator")
+        return self._own._iterator
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
