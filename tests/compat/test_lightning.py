@@ -116,15 +116,14 @@ def test_the_record_of_indices_is_advanced_and_unwrapped() -> None:
 
 
 def test_whether_a_micro_batch_accumulates() -> None:
-    class AfterBackward(pl.Callback):
-        seen: list[bool] = []
+    seen: list[bool] = []
 
+    class BeforeBackward(pl.Callback):
         def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-            self.seen.append(private.accumulates(trainer))
+            seen.append(private.accumulates(trainer))
 
-    callback = AfterBackward()
-    trainer(callback, accumulate_grad_batches=2, limit_train_batches=3).fit(BoringModel())
-    assert callback.seen == [True, False, False]  # the last step of an epoch may be a shorter one
+    trainer(BeforeBackward(), accumulate_grad_batches=2, limit_train_batches=3).fit(BoringModel())
+    assert seen == [True, False, False]  # the last step of an epoch may be a shorter one
 
 
 def test_the_loop_tells_the_profiler_that_it_fetches() -> None:
