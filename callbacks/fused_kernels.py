@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.injection import FusedBlock, InjectionReport, inject_fused_kernels
 from lightning_videoscale.kernels.backend import BackendName
 
@@ -55,12 +56,12 @@ class FusedKernels(pl.Callback):
 
     def _inject_after_configure_model(self, pl_module: pl.LightningModule) -> None:
         def configure_model() -> None:
-            del pl_module.configure_model  # the class's own is visible again
+            undo()
             pl_module.configure_model()
             self._inject(pl_module)
 
         # No later hook comes before wrapping, and this one also covers modules that only have the inherited method.
-        pl_module.configure_model = configure_model  # type: ignore[method-assign]
+        undo = patch(pl_module, "configure_model", configure_model)
 
     def _inject(self, model: nn.Module) -> None:
         report = inject_fused_kernels(model, self.backend, self.extra_blocks, recompute_norms=self.recompute_norms)

@@ -50,7 +50,10 @@ def violations(source: str, folder: str) -> list[str]:
         package, room, *_ = *name.split("."), ""
         if package == PACKAGE and room != own and any(room not in ALLOWED[row] for row in rows):
             found.append(name)
-        if package in ("lightning", "pytorch_lightning") and not PLAIN.isdisjoint(rows):
+        speaks_lightning = package in ("lightning", "pytorch_lightning") or name.startswith(
+            f"{PACKAGE}.compat.lightning"
+        )
+        if speaks_lightning and not PLAIN.isdisjoint(rows):
             found.append(name)
     return found
 
@@ -156,6 +159,9 @@ def test_a_forbidden_import_is_found(folder: str, source: str, found: list[str])
 def test_lightning_stays_at_the_rim() -> None:
     assert violations("import lightning.pytorch as pl", "data/planning") == ["lightning.pytorch"]
     assert violations("import lightning.pytorch as pl", "data") == []
+    ours = f"{PACKAGE}.compat.lightning.transferred"
+    assert violations("from lightning_videoscale.compat.lightning import transferred", "kernels") == [ours]
+    assert violations("from lightning_videoscale.compat.lightning import transferred", "strategies") == []
 
 
 def test_a_long_signature_is_found() -> None:

@@ -20,8 +20,8 @@ from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
+from lightning_videoscale.compat.torch.versions import mix_order_reduction_is_wrong
 from lightning_videoscale.parallel.transport import what_lacks
-from lightning_videoscale.strategies.compilation import mix_order_reduction_is_wrong
 
 _REQUIRED = ("lightning-videoscale", "torch", "lightning", "torchmetrics", "webdataset", "triton")
 _OPTIONAL = ("diffusers", "av", "deepspeed", "tensorboard")

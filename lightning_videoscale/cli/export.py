@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from lightning_videoscale.compat.diffusers import CLASS_NAME
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointError, CheckpointFolder, read_weights
 
 
@@ -40,13 +41,13 @@ def export(checkpoint: Path, output: Path, module: str | None = None) -> str:
         )
     config: dict[str, Any] = json.loads(networks[module])
     with torch.device("meta"):
-        model = _diffusers_class(config["_class_name"]).from_config(config)
+        model = _diffusers_class(config[CLASS_NAME]).from_config(config)
     weights = read_weights(checkpoint, module)
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise CheckpointError(
-            f"The weights of {module!r} are not those of a {config['_class_name']} alone (adapters, perhaps): {error}"
+            f"The weights of {module!r} are not those of a {config[CLASS_NAME]} alone (adapters, perhaps): {error}"
         ) from error
     model.save_pretrained(output)
     return module

@@ -13,6 +13,8 @@ import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from lightning_videoscale.compat.lightning import forget_training_loader
+from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.cost import Calibration, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.advice import say_passes, warn_of_oversized, warn_of_shapeless
@@ -36,7 +38,7 @@ from lightning_videoscale.data.planning.stream import draws_per_epoch
 from lightning_videoscale.data.reader import MicroBatchReader
 from lightning_videoscale.data.replanning import replan
 from lightning_videoscale.data.shapes import Media, ShapePolicy
-from lightning_videoscale.data.standing import Standing, forget_loader, resumed
+from lightning_videoscale.data.standing import Standing, resumed
 from lightning_videoscale.topology import topology_of
 
 
@@ -132,7 +134,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._state: Mapping[str, Any] | None = None
         if val_shards is None and type(self).val_dataloader is VideoDataModule.val_dataloader:
             # Lightning validates unless the hook is its own: an empty list would be a warning in every run.
-            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
+            patch(self, "val_dataloader", super().val_dataloader)
 
     def prepare_data(self) -> None:
         """Indexes the shards once per node and keeps the table, for the other ranks and for the next run."""
@@ -217,7 +219,7 @@ class VideoDataModule(pl.LightningDataModule):
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:  # validating is no place to train from
             self._state = state_dict
             if self._standing is not None:
-                forget_loader(self._standing.trainer)  # the optimizers may have asked how long it is
+                forget_training_loader(self._standing.trainer)  # the optimizers may have asked how long it is
             self._sampler, self._standing = None, None
             self._budgets.load_state_dict(state_dict)
 

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_videoscale.compat.lightning import set_epoch_length
 from lightning_videoscale.data.agreement import check_same_plan
 from lightning_videoscale.data.loader import PlannedSampler
 from lightning_videoscale.data.planning import BucketPlanner
@@ -42,12 +43,8 @@ def _most(trainer: pl.Trainer, count: int) -> int:
 
 
 def _set_length(trainer: pl.Trainer, micro_batches: int) -> None:
-    """Tells the training loop, which asks for an epoch's length only when it makes the loader."""
-    loop: Any = trainer.fit_loop
     length = epoch_length(trainer, micro_batches)
-    loop.max_batches = length
-    loop._combined_loader.limits[:] = [length]  # in place: the iterator under way has the same list
-    loop._data_fetcher.length = length
+    set_epoch_length(trainer, length)
     interval: Any = trainer.val_check_interval
     if isinstance(interval, float) and trainer.val_check_batch is not None:
         trainer.val_check_batch = max(1, int(length * interval))

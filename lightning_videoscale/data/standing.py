@@ -8,15 +8,12 @@ begins, the Trainer is told where it is, and from then on both counts must agree
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.fit_loop import RestartStage
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
-from lightning.pytorch.trainer.states import RunningStage
 
+from lightning_videoscale.compat.lightning import limited_batches, place_in_epoch
 from lightning_videoscale.data.loader import PlannedSampler
 from lightning_videoscale.data.planning import BucketPlanner
 from lightning_videoscale.data.progress import Progress
@@ -57,7 +54,7 @@ class Standing:
         if not self.trainer.training:
             return
         self._begun, self._first_step = progress, self.trainer.global_step
-        _place(self.trainer, progress, self._total)
+        place_in_epoch(self.trainer, progress.trained_as, progress.done, self._total)
         self._total = None
 
     def now(self, sampler: PlannedSampler) -> Trained:
@@ -106,40 +103,4 @@ def resumed(trainer: pl.Trainer, planner: BucketPlanner, state: Mapping[str, Any
 def epoch_length(trainer: pl.Trainer, micro_batches: int) -> int:
     """How many of an epoch's micro-batches a Trainer trains on, which may limit them."""
     limit: Any = trainer.limit_train_batches
-    return int(_parse_num_batches(RunningStage.TRAINING, micro_batches, limit))
-
-
-def forget_loader(trainer: pl.Trainer) -> None:
-    """Makes a Trainer that has made its training loader already ask for another when training begins."""
-    loop: Any = trainer.fit_loop
-    loop._combined_loader = None
-
-
-def _place(trainer: pl.Trainer, progress: Progress, total: int | None) -> None:
-    """Brings Lightning's loops to where the data go on, as if the run had not stopped.
-
-    There is no public way. Hooks of the last epoch's end, or a validation, that a checkpoint came before are not made
-    up for, as Lightning does not either.
-    """
-    loop: Any = trainer.fit_loop
-    is_within = progress.done > 0
-    for epochs in (loop.epoch_progress.total, loop.epoch_progress.current):
-        epochs.ready = epochs.started = progress.trained_as + is_within
-        epochs.processed = epochs.completed = progress.trained_as
-    batches = loop.epoch_loop.batch_progress
-    _count(batches.current, progress.done)
-    _count(batches.total, batches.total.processed if total is None else total)
-    batches.is_last_batch = False
-    loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH if is_within else RestartStage.NONE
-    loop.epoch_loop.reset_restart_stage()
-    loop.epoch_loop.val_loop.reset_restart_stage()
-    loop._restarting = loop.epoch_loop.restarting = is_within
-    if trainer.lightning_module.automatic_optimization:
-        # The loop adds one when it restarts within an epoch.
-        loop.epoch_loop._batches_that_stepped = trainer.global_step - is_within
-    # The data do go on where they were; Lightning looks for a state in the loader, and ours is in the DataModule.
-    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-
-
-def _count(tracker: Any, events: int) -> None:
-    tracker.ready = tracker.started = tracker.processed = tracker.completed = events
+    return limited_batches(micro_batches, limit)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_videoscale.compat.torch.modules import hooks_of
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.fused_block import original_forward
 from lightning_videoscale.injection.methods import replacement_of
@@ -25,7 +26,7 @@ def has_hooks(module: nn.Module) -> bool:
     """
     if "forward" in module.__dict__:
         return True
-    kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    kinds = hooks_of(module)
     if not any(kinds):  # nearly always: fused forwards ask of every module in every call
         return False
     return not all(str(hook.__module__).startswith("deepspeed.") for kind in kinds for hook in kind.values())

@@ -8,6 +8,7 @@ from typing import get_args
 
 from torch import nn
 
+from lightning_videoscale.compat.torch.modules import is_compiled
 from lightning_videoscale.families import class_path, known
 from lightning_videoscale.injection.branch_bias import last_linear
 from lightning_videoscale.injection.fused_block import FusedBlock, fused_block_of, fused_class
@@ -96,9 +97,7 @@ def _missing_others(block: FusedBlock, model: nn.Module) -> str | None:
 
 def _refuse_compiled(model: nn.Module, own: Mapping[str, FusedBlock]) -> None:
     for path, module in model.named_modules():
-        # Set by `module.compile()`, and the child that `torch.compile(module)` wraps.
-        compiled = module._compiled_call_impl is not None or "_orig_mod" in dict(module.named_children())
-        if compiled and any(known("FUSED_BLOCKS", type(inner), own) for inner in module.modules()):
+        if is_compiled(module) and any(known("FUSED_BLOCKS", type(inner), own) for inner in module.modules()):
             raise RuntimeError(
                 f"{path or type(model).__name__} is compiled already and contains blocks to replace: inject the fused "
                 "kernels first and compile afterwards."

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lightning_videoscale.compat.torch.autograd import in_forward_mode, past_autograd
+
 
 def register_autograd(
     name: str, differentiate: Callable[..., Any], save_for_backward: Callable[..., None]
@@ -41,7 +43,7 @@ def register_autograd(
             return differentiate(ctx, *gradients)
 
     def below_autograd(*inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with past_autograd():
             return op(*inputs)
 
     def autograd(*inputs: Any) -> Any:
@@ -71,8 +73,7 @@ def refuse_forward_mode(operation: str, *inputs: object) -> None:
     Raises:
         NotImplementedError: If there is one.
     """
-    # Private, yet to ask every tensor where nobody uses forward mode would cost microseconds per call.
-    if forward_ad._current_level < 0:
+    if not in_forward_mode():
         return
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
         raise NotImplementedError(

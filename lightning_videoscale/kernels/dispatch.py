@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_videoscale.compat.torch.autograd import unsafe_view
 from lightning_videoscale.kernels.backend import choose_backend
 from lightning_videoscale.kernels.modulation import as_rows, gradient_rows, operand, row_map
 from lightning_videoscale.kernels.rows import Operand, RowGradients, RowOp, RowOutputs
@@ -60,7 +61,7 @@ def run_forward(
         backend, operation, op, flat_x, flat_branch, _given(gate, scale, shift), _given(weight, bias), rows
     ).forward
     h, y, mean, rstd = run(op, flat_x, flat_branch, gate, scale, shift, weight, bias, rows, eps)
-    h, y = (None if out is None else torch.ops.aten._unsafe_view.default(out, x.shape) for out in (h, y))
+    h, y = (None if out is None else unsafe_view(out, x.shape) for out in (h, y))
     return RowOutputs(h, y, mean, rstd)  # no views, which autograd would not let anybody write into
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_videoscale.compat.torch.autograd import unsafe_view
 from lightning_videoscale.kernels.autograd import refuse_forward_mode
 from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.dispatch import none_where_unneeded
@@ -82,7 +83,7 @@ class _Fork(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, scale, weight, bias, mean, rstd, scale_table, shift_table, index)
         ctx.norm, ctx.backend = norm, backend
-        return x.view_as(x), torch.ops.aten._unsafe_view.default(y, y.shape)  # y is nobody else's: no view of it
+        return x.view_as(x), unsafe_view(y, y.shape)  # y is nobody else's: no view of it
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_videoscale.compat.torch.autograd import saved_tensors_pack_hook
+
 _Outputs = Tensor | Sequence[Tensor]
 
 
@@ -114,15 +116,10 @@ def _unpack(packed: Any) -> Tensor:
 @contextlib.contextmanager
 def _hooked(outputs: Sequence[Tensor], recipe: _Recipe) -> Iterator[None]:
     # Autograd asks the innermost hooks only. This frame holds the outputs, so that no other tensor gets their address.
-    with torch.autograd.graph.saved_tensors_hooks(_Pack(outputs, recipe, _current_pack()), _unpack):
+    with torch.autograd.graph.saved_tensors_hooks(_Pack(outputs, recipe, saved_tensors_pack_hook()), _unpack):
         yield
 
 
-def _current_pack() -> Any:
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is None else hooks[0]
-
-
 def _inside_other_hooks() -> bool:
-    pack = _current_pack()
+    pack = saved_tensors_pack_hook()
     return pack is not None and not isinstance(pack, _Pack)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_videoscale.compat.diffusers import dispatch_settings
+from lightning_videoscale.compat.torch.versions import autocast_widens_norms
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.families import class_path
@@ -72,8 +74,7 @@ FLOPS = {_MODEL: _flops}
 # Attention.
 
 _PROCESSOR_CALLS = {"a929a3b19d975b4a-d0809db7024d1246955b54dcd01f473628721b545eed6ab5aa2e1644c": _TRIED}
-# From then on autocast runs rms_norm in float32 on CUDA, and q and k stay that until attention.
-_AUTOCAST_WIDENS_NORMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+_AUTOCAST_WIDENS_NORMS = autocast_widens_norms()  # q and k stay in float32 until attention
 _TEXT_TOKENS = 512  # behind the tokens of the image, as diffusers takes for granted
 
 _Rotary = tuple[Tensor, Tensor] | None
@@ -305,6 +306,7 @@ def _dispatch(processor: Any, own: bool, query: Tensor, key: Tensor, value: Tens
     # From there, since kernels of one's own are put in its place there.
     from diffusers.models.transformers import transformer_wan
 
+    backend, parallel_config = dispatch_settings(processor)
     attended: Tensor = transformer_wan.dispatch_attention_fn(
         query,
         key,
@@ -312,8 +314,8 @@ def _dispatch(processor: Any, own: bool, query: Tensor, key: Tensor, value: Tens
         attn_mask=mask,
         dropout_p=0.0,
         is_causal=False,
-        backend=processor._attention_backend,
-        parallel_config=processor._parallel_config if own else None,
+        backend=backend,
+        parallel_config=parallel_config if own else None,
     )
     return attended
 

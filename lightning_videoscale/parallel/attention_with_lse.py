@@ -2,7 +2,7 @@
 
 A part of a softmax over keys can be merged with its other parts if its log-sum-exp is known, and the gradient of a part
 needs nothing of the others but the *whole* output and the *whole* log-sum-exp. PyTorch's public attention hides both,
-so this file adapts its private ones (tried with torch 2.11 and 2.13).
+so the kernels are its private ones (`compat.torch.attention`).
 
 `attend`            output and log-sum-exp
 `attend_backward`   gradients of one part of the keys, given the output and log-sum-exp over all keys
@@ -23,14 +23,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_videoscale.compat.torch import attention
+from lightning_videoscale.compat.torch.attention import Gradients
+
 _Forward = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
-_Gradients = tuple[Tensor, Tensor, Tensor]
-_Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor | None], _Gradients]
+_Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor | None], Gradients]
 
 _LOGITS_BYTES = 1 << 28  # of one slice of queries, by matrix products
 
@@ -71,7 +73,7 @@ def attend_backward(
     lse: Tensor,
     scale: float,
     mask: Tensor | None = None,
-) -> _Gradients:
+) -> Gradients:
     """What these keys contribute to the gradient of attention over them and others.
 
     Args:
@@ -149,92 +151,6 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return row.masked_fill_(~mask, -torch.inf)[:, None, None]
 
 
-def _op(name: str) -> Any:
-    try:
-        return getattr(torch.ops.aten, name).default
-    except AttributeError:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no operator aten::{name}, on which ring attention relies; it was tried "
-            "with torch 2.11 and 2.13. Use one of these, or ring_size=1."
-        ) from None
-
-
-# -- flash on CPUs -------------------------------------------------------------------------------------------------
-
-
-def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    op = _op("_scaled_dot_product_flash_attention_for_cpu")
-    out, lse = op(q, k, v, attn_mask=bias, scale=scale)
-    return out, lse
-
-
-def _flash_cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
-) -> _Gradients:
-    op = _op("_scaled_dot_product_flash_attention_for_cpu_backward")
-    dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
-    return dq, dk, dv
-
-
-# -- flash, cuDNN and efficient on GPUs ----------------------------------------------------------------------------
-
-
-def _random_state(x: Tensor) -> Tensor:
-    """What the kernels would need to repeat a dropout that is never used here."""
-    return torch.empty((), dtype=torch.int64, device=x.device)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _op("_scaled_dot_product_flash_attention")(q, k, v, scale=scale)
-    return out, lse
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
-) -> _Gradients:
-    op, state = _op("_scaled_dot_product_flash_attention_backward"), _random_state(q)
-    sizes = (None, None, q.shape[2], k.shape[2])
-    dq, dk, dv = op(grad, q, k, v, out, lse.contiguous(), *sizes, 0.0, False, state, state, scale=scale)
-    return dq, dk, dv
-
-
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _op("_scaled_dot_product_cudnn_attention")(q, k, v, bias, True, scale=scale)
-    return out, lse.view(q.shape[:3])
-
-
-def _cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
-) -> _Gradients:
-    op, state = _op("_scaled_dot_product_cudnn_attention_backward"), _random_state(q)
-    lse, sizes = lse.contiguous()[..., None], (None, None, q.shape[2], k.shape[2])
-    dq, dk, dv = op(grad, q, k, v, out, lse, state, state, bias, *sizes, 0.0, False, scale=scale)
-    return dq, dk, dv
-
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    op, bias = _op("_scaled_dot_product_efficient_attention"), _expanded(bias, q)
-    out, lse, *_ = op(q, k, v, bias, True, scale=scale)
-    return out, lse[..., : q.shape[2]]
-
-
-def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
-) -> _Gradients:
-    op, state = _op("_scaled_dot_product_efficient_attention_backward"), _random_state(q)
-    # The kernel reads whole tiles of 32 rows; rows that do not exist have probability exp(-inf) = 0.
-    lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=torch.inf).contiguous()
-    wanted = [True, True, True, False]
-    # In half precision the kernel reads some of them as if tokens came first in memory, however they lie.
-    grad, q, k, v, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, q, k, v, out))
-    dq, dk, dv, _ = op(grad, q, k, v, _expanded(bias, q), out, lse, state, state, 0.0, wanted, scale=scale)
-    return dq, dk, dv
-
-
-def _expanded(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    return bias.expand(*q.shape[:3], bias.shape[-1]) if bias is not None else None
-
-
 # -- matrix products -----------------------------------------------------------------------------------------------
 
 
@@ -249,7 +165,7 @@ def _products(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
 
 def _products_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
-) -> _Gradients:
+) -> Gradients:
     wide = lse.dtype
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     for rows in _slices(q, k):
@@ -275,8 +191,8 @@ def _logits(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
     return logits + bias.to(wide) if bias is not None else logits
 
 
-_FLASH_CPU = _Kernel(_flash_cpu, _flash_cpu_backward)
-_FLASH = _Kernel(_flash, _flash_backward)
-_CUDNN = _Kernel(_cudnn, _cudnn_backward)
-_EFFICIENT = _Kernel(_efficient, _efficient_backward)
+_FLASH_CPU = _Kernel(attention.flash_cpu, attention.flash_cpu_backward)
+_FLASH = _Kernel(attention.flash, attention.flash_backward)
+_CUDNN = _Kernel(attention.cudnn, attention.cudnn_backward)
+_EFFICIENT = _Kernel(attention.efficient, attention.efficient_backward)
 _PRODUCTS = _Kernel(_products, _products_backward)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_videoscale.compat.torch.trees import tree_leaves, tree_map_only
 from lightning_videoscale.parallel.auxiliary_loss import attach_context
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.mesh import SequenceMesh

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
+from lightning_videoscale.compat.diffusers import declared_splits
 from lightning_videoscale.families import AllFamilies, known
 from lightning_videoscale.parallel.context import SequenceContext
 
@@ -117,7 +117,7 @@ def read_diffusers_plan(model: nn.Module, attention: AttentionChange) -> SplitPl
     Raises:
         ValueError: If the model declares no plan, or one with members this reader does not know.
     """
-    declared: Mapping[str, Any] | None = getattr(model, "_cp_plan", None)
+    declared = declared_splits(model)
     if not declared:
         raise ValueError(f"{type(model).__name__} declares no context-parallel plan (`_cp_plan`): pass a SplitPlan.")
     inputs: dict[str, dict[str, Split]] = {}

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_videoscale.compat.torch.trees import tree_leaves
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.token_mixing import TokenMixing
 from lightning_videoscale.parallel.trial_run import Rehearsal, SplitNetwork, eval_mode, rehearse, stage

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from lightning_videoscale.compat.torch.trees import is_wrapper, keystr, tree_flatten_with_path
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.transport import Transport
 
@@ -136,7 +135,7 @@ def compare_inputs(agreement: Agreement) -> Callable[[nn.Module, tuple[Any, ...]
 
 def _has_numbers(leaf: Any) -> bool:
     """Whether it is a tensor with memory of its own; a ``DTensor`` is a group's already."""
-    is_plain = isinstance(leaf, Tensor) and not is_traceable_wrapper_subclass(leaf)
+    is_plain = isinstance(leaf, Tensor) and not is_wrapper(leaf)
     return is_plain and leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_nested
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_videoscale.compat.torch.trees import tree_leaves
 from lightning_videoscale.parallel.context import SequenceContext
 
-_CONVOLUTIONS = {f"conv{transpose}{n}d" for transpose in ("", "_transpose") for n in (1, 2, 3)}
+_CONVOLUTIONS = {f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_videoscale.compat.deepspeed import full_numel
+from lightning_videoscale.compat.torch.data_parallel import modules_in_forward
+from lightning_videoscale.compat.torch.modules import attributes_but_children, buffers_of, keep_children
+from lightning_videoscale.compat.torch.trees import tree_leaves, tree_map_only
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.plan import SplitPlan
 
@@ -49,7 +51,7 @@ class SplitNetwork:
         """Inside, the network computes on whole sequences, with the attention it had before it was split."""
         # Later changes, such as compilation, may have wrapped a forward that the attention's undo sets back.
         forwards = [(module, vars(module).get("forward")) for module in self.network.modules()]
-        children = [(module, dict(module._modules)) for module in self.network.modules()]
+        restore_children = keep_children(self.network)  # what FSDP2 sharded and users hooked, not what is made anew
         self._restore_attention()
         self.context.suspended = True
         try:
@@ -57,9 +59,7 @@ class SplitNetwork:
         finally:
             self.context.suspended = False
             self._restore_attention = self.plan.attention(self.network, self.context)
-            for module, modules in children:  # what FSDP2 sharded and users hooked, not what was made anew in its place
-                module._modules.clear()
-                module._modules.update(modules)
+            restore_children()
             for module, forward in forwards:
                 vars(module).pop("forward", None)
                 if forward is not None:
@@ -187,17 +187,12 @@ def _parameters_in_use(network: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 def _smallest(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     chosen, room = {}, _MOST_ELEMENTS
-    for name, parameter in sorted(parameters.items(), key=lambda item: (_elements(item[1]), item[0])):
-        room -= _elements(parameter)
+    for name, parameter in sorted(parameters.items(), key=lambda item: (full_numel(item[1]), item[0])):
+        room -= full_numel(parameter)
         if room < 0:
             break
         chosen[name] = parameter
     return chosen
-
-
-def _elements(parameter: Tensor) -> int:
-    count: int = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 has emptied what it partitioned
-    return count
 
 
 @contextmanager
@@ -210,7 +205,7 @@ def _kept_buffers(network: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]
     ]
 
     # A network knows by attributes what its buffers hold, such as the length of a rotary table.
-    attributes = [(module, _attributes(module), set(module._buffers)) for module in network.modules()]
+    attributes = [(module, _attributes(module), set(buffers_of(module))) for module in network.modules()]
 
     def changed() -> dict[str, Tensor]:
         now = [(full, getattr(module, name), copy) for full, module, name, _, copy in held]
@@ -224,7 +219,7 @@ def _kept_buffers(network: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]
                 x.data.copy_(copy)
             setattr(module, name, x)
         for module, before, buffers in attributes:
-            for name in set(module._buffers) - buffers:
+            for name in set(buffers_of(module)) - buffers:
                 delattr(module, name)
             for name in _attributes(module).keys() - before.keys():
                 delattr(module, name)
@@ -242,7 +237,7 @@ _EMPTY_MODULE = vars(nn.Module()).keys()
 @contextmanager
 def _own_generators_put_back(network: nn.Module, *inputs: Any) -> Iterator[None]:
     """Afterwards generators that the network holds, or is given, are as before."""
-    held = tree_leaves((inputs, [{**vars(module), "_modules": None} for module in network.modules()]))
+    held = tree_leaves((inputs, [attributes_but_children(module) for module in network.modules()]))
     undos: list[Callable[[], Any]] = []
     for x in {id(x): x for x in held}.values():
         if isinstance(x, torch.Generator):
@@ -285,13 +280,7 @@ def _filled_zeros(network: nn.Module) -> Iterator[None]:
 @contextmanager
 def _at_rest(network: nn.Module) -> Iterator[None]:
     """Inside, FSDP2 holds no gathered parameters: backward would free those of modules whose forward is under way."""
-    under_way: list[FSDPModule] = []
-    sharded = next((module for module in network.modules() if isinstance(module, FSDPModule)), None)
-    if sharded is not None:
-        # Private, as FSDP2 tells nobody else in whose forward, also around this network, a call is.
-        states = sharded._get_fsdp_state()._state_ctx.all_states
-        modules = [module for state in states if state._training_state.name == "FORWARD" for module in state._modules]
-        under_way = [module for module in modules if isinstance(module, FSDPModule)]
+    under_way = modules_in_forward(network)
     for module in under_way:
         module.reshard()
     try:

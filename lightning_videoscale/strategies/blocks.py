@@ -11,6 +11,9 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_videoscale.compat.diffusers import block_classes
+from lightning_videoscale.compat.patching import patch
+
 Undo = Callable[[], None]
 
 
@@ -23,7 +26,7 @@ def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: If nothing in the network looks like a list of blocks.
     """
-    names = set(getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or ())
+    names = block_classes(network)
     if names:
         found = {
             path: module
@@ -72,15 +75,11 @@ def checkpoint_activations(network: nn.Module) -> Undo:
 
 def replace_forwards(blocks: Sequence[nn.Module], change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
     """Gives every block the changed forward, inside its hooks; returns a function that takes it back."""
-    originals = [vars(block).get("forward") for block in blocks]
-    for block in blocks:
-        block.forward = _ChangedForward(block.forward, change)
+    undos = [patch(block, "forward", _ChangedForward(block.forward, change)) for block in blocks]
 
     def undo() -> None:
-        for block, original in zip(blocks, originals, strict=True):
-            del block.forward  # the class's own comes to light again
-            if original is not None:
-                block.forward = original
+        for step in undos:
+            step()
 
     return undo
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_videoscale.compat.torch.modules import buffers_of, non_persistent_buffers
+
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Parent
 else:
@@ -51,8 +53,8 @@ class SharedBuffers(_Parent):
         persistent = {
             (path, name): buffer
             for path, module in self.lightning_module.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
+            for name, buffer in buffers_of(module).items()
+            if buffer is not None and name not in non_persistent_buffers(module)
             if not (isinstance(buffer, DTensor) or buffer.is_meta)
         }
         everyone: list[dict[tuple[str, str], str]] = [{}] * self.world_size

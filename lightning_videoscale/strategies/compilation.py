@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import nn
 
+from lightning_videoscale.compat.torch.versions import mix_order_reduction_is_wrong
 from lightning_videoscale.strategies.blocks import Undo, find_blocks, replace_forwards
 
 CompileOptions = bool | Mapping[str, Any]
@@ -34,8 +34,3 @@ def compile_blocks(network: nn.Module, options: CompileOptions) -> Undo:
     if torch.cuda.is_available() and mix_order_reduction_is_wrong() and not {"mode", "options"} & arguments.keys():
         arguments["options"] = {"triton.mix_order_reduction": False}
     return replace_forwards(blocks, lambda forward: torch.compile(forward, **arguments))
-
-
-def mix_order_reduction_is_wrong() -> bool:
-    """Whether this torch returns wrong or failing gradients of scale and shift in compiled AdaLN (pytorch #193061)."""
-    return Version("2.10") <= Version(torch.__version__.split("+")[0]) < Version("2.12")

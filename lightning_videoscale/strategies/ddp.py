@@ -5,12 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_videoscale.compat.lightning import WrappingDDPStrategy, ddp_arguments, timeout_of
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
@@ -18,7 +18,7 @@ from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 
 
-class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
+class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
     """DistributedDataParallel whose ranks also share sequences: groups of ranks work on one batch together.
 
     The devices form a mesh dp × ring × ulysses. The ranks of a group receive the same batch and the same random
@@ -81,19 +81,19 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, DDPStrategy):
         )
 
     @override
-    def _setup_model(self, model: Module) -> DistributedDataParallel:
-        wrapped = super()._setup_model(model)
-        if not {"broadcast_buffers", "forward_sync_buffers"} & self._ddp_kwargs.keys():
+    def wrap(self, model: Module) -> DistributedDataParallel:
+        wrapped = super().wrap(model)
+        if not {"broadcast_buffers", "forward_sync_buffers"} & ddp_arguments(self).keys():
             # Rotary tables are buffers: broadcasting them in every forward would make each wait for the slowest rank.
             wrapped.broadcast_buffers = False
         return wrapped
 
     @override
     def _share_buffers(self) -> None:
-        if self._ddp_kwargs.get("broadcast_buffers", True):
+        if ddp_arguments(self).get("broadcast_buffers", True):
             super()._share_buffers()
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._create_mesh(self.num_processes, self._timeout)
+        self._create_mesh(self.num_processes, timeout_of(self))

@@ -15,9 +15,16 @@ from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from typing_extensions import override
 
+from lightning_videoscale.compat.deepspeed import data_parallel_group
+from lightning_videoscale.compat.lightning import (
+    SettledDeepSpeedStrategy,
+    accumulates,
+    set_up_deepspeed_processes,
+    timeout_of,
+)
+from lightning_videoscale.compat.torch.distributed import set_timeout
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.checkpoints.zero import ZeroCheckpoints
@@ -29,7 +36,7 @@ from lightning_videoscale.strategies.weight_averaging import check_weight_averag
 from lightning_videoscale.strategies.zero_precision import ZeroPrecision
 
 
-class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, DeepSpeedStrategy):
+class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, SettledDeepSpeedStrategy):
     """DeepSpeed's ZeRO whose ranks also share sequences: groups of ranks work on one batch together.
 
     ZeRO partitions optimizer states (stage 1), gradients (2) and parameters (3) over all ranks, dp × sp, which is also
@@ -120,25 +127,19 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
             super(DeepSpeedStrategy, self).setup_environment()
         else:
             super().setup_environment()
-        self._create_mesh(self.num_processes, self._timeout)
+        self._create_mesh(self.num_processes, timeout_of(self))
 
     @override
     def setup_distributed(self) -> None:
         if isinstance(self.accelerator, CPUAccelerator):
             super(DeepSpeedStrategy, self).setup_distributed()
-            self._init_deepspeed_distributed()
+            set_up_deepspeed_processes(self)
         else:
             super().setup_distributed()
-        if self._timeout is not None:
-            from deepspeed.utils import groups
-
+        timeout = timeout_of(self)
+        if timeout is not None:
             # ZeRO's reductions run in a group that DeepSpeed makes for itself, with torch's default timeout.
-            _set_pg_timeout(self._timeout, groups._get_data_parallel_group())
-
-    @override
-    def _auto_select_batch_size(self) -> int:
-        # The parent builds a dataloader to ask for its batch size, which loaders with sizes that vary cannot tell.
-        return 1
+            set_timeout(data_parallel_group(), timeout)
 
     @override
     def init_deepspeed(self) -> None:
@@ -152,11 +153,11 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
             self.lightning_module.to(torch.bfloat16)
 
     @override
-    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+    def initialize_inference(self, model: nn.Module) -> None:
         # The parent starts with removing all hooks, which an earlier engine may have left behind.
         assert self._undo_changes is not None
         self._undo_changes()
-        super()._initialize_deepspeed_inference(model)
+        super().initialize_inference(model)
         self._undo_changes = self._change_networks(model)
 
     @property
@@ -191,7 +192,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
         self._refuse_manual_accumulation(self.lightning_module)
-        is_due = not self.lightning_module.trainer.fit_loop._should_accumulate()
+        is_due = not accumulates(self.lightning_module.trainer)
         self.deepspeed_engine.set_gradient_accumulation_boundary(is_due)
         # Lightning has divided the loss by the number of accumulated micro-batches, and DeepSpeed would do so again.
         return super().backward(closure_loss, *args, **({"scale_wrt_gas": False} | kwargs))

@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -17,6 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from typing_extensions import override
 
+from lightning_videoscale.compat.lightning import optimizers_to_device, set_device_mesh, set_up_processes, timeout_of
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
@@ -126,9 +126,9 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         check_precision(self.precision_plugin, type(self).__name__)
         check_weight_averaging(self.lightning_module.trainer, type(self).__name__)
         # Not the parent's: it would also build a mesh (data_parallel, tensor_parallel).
-        self._setup_distributed()
-        self._create_mesh(self.num_processes, self._timeout)
-        self._device_mesh = self.mesh.device_mesh
+        set_up_processes(self)
+        self._create_mesh(self.num_processes, timeout_of(self))
+        set_device_mesh(self, self.mesh.device_mesh)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -148,7 +148,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
 
     def _refuse_sharded(self, module: pl.LightningModule) -> None:
         sharded = [] if module in self._sharded else sharded_modules(module)

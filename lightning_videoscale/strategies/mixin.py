@@ -14,12 +14,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lightning_videoscale.compat.lightning import launched_processes, set_device_mesh, transferred
 from lightning_videoscale.parallel import Agreement, SequenceMesh, check_loss
 from lightning_videoscale.parallel.mesh import host_group
 from lightning_videoscale.parallel.transport import Transport, create_transport
@@ -152,7 +152,7 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
             if self._mesh.sp.size > 1:
                 self._sharing = BatchSharing(self._mesh, self.root_device)
                 self._losses = Agreement(self._mesh, self.transport)
-        self.lightning_module._device_mesh = self._mesh.device_mesh  # what `LightningModule.device_mesh` returns
+        set_device_mesh(self.lightning_module, self._mesh.device_mesh)
         carrier = self.transport.carrier(self._mesh.ring if ring_size > 1 else self._mesh.ulysses)
         rank_zero_info(
             f"Sequence parallelism: {self._mesh} over {self.world_size} ranks, transport {self.transport.name!r}"
@@ -203,7 +203,7 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
                 "verify_parity compares gradients: call it after the strategy's setup and before the first backward or "
                 "right after an optimizer step, such as in on_fit_start."
             )
-        shared = self.share_batch(module._apply_batch_transfer_handler(batch, device=self.root_device))
+        shared = self.share_batch(transferred(module, batch, self.root_device))
 
         def step() -> Tensor:
             seed_generators(self._seed, "verify_parity", self.data_parallel_rank)
@@ -281,8 +281,7 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
         self._end_processes(grace=5.0)  # peers say that they end because of this error, or of the same
 
     def _end_processes(self, grace: float) -> None:
-        if isinstance(self.launcher, _SubprocessScriptLauncher):
-            end_processes(self.launcher.procs, grace)
+        end_processes(launched_processes(self.launcher), grace)
 
 
 def _count_arguments(step: Callable[..., Any]) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
-from torch._dynamo import OptimizedModule
 
+from lightning_videoscale.compat.torch.modules import is_compiled
 from lightning_videoscale.parallel import (
     SequenceMesh,
     SplitPlan,
@@ -93,11 +93,7 @@ def split_plans(
 
 def _refuse_compiled(module: nn.Module) -> None:
     """What is compiled already would keep running as it was, without what is added to it here."""
-    compiled = [
-        path or type(child).__name__
-        for path, child in module.named_modules()
-        if isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
-    ]
+    compiled = [path or type(child).__name__ for path, child in module.named_modules() if is_compiled(child)]
     if compiled:
         raise ValueError(
             f"These modules were compiled before the strategy could change them: {compiled}. Leave out "

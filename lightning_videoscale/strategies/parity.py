@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from lightning_videoscale.compat.patching import patch
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,8 @@ def _averaged(gradient: Tensor) -> Tensor:
 @contextmanager
 def _nothing_logged(module: pl.LightningModule) -> Iterator[None]:
     """``self.log`` works inside a Trainer's loop only."""
-
-    def ignore(*_: Any, **__: Any) -> None:
-        return None
-
-    module.log = ignore  # type: ignore[method-assign]
+    undo = patch(module, "log", lambda *_, **__: None)
     try:
         yield
     finally:
-        del module.log
+        undo()

@@ -15,6 +15,8 @@ from lightning.pytorch.plugins import Precision
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_videoscale.compat.diffusers import kept_in_float32
+
 _SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
 
@@ -56,7 +58,7 @@ def rounded_by_autocast(network: nn.Module, block: str) -> set[nn.Parameter]:
         network: The network; its ``_keep_in_fp32_modules``, where it has one, is heeded as diffusers does.
         block: Path of the block within the network.
     """
-    kept = set(getattr(network, "_keep_in_fp32_modules", None) or ())
+    kept = kept_in_float32(network)
     return {
         parameter
         for path, module in network.get_submodule(block).named_modules(prefix=block)

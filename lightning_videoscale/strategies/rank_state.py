@@ -20,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
+
+from lightning_videoscale.compat.torch.distributed import count_collectives, process_groups, timeout_of
 
 _NOT_THE_USERS = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
@@ -107,26 +108,17 @@ class RankState:
 
 def begun_collectives() -> dict[str, int]:
     """How many collectives this rank has begun in each of its process groups, by the group's name."""
-    return {group.group_name: _count(group) for group in list(_world.pg_names)}
-
-
-def _count(group: dist.ProcessGroup) -> int:
-    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # missing from the type hints
+    return {group.group_name: count_collectives(group) for group in process_groups()}
 
 
 def timeouts_of_groups() -> dict[str, timedelta]:
     """How long the collectives of each of this rank's process groups may wait, by the group's name."""
-    found: dict[str, timedelta] = {}
-    for group in list(_world.pg_names):
-        found[group.group_name] = min(
-            (group._get_backend(device).options._timeout for device in group._device_types), default=timedelta.max
-        )
-    return found
+    return {group.group_name: timeout_of(group) for group in process_groups()}
 
 
 def members_of(group_name: str) -> list[int]:
     """Global ranks of a process group of this rank."""
-    group = next(group for group in list(_world.pg_names) if group.group_name == group_name)
+    group = next(group for group in process_groups() if group.group_name == group_name)
     return list(dist.get_process_group_ranks(group))
 
 

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_videoscale.compat.diffusers import block_classes
+from lightning_videoscale.compat.torch.modules import change_tensors, non_persistent_buffers
 from lightning_videoscale.strategies.blocks import find_blocks
 from lightning_videoscale.strategies.precision import (
     block_policy,
@@ -122,8 +124,7 @@ def declared_networks(root: nn.Module) -> list[str]:
     """Returns the outermost modules whose class declares its blocks, as those of diffusers and transformers do."""
     found: list[str] = []
     for path, module in root.named_modules():
-        declares = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None)
-        if path and declares and not any(path.startswith(f"{outer}.") for outer in found):
+        if path and block_classes(module) and not any(path.startswith(f"{outer}.") for outer in found):
             found.append(path)
     return found
 
@@ -213,13 +214,13 @@ def materialize(root: nn.Module, device: torch.device) -> list[str]:
         names = [name for name, tensor in own if tensor.is_meta]
         if not names:
             continue
-        module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x, recurse=False)
+        change_tensors(module, lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
         reset = getattr(module, "reset_parameters", None)
         if reset is not None:
             reset()
             continue
         for name in names:
-            saved = name not in module._non_persistent_buffers_set
+            saved = name not in non_persistent_buffers(module)
             (undefined if saved else lost).append(f"{path}.{name}" if path else name)
     if lost:
         raise ValueError(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
-from lightning.fabric.plugins.precision.deepspeed import _PRECISION_INPUT
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -20,7 +19,7 @@ class ZeroPrecision(DeepSpeedPrecision):
     """
 
     def __init__(self, precision: str, max_norm: float) -> None:
-        super().__init__(cast(_PRECISION_INPUT, precision))
+        super().__init__(cast(Any, precision))
         self._max_norm = max_norm
 
     @override

@@ -8,16 +8,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
-from torch.autograd import Variable
 from typing_extensions import override
 
+from lightning_videoscale.compat.lightning import FETCH_ACTION, waits_between_batches
+from lightning_videoscale.compat.patching import patch
+from lightning_videoscale.compat.torch.autograd import when_backward_ends
 from lightning_videoscale.timing.clock import StepClock
 from lightning_videoscale.timing.marks import marks_on
 from lightning_videoscale.timing.step_times import StepTimes
 from lightning_videoscale.timing.synchronization import synchronizing_calls
-
-_FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
-"""The action that Lightning's training loop starts in the profiler before it asks the loader for a batch."""
 
 
 class StepTimer(pl.Callback):
@@ -41,12 +40,11 @@ class StepTimer(pl.Callback):
         self._clock = StepClock(marks_on(trainer.strategy.root_device))
         self._undo: list[Callable[[], None]] = []
         for owner, name, phase in synchronizing_calls(trainer.strategy):
-            self._replace(owner, name, self._clock.timing(getattr(owner, name), phase))
-        self._replace(trainer.profiler, "start", self._noting_fetches(trainer.profiler.start))
-        loop = trainer.fit_loop.epoch_loop
-        if hasattr(loop, "_broadcast_sigterm_tensor"):  # before every micro-batch, ranks wait for rank 0
-            call = self._clock.timing(loop._broadcast_sigterm_tensor, "wait", within=["other"])
-            self._replace(loop, "_broadcast_sigterm_tensor", call)
+            self._undo.append(patch(owner, name, self._clock.timing(getattr(owner, name), phase)))
+        profiler = trainer.profiler
+        self._undo.append(patch(profiler, "start", self._noting_fetches(profiler.start)))
+        for owner, name in waits_between_batches(trainer):
+            self._undo.append(patch(owner, name, self._clock.timing(getattr(owner, name), "wait", within=["other"])))
         # A new list: the old one is being iterated over.
         trainer.callbacks = [self, *trainer.callbacks]
 
@@ -63,22 +61,10 @@ class StepTimer(pl.Callback):
             self._undo.pop()()
         self._trainer.callbacks = [callback for callback in self._trainer.callbacks if callback is not self]
 
-    def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Puts a call in front of a method, on this one object."""
-        before = vars(owner).get(name)
-        setattr(owner, name, call)
-
-        def undo() -> None:
-            delattr(owner, name)
-            if before is not None:
-                setattr(owner, name, before)
-
-        self._undo.append(undo)
-
     def _noting_fetches(self, start: Callable[[str], None]) -> Callable[[str], None]:
         @wraps(start)
         def noting(action_name: str) -> None:
-            if action_name == _FETCHING:
+            if action_name == FETCH_ACTION:
                 self._clock.enter("data")
             start(action_name)
 
@@ -101,7 +87,7 @@ class StepTimer(pl.Callback):
     def _on_backward_begins(self, gradient: Tensor) -> None:
         # Queued before DDP, FSDP2 and ZeRO queue what waits for their reductions: it runs before them, and after the
         # last gradient.
-        Variable._execution_engine.queue_callback(lambda: self._clock.enter("wait"))
+        when_backward_ends(lambda: self._clock.enter("wait"))
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
@@ -18,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_videoscale.compat.lightning import before_transfer, call_callbacks
+from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.data.batch import Batch
 from lightning_videoscale.data.benchmark.grid import Cell
 from lightning_videoscale.data.benchmark.synthetic import SyntheticBatches
@@ -74,15 +75,15 @@ class RealSteps:
         """Runs one step; collective where the strategy's step is."""
         trainer, strategy, module = self._trainer, self._trainer.strategy, self._module
         batch = trainer.precision_plugin.convert_input(batch)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = before_transfer(module, batch)
         batch = strategy.batch_to_device(batch, dataloader_idx=0)
-        call._call_callback_hooks(trainer, "on_train_batch_start", batch, 0)
+        call_callbacks(trainer, "on_train_batch_start", batch, 0)
         output = strategy.training_step(batch, *self._index)
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise ValueError(f"training_step returned {output!r} for a synthetic batch; the benchmark needs a loss.")
         strategy.backward(loss, None)
-        call._call_callback_hooks(trainer, "on_train_batch_end", None, batch, 0)
+        call_callbacks(trainer, "on_train_batch_end", None, batch, 0)
 
     def read_times(self) -> list[StepTimes]:
         """The times of the complete steps since the last call; waits for the device."""
@@ -161,7 +162,7 @@ def real_steps(trainer: pl.Trainer) -> Iterator[RealSteps]:
     buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in map(_local, module.buffers())]
     modes = [(part, part.training) for part in module.modules()]
     trainer.callbacks = []  # type: ignore[attr-defined]  # nobody shall take these steps for training
-    module.log = _ignore  # type: ignore[method-assign]
+    log_again = patch(module, "log", lambda *_, **__: None)
     steps = RealSteps(trainer)
     try:
         with isolate_rng(include_cuda=trainer.strategy.root_device.type == "cuda"):
@@ -169,7 +170,7 @@ def real_steps(trainer: pl.Trainer) -> Iterator[RealSteps]:
             yield steps
     finally:
         steps.close()
-        del module.log
+        log_again()
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         for part, training in modes:
             part.training = training
@@ -181,10 +182,6 @@ def real_steps(trainer: pl.Trainer) -> Iterator[RealSteps]:
         for optimizer, settings in zip(trainer.optimizers, groups, strict=True):
             for group, before in zip(optimizer.param_groups, settings, strict=True):
                 group.update(before)
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _stateless(trainer: pl.Trainer) -> list[Optimizer]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_videoscale.compat.torch.cuda import current_raw_stream
 from lightning_videoscale.kernels.cuda import toolkit
 from lightning_videoscale.kernels.cuda.compile import cubin
 
@@ -110,7 +111,7 @@ class Kernel:
         buffer = self._buffer()  # Of this launch alone: the driver reads it while other threads run.
         config = ctypes.addressof(buffer)
         pointers = config + _CONFIG_BYTES
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        stream = current_raw_stream(self._device)
         attributes, count = _attributes(self._early, cluster)
         address = ctypes.addressof(attributes)
         self._pack_into(buffer, 0, *grid, *block, self._shared_bytes, stream, address, count, pointers + 8, *arguments)

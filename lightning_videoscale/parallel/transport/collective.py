@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from lightning_videoscale.compat.torch.distributed import traceable_all_to_all, traceable_wait
+from lightning_videoscale.compat.torch.versions import all_gather_single
 from lightning_videoscale.parallel.mesh import Axis
-
-# torch 2.13 renamed it and warns at the old name.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Pending(NamedTuple):
@@ -57,7 +55,7 @@ class CollectiveTransport:
     def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
         """Starts ``all_to_all_single`` (NCCL: on a stream of its own)."""
         if torch.compiler.is_compiling():
-            return functional.all_to_all_single(message, list(receive), list(send), axis.group)
+            return traceable_all_to_all(message, receive, send, axis.group)
         received = message.new_empty(sum(receive))
         work = dist.all_to_all_single(received, message, *_sizes(send, receive), axis.group, async_op=True)
         return _Pending(work, received)
@@ -67,8 +65,7 @@ class CollectiveTransport:
         if isinstance(pending, _Pending):
             pending.work.wait()
             return pending.received
-        finished: Tensor = functional.wait_tensor(pending)
-        return finished
+        return traceable_wait(pending)
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
         """All-gathers along dim 0; uneven shards travel padded to the longest."""
@@ -76,7 +73,7 @@ class CollectiveTransport:
         # The collective moves equal shards only; a variable-size gather would be one broadcast per rank.
         padded = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])]) if x.shape[0] < longest else x
         gathered = padded.new_empty(longest * axis.size, *x.shape[1:])
-        _all_gather_single(gathered, padded.contiguous(), axis.group)
+        all_gather_single(gathered, padded.contiguous(), axis.group)
         if min(lengths) == longest:
             return gathered
         shards = gathered.split(longest)

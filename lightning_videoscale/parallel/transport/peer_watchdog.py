@@ -23,6 +23,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_videoscale.compat.torch.cuda import assert_on_device
+
 _MOST_FLAGS = 4096
 
 _log = logging.getLogger(__name__)
@@ -112,7 +114,7 @@ class _State:
         self.stream = torch.cuda.Stream(device, priority=-3)
         with torch.cuda.stream(self.stream):
             self.false = torch.zeros(1, device=device)
-            torch._assert_async(self.false + 1)  # loads the kernel: loading may wait for the whole device
+            assert_on_device(self.false + 1)  # loads the kernel: loading may wait for the whole device
         self.stream.synchronize()
         # Taken now: page-locking memory may wait for the whole device.
         self.host = torch.empty(_MOST_FLAGS, dtype=torch.int32, pin_memory=True)
@@ -152,7 +154,7 @@ class _State:
         )
         _log.error(self.failure)
         with torch.cuda.stream(self.stream):
-            torch._assert_async(self.false)
+            assert_on_device(self.false)
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             try:

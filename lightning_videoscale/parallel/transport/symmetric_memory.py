@@ -3,9 +3,9 @@
 `Memory`, `Fabric`   the few operations that the transport's protocol needs
 `CudaFabric`         PyTorch symmetric memory, peer copies by the copy engine, stream memory operations of the driver
 
-`torch.distributed._symmetric_memory` is private and may change; this file is the only one that touches it (tried with
-torch 2.11 and 2.13). Of it, allocation and the exchange of handles are used, and no multicast operation. The
-handles are exchanged in process groups of this file's own, which have a `RendezvousStore` and no backend.
+Of torch's symmetric memory (`compat.torch.distributed`), allocation and the exchange of handles are used, and no
+multicast operation. The handles are exchanged in process groups of this file's own, which have a `RendezvousStore` and no
+backend.
 
 A flag is a 32-bit number in a rank's memory. A peer sets it by a stream memory operation, which the driver orders after
 the copies before it, and the owner's stream waits for it without occupying a multiprocessor: no kernel spins, so none
@@ -25,10 +25,17 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but missing from the type hints
-from torch.distributed.distributed_c10d import _get_process_group_store
 
+from lightning_videoscale.compat.torch.cuda import current_raw_stream
+from lightning_videoscale.compat.torch.distributed import (
+    empty_symmetric,
+    map_peers,
+    register_group,
+    store_of,
+    symmetric_backend,
+    unregister_group,
+)
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.transport.peer_watchdog import Awaited, PeerWatchdog
 from lightning_videoscale.parallel.transport.rendezvous import RendezvousStore
@@ -101,16 +108,13 @@ class CudaMemory:
     def __init__(
         self, nbytes: int, flags: int, axis: Axis, group: str, device: torch.device, driver: StreamFlags
     ) -> None:
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         offset = -(-4 * flags // 256) * 256  # flags first, then data on 256 bytes
         self.nbytes = -(-(offset + nbytes) // _GRANULE) * _GRANULE
-        # Not `symmetric_memory.empty`: from torch 2.12 on it takes from a pool, which keeps what a larger one replaces.
-        self._storage = _SymmetricMemory.empty_strided_p2p((self.nbytes,), (1,), torch.uint8, device)
+        self._storage = empty_symmetric(self.nbytes, device)
         self._storage[:offset].zero_()
         torch.cuda.synchronize(device)  # zero before any peer can reach it
         # Holds the peers' memory: the tensors below do not.
-        self._handle = _SymmetricMemory.rendezvous(self._storage, group)
+        self._handle = map_peers(self._storage, group)
         whole = [self._handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in range(axis.size)]
         self.buffers = [buffer[offset:] for buffer in whole]
         self.flags = whole[axis.rank][: 4 * flags].view(torch.int32)
@@ -158,7 +162,7 @@ class CudaFabric:
             TimeoutError: With the ranks that did not come.
         """
         self._agreements += 1
-        store = PrefixStore(f"{self._name(axis)}/{self._agreements}", _get_process_group_store(axis.group))
+        store = PrefixStore(f"{self._name(axis)}/{self._agreements}", store_of(axis.group))
         store.set(str(axis.rank), json.dumps(list(numbers)))
         keys = [str(rank) for rank in range(axis.size)]
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -176,9 +180,9 @@ class CudaFabric:
         """See `Fabric`."""
         name = self._name(axis)
         if name not in self._groups:
-            store = RendezvousStore(PrefixStore(name, _get_process_group_store(axis.group)), self._timeout)
+            store = RendezvousStore(PrefixStore(name, store_of(axis.group)), self._timeout)
             self._groups[name] = store, dist.ProcessGroup(store, axis.rank, axis.size)
-            _register_process_group(name, self._groups[name][1])  # type: ignore[arg-type]  # takes any string
+            register_group(name, self._groups[name][1])
         return CudaMemory(nbytes, flags, axis, name, self._device, self._driver)
 
     def _name(self, axis: Axis) -> str:
@@ -206,7 +210,7 @@ class CudaFabric:
         torch.cuda.synchronize(self._device)  # copies to peers, and the flags that tell them
         self.agree([], axis)
         for name in self._groups:
-            _unregister_process_group(name)  # type: ignore[arg-type]  # takes any string
+            unregister_group(name)
         self._groups.clear()
         self._generation += 1
 
@@ -231,9 +235,7 @@ class StreamFlags:
 
     @staticmethod
     def _stream() -> int:
-        # Not `torch.cuda.current_stream().cuda_stream`: several times slower, and every flag needs it.
-        handle: int = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        return handle
+        return current_raw_stream(torch.cuda.current_device())
 
     @staticmethod
     def _check(status: int) -> None:
@@ -266,9 +268,7 @@ def _facts(device: torch.device) -> tuple[str, str, str]:
 def what_lacks(device: torch.device) -> str:
     """Returns what keeps a GPU, torch or the driver from symmetric memory, by trying; empty if nothing does."""
     try:
-        from torch.distributed._symmetric_memory import get_backend
-
-        backend = get_backend(device)
+        backend = symmetric_backend(device)
         flag, driver = torch.zeros(1, dtype=torch.int32, device=device), StreamFlags()
         with torch.cuda.device(device):  # drivers before CUDA 12 know the operations but refuse them by default
             driver.write(flag.data_ptr(), 1)

@@ -23,16 +23,16 @@ What makes reading and training overlap are DataLoader workers (``num_workers``)
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_videoscale.compat.lightning import recorded_indices, users_batch_sampler
+from lightning_videoscale.compat.torch.loaders import WorkersWithin, copied_loader, reordered_loader
 from lightning_videoscale.strategies.batches.same_data import END, Reading, check_same_data, digest_of_indices
 from lightning_videoscale.strategies.batches.sharing import BatchSharing, PendingBatch
 from lightning_videoscale.strategies.batches.turns import SeedPlace, Turns
@@ -52,7 +52,7 @@ class TurnTakingLoader(Protocol):
         """
 
 
-class GroupLoader:
+class GroupLoader(WorkersWithin):
     """The batches of a loader, equal on all ranks of a sequence-parallel group and each read by one of them.
 
     Takes the loader's place: length, dataset and samplers are those of the loader. All ranks of the group iterate it
@@ -83,14 +83,14 @@ class GroupLoader:
             self._readers, self._own = axis.size, self._loader.taking_turns(axis.rank, axis.size)
         elif _is_addressable(self._loader):
             self._turns = Turns(_order_of(self._loader), axis.rank, axis.size, seed)
-            self._readers, self._own = axis.size, _reordered(self._loader, self._turns)
+            self._readers, self._own = axis.size, reordered_loader(self._loader, self._turns)
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that workers start at the first batch: Lightning makes the iterator before it sets the epoch.
-        indices = _recorded_indices(self._loader)
+        indices = recorded_indices(self._loader)
         own = self._start()
         order = iter(()) if self._turns is None else self._turns.order
         may_end_apart = self._may_end_apart()
@@ -140,13 +140,13 @@ class GroupLoader:
             return Reading(self._stream(attempt, persistent=False))
         workers = min(self._loader.num_workers, 1)  # where a dataset may open files that a fork must not share
         # Again means twice, and what counts is the second: a generator that the dataset came with has gone on by then.
-        one = _reordered(self._loader, self._turns.first * (2 if attempt else 1))
-        begun = self._begin(_changed(one, num_workers=workers, persistent_workers=False, generator=None), attempt)
+        one = reordered_loader(self._loader, self._turns.first * (2 if attempt else 1))
+        begun = self._begin(copied_loader(one, num_workers=workers, persistent_workers=False, generator=None), attempt)
         return (Reading(begun), Reading(begun))[1] if attempt else Reading(begun)
 
     def _stream(self, attempt: int, *, persistent: bool) -> Iterator[Any]:
         passing = isinstance(self._own, DataLoader) and not persistent
-        return self._begin(_changed(self._own, persistent_workers=False) if passing else self._own, attempt)
+        return self._begin(copied_loader(self._own, persistent_workers=False) if passing else self._own, attempt)
 
     def _begin(self, loader: Iterable[Any], attempt: int) -> Iterator[Any]:
         """Begins to read with equal random numbers on all ranks, in the workers of a DataLoader too."""
@@ -177,15 +177,6 @@ class GroupLoader:
     @worker_init_fn.setter
     def worker_init_fn(self, function: Any) -> None:
         self._own.worker_init_fn = function
-
-    @property
-    def _iterator(self) -> Any:
-        """What holds the DataLoader's persistent workers; Lightning ends them through it."""
-        return self._own._iterator
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        self._own._iterator = iterator
 
     def _read_ahead(self, own: Iterator[Any], order: Iterator[Any], position: int, may_end_apart: bool) -> PendingBatch:
         """Reads a micro-batch or learns of it, and leaves all ranks with the same random numbers."""
@@ -233,21 +224,7 @@ class GroupLoader:
 def _order_of(loader: DataLoader[Any]) -> Any:
     """What says which samples a loader reads, in batches where it makes any."""
     order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return order._batch_sampler if isinstance(order, _IndexBatchSamplerWrapper) else order
-
-
-def _reordered(loader: DataLoader[Any], order: Iterable[Any]) -> DataLoader[Any]:
-    """Returns a copy of a loader that reads in another order."""
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    return _changed(loader, _iterator=None, **{name: order})
-
-
-def _changed(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    own = copy.copy(loader)
-    for name, value in attributes.items():
-        # A DataLoader refuses it after construction, and a subclass may be constructed in ways that cannot be repeated.
-        object.__setattr__(own, name, value)
-    return own
+    return users_batch_sampler(order)
 
 
 def _is_addressable(loader: Any) -> bool:
@@ -257,9 +234,3 @@ def _is_addressable(loader: Any) -> bool:
         and type(loader).__iter__ is DataLoader.__iter__
         and not isinstance(loader.dataset, IterableDataset)
     )
-
-
-def _recorded_indices(loader: Any) -> Iterator[Any]:
-    """Advances Lightning's record of which samples a batch holds, which writers of predictions ask for."""
-    recorder = getattr(loader, "batch_sampler", None)
-    return iter(recorder) if isinstance(recorder, _IndexBatchSamplerWrapper) else iter(())

@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import Subset
 
+from lightning_videoscale.compat.lightning import WRAPPED_SAMPLERS
 from lightning_videoscale.parallel import Axis
 from lightning_videoscale.strategies.batches.sharing import BatchSharing, pickle_without_tensors
 
@@ -135,7 +136,7 @@ class Reading:
 
 def _wrong_sharding(loader: Any, dp: Axis) -> str | None:
     """What a loader says of the ranks that it is for, if that is wrong."""
-    for part in _parts(loader, ("sampler", "batch_sampler", "_batch_sampler", "_sampler", "pipeline", "dataset")):
+    for part in _parts(loader, ("sampler", "batch_sampler", *WRAPPED_SAMPLERS, "pipeline", "dataset")):
         replicas, rank = getattr(part, "num_replicas", 1), getattr(part, "rank", 0)
         if replicas > dp.size or (replicas == dp.size and rank != dp.rank):
             return (

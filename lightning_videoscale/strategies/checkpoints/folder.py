@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from typing_extensions import override
 
+from lightning_videoscale.compat.torch.checkpoint import METADATA_CLASSES
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors, StoredTensor
 
 _REST = "meta.pt"
@@ -242,30 +243,12 @@ def _all_ranks(value: Any) -> list[Any]:
     return values
 
 
-_METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath", "WindowsPath"),
-    "pathlib._local": ("PosixPath", "WindowsPath"),
-}
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     """Knows what torch.distributed.checkpoint's metadata consists of, and nothing else."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
-        known = name in _METADATA_CLASSES.get(module, ())
+        known = name in METADATA_CLASSES.get(module, ())
         if module == "torch":
             known = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
         if not known:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_videoscale.compat.diffusers import CLASS_NAME
 from lightning_videoscale.parallel import SequenceMesh
 from lightning_videoscale.strategies.checkpoints.folder import (
     CheckpointError,
@@ -212,7 +213,7 @@ class PortableCheckpoints(_Parent):
         for path, module in self.lightning_module.named_modules():
             outermost = not any(path.startswith(f"{outer}.") for outer in found)
             if outermost and hasattr(module, "save_pretrained") and hasattr(module, "to_json_string"):
-                found[path] = json.dumps(json.loads(module.to_json_string()) | {"_class_name": _own_class(module)})
+                found[path] = json.dumps(json.loads(module.to_json_string()) | {CLASS_NAME: _own_class(module)})
         return found
 
 

@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_videoscale.compat.deepspeed import base_optimizer, full_shape
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
 from lightning_videoscale.strategies.checkpoints.optimizer_names import Names, ParameterNames, check_groups, named
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 from lightning_videoscale.strategies.checkpoints.zero_partitions import (
     assemble,
-    base_of,
-    full_shape,
     gather,
-    link_states,
+    link_piece,
     load_states,
     pieces_of,
     set_parameter,
@@ -54,7 +53,7 @@ class ZeroCheckpoints(PortableCheckpoints):
         pieces, names, shares = pieces_of(optimizer), self._names(), Shares(self.world_size)
         state: dict[str, Any] = {}
         for piece in pieces:
-            link_states(piece)
+            link_piece(piece)
             for parameter in piece.parameters:
                 values = {key: assemble(parameter, self.root_device, key) for key in piece.per_element}
                 if shares.next(full_shape(parameter).numel()) == self.global_rank:
@@ -62,7 +61,9 @@ class ZeroCheckpoints(PortableCheckpoints):
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [aliases[0] for aliases in own]}
-            for group, own in zip(base_of(optimizer).param_groups, _names_per_group(optimizer, names), strict=True)
+            for group, own in zip(
+                base_optimizer(optimizer).param_groups, _names_per_group(optimizer, names), strict=True
+            )
         ]
         return {"state": state, "param_groups": groups}
 
@@ -88,7 +89,7 @@ class ZeroCheckpoints(PortableCheckpoints):
         per_group = _names_per_group(optimizer, names)
         state = named(state, per_group)
         settings = check_groups(state, per_group, trainable=[[True] * len(group) for group in per_group])
-        for group, saved_group in zip(base_of(optimizer).param_groups, settings, strict=True):
+        for group, saved_group in zip(base_optimizer(optimizer).param_groups, settings, strict=True):
             group.update(saved_group)
         for piece in pieces_of(optimizer):
             saved: dict[nn.Parameter, SavedTensors] = {}
@@ -108,7 +109,7 @@ class ZeroCheckpoints(PortableCheckpoints):
 
 
 def _names_per_group(optimizer: Optimizer, names: ParameterNames) -> list[list[Names]]:
-    per_group: list[list[Names]] = [[] for _ in base_of(optimizer).param_groups]
+    per_group: list[list[Names]] = [[] for _ in base_optimizer(optimizer).param_groups]
     for piece in pieces_of(optimizer):
         per_group[piece.group] += [names[parameter] for parameter in piece.parameters]
     return per_group

@@ -16,6 +16,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_videoscale.compat.deepspeed import (
+    base_optimizer,
+    flat_pieces,
+    full_shape,
+    is_partitioned,
+    link_states,
+    own_piece,
+    swaps_to_disk,
+)
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 
@@ -59,29 +68,12 @@ def pieces_of(optimizer: Any) -> list[Piece]:
     Raises:
         CheckpointError: If the states are offloaded to NVMe, or the optimizer is not ZeRO's.
     """
-    if getattr(optimizer, "swap_optimizer", False):
+    if swaps_to_disk(optimizer):
         raise CheckpointError("Checkpoints of optimizer states that are offloaded to NVMe are not supported.")
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        parameters, flats = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
-        groups = [optimizer.sub_group_to_group_id[index] for index in range(len(flats))]
-    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
-        parameters, flats = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
-        groups = list(range(len(flats)))
-    elif hasattr(optimizer, "fp32_groups_flat_partition"):
-        parameters, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
-        groups = list(range(len(flats)))
-    else:
+    pieces = flat_pieces(optimizer)
+    if pieces is None:
         raise CheckpointError(f"DeepSpeed's {type(optimizer).__name__} is not ZeRO's: use stage 1, 2 or 3.")
-    return [
-        Piece(list(own), flat, group, base_of(optimizer))
-        for own, flat, group in zip(parameters, flats, groups, strict=True)
-    ]
-
-
-def base_of(optimizer: Any) -> Optimizer:
-    """Returns the optimizer that ``configure_optimizers`` returned, inside of ZeRO's."""
-    base: Optimizer = optimizer.optimizer
-    return base
+    return [Piece(*piece, base_optimizer(optimizer)) for piece in pieces]
 
 
 def assemble(parameter: nn.Parameter, device: torch.device, key: str | None = None) -> Tensor:
@@ -99,7 +91,7 @@ def assemble(parameter: nn.Parameter, device: torch.device, key: str | None = No
 
 def gather(parameter: nn.Parameter) -> Tensor:
     """Returns a parameter that is not trained, whole."""
-    if not _is_partitioned(parameter):
+    if not is_partitioned(parameter):
         return parameter.detach()
     import deepspeed
 
@@ -118,12 +110,12 @@ def set_parameter(parameter: nn.Parameter, value: Tensor, trained: bool) -> None
     import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-    if _is_partitioned(parameter):
+    if is_partitioned(parameter):
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if dist.get_rank() == 0:
                 parameter.data.copy_(value)
         if trained:
-            safe_set_local_fp32_param(parameter, _cut(parameter, value))
+            safe_set_local_fp32_param(parameter, own_piece(parameter, value))
     else:
         parameter.data.copy_(value)
         if trained:
@@ -150,21 +142,19 @@ def load_states(piece: Piece, saved: Mapping[nn.Parameter, SavedTensors]) -> Non
     state: dict[str, Any] = {key: torch.zeros_like(piece.flat.detach()) for key in per_element}
     state |= {key: _common_value(key, values, piece) for key, values in common.items()}
     piece.base.state[piece.flat] = state
-    link_states(piece)
+    link_piece(piece)
     for parameter, values in saved.items():
         for key in per_element.keys() & values.keys():
-            if _is_partitioned(parameter):
-                safe_set_local_optimizer_state(parameter, _cut(parameter, values[key]), key)
+            if is_partitioned(parameter):
+                safe_set_local_optimizer_state(parameter, own_piece(parameter, values[key]), key)
             else:
                 safe_set_full_optimizer_state(parameter, values[key], key)
 
 
-def link_states(piece: Piece) -> None:
+def link_piece(piece: Piece) -> None:
     """Lets the parameters of stages 1 and 2 know their part of the base optimizer's states, as a step would."""
-    from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-    if not _is_partitioned(piece.parameters[0]):
-        lazy_init_hp_params_optimizer_state(piece.parameters, piece.flat, piece.base.state)
+    if not is_partitioned(piece.parameters[0]):
+        link_states(piece.parameters, piece.flat, piece.base.state)
 
 
 def _common_value(key: str, values: list[float], piece: Piece) -> Tensor | int:
@@ -178,24 +168,6 @@ def _common_value(key: str, values: list[float], piece: Piece) -> Tensor | int:
     settings = piece.base.param_groups[piece.group]
     on_device = settings.get("fused") or settings.get("capturable")
     return torch.tensor(max(values), device=piece.flat.device if on_device else "cpu")
-
-
-def _cut(parameter: Any, value: Tensor) -> Tensor:
-    """This rank's piece of a whole tensor, for a partitioned parameter; the last ranks' are padded."""
-    size, group = parameter.ds_tensor.numel(), parameter.ds_process_group
-    flat = value.flatten()
-    padded = nn.functional.pad(flat, (0, size * dist.get_world_size(group) - flat.numel()))
-    return padded.narrow(0, size * dist.get_rank(group), size)
-
-
-def _is_partitioned(parameter: nn.Parameter) -> bool:
-    return hasattr(parameter, "ds_id")
-
-
-def full_shape(value: Any) -> torch.Size:
-    """Shape of a tensor, also of a parameter that is partitioned at the moment."""
-    shape: torch.Size = value.ds_shape if hasattr(value, "ds_shape") else value.shape
-    return shape
 
 
 def _is_like(value: Any, flat: Tensor) -> bool:

@@ -1,0 +1,124 @@
+"""The bookkeeping of ZeRO, read in DeepSpeed 0.19, which is imported only where a function needs it.
+
+ZeRO keeps flat pieces of float32 copies and optimizer states in the place of parameters. DeepSpeed's public functions
+(``safe_get_full_fp32_param`` and its like) go parameter by parameter. They do not tell which piece belongs to which,
+and need states to be there that only a first step makes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_videoscale.compat.names import Package
+from lightning_videoscale.compat.patching import Method
+
+DEEPSPEED = Package("deepspeed", "0.19")
+
+
+class FlatPiece(NamedTuple):
+    """What this rank keeps of some parameters as one flat tensor.
+
+    Attributes:
+        parameters: The parameters.
+        flat: This rank's piece of their float32 copies, which is what the base optimizer updates.
+        group: Index of their parameter group.
+    """
+
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    group: int
+
+
+def flat_pieces(optimizer: Any) -> list[FlatPiece] | None:
+    """Reads stage 3, stages 1 and 2, and stage 1 with bfloat16 and float32 accumulation; None if it is none of them."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        parameters, flats = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
+        groups = [optimizer.sub_group_to_group_id[index] for index in range(len(flats))]
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+        parameters, flats = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
+        groups = list(range(len(flats)))
+    elif hasattr(optimizer, "fp32_groups_flat_partition"):
+        parameters, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
+        groups = list(range(len(flats)))
+    else:
+        return None
+    return [FlatPiece(list(own), flat, group) for own, flat, group in zip(parameters, flats, groups, strict=True)]
+
+
+def swaps_to_disk(optimizer: Any) -> bool:
+    """Whether the states of ZeRO's optimizer are offloaded to NVMe."""
+    return bool(getattr(optimizer, "swap_optimizer", False))
+
+
+def base_optimizer(optimizer: Any) -> Optimizer:
+    """Returns the optimizer that ``configure_optimizers`` returned, inside of ZeRO's."""
+    base: Optimizer = DEEPSPEED.get(optimizer, "optimizer")
+    return base
+
+
+def link_states(parameters: list[nn.Parameter], flat: Tensor, states: Any) -> None:
+    """Lets the parameters of a piece of stages 1 and 2 know their part of the base optimizer's states, as a step would.
+
+    Args:
+        parameters: Of the piece.
+        flat: The piece.
+        states: The base optimizer's ``state``.
+    """
+    link = DEEPSPEED.get("deepspeed.utils", "lazy_init_hp_params_optimizer_state")
+    link(parameters, flat, states)
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether it is one of stage 3, of which each rank holds a piece."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(value: Any) -> torch.Size:
+    """Shape of a tensor, also of a parameter that is partitioned at the moment."""
+    shape: torch.Size = value.ds_shape if hasattr(value, "ds_shape") else value.shape
+    return shape
+
+
+def full_numel(parameter: Tensor) -> int:
+    """Elements of a tensor, also of a parameter that is partitioned at the moment."""
+    count: int = getattr(parameter, "ds_numel", parameter.numel())
+    return count
+
+
+def own_piece(parameter: Any, value: Tensor) -> Tensor:
+    """This rank's piece of a whole tensor, for a partitioned parameter; the last ranks' are padded."""
+    size = DEEPSPEED.get(parameter, "ds_tensor").numel()
+    group = DEEPSPEED.get(parameter, "ds_process_group")
+    flat = value.flatten()
+    padded = nn.functional.pad(flat, (0, size * dist.get_world_size(group) - flat.numel()))
+    return padded.narrow(0, size * dist.get_rank(group), size)
+
+
+def data_parallel_group() -> dist.ProcessGroup:
+    """Returns the group that ZeRO's reductions run in, which DeepSpeed makes for itself."""
+    group: dist.ProcessGroup = DEEPSPEED.get("deepspeed.utils.groups", "_get_data_parallel_group")()
+    return group
+
+
+def zero_waits(optimizer: Any) -> list[Method]:
+    """The methods in which ZeRO's optimizer waits for other ranks; there is no hook around them.
+
+    DeepSpeed's other optimizers reduce at the end of backward only.
+    """
+    offload = getattr(optimizer, "parameter_offload", None)
+    if offload is not None:  # stage 3
+        coordinator = DEEPSPEED.get(offload, "get_param_coordinator")()
+        reduction = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+        found = [Method(coordinator, "fetch_sub_module"), Method(optimizer, reduction)]
+    elif any(base.__name__ == "DeepSpeedZeroOptimizer" for base in type(optimizer).__mro__):  # stages 1 and 2
+        found = [Method(optimizer, "reduce_ipg_grads")]
+    else:
+        return []
+    for method in found:
+        DEEPSPEED.get(*method)
+    return found

@@ -1,0 +1,51 @@
+"""What diffusers' models declare about themselves, read in 0.37 to 0.42. diffusers itself is not imported here.
+
+Attributes that a model may lack are declarations: a model without them, of whatever package, declares nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_videoscale.compat.names import Package
+
+DIFFUSERS = Package("diffusers", "0.37 to 0.42")
+
+CLASS_NAME = "_class_name"
+"""The member of a model's configuration file that names its class."""
+
+
+def declared_splits(model: nn.Module) -> Mapping[str, Any] | None:
+    """Returns what a model declares for diffusers' context parallelism, ``_cp_plan``, which only diffusers applies.
+
+    Module path -> {argument name or output position -> ``ContextParallelInput``}, or -> ``ContextParallelOutput``.
+    """
+    plan: Mapping[str, Any] | None = getattr(model, "_cp_plan", None)
+    return plan
+
+
+def block_classes(network: nn.Module) -> set[str]:
+    """Returns the class names of a network's transformer blocks; transformers' models declare them too.
+
+    ``compile_repeated_blocks`` and ``device_map="auto"`` use them, and no method returns them.
+    """
+    return set(getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or ())
+
+
+def kept_in_float32(network: nn.Module) -> set[str]:
+    """Returns the names, or parts of paths, of what a network keeps in float32 when it is loaded in another dtype."""
+    return set(getattr(network, "_keep_in_fp32_modules", None) or ())
+
+
+def dispatch_settings(processor: Any) -> tuple[Any, Any]:
+    """Returns the attention backend and the parallel configuration that a processor hands to ``dispatch_attention_fn``.
+
+    ``set_attention_backend`` and ``enable_parallelism`` set them on every processor, and nothing returns them.
+    """
+    try:
+        return processor._attention_backend, processor._parallel_config
+    except AttributeError as error:
+        raise DIFFUSERS.missing(processor, "_attention_backend or _parallel_config") from error

@@ -1,0 +1,221 @@
+"""Lightning's loops, hooks and strategies, read in 2.6.6.
+
+Two classes stand between a strategy of Lightning's and ours, where Lightning calls a private method that we change.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.fit_loop import RestartStage
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.trainer.states import RunningStage
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_videoscale.compat.names import Package
+from lightning_videoscale.compat.patching import Method, patch
+
+LIGHTNING = Package("lightning", "2.6.6")
+
+FETCH_ACTION = "[_TrainingEpochLoop].train_dataloader_next"
+"""What the training loop tells the profiler before it asks the loader for a batch; no hook comes so early."""
+
+WRAPPED_SAMPLERS = ("_batch_sampler", "_sampler")
+"""The attributes in which Lightning's wrappers keep a user's sampler."""
+
+
+# -- strategies --------------------------------------------------------------------------------------------------------
+
+
+class WrappingDDPStrategy(DDPStrategy):
+    """Lightning's, with a public method that wraps the model; the parent calls a private one."""
+
+    def wrap(self, model: nn.Module) -> DistributedDataParallel:
+        """Returns the wrapped model."""
+        return super()._setup_model(model)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        return self.wrap(model)
+
+
+class SettledDeepSpeedStrategy(DeepSpeedStrategy):
+    """Lightning's, with public methods in the place of two private ones that the parent calls."""
+
+    @override
+    def _auto_select_batch_size(self) -> int:
+        # The parent builds a dataloader to ask for its batch size, which loaders with sizes that vary cannot tell.
+        return 1
+
+    def initialize_inference(self, model: nn.Module) -> None:
+        """Makes DeepSpeed's engine for loops that do not train; starts with removing all hooks of the model."""
+        super()._initialize_deepspeed_inference(model)
+
+    @override
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        self.initialize_inference(model)
+
+
+def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
+    """Returns the keyword arguments that a strategy hands to ``DistributedDataParallel``."""
+    arguments: dict[str, Any] = LIGHTNING.get(strategy, "_ddp_kwargs")
+    return arguments
+
+
+def timeout_of(strategy: Any) -> timedelta | None:
+    """Returns how long a strategy lets a collective wait; its constructor takes it and nothing returns it."""
+    timeout: timedelta | None = LIGHTNING.get(strategy, "_timeout")
+    return timeout
+
+
+def set_up_processes(strategy: Any) -> None:
+    """Starts the process group of a ``ModelParallelStrategy``, whose ``setup_environment`` would make a mesh too."""
+    LIGHTNING.get(strategy, "_setup_distributed")()
+
+
+def set_up_deepspeed_processes(strategy: DeepSpeedStrategy) -> None:
+    """Starts DeepSpeed's process group, which the parent's ``setup_distributed`` does on GPUs only."""
+    LIGHTNING.get(strategy, "_init_deepspeed_distributed")()
+
+
+def set_device_mesh(owner: Any, mesh: DeviceMesh) -> None:
+    """Sets what ``device_mesh`` of a LightningModule or a ``ModelParallelStrategy`` returns, which is read-only."""
+    LIGHTNING.put(owner, "_device_mesh", mesh)
+
+
+def optimizers_to_device(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Moves the states of optimizers, as the parent's ``setup`` does, of which we use parts."""
+    LIGHTNING.get("lightning.fabric.utilities.optimizer", "_optimizers_to_device")(optimizers, device)
+
+
+def launched_processes(launcher: Any) -> Sequence[subprocess.Popen[bytes]]:
+    """Returns the processes that rank 0 of a node started, as only its launcher knows; none under another."""
+    by_script = LIGHTNING.get("lightning.pytorch.strategies.launchers.subprocess_script", "_SubprocessScriptLauncher")
+    processes: Sequence[subprocess.Popen[bytes]] = launcher.procs if isinstance(launcher, by_script) else ()
+    return processes
+
+
+# -- batches and hooks -------------------------------------------------------------------------------------------------
+
+
+def before_transfer(module: pl.LightningModule, batch: Any) -> Any:
+    """Returns a batch after the user's ``on_before_batch_transfer``, of the DataModule where it has one."""
+    return LIGHTNING.get(module, "_on_before_batch_transfer")(batch, dataloader_idx=0)
+
+
+def transferred(module: pl.LightningModule, batch: Any, device: torch.device) -> Any:
+    """Returns a batch on the device, after the user's hooks on its way there and ``on_after_batch_transfer``."""
+    return LIGHTNING.get(module, "_apply_batch_transfer_handler")(batch, device=device)
+
+
+def call_callbacks(trainer: pl.Trainer, hook: str, *arguments: Any) -> None:
+    """Calls a hook of all callbacks of a Trainer; in public only its loops do."""
+    LIGHTNING.get("lightning.pytorch.trainer.call", "_call_callback_hooks")(trainer, hook, *arguments)
+
+
+def users_batch_sampler(sampler: Any) -> Any:
+    """Returns the batch sampler in Lightning's recorder of indices, or the sampler itself."""
+    return LIGHTNING.get(sampler, "_batch_sampler") if _is_recorder(sampler) else sampler
+
+
+def recorded_indices(loader: Any) -> Iterator[Any]:
+    """Advances Lightning's record of which samples a batch holds, which writers of predictions ask for."""
+    recorder = getattr(loader, "batch_sampler", None)
+    return iter(recorder) if recorder is not None and _is_recorder(recorder) else iter(())
+
+
+def _is_recorder(sampler: Any) -> bool:
+    return isinstance(sampler, LIGHTNING.get("lightning.pytorch.overrides.distributed", "_IndexBatchSamplerWrapper"))
+
+
+# -- the training loop -------------------------------------------------------------------------------------------------
+
+
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether the micro-batch under way is not the last of its optimizer step."""
+    return bool(LIGHTNING.get(trainer.fit_loop, "_should_accumulate")())
+
+
+def waits_between_batches(trainer: pl.Trainer) -> list[Method]:
+    """The methods in which ranks wait for rank 0 before every micro-batch; newer versions of Lightning have one."""
+    loop, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
+    return [Method(loop, name)] if hasattr(loop, name) else []
+
+
+def limited_batches(batches: int, limit: int | float | None) -> int:
+    """Returns how many of so many batches ``limit_train_batches`` leaves, as Lightning counts."""
+    parse = LIGHTNING.get("lightning.pytorch.trainer.connectors.data_connector", "_parse_num_batches")
+    return int(parse(RunningStage.TRAINING, batches, limit))
+
+
+def forget_training_loader(trainer: pl.Trainer) -> None:
+    """Makes a Trainer that has made its training loader already ask for another when training begins."""
+    LIGHTNING.put(trainer.fit_loop, "_combined_loader", None)
+
+
+def set_epoch_length(trainer: pl.Trainer, batches: int) -> None:
+    """Changes the length of the epoch under way, which the loop asks for only when it makes the loader."""
+    loop: Any = trainer.fit_loop
+    loop.max_batches = batches
+    # In place: the iterator under way has the same list.
+    LIGHTNING.get(loop, "_combined_loader").limits[:] = [batches]
+    LIGHTNING.get(loop, "_data_fetcher").length = batches
+
+
+def place_in_epoch(trainer: pl.Trainer, epoch: int, batches: int, total: int | None) -> None:
+    """Brings the training loop to where the data go on, as if the run had not stopped.
+
+    There is no public way: the loop's counters come from a checkpoint alone. Hooks of the last epoch's end, or a
+    validation, that a checkpoint came before are not made up for, as Lightning does not either.
+
+    Args:
+        trainer: The Trainer, before or between epochs.
+        epoch: Of the Trainer, counted from 0.
+        batches: Of this epoch, that are trained.
+        total: Batches that are trained in all epochs; None leaves the Trainer's own count.
+    """
+    loop: Any = trainer.fit_loop
+    is_within = batches > 0
+    for epochs in (loop.epoch_progress.total, loop.epoch_progress.current):
+        epochs.ready = epochs.started = epoch + is_within
+        epochs.processed = epochs.completed = epoch
+    progress = loop.epoch_loop.batch_progress
+    _count(progress.current, batches)
+    _count(progress.total, progress.total.processed if total is None else total)
+    progress.is_last_batch = False
+    LIGHTNING.put(loop, "_restart_stage", RestartStage.RESTARTED_MID_EPOCH if is_within else RestartStage.NONE)
+    loop.epoch_loop.reset_restart_stage()
+    loop.epoch_loop.val_loop.reset_restart_stage()
+    LIGHTNING.put(loop, "_restarting", is_within)
+    loop.epoch_loop.restarting = is_within
+    if trainer.lightning_module.automatic_optimization:
+        # The loop adds one when it restarts within an epoch.
+        LIGHTNING.put(loop.epoch_loop, "_batches_that_stepped", trainer.global_step - is_within)
+    if is_within:
+        _reset_quietly(loop.epoch_loop)
+
+
+def _count(tracker: Any, events: int) -> None:
+    tracker.ready = tracker.started = tracker.processed = tracker.completed = events
+
+
+def _reset_quietly(loop: Any) -> None:
+    """Lets the loop begin once without a warning that data may repeat: it looks for a state in the loader alone."""
+
+    def reset() -> None:
+        undo()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+            loop.reset()
+
+    undo = patch(loop, "reset", reset)

@@ -1,0 +1,114 @@
+"""The kernels of scaled dot product attention, which return the log-sum-exp.
+
+torch's public attention hides the log-sum-exp and takes none for its backward, both of which a ring needs. Read in
+torch 2.11 and 2.13.
+
+Shapes: B batch, H heads, S queries, K keys, D head dim; tensors are (B, H, S, D), log-sum-exps (B, H, S), an additive
+bias (B, 1, 1, K). A forward returns the output and the log-sum-exp. A backward takes the gradient of the output, what
+the forward took, and output and log-sum-exp over *all* keys; it returns the gradients of queries, keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.compat.names import MissingNameError
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def _op(name: str) -> Any:
+    try:
+        return getattr(torch.ops.aten, name).default
+    except AttributeError:
+        raise MissingNameError(
+            f"torch {torch.__version__} has no operator aten::{name}, on which ring attention relies; it was tried "
+            "with torch 2.11 and 2.13. Use one of these, or ring_size=1."
+        ) from None
+
+
+# -- flash on CPUs -------------------------------------------------------------------------------------------------
+
+
+def flash_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Flash attention on CPUs."""
+    op = _op("_scaled_dot_product_flash_attention_for_cpu")
+    out, lse = op(q, k, v, attn_mask=bias, scale=scale)
+    return out, lse
+
+
+def flash_cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
+) -> Gradients:
+    """Gradients of `flash_cpu`."""
+    op = _op("_scaled_dot_product_flash_attention_for_cpu_backward")
+    dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
+    return dq, dk, dv
+
+
+# -- flash, cuDNN and efficient on GPUs ----------------------------------------------------------------------------
+
+
+def _random_state(x: Tensor) -> Tensor:
+    """What the kernels would need to repeat a dropout that is never used here."""
+    return torch.empty((), dtype=torch.int64, device=x.device)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Flash attention on GPUs, which takes no bias."""
+    out, lse, *_ = _op("_scaled_dot_product_flash_attention")(q, k, v, scale=scale)
+    return out, lse
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
+) -> Gradients:
+    """Gradients of `flash`."""
+    op, state = _op("_scaled_dot_product_flash_attention_backward"), _random_state(q)
+    sizes = (None, None, q.shape[2], k.shape[2])
+    dq, dk, dv = op(grad, q, k, v, out, lse.contiguous(), *sizes, 0.0, False, state, state, scale=scale)
+    return dq, dk, dv
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """CuDNN's attention."""
+    out, lse, *_ = _op("_scaled_dot_product_cudnn_attention")(q, k, v, bias, True, scale=scale)
+    return out, lse.view(q.shape[:3])
+
+
+def cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
+) -> Gradients:
+    """Gradients of `cudnn`."""
+    op, state = _op("_scaled_dot_product_cudnn_attention_backward"), _random_state(q)
+    lse, sizes = lse.contiguous()[..., None], (None, None, q.shape[2], k.shape[2])
+    dq, dk, dv = op(grad, q, k, v, out, lse, state, state, bias, *sizes, 0.0, False, scale=scale)
+    return dq, dk, dv
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Memory-efficient attention, which takes a bias of which each row starts on 16 elements."""
+    op, bias = _op("_scaled_dot_product_efficient_attention"), _expanded(bias, q)
+    out, lse, *_ = op(q, k, v, bias, True, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
+) -> Gradients:
+    """Gradients of `efficient`."""
+    op, state = _op("_scaled_dot_product_efficient_attention_backward"), _random_state(q)
+    # The kernel reads whole tiles of 32 rows; rows that do not exist have probability exp(-inf) = 0.
+    lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=torch.inf).contiguous()
+    wanted = [True, True, True, False]
+    # In half precision the kernel reads some of them as if tokens came first in memory, however they lie.
+    grad, q, k, v, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, q, k, v, out))
+    dq, dk, dv, _ = op(grad, q, k, v, _expanded(bias, q), out, lse, state, state, 0.0, wanted, scale=scale)
+    return dq, dk, dv
+
+
+def _expanded(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    return bias.expand(*q.shape[:3], bias.shape[-1]) if bias is not None else None

@@ -1,0 +1,62 @@
+"""The dispatcher and the autograd engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable, forward_ad
+
+from lightning_videoscale.compat.torch import TORCH
+
+
+def past_autograd() -> AbstractContextManager[None]:
+    """Inside, ops are dispatched past autograd, as an op's own autograd kernel calls the one below it.
+
+    ``torch.library.register_autograd`` does this too, at several times the host's time per call.
+    """
+    try:
+        guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
+    except AttributeError as error:
+        raise TORCH.missing("torch._C", "_AutoDispatchBelowAutograd") from error
+    return guard
+
+
+def in_forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation is open.
+
+    The public way asks every tensor for its tangent, which costs microseconds per call.
+    """
+    try:
+        return forward_ad._current_level >= 0
+    except AttributeError as error:
+        raise TORCH.missing("torch.autograd.forward_ad", "_current_level") from error
+
+
+def saved_tensors_pack_hook() -> Callable[[Tensor], Any] | None:
+    """Returns the innermost hook on tensors saved for backward, None without one; only setting one is public."""
+    hooks: Any = TORCH.get("torch._C._autograd", "_top_saved_tensors_default_hooks")(True)
+    return None if hooks is None else hooks[0]
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Has ``call`` run after the last gradient of the backward pass under way, before what is queued later.
+
+    DDP and FSDP2 end their reductions in the same queue, which is the only one.
+    """
+    TORCH.get(TORCH.get(Variable, "_execution_engine"), "queue_callback")(call)
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def unsafe_view(x: Tensor, shape: torch.Size) -> Tensor:
+    """Returns a tensor in another shape that autograd takes for no view, so that it may be written into.
+
+    Only for tensors that nobody else holds. The public ``view`` marks a view, and ``reshape`` one too.
+    """
+    view: Tensor = _unsafe_view(x, shape)
+    return view

@@ -1,0 +1,60 @@
+"""Where DDP and FSDP2 wait, and what FSDP2 is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_videoscale.compat.patching import Method
+from lightning_videoscale.compat.torch import TORCH
+
+
+def buffer_broadcasts(model: DistributedDataParallel) -> list[Method]:
+    """The methods in which DDP's forward waits for rank 0's buffers; there is no hook around them."""
+    return [_method(model, "_sync_buffers")]
+
+
+def gathers_and_reductions(root: nn.Module) -> list[Method]:
+    """The methods in which FSDP2 waits for parameters and gradients of the modules that it sharded under ``root``.
+
+    There is no hook around them: FSDP2's own hooks on a module run in an unspecified order with a user's.
+    """
+    # Modules that were sharded together share a state.
+    states = [_state_of(module) for module in root.modules() if isinstance(module, FSDPModule)]
+    names = ("pre_forward", "pre_backward", "post_backward")
+    return [_method(group, name) for state in dict.fromkeys(states) for group in _groups(state) for name in names]
+
+
+def modules_in_forward(network: nn.Module) -> list[FSDPModule]:
+    """Returns what FSDP2 sharded and whose forward is under way, also around ``network``, which it must have sharded.
+
+    FSDP2 tells nobody else in whose forward a call is.
+    """
+    sharded = next((module for module in network.modules() if isinstance(module, FSDPModule)), None)
+    if sharded is None:
+        return []
+    states = TORCH.get(TORCH.get(_state_of(sharded), "_state_ctx"), "all_states")
+    states = [state for state in states if TORCH.get(state, "_training_state").name == "FORWARD"]
+    return [module for state in states for module in TORCH.get(state, "_modules") if isinstance(module, FSDPModule)]
+
+
+def _state_of(module: FSDPModule) -> Any:
+    return TORCH.get(module, "_get_fsdp_state")()
+
+
+def _groups(state: Any) -> Iterator[Any]:
+    """FSDP2's groups of parameters: what is gathered and reduced at a time."""
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 may have several
+    if groups is None:
+        group = TORCH.get(state, "_fsdp_param_group")
+        groups = [] if group is None else [group]
+    yield from groups
+
+
+def _method(owner: Any, name: str) -> Method:
+    TORCH.get(owner, name)
+    return Method(owner, name)

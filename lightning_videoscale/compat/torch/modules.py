@@ -1,0 +1,75 @@
+"""What a module is made of: hooks, buffers, children."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_videoscale.compat.torch import TORCH
+
+
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, Callable[..., Any]], ...]:
+    """Returns the module's own hooks before and after forward and backward, one mapping for each kind.
+
+    Hooks can be registered and removed in public, but not be asked for.
+    """
+    try:
+        return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    except AttributeError as error:
+        raise TORCH.missing(module, "_forward_pre_hooks, or one of its like,") from error
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, or it is what ``torch.compile(module)`` returned.
+
+    ``OptimizedModule`` is private, and its import loads all of Dynamo: it is known by the child that it wraps.
+    """
+    return TORCH.get(module, "_compiled_call_impl") is not None or "_orig_mod" in dict(module.named_children())
+
+
+def buffers_of(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """Returns the module's own buffers by name, also those that are None.
+
+    The public ``named_buffers`` leaves out what is None and what another name holds too.
+    """
+    buffers: Mapping[str, Tensor | None] = TORCH.get(module, "_buffers")
+    return buffers
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Returns the names of the module's own buffers that its ``state_dict`` leaves out.
+
+    A ``state_dict`` does not tell: hooks and subclasses change what is in it.
+    """
+    names: set[str] = TORCH.get(module, "_non_persistent_buffers_set")
+    return names
+
+
+def keep_children(network: nn.Module) -> Callable[[], None]:
+    """Returns a function that gives the network's modules the children back that they have now, in this order.
+
+    Setting a child in public moves it to the end where its name is gone, and refuses what is no module.
+    """
+    kept = [(module, dict(TORCH.get(module, "_modules"))) for module in network.modules()]
+
+    def restore() -> None:
+        for module, children in kept:
+            module._modules.clear()
+            module._modules.update(children)
+
+    return restore
+
+
+def attributes_but_children(module: nn.Module) -> dict[str, Any]:
+    """Returns what a module holds, its parameters, buffers and hooks included, without its children."""
+    return {name: value for name, value in vars(module).items() if name != "_modules"}
+
+
+def change_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replaces the module's own parameters and buffers by ``change`` of them; ``nn.Parameter`` objects stay.
+
+    The public ``to_empty`` and ``to`` change all tensors, and here only some shall.
+    """
+    TORCH.get(module, "_apply")(change, recurse=False)

@@ -1,0 +1,16 @@
+"""Nested structures of tensors, and tensors that wrap others. torch has no public module of either.
+
+`tree_leaves(tree)`               the leaves of lists, tuples and dicts, nested in any way
+`tree_map_only(kind, f, tree)`    the same structure with ``f`` applied to leaves of a type
+`tree_flatten_with_path(tree)`    pairs of path and leaf, and the structure
+`keystr(path)`                    a path as text
+`is_wrapper(x)`                   whether a tensor holds other tensors, as a ``DTensor`` does
+"""
+
+from lightning_videoscale.compat.torch import TORCH
+
+tree_leaves = TORCH.function("torch.utils._pytree", "tree_leaves")
+tree_map_only = TORCH.function("torch.utils._pytree", "tree_map_only")
+tree_flatten_with_path = TORCH.function("torch.utils._pytree", "tree_flatten_with_path")
+keystr = TORCH.function("torch.utils._pytree", "keystr")
+is_wrapper = TORCH.function("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")

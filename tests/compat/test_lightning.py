@@ -1,0 +1,252 @@
+"""What we use of Lightning in private does what we say, in a real Trainer of the installed version."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
+
+from lightning_videoscale.compat import lightning as private
+from tests.distributed.pool import ProcessPool
+
+Ranks = Callable[[int], ProcessPool]
+
+
+class Recorder(pl.Callback):
+    """Calls a function at the start of every training batch, and keeps what it returns."""
+
+    def __init__(self, call: Callable[[pl.Trainer, int], Any]) -> None:
+        self.call = call
+        self.returned: list[Any] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
+        self.returned.append(self.call(trainer, index))
+
+
+class Model(BoringModel):
+    """Adds to batches what its hooks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[int] = []
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.zeros(6, 32), batch_size=1)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch + 1
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch + 10
+
+
+def trainer(*callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"enable_model_summary": False, "limit_val_batches": 0, "max_epochs": 1}
+    return pl.Trainer(accelerator="cpu", devices=1, callbacks=list(callbacks), **(quiet | kwargs))
+
+
+# -- batches and hooks -------------------------------------------------------------------------------------------------
+
+
+def test_batches_pass_the_users_hooks() -> None:
+    model = Model()
+
+    def batches(_: pl.Trainer, __: int) -> list[float]:
+        zero = torch.zeros(())
+        moved = private.transferred(model, zero, torch.device("meta"))
+        return [private.before_transfer(model, zero).item(), moved.device.type]
+
+    recorder = Recorder(batches)
+    trainer(recorder, max_steps=1).fit(model)
+    assert recorder.returned == [[1.0, "meta"]]
+    assert private.transferred(model, torch.zeros(()), torch.device("cpu")).item() == 10.0
+
+
+def test_a_hook_of_all_callbacks_is_called() -> None:
+    first, second = Recorder(lambda _, index: index), Recorder(lambda _, index: -index)
+    runner = trainer(first, second, fast_dev_run=True)
+    runner.strategy.connect(BoringModel())
+    private.call_callbacks(runner, "on_train_batch_start", None, 7)
+    assert (first.returned, second.returned) == ([7], [-7])
+
+
+class Predicting(pl.Callback):
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loader = trainer.predict_dataloaders
+        indices = private.recorded_indices(loader)
+        next(indices)
+        self.record = list(loader.batch_sampler.seen_batch_indices)
+        self.users = private.users_batch_sampler(loader.batch_sampler)
+        self.wrapper = loader.batch_sampler
+
+
+def test_the_record_of_indices_is_advanced_and_unwrapped() -> None:
+    predicting, loader = Predicting(), DataLoader(torch.zeros(4, 32), batch_size=2)
+    trainer(predicting).predict(BoringModel(), loader)
+    assert predicting.record == [[0, 1]]
+    assert type(predicting.users) is type(loader.batch_sampler)
+    assert private.users_batch_sampler(loader.batch_sampler) is loader.batch_sampler
+    assert list(private.recorded_indices(loader)) == list(private.recorded_indices([1, 2])) == []
+    sampler = SequentialSampler(range(3))
+    holders = [predicting.wrapper, DistributedSamplerWrapper(sampler, num_replicas=1, rank=0).dataset]
+    assert [getattr(holder, name) for holder, name in zip(holders, private.WRAPPED_SAMPLERS, strict=True)] == [
+        predicting.users,
+        sampler,
+    ]
+
+
+# -- the training loop -------------------------------------------------------------------------------------------------
+
+
+def test_whether_a_micro_batch_accumulates() -> None:
+    seen: list[bool] = []
+
+    class BeforeBackward(pl.Callback):
+        def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+            seen.append(private.accumulates(trainer))
+
+    trainer(BeforeBackward(), accumulate_grad_batches=2, limit_train_batches=3).fit(BoringModel())
+    assert seen == [True, False, False]  # the last step of an epoch may be a shorter one
+
+
+def test_the_loop_tells_the_profiler_that_it_fetches() -> None:
+    profiler = SimpleProfiler()
+    trainer(profiler=profiler, limit_train_batches=2).fit(BoringModel())
+    assert len(profiler.recorded_durations[private.FETCH_ACTION]) in (2, 3)
+
+
+def test_where_ranks_wait_between_batches() -> None:
+    [method] = private.waits_between_batches(trainer())
+    assert callable(getattr(*method))
+
+
+@pytest.mark.parametrize(("limit", "left"), [(1.0, 10), (0.5, 5), (3, 3), (100, 10), (None, 10)])
+def test_limits_are_those_of_lightning(limit: float | None, left: int) -> None:
+    runner = trainer(limit_train_batches=limit)
+    assert private.limited_batches(10, runner.limit_train_batches) == left
+    runner.fit(BoringModel(), DataLoader(torch.zeros(10, 32)))
+    assert runner.num_training_batches == left
+
+
+def test_an_epoch_gets_another_length() -> None:
+    recorder = Recorder(lambda trainer, index: private.set_epoch_length(trainer, 3) if index == 1 else None)
+    runner = trainer(recorder)
+    runner.fit(Model())
+    assert len(recorder.returned) == runner.num_training_batches == 3
+
+
+def test_a_trainer_asks_for_another_loader() -> None:
+    runner = trainer(limit_train_batches=1)
+    runner.fit(Model())
+    assert runner.train_dataloader is not None
+    private.forget_training_loader(runner)
+    assert runner.train_dataloader is None
+
+
+class GoingOn(Sampler[int]):
+    """What is left of an epoch after two batches, of which it tells the Trainer when the epoch begins."""
+
+    runner: pl.Trainer
+
+    def set_epoch(self, epoch: int) -> None:
+        private.place_in_epoch(self.runner, epoch=0, batches=2, total=2)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2, 6))
+
+    def __len__(self) -> int:
+        return 6
+
+
+@pytest.mark.parametrize("warned_of", [False, True])
+def test_a_run_goes_on_within_an_epoch_and_warnings_are_as_before(warned_of: bool) -> None:
+    sampler = GoingOn()
+    seen = Recorder(lambda trainer, index: (index, trainer.fit_loop.epoch_loop.total_batch_idx))
+    sampler.runner = trainer(seen)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        sampler.runner.fit(BoringModel(), DataLoader(torch.zeros(6, 32), sampler=sampler))
+        assert warnings.filters == before
+        if warned_of:
+            warnings.warn("You're resuming from a checkpoint that ended before the epoch ended", stacklevel=1)
+    assert seen.returned == [(2, 2), (3, 3), (4, 4), (5, 5)]
+    assert any("resuming from a checkpoint" in str(warning.message) for warning in caught) is warned_of
+    assert "reset" not in vars(sampler.runner.fit_loop.epoch_loop)
+
+
+# -- strategies --------------------------------------------------------------------------------------------------------
+
+
+class Wrapping(private.WrappingDDPStrategy):
+    def wrap(self, model: nn.Module) -> DistributedDataParallel:
+        self.wrapped = super().wrap(model)
+        return self.wrapped
+
+
+def fit_ddp() -> tuple[bool, dict[str, Any], timedelta | None]:
+    strategy = Wrapping(timeout=timedelta(seconds=40), gradient_as_bucket_view=True)
+    trainer(strategy=strategy, fast_dev_run=True).fit(BoringModel())
+    return (
+        isinstance(strategy.wrapped, DistributedDataParallel),
+        private.ddp_arguments(strategy),
+        private.timeout_of(strategy),
+    )
+
+
+def test_ddp_wraps_by_the_public_method(ranks: Ranks) -> None:
+    assert ranks(1).run(fit_ddp) == [(True, {"gradient_as_bucket_view": True}, timedelta(seconds=40))]
+
+
+def set_up_fsdp2() -> tuple[int, bool, bool]:
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    trainer(strategy=strategy)
+    private.set_up_processes(strategy)
+    mesh, module = init_device_mesh("cpu", (1,)), BoringModel()
+    for owner in (strategy, module):
+        private.set_device_mesh(owner, mesh)
+    return strategy.global_rank, strategy.device_mesh is mesh, module.device_mesh is mesh
+
+
+def test_a_model_parallel_strategy_gets_its_processes_and_its_mesh(ranks: Ranks) -> None:
+    assert ranks(1).run(set_up_fsdp2) == [(0, True, True)]
+
+
+def test_states_of_optimizers_are_moved() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight])
+    weight.sum().backward()
+    optimizer.step()
+    private.optimizers_to_device([optimizer], torch.device("meta"))
+    assert optimizer.state[weight]["exp_avg"].is_meta
+
+
+def test_the_processes_that_a_launcher_started() -> None:
+    launcher = pl.Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False).strategy.launcher
+    assert private.launched_processes(launcher) == []
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    launcher.procs.append(process)
+    assert private.launched_processes(launcher) == [process]
+    assert process.wait() == 0
+    assert private.launched_processes(None) == ()
+
+
+def test_no_group_is_left_behind() -> None:
+    assert not dist.is_initialized()
