@@ -30,7 +30,7 @@ from lightning_videoscale.cost.recalibration import Observation, Recalibration
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, SampleTable
-from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, standard_mix
+from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, standard_mix
 
 LONGEST = 75_600
 READ_AHEAD = 2  # steps that are read before they are trained: a new plan begins after them

@@ -30,7 +30,7 @@ from lightning_videoscale.cost.floor import above_floor
 from lightning_videoscale.cost.step_time import PowerLaw
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import SampleTable
-from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
+from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
 
 SAMPLES = 20_000
 WIDE = np.round(np.arange(0.5, 3.0 + 1e-9, 0.01), 2)

@@ -12,14 +12,14 @@ encodes while training; `loss_weighting` applies the weights of batches.
 """
 
 from lightning_videoscale.data.auto_budget import AutoBudget
-from lightning_videoscale.data.batch import Batch, BatchMeta
-from lightning_videoscale.data.datamodule import VideoDataModule
+from lightning_videoscale.data.encoding.online_encoder import BatchEncoder, OnlineEncoder
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.data.index import ShardIndex
-from lightning_videoscale.data.online import BatchEncoder, OnlineEncoder
+from lightning_videoscale.data.loading.batch import Batch, BatchMeta
+from lightning_videoscale.data.loading.datamodule import VideoDataModule
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBatch, SampleTable
-from lightning_videoscale.data.shapes import Clips, ClipShape, ShapePolicy
-from lightning_videoscale.data.shards import ShardError
+from lightning_videoscale.data.planning.shapes import Clips, ClipShape, ShapePolicy
+from lightning_videoscale.data.shards.errors import ShardError
+from lightning_videoscale.data.shards.index import ShardIndex
 
 __all__ = [
     "GEOMETRIES",

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_videoscale.cli import main
 from lightning_videoscale.cost import MatrixRow, Measurement, ShapeMatrix, StepTimeModel
-from lightning_videoscale.data.indexing import build_index
+from lightning_videoscale.data.shards.indexing import build_index
 from tests.data.clips import write_shards
 from tests.data.planning.tables import footage
 

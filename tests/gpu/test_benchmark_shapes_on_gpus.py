@@ -16,7 +16,7 @@ import lightning_videoscale as vs
 from lightning_videoscale.cost import MemoryModel, ShapeMatrix, StepTimeModel
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.data.benchmark import RandomBatches
-from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.data.planning.shapes import ClipShape
 from tests.data.benchmark.flow import Flow
 from tests.data.clips import write_shards
 from tests.data.training import trainer_with

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_videoscale.data.encoding.vae import DiffusersVae
 from lightning_videoscale.data.geometry import GEOMETRIES
-from lightning_videoscale.data.vae import DiffusersVae
 
 pytestmark = [
     pytest.mark.gpu,

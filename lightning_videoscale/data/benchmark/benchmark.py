@@ -17,10 +17,10 @@ from lightning_videoscale.data.benchmark.grid import Cell, spread_over_shapes
 from lightning_videoscale.data.benchmark.measuring import measure_shapes
 from lightning_videoscale.data.benchmark.synthetic import RandomBatches, SyntheticBatches
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.data.planning.shapes import ClipShape
 
 if TYPE_CHECKING:
-    from lightning_videoscale.data.datamodule import VideoDataModule
+    from lightning_videoscale.data.loading.datamodule import VideoDataModule
 
 
 def benchmark_shapes(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.data.planning.shapes import ClipShape
 
 LONG = 20_000
 """Tokens from which on a sequence gets more batch sizes (AdaptiveLoad's throughput sweep)."""

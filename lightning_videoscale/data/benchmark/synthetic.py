@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_videoscale.data.batch import Batch, BatchMeta, collate
 from lightning_videoscale.data.benchmark.grid import Cell
+from lightning_videoscale.data.loading.batch import Batch, BatchMeta, collate
+from lightning_videoscale.data.loading.reader import MicroBatchReader
 from lightning_videoscale.data.planning import MicroBatch, SampleTable
-from lightning_videoscale.data.reader import MicroBatchReader
-from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.data.planning.shapes import ClipShape
 
 
 class SyntheticBatches(Protocol):

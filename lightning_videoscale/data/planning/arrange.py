@@ -18,8 +18,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.data.draws import Draws
 from lightning_videoscale.data.planning.diversity import diversity
+from lightning_videoscale.data.planning.seeded_random import Draws
 
 # Costs of a band differ by these factors at least and at most, e to the power of them.
 _NARROWEST, _WIDEST = 0.005, 0.25

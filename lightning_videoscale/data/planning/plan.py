@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.cost import BucketBudget, StepTimeModel
-from lightning_videoscale.data.batch import BatchMeta
-from lightning_videoscale.data.draws import Draws
+from lightning_videoscale.data.loading.batch import BatchMeta
 from lightning_videoscale.data.planning.arrange import balanced, in_stream_order
 from lightning_videoscale.data.planning.batches import Batches, cut
+from lightning_videoscale.data.planning.seeded_random import Draws
 from lightning_videoscale.data.planning.stream import epoch_stream
 from lightning_videoscale.data.planning.table import SampleTable
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.data.draws import Draws
+from lightning_videoscale.data.planning.seeded_random import Draws
 from lightning_videoscale.data.planning.table import SampleTable
 
 _ORDER, _MIX = 2, 3

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.data.planning.shapes import ClipShape
 from tests.models import tiny_wan
 
 # Latents (F, H, W); with patches of (1, 2, 2) these are 4, 16, 48 and 80 tokens.

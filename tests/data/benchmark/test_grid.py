@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_videoscale.data.benchmark.grid import LONG, spread_over_shapes
-from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.data.planning.shapes import ClipShape
 
 
 def _shapes(lengths: list[int]) -> list[ClipShape]:

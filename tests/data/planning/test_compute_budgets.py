@@ -11,7 +11,7 @@ from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable, compute_budgets
 from lightning_videoscale.data.planning.compute_budgets import FACTORS, TriedBudget, best_of, try_budgets
 from lightning_videoscale.data.planning.figures import PlanFigures
-from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.data.planning.shapes import ClipShape
 from tests.data.planning.tables import BUDGET, WAN_14B, mixed
 
 # A sample of 80 tokens costs 6400, three of 41 tokens 5043 and four 6724, for which 1.05 x 6400 has no room yet.

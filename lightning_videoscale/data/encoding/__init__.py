@@ -1,0 +1,1 @@
+"""From pixels and captions to latents and embeddings, beforehand or while training."""

@@ -1,0 +1,1 @@
+"""From a plan to the batches that a training step receives."""

@@ -1,0 +1,145 @@
+"""Where a training stands in its epoch, by the data's own count.
+
+What counts as trained is what the weights have seen: the optimizer steps since the pass over the epoch began. Lightning
+counts batches too, and ``every_n_train_steps``, a validation, the end of an epoch or an exception leave its counters in
+as many states, of which it goes on in as many ways. So they are never read back from a checkpoint: whenever a pass
+begins, the Trainer is told where it is, and from then on both counts must agree.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.fit_loop import RestartStage
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
+
+from lightning_videoscale.data.loading.loader import PlannedSampler
+from lightning_videoscale.data.loading.progress import Progress
+from lightning_videoscale.data.planning import BucketPlanner
+
+
+class Trained(NamedTuple):
+    """What a Trainer has trained of an epoch.
+
+    Attributes:
+        micro_batches: Per rank, of whole optimizer steps.
+        total: Likewise, of all epochs.
+        is_over: Whether nothing of the epoch is to come: all is trained, or as much as ``limit_train_batches`` allows.
+        has_ended: Whether the Trainer takes the epoch for complete, be it over or cut short by ``max_steps``.
+    """
+
+    micro_batches: int
+    total: int
+    is_over: bool = False
+    has_ended: bool = False
+
+
+class Standing:
+    """Counts what a Trainer trains of the current epoch.
+
+    Args:
+        trainer: The Trainer.
+        total: Micro-batches that were trained before this pass, in all epochs; None: as many as the Trainer says.
+    """
+
+    def __init__(self, trainer: pl.Trainer, total: int | None = None) -> None:
+        self.trainer = trainer
+        self._total = total
+        self._begun: Progress | None = None
+        self._first_step = 0
+
+    def begin(self, progress: Progress) -> None:
+        """Tells the Trainer where a pass over an epoch begins, unless it does not train now."""
+        if not self.trainer.training:
+            return
+        self._begun, self._first_step = progress, self.trainer.global_step
+        _place(self.trainer, progress, self._total)
+        self._total = None
+
+    def now(self, sampler: PlannedSampler) -> Trained:
+        """What is trained of the sampler's epoch.
+
+        Raises:
+            RuntimeError: If the Trainer counts otherwise, or never told the sampler which epoch it trains.
+        """
+        loop: Any = self.trainer.fit_loop
+        batches = loop.epoch_loop.batch_progress
+        if self._begun is None:
+            if sampler.is_started:
+                raise RuntimeError(
+                    "A pass over the epoch began and the sampler was not told which: the loader around that of "
+                    "VideoDataModule hides it from Lightning. Give it the attribute `sampler`."
+                )
+            return Trained(sampler.progress.done, batches.total.processed if self._total is None else self._total)
+        begun, k = self._begun, self._begun.micro_batches
+        trained = batches.current.processed
+        if self.trainer.lightning_module.automatic_optimization:  # else any number of optimizers steps at any time
+            steps = self.trainer.global_step - self._first_step
+            ahead = batches.current.ready - (begun.done + steps * k)
+            # `limit_train_batches` may make the last step of an epoch a shorter one.
+            if not (-k if batches.is_last_batch else -1) < ahead <= k:
+                raise RuntimeError(
+                    f"Epoch {begun.trained_as} began at micro-batch {begun.done} and {steps} optimizer steps of {k} "
+                    f"were made since, but the Trainer's loop stands at micro-batch {batches.current.ready}. Which "
+                    "samples were trained cannot be told: something else has changed the loop's counters, or how many "
+                    "micro-batches it accumulates."
+                )
+            trained = begun.done + steps * k + min(ahead, 0)
+        has_ended = loop.epoch_progress.current.processed > begun.trained_as
+        is_over = trained >= loop.max_batches or (has_ended and batches.is_last_batch)
+        total = batches.total.processed - max(batches.current.processed - trained, 0)
+        return Trained(trained, total, is_over, has_ended)
+
+
+def resumed(trainer: pl.Trainer, planner: BucketPlanner, state: Mapping[str, Any]) -> Progress:
+    """Where a run goes on from a state: `Progress.resume`, within what the Trainer trains of an epoch."""
+    progress = Progress.resume(planner, state)
+    if progress.done and progress.done >= epoch_length(trainer, len(progress)):  # the limit is another one now
+        return Progress.start(planner, progress.epoch + 1, progress.trained_as + 1)
+    return progress
+
+
+def epoch_length(trainer: pl.Trainer, micro_batches: int) -> int:
+    """How many of an epoch's micro-batches a Trainer trains on, which may limit them."""
+    limit: Any = trainer.limit_train_batches
+    return int(_parse_num_batches(RunningStage.TRAINING, micro_batches, limit))
+
+
+def forget_loader(trainer: pl.Trainer) -> None:
+    """Makes a Trainer that has made its training loader already ask for another when training begins."""
+    loop: Any = trainer.fit_loop
+    loop._combined_loader = None
+
+
+def _place(trainer: pl.Trainer, progress: Progress, total: int | None) -> None:
+    """Brings Lightning's loops to where the data go on, as if the run had not stopped.
+
+    There is no public way. Hooks of the last epoch's end, or a validation, that a checkpoint came before are not made
+    up for, as Lightning does not either.
+    """
+    loop: Any = trainer.fit_loop
+    is_within = progress.done > 0
+    for epochs in (loop.epoch_progress.total, loop.epoch_progress.current):
+        epochs.ready = epochs.started = progress.trained_as + is_within
+        epochs.processed = epochs.completed = progress.trained_as
+    batches = loop.epoch_loop.batch_progress
+    _count(batches.current, progress.done)
+    _count(batches.total, batches.total.processed if total is None else total)
+    batches.is_last_batch = False
+    loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH if is_within else RestartStage.NONE
+    loop.epoch_loop.reset_restart_stage()
+    loop.epoch_loop.val_loop.reset_restart_stage()
+    loop._restarting = loop.epoch_loop.restarting = is_within
+    if trainer.lightning_module.automatic_optimization:
+        # The loop adds one when it restarts within an epoch.
+        loop.epoch_loop._batches_that_stepped = trainer.global_step - is_within
+    # The data do go on where they were; Lightning looks for a state in the loader, and ours is in the DataModule.
+    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+
+
+def _count(tracker: Any, events: int) -> None:
+    tracker.ready = tracker.started = tracker.processed = tracker.completed = events
