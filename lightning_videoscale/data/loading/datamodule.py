@@ -19,20 +19,21 @@ from lightning_videoscale.data.benchmark.synthetic import RepresentativeBatches
 from lightning_videoscale.data.budgets import Budget, Budgets
 from lightning_videoscale.data.encoding.online_encoder import BatchEncoder, check_geometry
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.data.loading.consistency import (
-    apply_loss_weights,
-    check_accumulation,
-    check_same_index,
-    check_same_plan,
-    contents_of,
-)
+from lightning_videoscale.data.loading.consistency import check_same_index, check_same_plan, contents_of
 from lightning_videoscale.data.loading.data_warnings import say_passes, warn_of_oversized, warn_of_shapeless
 from lightning_videoscale.data.loading.indexed_shards import IndexedShards, Shards
 from lightning_videoscale.data.loading.loader import PlannedLoader, PlannedSampler
-from lightning_videoscale.data.loading.reader import MicroBatchReader
-from lightning_videoscale.data.loading.replanning import replan
-from lightning_videoscale.data.loading.trainer import Standing, forget_loader, resumed
-from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossWeighting, SampleTable
+from lightning_videoscale.data.loading.trainer import (
+    TrainerPosition,
+    apply_loss_weights,
+    forget_loader,
+    largest_count,
+    micro_batches_of,
+    reload_every_epoch,
+    resumed,
+    set_epoch_length,
+)
+from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossUnit, SampleTable
 from lightning_videoscale.data.planning.plan import check_settings
 from lightning_videoscale.data.planning.shapes import Media, ShapePolicy
 from lightning_videoscale.data.planning.stream import draws_per_epoch
@@ -66,7 +67,8 @@ class VideoDataModule(pl.LightningDataModule):
             Batches that nothing is trained on then hold no more tokens than the longest of them.
         val_shards: Tar files to validate on, likewise. None: no validation.
         predict_shards: Tar files to predict on, likewise.
-        micro_batches: Micro-batches per optimizer step and rank; must equal the Trainer's ``accumulate_grad_batches``.
+        micro_batches: Micro-batches per optimizer step and rank. None: the Trainer's ``accumulate_grad_batches``, or 1
+            without a Trainer. A number must equal the Trainer's.
         geometry: The model's VAE and patches, by the name of its family or by their factors.
         shape_policy: Which frames and pixels of a video or an image are read, drawn anew every epoch. Latents are read
             whole.
@@ -95,11 +97,11 @@ class VideoDataModule(pl.LightningDataModule):
         *,
         val_shards: Patterns | None = None,
         predict_shards: Patterns | None = None,
-        micro_batches: int = 1,
+        micro_batches: int | None = None,
         geometry: str | ModelGeometry = "wan2.1",
         shape_policy: ShapePolicy | None = None,
         step_time: StepTimeModel | None = None,
-        loss_weighting: LossWeighting = "sample",
+        loss_weighting: LossUnit = "sample",
         loss_normalization: LossNormalization = "step",
         seed: int = 0,
         shard_window: int = 64,
@@ -120,14 +122,14 @@ class VideoDataModule(pl.LightningDataModule):
         self._geometry = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
         check_geometry(encode, self._geometry)
         self._shape_policy = shape_policy if shape_policy is not None else ShapePolicy()
-        self._loss_weighting: LossWeighting = loss_weighting
+        self._loss_weighting: LossUnit = loss_weighting
         self._loss_normalization: LossNormalization = loss_normalization
         self._seed = seed
         self._shard_window = shard_window
         self._num_workers = num_workers
         self._encode = encode
         self._sampler: PlannedSampler | None = None
-        self._standing: Standing | None = None  # of the Trainer in the sampler's epoch
+        self._position: TrainerPosition | None = None  # of the Trainer in the sampler's epoch
         self._contents: dict[str, str] = {}  # of the shards that the sampler plans
         self._state: Mapping[str, Any] | None = None
         if val_shards is None and type(self).val_dataloader is VideoDataModule.val_dataloader:
@@ -141,7 +143,7 @@ class VideoDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Reads the index as it is now, and says what of the shards is left alone."""
         if stage == "fit" and self._sampler is not None:
-            same = self._standing is not None and self._standing.trainer is self.trainer
+            same = self._position is not None and self._position.trainer is self.trainer
             self._state = self.state_dict() if same else None  # another Trainer begins at the beginning
             self._sampler = None
         if not self._shards.read(self._shape_policy.fps):
@@ -162,12 +164,12 @@ class VideoDataModule(pl.LightningDataModule):
         contents = contents_of(self._shards.index("shards"))
         trainer, overfit = self.trainer, False
         if trainer is not None:
-            check_accumulation(trainer, self._micro_batches)  # before a minute is spent on measuring
+            micro_batches_of(trainer, self._micro_batches)  # an error before a minute is spent on measuring
             overfit = trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
         if (found := self._budgets.find(self._search, trainer)) is not None:
             warn_of_oversized(self._table("shards"), found)
-        planner = self._planner("shards", self._micro_batches, self._loss_weighting, is_training=True)
-        progress, standing = None, None
+        planner = self._planner("shards", is_training=True)
+        progress, position = None, None
         if trainer is not None and trainer.training and not overfit:  # else somebody only looks at what would come
             if self._sampler is not None:
                 self._state = self.state_dict()  # this run has gone on from there
@@ -175,23 +177,22 @@ class VideoDataModule(pl.LightningDataModule):
                 if not self._state.get("is_over"):
                     check_same_index(self._state["shards"], contents)
                 progress = resumed(trainer, planner, self._state)
-            standing = Standing(trainer, self._state["total"] if self._state else None)
+            position = TrainerPosition(trainer, self._state["total"] if self._state else None)
         sampler = PlannedSampler(
             planner,
             self._dp_rank_and_size()[0],
             repeat_first_epoch=overfit,
             progress=progress,
             epoch=0 if trainer is None else trainer.current_epoch,
-            on_begin=None if standing is None else standing.begin,
+            on_begin=None if position is None else position.begin,
         )
         if trainer is not None:
             apply_loss_weights(trainer)
             differs = planner.source_weights is not None or (planner.redraw and self._shape_policy.draws_shapes)
             if progress is not None or differs:
-                # The next epochs have another number of steps, which Lightning asks for when it makes the loader.
-                trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
+                reload_every_epoch(trainer)  # the next ones have another number of steps
         if trainer is None or trainer.training:
-            self._sampler, self._standing, self._contents = None if overfit else sampler, standing, contents
+            self._sampler, self._position, self._contents = None if overfit else sampler, position, contents
         if planner.source_weights is not None:
             say_passes(sampler.progress.epoch, self.passes())
         return self._loader("shards", sampler)
@@ -206,9 +207,9 @@ class VideoDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what of the epoch is done, the same on every rank; nothing outside of training."""
-        if self._sampler is None or self._standing is None:
+        if self._sampler is None or self._position is None:
             return dict(self._state) if self._state is not None else {}
-        trained = self._standing.now(self._sampler)
+        trained = self._position.now(self._sampler)
         state = self._sampler.state_dict(trained.micro_batches, trained.is_over, trained.has_ended)
         return {**state, **self._budgets.state_dict(), "shards": self._contents, "total": trained.total}
 
@@ -216,9 +217,9 @@ class VideoDataModule(pl.LightningDataModule):
         """Goes on from a state: the next train_dataloader begins there, with what was adopted before."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:  # validating is no place to train from
             self._state = state_dict
-            if self._standing is not None:
-                forget_loader(self._standing.trainer)  # the optimizers may have asked how long it is
-            self._sampler, self._standing = None, None
+            if self._position is not None:
+                forget_loader(self._position.trainer)  # the optimizers may have asked how long it is
+            self._sampler, self._position = None, None
             self._budgets.load_state_dict(state_dict)
 
     def adopt(self, calibration: Calibration) -> None:
@@ -233,10 +234,14 @@ class VideoDataModule(pl.LightningDataModule):
         self._budgets.adopt(calibration)
         if self.trainer is None:
             return
-        self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
+        reload_every_epoch(self.trainer)
         if self._sampler is not None:
             budget, step_time = calibration.budget, calibration.step_time
-            replan(self.trainer, self._sampler, replace(self._sampler.planner, budget=budget, step_time=step_time))
+            planner = replace(self._sampler.planner, budget=budget, step_time=step_time)
+            # Ranks read ahead, each a little differently: all of them train the steps that any has begun to read.
+            self._sampler.replan(planner, largest_count(self.trainer, self._sampler.taken))
+            check_same_plan(self.trainer, self._sampler.plan.digest)
+            set_epoch_length(self.trainer, len(self._sampler))
 
     @property
     def planner(self) -> BucketPlanner | None:
@@ -257,11 +262,10 @@ class VideoDataModule(pl.LightningDataModule):
         table = self._table("shards")
         if self._encode is not None and self.trainer is not None:
             self._encode.to(self.trainer.strategy.root_device)
-        reader = MicroBatchReader(self._shards.index("shards"), self._shape_policy.fps)
-        return table, RepresentativeBatches(reader, table, self._encode)
+        return table, RepresentativeBatches(self._shards.reader("shards"), table, self._encode)
 
     def _search(self, auto: AutoBudget) -> BudgetSearch:
-        planner = self._planner("shards", self._micro_batches, self._loss_weighting, is_training=True)
+        planner = self._planner("shards", is_training=True)
         return BudgetSearch(auto, planner, self.training_shapes()[1], self.matrix_file, self._budgets.step_time)
 
     @property
@@ -280,9 +284,7 @@ class VideoDataModule(pl.LightningDataModule):
         clips, shards = self._shards.clips(argument), self._shards.index(argument).shard_numbers
         return SampleTable.of_clips(clips, self._shape_policy, self._geometry, self._seed, shards, epoch)
 
-    def _planner(
-        self, argument: str, micro_batches: int, loss_weighting: LossWeighting, is_training: bool
-    ) -> BucketPlanner:
+    def _planner(self, argument: str, is_training: bool) -> BucketPlanner:
         table = self._table(argument)
         budget, step_time = self._budgets.of(table, self.trainer, is_training)
         weights = self._shards.weights if is_training else None
@@ -292,9 +294,9 @@ class VideoDataModule(pl.LightningDataModule):
             budget=budget,
             balance=self._balance,
             dp_size=self._dp_rank_and_size()[1],
-            micro_batches=micro_batches,
+            micro_batches=micro_batches_of(self.trainer, self._micro_batches) if is_training else 1,
             step_time=step_time,
-            loss_weighting=loss_weighting,
+            loss_weighting=self._loss_weighting if is_training else "none",
             loss_normalization=self._loss_normalization,
             seed=self._seed,
             shuffle=is_training,
@@ -304,7 +306,7 @@ class VideoDataModule(pl.LightningDataModule):
         )
 
     def _ordered_loader(self, argument: str) -> PlannedLoader:
-        planner = self._planner(argument, micro_batches=1, loss_weighting="none", is_training=False)
+        planner = self._planner(argument, is_training=False)
         return self._loader(argument, PlannedSampler(planner, self._dp_rank_and_size()[0], repeat_first_epoch=True))
 
     def _loader(self, argument: str, sampler: PlannedSampler) -> PlannedLoader:

@@ -1,4 +1,8 @@
-"""Where a training stands in its epoch, by the data's own count.
+"""All that the data ask of a Trainer, and all that they change in one.
+
+It says how many micro-batches make a step. What is changed in it: a callback is added where nothing else weighs the
+loss, loaders are made anew every epoch where epochs differ in length, and the loops are told where in the epoch they
+stand and how long it is.
 
 What counts as trained is what the weights have seen: the optimizer steps since the pass over the epoch began. Lightning
 counts batches too, and ``every_n_train_steps``, a validation, the end of an epoch or an exception leave its counters in
@@ -13,13 +17,65 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_videoscale.data.loading.loader import PlannedSampler
+from lightning_videoscale.data.loading.loss_weighting import LossWeighting
 from lightning_videoscale.data.loading.progress import Progress
 from lightning_videoscale.data.planning import BucketPlanner
+from lightning_videoscale.topology import topology_of
+
+
+def micro_batches_of(trainer: pl.Trainer | None, planned: int | None) -> int:
+    """Micro-batches of an optimizer step and rank, by the Trainer's ``accumulate_grad_batches``.
+
+    Args:
+        trainer: The Trainer; without one, the number is what was asked for, or 1.
+        planned: How many were asked for; None: as many as the Trainer accumulates.
+
+    Raises:
+        ValueError: If the Trainer accumulates another number, or a number that changes. The message names the fix.
+    """
+    if trainer is None:
+        return 1 if planned is None else planned
+    accumulated = int(trainer.accumulate_grad_batches)
+    if not trainer.lightning_module.automatic_optimization:
+        return accumulated if planned is None else planned
+    if planned not in (None, accumulated):
+        raise ValueError(
+            f"VideoDataModule(micro_batches={planned}) plans optimizer steps of {planned} micro-batches "
+            f"and the Trainer makes them of {accumulated}: set "
+            f"Trainer(accumulate_grad_batches={planned}), or leave micro_batches out."
+        )
+    if any(type(callback) is GradientAccumulationScheduler for callback in _callbacks(trainer)):
+        raise ValueError("GradientAccumulationScheduler changes the micro-batches per step, and the plan does not.")
+    return accumulated
+
+
+def apply_loss_weights(trainer: pl.Trainer) -> None:
+    """Sees to it that the weights of batches count: adds the callback that applies them, where nothing else would.
+
+    Also where the plan gives all batches the same weight: that of a sample that cannot be read is zero.
+    """
+    applied = topology_of(trainer).applies_loss_weight or any(
+        getattr(callback, "applies_loss_weight", False) for callback in _callbacks(trainer)
+    )
+    if not applied:
+        _callbacks(trainer).append(LossWeighting())
+        rank_zero_info(
+            f"{type(trainer.strategy).__name__} does not apply meta.loss_weight; VideoDataModule adds the callback "
+            "LossWeighting, which does."
+        )
+
+
+def reload_every_epoch(trainer: pl.Trainer) -> None:
+    """Has the Trainer ask for a loader at the beginning of every epoch: it asks for an epoch's length only then."""
+    trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
 
 
 class Trained(NamedTuple):
@@ -38,8 +94,8 @@ class Trained(NamedTuple):
     has_ended: bool = False
 
 
-class Standing:
-    """Counts what a Trainer trains of the current epoch.
+class TrainerPosition:
+    """Counts what a Trainer trains of the current epoch, and tells it where a pass begins.
 
     Args:
         trainer: The Trainer.
@@ -109,6 +165,26 @@ def epoch_length(trainer: pl.Trainer, micro_batches: int) -> int:
     return int(_parse_num_batches(RunningStage.TRAINING, micro_batches, limit))
 
 
+def set_epoch_length(trainer: pl.Trainer, micro_batches: int) -> None:
+    """Tells the training loop how long the epoch is now, which it asks for only when it makes the loader."""
+    loop: Any = trainer.fit_loop
+    length = epoch_length(trainer, micro_batches)
+    loop.max_batches = length
+    loop._combined_loader.limits[:] = [length]  # in place: the iterator under way has the same list
+    loop._data_fetcher.length = length
+    interval: Any = trainer.val_check_interval
+    if isinstance(interval, float) and trainer.val_check_batch is not None:
+        trainer.val_check_batch = max(1, int(length * interval))
+
+
+def largest_count(trainer: pl.Trainer, count: int) -> int:
+    """The largest count of any rank."""
+    if trainer.world_size == 1:
+        return count
+    mine = torch.tensor(count, device=trainer.strategy.root_device)
+    return int(trainer.strategy.all_gather(mine).max())
+
+
 def forget_loader(trainer: pl.Trainer) -> None:
     """Makes a Trainer that has made its training loader already ask for another when training begins."""
     loop: Any = trainer.fit_loop
@@ -143,3 +219,8 @@ def _place(trainer: pl.Trainer, progress: Progress, total: int | None) -> None:
 
 def _count(tracker: Any, events: int) -> None:
     tracker.ready = tracker.started = tracker.processed = tracker.completed = events
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return callbacks

@@ -15,9 +15,9 @@ from lightning_videoscale.data.planning.plan import (
     BucketPlanner,
     EpochPlan,
     LossNormalization,
-    LossWeighting,
+    LossUnit,
     MicroBatch,
 )
 from lightning_videoscale.data.planning.table import SampleTable
 
-__all__ = ["Balance", "BucketPlanner", "EpochPlan", "LossNormalization", "LossWeighting", "MicroBatch", "SampleTable"]
+__all__ = ["Balance", "BucketPlanner", "EpochPlan", "LossNormalization", "LossUnit", "MicroBatch", "SampleTable"]

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Draws:
+class SeededRandom:
     """A stream of random numbers that a few integers name.
 
     Only raw bits of the generator are used: their stream never changes, while numpy's distributions may.

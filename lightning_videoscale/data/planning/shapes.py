@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.data.geometry import ModelGeometry
-from lightning_videoscale.data.planning.seeded_random import Draws
+from lightning_videoscale.data.planning.seeded_random import SeededRandom
 
 _SHAPE_STREAM = 1
 
@@ -184,7 +184,7 @@ class ShapePolicy:
             seed: Seed of all draws.
             epoch: Every epoch draws anew.
         """
-        draws = Draws(seed, epoch, _SHAPE_STREAM)
+        draws = SeededRandom(seed, epoch, _SHAPE_STREAM)
         is_latents = clips.media == Media.LATENTS
         frames, start = self._frames(clips, geometry, draws)
         height, width = self._sides(clips, geometry, draws)
@@ -200,7 +200,7 @@ class ShapePolicy:
         return ShapedClips(shapes, shape_id, np.where(is_latents, 0.0, start))
 
     def _frames(
-        self, clips: Clips, geometry: ModelGeometry, draws: Draws
+        self, clips: Clips, geometry: ModelGeometry, draws: SeededRandom
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Frames of every clip, and the second at which they begin."""
         is_cropped, cropped, is_image, place = (draws.uniform(len(clips)) for _ in range(4))
@@ -217,7 +217,7 @@ class ShapePolicy:
         return frames, place * clips.duration * (1 - frames / np.maximum(available, 1))
 
     def _sides(
-        self, clips: Clips, geometry: ModelGeometry, draws: Draws
+        self, clips: Clips, geometry: ModelGeometry, draws: SeededRandom
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Height and width of every clip in its tier."""
         weights = np.asarray(self.weights if self.weights is not None else [1.0] * len(self.areas))
@@ -250,7 +250,7 @@ def standard_mix(clips: Clips, samples: int, seed: int = 0) -> Clips:
         samples: Length N of the list.
         seed: Seed of the draws.
     """
-    draws = Draws(seed)
+    draws = SeededRandom(seed)
     sources, sizes = np.unique(clips.source, return_counts=True)
     by_source = np.argsort(clips.source, kind="stable")
     starts = np.cumsum(sizes) - sizes

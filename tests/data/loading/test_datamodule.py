@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_videoscale.callbacks import LossWeighting as ApplyLossWeights
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import Batch, BatchMeta, VideoDataModule
-from lightning_videoscale.data.planning import Balance, LossWeighting
+from lightning_videoscale.data.planning import Balance, LossUnit
 from tests.data.clips import clip, npy, write_shard, write_shards
 from tests.data.training import Witness, trainer_with
 
@@ -171,7 +171,7 @@ def test_a_run_that_resumes_after_an_epoch_goes_on_with_the_next(shards: str, tm
 
 @pytest.mark.parametrize("balance", ["planned", "dual_constraint", "equal_token"])
 @pytest.mark.parametrize("loss_weighting", ["sample", "token"])
-def test_the_gradient_is_that_of_one_big_batch(shards: str, balance: Balance, loss_weighting: LossWeighting) -> None:
+def test_the_gradient_is_that_of_one_big_batch(shards: str, balance: Balance, loss_weighting: LossUnit) -> None:
     module = Witness()
     data = VideoDataModule(shards, None, balance, BUDGET, micro_batches=3, loss_weighting=loss_weighting, num_workers=0)
     trainer_with(accumulate_grad_batches=3, callbacks=[ApplyLossWeights()]).fit(module, data)
@@ -198,6 +198,18 @@ def test_normalised_over_the_epoch_the_mean_over_steps_is_that_of_one_big_batch(
     assert len({meta.samples for meta in module.metas}) > 2 and len(module.gradients) > 3
     big_batch = _slope(i / 100 for i in range(SAMPLES)) / SAMPLES
     assert np.mean(module.gradients) == pytest.approx(big_batch, rel=1e-10)
+
+
+def test_micro_batches_are_those_that_the_trainer_accumulates(shards: str) -> None:
+    data, module = VideoDataModule(shards, budget=BUDGET), Witness()
+    trainer_with(accumulate_grad_batches=3).fit(module, data)
+    assert data.planner is not None and data.planner.micro_batches == 3
+    assert module.trainer.global_step * 3 == len(module.metas)
+    alone = VideoDataModule(shards, budget=BUDGET)
+    alone.prepare_data()
+    alone.setup("fit")
+    alone.train_dataloader()
+    assert alone.planner is not None and alone.planner.micro_batches == 1
 
 
 def test_a_wrong_number_of_micro_batches_is_an_error(shards: str) -> None:
