@@ -26,7 +26,7 @@ from benchmarks import provenance
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_of, trainer_with
 from lightning_videoscale import benchmark_shapes
 from lightning_videoscale.cost import Measurement, MemoryModel, ShapeMatrix, StepTimeModel
-from lightning_videoscale.cost.floor import above_floor
+from lightning_videoscale.cost.launch_bound import above_floor
 from lightning_videoscale.cost.step_time import PowerLaw
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import SampleTable

@@ -29,9 +29,9 @@ from webdataset import TarWriter
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
-from lightning_videoscale.data.loading.reader import Cut, SampleReader
 from lightning_videoscale.data.planning.shapes import ClipShape
 from lightning_videoscale.data.shards.indexing import index_shards
+from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from lightning_videoscale.data.shards.samples import Sample
 
 CLIPS = ("bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4")

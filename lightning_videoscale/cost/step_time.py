@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_videoscale.cost.budget import BucketBudget
-from lightning_videoscale.cost.floor import above_floor, floor_of, suffice
 from lightning_videoscale.cost.flops import TransformerFlops
+from lightning_videoscale.cost.launch_bound import above_floor, floor_of, suffice
 from lightning_videoscale.cost.least_squares import Vector, nonnegative_least_squares
 from lightning_videoscale.cost.measurement import Measurement
 
@@ -163,7 +163,7 @@ class StepTimeModel:
         return cls(power_law, additive, float(np.median(np.abs(misses))), 0.0, one_token)
 
     def with_floor(self, samples: Vector, lengths: Vector, seconds: Vector, weights: Vector) -> StepTimeModel:
-        """Returns this model with the floor that measurements show; see `cost.floor.floor_of`."""
+        """Returns this model with the floor that measurements show; see `cost.launch_bound.floor_of`."""
         return replace(self, floor=floor_of(self.form.predict(samples, lengths), seconds, weights))
 
     @property

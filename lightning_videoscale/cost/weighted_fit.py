@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.cost.floor import above_floor, suffice
+from lightning_videoscale.cost.launch_bound import above_floor, suffice
 from lightning_videoscale.cost.least_squares import Vector, nonnegative_least_squares
 from lightning_videoscale.cost.median import weighted_median
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw, StepTimeModel

@@ -22,10 +22,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from webdataset import TarWriter
 
 from lightning_videoscale.data.geometry import ModelGeometry
-from lightning_videoscale.data.loading.reader import Cut, SampleReader
 from lightning_videoscale.data.planning.shapes import Media, ShapedClips, ShapePolicy
 from lightning_videoscale.data.shards.errors import MemberError, ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
+from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 
 _SETTINGS = "encoded.json"
 _PIXEL_FIELDS = ("frames", "height", "width")

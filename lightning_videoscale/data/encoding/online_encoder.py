@@ -13,7 +13,7 @@ import torch
 from lightning_videoscale.data.encoding.text import TransformersText
 from lightning_videoscale.data.encoding.vae import DiffusersVae
 from lightning_videoscale.data.geometry import ModelGeometry
-from lightning_videoscale.data.loading.batch import Batch
+from lightning_videoscale.data.planning.micro_batch import Batch
 
 
 class BatchEncoder(Protocol):

@@ -1,56 +1,13 @@
-"""What the training step receives: the batch, and the plan's word about it."""
+"""Puts decoded samples together to what the training step receives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-Batch = dict[str, Any]
-"""``sample_ids`` (list[str]), ``meta`` (`BatchMeta`), ``caption`` (list[str]), ``latents`` (B, C, F, H, W) float32 or
-``video`` (B, 3, F, H, W) uint8, and every other member of the samples under its name without the format: ``mask.npy``
-becomes ``mask``.
-
-Where a member's tensors differ in shape they stay a list; Lightning then finds the batch size ambiguous, and
-``self.log(..., batch_size=batch["meta"].samples)`` says it."""
-
-RESERVED = frozenset({"sample_ids", "meta", "caption"})
-"""Names in a batch that no member may take."""
-
-
-class BatchMeta(NamedTuple):
-    """What the plan says about one micro-batch.
-
-    A named tuple, so that it passes unchanged through worker processes, pinning and Lightning's transfer to the device.
-
-    Attributes:
-        frames: Frames F of the latents, or of the video where the shards hold pixels.
-        height: Height H of them.
-        width: Width W of them.
-        sequence_length: Tokens S of one sample after VAE and patches, text included where the model attends jointly.
-        samples: Batch size B.
-        predicted_cost: Seconds, where a step-time model is known; else B * S^p.
-        loss_weight: What the mean-over-batch loss must be multiplied with, so that the mean over ranks and
-            accumulated micro-batches is the mean over all samples (or tokens) of the step; with
-            ``loss_normalization="epoch"``, so that the mean over the steps too is that over the epoch. 0 for a batch
-            that only fills a gap.
-        cost_version: Names the step-time model that predicted the cost; empty where there is none.
-    """
-
-    frames: int
-    height: int
-    width: int
-    sequence_length: int
-    samples: int
-    predicted_cost: float
-    loss_weight: float
-    cost_version: str = ""
-
-
-def batch_name(extension: str) -> str:
-    """Name of a member in the batch: ``txt`` is ``caption``, ``latents.npy`` is ``latents``, ``json`` is ``json``."""
-    return "caption" if extension == "txt" else extension.rpartition(".")[0] or extension
+from lightning_videoscale.data.planning.micro_batch import Batch, BatchMeta
 
 
 def collate(samples: Sequence[dict[str, Any]], sample_ids: list[str], meta: BatchMeta) -> Batch:

@@ -14,15 +14,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_videoscale.cost import Calibration, StepTimeModel
-from lightning_videoscale.data.auto_budget import AutoBudget, BudgetSearch
-from lightning_videoscale.data.benchmark.synthetic import RepresentativeBatches
-from lightning_videoscale.data.budgets import Budget, Budgets
 from lightning_videoscale.data.encoding.online_encoder import BatchEncoder, check_geometry
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.loading.consistency import check_same_index, check_same_plan, contents_of
 from lightning_videoscale.data.loading.data_warnings import say_passes, warn_of_oversized, warn_of_shapeless
 from lightning_videoscale.data.loading.indexed_shards import IndexedShards, Shards
 from lightning_videoscale.data.loading.loader import PlannedLoader, PlannedSampler
+from lightning_videoscale.data.loading.run_budget import Budget, RunBudget
+from lightning_videoscale.data.loading.synthetic_batches import RepresentativeBatches
 from lightning_videoscale.data.loading.trainer import (
     TrainerPosition,
     apply_loss_weights,
@@ -116,7 +115,7 @@ class VideoDataModule(pl.LightningDataModule):
                        loss_weighting=loss_weighting, loss_normalization=loss_normalization)  # fmt: skip
         others = {"val_shards": val_shards, "predict_shards": predict_shards}
         self._shards = IndexedShards(shards, others, index, caption_key)
-        self._budgets = Budgets(budget, step_time)
+        self._budget = RunBudget(budget, step_time)
         self._balance: Balance = balance
         self._micro_batches = micro_batches
         self._geometry = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
@@ -151,8 +150,8 @@ class VideoDataModule(pl.LightningDataModule):
         for argument in self._shards.arguments:
             table = self._table(argument)
             warn_of_shapeless(self._shards.index(argument), table)
-            if self._budgets.training is not None:
-                warn_of_oversized(table, self._budgets.training)
+            if self._budget.training is not None:
+                warn_of_oversized(table, self._budget.training)
 
     def train_dataloader(self) -> PlannedLoader:
         """Batches of this rank; a new plan every epoch.
@@ -166,7 +165,7 @@ class VideoDataModule(pl.LightningDataModule):
         if trainer is not None:
             micro_batches_of(trainer, self._micro_batches)  # an error before a minute is spent on measuring
             overfit = trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
-        if (found := self._budgets.find(self._search, trainer)) is not None:
+        if (found := self._budget.find(trainer, self._planner_and_batches, self.matrix_file)) is not None:
             warn_of_oversized(self._table("shards"), found)
         planner = self._planner("shards", is_training=True)
         progress, position = None, None
@@ -211,7 +210,7 @@ class VideoDataModule(pl.LightningDataModule):
             return dict(self._state) if self._state is not None else {}
         trained = self._position.now(self._sampler)
         state = self._sampler.state_dict(trained.micro_batches, trained.is_over, trained.has_ended)
-        return {**state, **self._budgets.state_dict(), "shards": self._contents, "total": trained.total}
+        return {**state, **self._budget.state_dict(), "shards": self._contents, "total": trained.total}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a state: the next train_dataloader begins there, with what was adopted before."""
@@ -220,7 +219,7 @@ class VideoDataModule(pl.LightningDataModule):
             if self._position is not None:
                 forget_loader(self._position.trainer)  # the optimizers may have asked how long it is
             self._sampler, self._position = None, None
-            self._budgets.load_state_dict(state_dict)
+            self._budget.load_state_dict(state_dict)
 
     def adopt(self, calibration: Calibration) -> None:
         """Plans by other costs and budgets, from the first step on that no rank has begun to read.
@@ -231,7 +230,7 @@ class VideoDataModule(pl.LightningDataModule):
         Raises:
             ValueError: On every rank, if the ranks' plans differ.
         """
-        self._budgets.adopt(calibration)
+        self._budget.adopt(calibration)
         if self.trainer is None:
             return
         reload_every_epoch(self.trainer)
@@ -264,9 +263,8 @@ class VideoDataModule(pl.LightningDataModule):
             self._encode.to(self.trainer.strategy.root_device)
         return table, RepresentativeBatches(self._shards.reader("shards"), table, self._encode)
 
-    def _search(self, auto: AutoBudget) -> BudgetSearch:
-        planner = self._planner("shards", is_training=True)
-        return BudgetSearch(auto, planner, self.training_shapes()[1], self.matrix_file, self._budgets.step_time)
+    def _planner_and_batches(self) -> tuple[BucketPlanner, RepresentativeBatches]:
+        return self._planner("shards", is_training=True), self.training_shapes()[1]
 
     @property
     def matrix_file(self) -> Path:
@@ -286,7 +284,7 @@ class VideoDataModule(pl.LightningDataModule):
 
     def _planner(self, argument: str, is_training: bool) -> BucketPlanner:
         table = self._table(argument)
-        budget, step_time = self._budgets.of(table, self.trainer, is_training)
+        budget, step_time = self._budget.of(table, self.trainer, is_training)
         weights = self._shards.weights if is_training else None
         has_pixels = bool((self._shards.clips(argument).media != Media.LATENTS).any())
         return BucketPlanner(

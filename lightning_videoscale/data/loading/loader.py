@@ -9,10 +9,10 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_videoscale.data.encoding.online_encoder import BatchEncoder
-from lightning_videoscale.data.loading.batch import Batch
 from lightning_videoscale.data.loading.progress import Progress
 from lightning_videoscale.data.loading.reader import MicroBatchReader
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBatch
+from lightning_videoscale.data.planning.micro_batch import Batch
 
 
 class PlannedSampler(Sampler[MicroBatch]):

@@ -13,15 +13,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.cost import BucketBudget, StepTimeModel
-from lightning_videoscale.data.loading.batch import BatchMeta
 from lightning_videoscale.data.planning.arrange import balanced, in_stream_order
 from lightning_videoscale.data.planning.batches import Batches, cut
+from lightning_videoscale.data.planning.micro_batch import BatchMeta, MicroBatch
 from lightning_videoscale.data.planning.seeded_random import SeededRandom
 from lightning_videoscale.data.planning.stream import epoch_stream
 from lightning_videoscale.data.planning.table import SampleTable
@@ -50,20 +50,6 @@ def check_settings(**settings: int | str | None) -> None:
     for name in _WORDS.keys() & settings.keys():
         if settings[name] not in get_args(_WORDS[name]):
             raise ValueError(f"{name}={settings[name]!r} must be one of {get_args(_WORDS[name])}.")
-
-
-class MicroBatch(NamedTuple):
-    """What one rank reads at once: rows of the table, all of one shape, and the plan's word about them.
-
-    Attributes:
-        samples: The rows.
-        meta: Shape, batch size, cost and weight.
-        starts: Per sample, second of the clip at which reading begins.
-    """
-
-    samples: tuple[int, ...]
-    meta: BatchMeta
-    starts: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_videoscale.data.loading.batch import batch_name
 from lightning_videoscale.data.planning.shapes import Media
 from lightning_videoscale.data.shards.errors import ShardError
+from lightning_videoscale.data.shards.keys import batch_name
 from lightning_videoscale.data.shards.location import identity, is_remote, short_names
 from lightning_videoscale.data.shards.samples import Samples
 from lightning_videoscale.data.shards.tars import Refusal

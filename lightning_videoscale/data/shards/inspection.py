@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from lightning_videoscale.data.loading.batch import RESERVED, batch_name
 from lightning_videoscale.data.planning.shapes import Media
 from lightning_videoscale.data.shards.captions import Caption, find_caption
 from lightning_videoscale.data.shards.decoding import (
@@ -16,6 +15,7 @@ from lightning_videoscale.data.shards.decoding import (
     suffix,
 )
 from lightning_videoscale.data.shards.film import MediaError
+from lightning_videoscale.data.shards.keys import RESERVED, batch_name
 from lightning_videoscale.data.shards.location import ByteRange, Members
 from lightning_videoscale.data.shards.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from lightning_videoscale.data.shards.probing import Footage, probe

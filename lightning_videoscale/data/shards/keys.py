@@ -1,4 +1,4 @@
-"""Which members of a tar make one sample, and what the dots in their names mean.
+"""Which members of a tar make one sample, what the dots in their names mean, and how a batch names them.
 
 WebDataset ends a key at the first dot of the file's name: `clip7.latents.npy` is the member `latents.npy` of `clip7`.
 Read so, `movie.v1.0.mp4` and `movie.v1.0.txt` are members `v1.0.mp4` and `v1.0.txt` of `movie`: no caption, and one
@@ -12,8 +12,16 @@ from lightning_videoscale.data.shards.decoding import suffix
 from lightning_videoscale.data.shards.location import Members
 from lightning_videoscale.data.shards.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
+RESERVED = frozenset({"sample_ids", "meta", "caption"})
+"""Names in a batch that no member may take."""
+
 _LATENTS = ("latents.npy", "latents.safetensors")
 _BESIDE = ("txt", "json")
+
+
+def batch_name(extension: str) -> str:
+    """Name of a member in the batch: ``txt`` is ``caption``, ``latents.npy`` is ``latents``, ``json`` is ``json``."""
+    return "caption" if extension == "txt" else extension.rpartition(".")[0] or extension
 
 
 def split_dotted(key: str, members: Members) -> dict[str, Members]:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.cost import BucketBudget
-from lightning_videoscale.data import Batch, BatchMeta, OnlineEncoder, VideoDataModule
-from lightning_videoscale.data.benchmark import benchmark_shapes
+from lightning_videoscale.data import Batch, BatchMeta, OnlineEncoder, VideoDataModule, benchmark_shapes
 from lightning_videoscale.data.planning.shapes import ShapePolicy
 from tests.data.clips import npy, write_shard
 from tests.data.films import film, numbered

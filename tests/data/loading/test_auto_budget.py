@@ -15,10 +15,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_videoscale.cost import BucketBudget, MatrixRow, ShapeMatrix, StepTimeModel
-from lightning_videoscale.data import AutoBudget, VideoDataModule, auto_budget
-from lightning_videoscale.data.planning.compute_budgets import TriedBudget, best_of, try_budgets
-from tests.data.benchmark.flow import Flow
+from lightning_videoscale.cost import BucketBudget, MatrixRow, ShapeMatrix, StepTimeModel, auto_budget
+from lightning_videoscale.cost.compute_budget import TriedBudget, best_of
+from lightning_videoscale.data import AutoBudget, VideoDataModule
+from lightning_videoscale.data.loading import run_budget
+from lightning_videoscale.data.planning.budget_trials import try_budgets
+from tests.cost.benchmark.flow import Flow
 from tests.data.clips import write_shards
 from tests.data.training import Witness, trainer_with
 from tests.distributed.pool import ProcessPool
@@ -207,7 +209,7 @@ def test_the_compute_budget_is_that_of_the_runs_own_ranks_and_strategy(
 ) -> None:
     # As one of three ranks sees it, under DDP and under FSDP2.
     monkeypatch.setattr(VideoDataModule, "_dp_rank_and_size", lambda data: (0, 3))
-    monkeypatch.setattr(auto_budget, "waits_in_every_micro_batch", lambda trainer: in_slots)
+    monkeypatch.setattr(run_budget, "waits_in_every_micro_batch", lambda trainer: in_slots)
     _matrix().save(tmp_path / "matrix.json")
     data = VideoDataModule(shards, budget=AutoBudget(tmp_path / "matrix.json"), micro_batches=2)
     _fit(data, accumulate_grad_batches=2)

@@ -18,9 +18,10 @@ from torch._utils import ExceptionWrapper
 
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import BatchMeta, MicroBatch, ShardError, VideoDataModule
-from lightning_videoscale.data.loading.reader import Cut, MicroBatchReader, OpenShards, SampleReader
+from lightning_videoscale.data.loading.reader import MicroBatchReader
 from lightning_videoscale.data.planning.shapes import ClipShape, Media
 from lightning_videoscale.data.shards.indexing import index_shards
+from lightning_videoscale.data.shards.sample_reader import Cut, OpenShards, SampleReader
 from tests.data.clips import clip, npy, write_shard
 from tests.data.films import film, numbered, numbers
 

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightning_videoscale.data import ShardIndex
-from lightning_videoscale.data.loading.reader import Cut, SampleReader
 from lightning_videoscale.data.planning.shapes import ClipShape, Media
 from lightning_videoscale.data.shards.film import MediaError
 from lightning_videoscale.data.shards.frames import decode_clip
 from lightning_videoscale.data.shards.indexing import index_shards
 from lightning_videoscale.data.shards.probing import probe
+from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from tests.data.clips import clip, write_shard
 from tests.data.films import film, numbered, numbers
 

@@ -13,10 +13,10 @@ import pytest
 from lightning_videoscale.cli import main
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import ShardError, VideoDataModule
-from lightning_videoscale.data.loading.reader import SampleReader
 from lightning_videoscale.data.shards import indexing
 from lightning_videoscale.data.shards.captions import find_caption
 from lightning_videoscale.data.shards.indexing import build_index, index_shards
+from lightning_videoscale.data.shards.sample_reader import SampleReader
 from tests.data.clips import clip, npy, write_shard
 
 

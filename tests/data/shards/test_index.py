@@ -17,7 +17,6 @@ import safetensors.torch
 import torch
 
 from lightning_videoscale.data import ShardError, ShardIndex
-from lightning_videoscale.data.loading.reader import Cut, SampleReader
 from lightning_videoscale.data.planning.shapes import ClipShape, Media
 from lightning_videoscale.data.shards import indexing
 from lightning_videoscale.data.shards.index import default_index_file
@@ -26,6 +25,7 @@ from lightning_videoscale.data.shards.keys import split_dotted
 from lightning_videoscale.data.shards.location import ByteRange
 from lightning_videoscale.data.shards.patterns import expand_shards
 from lightning_videoscale.data.shards.safetensors import read_tensors
+from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from lightning_videoscale.data.shards.storage import open_shard
 from tests.data.clips import SHAPES, clip, npy, write_shard, write_shards
 from tests.data.films import film, numbered, numbers, picture

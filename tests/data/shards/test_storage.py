@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import ShardError, ShardIndex, VideoDataModule
-from lightning_videoscale.data.loading.reader import Cut, SampleReader
 from lightning_videoscale.data.planning.shapes import ClipShape, Media
 from lightning_videoscale.data.shards import storage
 from lightning_videoscale.data.shards.errors import UnreachableError
 from lightning_videoscale.data.shards.index import default_index_file
 from lightning_videoscale.data.shards.indexing import build_index, index_shards
 from lightning_videoscale.data.shards.location import ByteRange
+from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from lightning_videoscale.data.shards.storage import open_member, open_shard
 from tests.data.clips import clip, npy, write_shard
 from tests.data.films import film, numbered

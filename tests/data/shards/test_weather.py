@@ -14,11 +14,12 @@ import torch
 
 from lightning_videoscale.cli import main
 from lightning_videoscale.data import BatchMeta, MicroBatch, ShardError, ShardIndex, VideoDataModule
-from lightning_videoscale.data.loading.reader import Cut, MicroBatchReader, SampleReader
+from lightning_videoscale.data.loading.reader import MicroBatchReader
 from lightning_videoscale.data.planning.shapes import ClipShape
 from lightning_videoscale.data.shards import storage
 from lightning_videoscale.data.shards.errors import UnreachableError
 from lightning_videoscale.data.shards.indexing import build_index, index_shards
+from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from tests.data.clips import clip, write_shard
 from tests.data.films import film, numbered
 from tests.data.servers import RangeServer, serving

@@ -1,4 +1,4 @@
-"""Steps so small that the host takes longer to launch them than the device to do them."""
+"""Launch-bound steps: so small that the host takes longer to launch them than the device to do them."""
 
 from __future__ import annotations
 

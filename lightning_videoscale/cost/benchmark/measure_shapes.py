@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_videoscale.cost import MatrixRow, MemoryModel, ShapeMatrix
-from lightning_videoscale.data.benchmark.grid import Cell
-from lightning_videoscale.data.benchmark.keeping import GrowingMatrix
-from lightning_videoscale.data.benchmark.ranks import Ranks
-from lightning_videoscale.data.benchmark.steps import RealSteps, real_steps
-from lightning_videoscale.data.benchmark.synthetic import SyntheticBatches
-from lightning_videoscale.data.loading.batch import Batch
+from lightning_videoscale.cost.benchmark.grid import Batch, Cell, SyntheticBatches
+from lightning_videoscale.cost.benchmark.growing_matrix import GrowingMatrix
+from lightning_videoscale.cost.benchmark.ranks import Ranks
+from lightning_videoscale.cost.benchmark.trainer_steps import RealSteps, real_steps
+from lightning_videoscale.cost.matrix import MatrixRow, ShapeMatrix
+from lightning_videoscale.cost.memory import MemoryModel
 from lightning_videoscale.topology import topology_of
 
 DECISIVE = ("gpu", "world_size", "strategy", "sequence_parallel_size", "precision", "module", "parameters")

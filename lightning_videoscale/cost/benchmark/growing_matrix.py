@@ -10,8 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_videoscale.cost import MatrixRow, ShapeMatrix
-from lightning_videoscale.data.benchmark.grid import Cell
+from lightning_videoscale.cost.benchmark.grid import Cell
+from lightning_videoscale.cost.matrix import MatrixRow, ShapeMatrix
 
 
 class GrowingMatrix:

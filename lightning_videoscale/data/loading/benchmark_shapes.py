@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_videoscale.cost import ShapeMatrix
-from lightning_videoscale.data.benchmark.grid import Cell, spread_over_shapes
-from lightning_videoscale.data.benchmark.measuring import measure_shapes
-from lightning_videoscale.data.benchmark.synthetic import RandomBatches, SyntheticBatches
+from lightning_videoscale.cost.benchmark import (
+    Cell,
+    SyntheticBatches,
+    measure_shapes,
+    spread_over_shapes,
+    within_fit,
+)
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
+from lightning_videoscale.data.loading.datamodule import VideoDataModule
+from lightning_videoscale.data.loading.synthetic_batches import RandomBatches
 from lightning_videoscale.data.planning.shapes import ClipShape
-
-if TYPE_CHECKING:
-    from lightning_videoscale.data.loading.datamodule import VideoDataModule
 
 
 def benchmark_shapes(
@@ -73,12 +71,7 @@ def benchmark_shapes(
         cells, make = _grid_and_batches(shapes, batches, geometry, max_shapes, max_tokens)
         found.append(measure_shapes(trainer, cells, make, seconds, progress, file))
 
-    with _instead_of_training(trainer) as loop:
-        loop.run = run
-        if isinstance(shapes, pl.LightningDataModule):
-            trainer.fit(module, datamodule=shapes)
-        else:
-            trainer.fit(module, train_dataloaders=[])
+    within_fit(trainer, module, shapes if isinstance(shapes, VideoDataModule) else None, run)
     return found[0]
 
 
@@ -89,7 +82,7 @@ def _grid_and_batches(
     max_shapes: int,
     max_tokens: int | None,
 ) -> tuple[list[Cell], SyntheticBatches]:
-    if isinstance(shapes, pl.LightningDataModule):
+    if isinstance(shapes, VideoDataModule):
         table, own = shapes.training_shapes()
         cells = spread_over_shapes(table.shapes, table.sequence_lengths.tolist(), max_shapes, max_tokens)
         return cells, batches if batches is not None else own
@@ -97,34 +90,3 @@ def _grid_and_batches(
         geometry = GEOMETRIES[geometry]
     lengths = [geometry.sequence_length(f, h, w, latents=latents) for f, h, w, latents in shapes]
     return spread_over_shapes(shapes, lengths, max_shapes, max_tokens), batches or RandomBatches()
-
-
-@contextmanager
-def _instead_of_training(trainer: pl.Trainer) -> Iterator[Any]:
-    """``fit`` sets everything up and tears it down; in between, the loop's ``run`` is replaced."""
-    loop, callbacks, loggers = trainer.fit_loop, trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
-    sanity_steps = trainer.num_sanity_val_steps
-    active = [c for c in callbacks if not isinstance(c, Checkpoint)]
-    ends = [(c, "on_fit_end" in vars(c), c.on_fit_end) for c in active]
-    for callback, _, on_fit_end in ends:
-        callback.on_fit_end = partial(_without_training, on_fit_end)
-    trainer.callbacks = active  # type: ignore[attr-defined]
-    trainer.loggers, trainer.num_sanity_val_steps = [], 0
-    try:
-        yield loop
-    finally:
-        del loop.run
-        for callback, was_own, on_fit_end in ends:
-            del callback.on_fit_end
-            if was_own:
-                callback.on_fit_end = on_fit_end
-        trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
-        trainer.num_sanity_val_steps = sanity_steps
-
-
-def _without_training(on_fit_end: Callable[..., None], *arguments: Any) -> None:
-    """Calls what ends a callback's work. If it sums up a training it fails, since there was none."""
-    try:
-        on_fit_end(*arguments)
-    except Exception as error:
-        rank_zero_warn(f"{on_fit_end} failed after the benchmark, in which nothing is trained: {error!r}")

@@ -1,20 +1,31 @@
-"""The budgets and costs that a DataModule plans by: given, found by `budget="auto"`, or adopted while it trains."""
+"""The budget and the costs that a DataModule plans by: given, found by `budget="auto"`, or adopted while it trains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_videoscale.cost import BucketBudget, Calibration, StepTimeModel
-from lightning_videoscale.data.auto_budget import AutoBudget, BudgetSearch, step_time_of
-from lightning_videoscale.data.planning import SampleTable
+from lightning_videoscale.cost.auto_budget import AutoBudget, budget_of_longest, step_time_of
+from lightning_videoscale.cost.benchmark import SyntheticBatches, known_matrix, measure_shapes, spread_over_shapes
+from lightning_videoscale.cost.compute_budget import TriedBudget
+from lightning_videoscale.data.planning import BucketPlanner, SampleTable
+from lightning_videoscale.data.planning.budget_trials import try_budgets
+from lightning_videoscale.data.planning.figures import PlanFigures
+from lightning_videoscale.topology import waits_in_every_micro_batch
 
 Budget = BucketBudget | AutoBudget | Literal["auto"]
 
+_MAX_SHAPES, _SECONDS = 6, 0.3
+"""Of the benchmark at the start of fit: about a minute."""
 
-class Budgets:
+
+class RunBudget:
     """What counts now.
 
     Args:
@@ -38,19 +49,46 @@ class Budgets:
         self._found: Calibration | None = None
         self._adopted: Calibration | None = None
 
-    def find(self, search: Callable[[AutoBudget], BudgetSearch], trainer: pl.Trainer | None) -> BucketBudget | None:
-        """Searches where nothing is known yet; collective where there is a Trainer.
+    def find(
+        self,
+        trainer: pl.Trainer | None,
+        planner_and_batches: Callable[[], tuple[BucketPlanner, SyntheticBatches]],
+        beside_index: Path,
+    ) -> BucketBudget | None:
+        """Finds what is not known yet, says once what and why; collective where there is a Trainer.
 
         Args:
-            search: Makes the search.
             trainer: Under which to measure.
+            planner_and_batches: What the training will be planned by, but for budget and costs, and batches of the
+                planner's shapes.
+            beside_index: Where a matrix may lie.
 
         Returns:
             What was found; None where the budget was known.
+
+        Raises:
+            ValueError: If the matrix that was asked for cannot be read or used.
         """
         if self.training is not None or self._auto is None:
             return None
-        self._found = search(self._auto).run(trainer)
+        planner, batches = planner_and_batches()
+        lengths = planner.table.sequence_lengths.tolist()
+
+        def measure() -> Any:
+            assert trainer is not None
+            cells = spread_over_shapes(planner.table.shapes, lengths, _MAX_SHAPES)
+            return measure_shapes(trainer, cells, batches, _SECONDS)
+
+        def trials(smallest: BucketBudget, costs: StepTimeModel | None) -> list[TriedBudget[PlanFigures]]:
+            return try_budgets(replace(planner, budget=smallest, step_time=costs))
+
+        matrix, source = known_matrix(trainer, self._auto.matrix, beside_index, measure)
+        module = None if trainer is None else trainer.lightning_module
+        in_slots = trainer is not None and waits_in_every_micro_batch(trainer)
+        found, why = self._auto.decide(max(lengths), matrix, source, self.step_time, module, trials, in_slots)
+        rank_zero_info(why)
+        # The last bits of a fit may differ between processors, and all ranks must plan alike.
+        self._found = found if trainer is None else trainer.strategy.broadcast(found)
         self._use(self._found)
         return self.training
 
@@ -71,7 +109,7 @@ class Budgets:
         if step_time is None and trainer is not None:
             step_time, _ = step_time_of(trainer.lightning_module)
         budget = self.training if is_training or self._auto is None else None
-        return budget if budget is not None else _of_longest(table, step_time), step_time
+        return budget or budget_of_longest(int(table.sequence_lengths.max()), step_time), step_time
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was found and adopted, for the checkpoint."""
@@ -88,10 +126,3 @@ class Budgets:
 
     def _use(self, calibration: Calibration) -> None:
         self.training, self.step_time = calibration.budget, calibration.step_time
-
-
-def _of_longest(table: SampleTable, step_time: StepTimeModel | None) -> BucketBudget:
-    """What the longest sample alone takes, which must fit in any case."""
-    longest = int(table.sequence_lengths.max())
-    p = step_time.power_law.p if step_time is not None else 2.0
-    return BucketBudget(longest, float(longest) ** p, p)

@@ -20,12 +20,11 @@ from lightning.pytorch.loggers import CSVLogger
 import lightning_videoscale as vs
 from lightning_videoscale.callbacks.budget_recalibrator import observations_of
 from lightning_videoscale.cost import BucketBudget, ShapeMatrix
-from lightning_videoscale.data import VideoDataModule
-from lightning_videoscale.data.benchmark import RandomBatches
-from lightning_videoscale.data.benchmark.steps import real_steps
+from lightning_videoscale.cost.benchmark.trainer_steps import real_steps
+from lightning_videoscale.data import RandomBatches, VideoDataModule
 from lightning_videoscale.parallel import CollectiveTransport
 from lightning_videoscale.timing import StepWindow, subscribe_to_steps
-from tests.data.benchmark.flow import SHAPES, Flow, Small
+from tests.cost.benchmark.flow import SHAPES, Flow, Small
 from tests.data.clips import clip, npy, write_shard
 from tests.data.training import trainer_with
 from tests.distributed.pool import ProcessPool
@@ -93,7 +92,7 @@ def test_from_a_folder_of_sources_that_is_not_installed(monkeypatch: pytest.Monk
             raise PackageNotFoundError(package)
         return "2.0"
 
-    monkeypatch.setattr("lightning_videoscale.data.benchmark.measuring.version", version)
+    monkeypatch.setattr("lightning_videoscale.cost.benchmark.measure_shapes.version", version)
     provenance = _benchmark(Flow(), shapes=SHAPES[:2], max_tokens=16).provenance
     assert provenance["lightning-videoscale"] is None and provenance["torch"] == "2.0"
 

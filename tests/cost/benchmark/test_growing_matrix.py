@@ -13,8 +13,8 @@ from torch import Tensor
 
 import lightning_videoscale as vs
 from lightning_videoscale.cost import ShapeMatrix
-from lightning_videoscale.data.benchmark import RandomBatches
-from tests.data.benchmark.flow import SHAPES, Flow
+from lightning_videoscale.data import RandomBatches
+from tests.cost.benchmark.flow import SHAPES, Flow
 from tests.data.training import trainer_with
 from tests.distributed.pool import ProcessPool
 

@@ -18,9 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_videoscale.data.benchmark.grid import Cell
-from lightning_videoscale.data.benchmark.synthetic import SyntheticBatches
-from lightning_videoscale.data.loading.batch import Batch
+from lightning_videoscale.cost.benchmark.grid import Batch, Cell, SyntheticBatches
 from lightning_videoscale.timing import StepTimer, StepTimes
 from lightning_videoscale.topology import topology_of
 

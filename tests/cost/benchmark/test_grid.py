@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_videoscale.data.benchmark.grid import LONG, spread_over_shapes
+from lightning_videoscale.cost.benchmark.grid import LONG, spread_over_shapes
 from lightning_videoscale.data.planning.shapes import ClipShape
 
 

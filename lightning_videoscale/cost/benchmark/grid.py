@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lightning_videoscale.data.planning.shapes import ClipShape
+Shape = tuple[int, int, int, bool]
+"""Frames, height and width of what is read, and whether that is latents."""
+
+Batch = dict[str, Any]
+"""What the training step receives."""
 
 LONG = 20_000
 """Tokens from which on a sequence gets more batch sizes (AdaptiveLoad's throughput sweep)."""
@@ -24,7 +28,7 @@ class Cell(NamedTuple):
         samples: Batch size B.
     """
 
-    shape: ClipShape
+    shape: Shape
     sequence_length: int
     samples: int
 
@@ -34,8 +38,15 @@ class Cell(NamedTuple):
         return self.samples * self.sequence_length
 
 
+class SyntheticBatches(Protocol):
+    """Makes a batch, the same on every rank that is asked for the same cell."""
+
+    def __call__(self, cell: Cell) -> Batch:
+        """Returns what the training step receives of ``cell.samples`` samples of ``cell.shape``, in host memory."""
+
+
 def spread_over_shapes(
-    shapes: Sequence[ClipShape],
+    shapes: Sequence[Shape],
     sequence_lengths: Sequence[int],
     max_shapes: int = 12,
     max_tokens: int | None = None,

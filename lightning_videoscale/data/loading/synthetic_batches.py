@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from lightning_videoscale.data.benchmark.grid import Cell
-from lightning_videoscale.data.loading.batch import Batch, BatchMeta, collate
+from lightning_videoscale.cost.benchmark import Cell
+from lightning_videoscale.data.loading.batch import collate
 from lightning_videoscale.data.loading.reader import MicroBatchReader
 from lightning_videoscale.data.planning import MicroBatch, SampleTable
-from lightning_videoscale.data.planning.shapes import ClipShape
-
-
-class SyntheticBatches(Protocol):
-    """Makes a batch, the same on every rank that is asked for the same cell."""
-
-    def __call__(self, cell: Cell) -> Batch:
-        """Returns what the training step receives of ``cell.samples`` samples of ``cell.shape``, in host memory."""
+from lightning_videoscale.data.planning.micro_batch import Batch, BatchMeta
 
 
 class RandomBatches:
@@ -61,7 +54,7 @@ class RepresentativeBatches:
         self._reader = reader
         self._table = table
         self._encode = encode
-        self._samples: dict[ClipShape, dict[str, Any]] = {}
+        self._samples: dict[tuple[int, int, int, bool], dict[str, Any]] = {}
 
     def __call__(self, cell: Cell) -> Batch:
         """Returns the batch of a cell.
