@@ -13,7 +13,7 @@
 
 What the ranks did comes to all of them from the one step log of the Trainer, `lightning_videoscale.timing`.
 
-`LossWeighting`, which applies `meta.loss_weight` under strategies that do not, lives in `data/loading/loss_weighting`, because
+`LossWeighting`, which applies `meta.loss_weight` under strategies that do not, is in `data/loading/loss_weighting`:
 `VideoDataModule` adds it where it is needed.
 """
 

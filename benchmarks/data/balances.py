@@ -45,10 +45,9 @@ from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_o
 from lightning_videoscale import VideoDataModule, benchmark_shapes
 from lightning_videoscale.callbacks import RunReport
 from lightning_videoscale.cost import BucketBudget, ShapeMatrix, StepTimeModel, TransformerFlops
-from lightning_videoscale.cost.compute_budget import best_of
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
-from lightning_videoscale.data.planning.budget_trials import try_budgets
+from lightning_videoscale.data.planning.compute_budget import best_of, try_budgets
 from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
 from lightning_videoscale.timing import StepTimes, StepWindow, subscribe_to_steps
 

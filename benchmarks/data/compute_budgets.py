@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
-from lightning_videoscale.cost.compute_budget import best_of
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
-from lightning_videoscale.data.planning.budget_trials import try_budgets
+from lightning_videoscale.data.planning.compute_budget import best_of, try_budgets
 from lightning_videoscale.data.planning.figures import PlanFigures
 from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, standard_mix
 

@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, ShapeMatrix, StepTimeModel
-from lightning_videoscale.cost.compute_budget import TriedBudget, best_of
 from lightning_videoscale.data.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, SampleTable
-from lightning_videoscale.data.planning.budget_trials import try_budgets
+from lightning_videoscale.data.planning.compute_budget import TriedBudget, best_of, try_budgets
 from lightning_videoscale.data.planning.figures import PlanFigures
 from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ShapePolicy, standard_mix
 from lightning_videoscale.data.shards.index import ShardIndex
@@ -159,7 +158,7 @@ def _step_time(options: argparse.Namespace) -> StepTimeModel:
     return StepTimeModel.fit(ShapeMatrix.load(options.cost).measurements)
 
 
-def _print_tried(console: Console, tried: Sequence[TriedBudget[PlanFigures]], chosen: BucketPlanner) -> None:
+def _print_tried(console: Console, tried: Sequence[TriedBudget], chosen: BucketPlanner) -> None:
     console.print(f"M_comp for {chosen.balance}, on {tried[0].figures.samples} of the samples:")
     table = Table("", "M_comp", *_TRIED.values(), "")
     for each in tried:

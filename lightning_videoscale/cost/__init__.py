@@ -8,8 +8,8 @@ The way of a budget, from the argument of `VideoDataModule` to the plan:
                                    (a file, or        │                         ├── Calibration ── BucketPlanner
                                     measured now by   ├─ StepTimeModel: costs ──┤   (one version)    (data/planning)
                                     `benchmark/`)     │                         │        ▲
-                                  TransformerFlops ───┘   trials of M_comp ─────┘        │
-                                  (nothing measured)      (`compute_budget`)             │
+                                  TransformerFlops ───┘   plans under some M_comp ┘      │
+                                  (nothing measured)      (data/planning/compute_budget) │
                                                                                          │
     all ranks' step times ── list[Measurement] ── Recalibration ── a Calibration ────────┘
     (timing/)                                     (callbacks/budget_recalibrator)
@@ -23,13 +23,13 @@ Trainers and plans are handed in. Only `benchmark/` knows Lightning.
 - `step_time`: `StepTimeModel`, fitted to measurements or derived from FLOPs.
 - `memory`: `MemoryModel`, from measured peaks to M_mem.
 - `calibration`: `Calibration`, costs and budgets under one version.
-- `auto_budget`: `AutoBudget`, which finds them; `compute_budget`: which M_comp makes the most of a plan.
+- `auto_budget`: `AutoBudget`, which finds them.
 - `recalibration`: `Recalibration`, which corrects them by what a run observes.
 - `observations`: `ObservedCosts`, what a run measures, with the ranks' own speeds taken out.
 - `weighted_fit`: the fit to many noisy points.
 - `launch_bound`: what is so small that the time to launch it is all that shows.
 - `spread`: CV_step and Compute CV, of times and of costs.
-- `median`: the median of values that count unequally.
+- `points`: measured points, and what all fits to them share.
 - `flops`: `TransformerFlops`, the work of a transformer by its configuration, and `training_flops` of a micro-batch.
 """
 

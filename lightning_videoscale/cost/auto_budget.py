@@ -5,7 +5,7 @@ Where nothing can be measured, costs come from the model's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +13,13 @@ from torch import nn
 
 from lightning_videoscale.cost.budget import BucketBudget
 from lightning_videoscale.cost.calibration import Calibration
-from lightning_videoscale.cost.compute_budget import EQUAL, FACTORS, F, TriedBudget, best_of
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.matrix import ShapeMatrix
 from lightning_videoscale.cost.memory import MemoryModel
 from lightning_videoscale.cost.step_time import StepTimeModel
 
-Trials = Callable[[BucketBudget, StepTimeModel | None], Sequence[TriedBudget[F]]]
-"""Plans under a budget and under larger M_comp, by given costs."""
+BestCompute = Callable[[BucketBudget, StepTimeModel | None, str], tuple[BucketBudget, str]]
+"""From the smallest budget, the costs, and words for what that budget is, to the budget of the best plan, and why."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ class AutoBudget:
         source: str,
         step_time: StepTimeModel | None,
         module: nn.Module | None,
-        trials: Trials[F],
-        in_slots: bool,
+        best: BestCompute,
     ) -> tuple[Calibration, str]:
         """Finds costs, then M_mem, then M_comp.
 
@@ -63,8 +61,7 @@ class AutoBudget:
             source: Where that comes from, or why there is nothing.
             step_time: The user's own prediction of costs, which goes before a measured one.
             module: What trains the transformer, whose FLOPs are the costs where there are no others; None: unknown.
-            trials: Plans a sample of the epoch.
-            in_slots: Whether ranks wait for each other at every micro-batch.
+            best: Plans a sample of the epoch under some budgets.
 
         Returns:
             What to plan by, and the sentence that says so.
@@ -92,7 +89,7 @@ class AutoBudget:
             alone = budget_of_longest(longest, step_time, m_mem)
             takes = f", {float(step_time.predict(1, longest)):.3g} s" if step_time is not None and has_seconds else ""
             sample = f"what one sample of {longest} tokens takes{takes}"
-            budget, why = _best(trials(alone, step_time), in_slots, sample)
+            budget, why = best(alone, step_time, sample)
         return Calibration(budget, step_time), (
             f"budget='auto', {source}: M_mem = {budget.m_mem:g} tokens ({from_peaks}), M_comp = {budget.m_comp:.4g} "
             f"tokens^{budget.p:g} ({why}){''.join(f'; {n}' for n in notes).rstrip('.')}."
@@ -140,20 +137,3 @@ def _fitted_time(matrix: ShapeMatrix) -> tuple[StepTimeModel | None, str]:
     error = min(model.power_law_error, model.additive_error)
     form = "sum" if model.form is model.additive else "power law"
     return model, f"costs by the {form}, {error:.1%} off held-out ones"
-
-
-def _best(tried: Sequence[TriedBudget[F]], in_slots: bool, smallest: str) -> tuple[BucketBudget, str]:
-    """The best of the budgets that were tried, and why, where words tell what the smallest is."""
-    best = best_of(tried, in_slots)
-    now, before = best.figures, tried[0].figures
-    works = f"ranks are predicted to work {now.at_work(in_slots):.1%} of the time"
-    if best is tried[0]:
-        return best.budget, (
-            f"{smallest}: {works}, and no budget up to {FACTORS[-1]:g} x this one that mixes shapes as well has "
-            f"{EQUAL:.1%} more tokens per second"
-        )
-    return best.budget, (
-        f"{best.factor:g} x {smallest}: {works} instead of {before.at_work(in_slots):.1%}, "
-        f"{now.throughput(in_slots) / before.throughput(in_slots) - 1:+.1%} tokens per second, "
-        f"{now.samples / now.steps:.0f} samples a step instead of {before.samples / before.steps:.0f}"
-    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.cost.least_squares import Vector
-from lightning_videoscale.cost.median import weighted_median
+from lightning_videoscale.cost.points import Points, Vector, weighted_median
 
 _NEAR_FLOOR = 2.0
 _MEASUREMENTS, _LENGTHS = 6, 3
@@ -24,18 +23,17 @@ def above_floor(lengths: Vector, seconds: Vector) -> NDArray[np.bool_]:
     return above if suffice(lengths[above]) else np.ones_like(above)
 
 
-def floor_of(predicted: Vector, seconds: Vector, weights: Vector) -> float:
+def floor_of(predicted: Vector, points: Points) -> float:
     """What steps take whose work the device does in less than the shortest of all took: their weighted median.
 
     The shortest itself is the luckiest of them: the host's times vary more than the device's.
 
     Args:
         predicted: What the device's work takes by a model of what lies above the floor, in seconds.
-        seconds: What was measured.
-        weights: How much each counts, above zero.
+        points: What was measured.
     """
-    shortest = seconds.min()
+    shortest = points.seconds.min()
     is_launch = predicted < shortest
     if not is_launch.any():
         return float(shortest)
-    return weighted_median(seconds[is_launch], weights[is_launch])
+    return weighted_median(points.seconds[is_launch], points.weights[is_launch])

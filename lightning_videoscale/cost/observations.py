@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_videoscale.cost.least_squares import Vector
 from lightning_videoscale.cost.measurement import Measurement
-from lightning_videoscale.cost.weighted_fit import Points, fit_power_law
+from lightning_videoscale.cost.points import Points, Vector
+from lightning_videoscale.cost.weighted_fit import fit_power_law
 
 KEPT = 0.9
 """Weight of what was observed, one window later; small windows fade more slowly."""

@@ -11,10 +11,3 @@ This part of `cost/` knows Lightning; the rest does not, and none of it imports 
 
 What makes batches is handed in: `data/loading/benchmark_shapes.py` has the public function.
 """
-
-from lightning_videoscale.cost.benchmark.grid import Cell, SyntheticBatches, spread_over_shapes
-from lightning_videoscale.cost.benchmark.known_matrix import known_matrix
-from lightning_videoscale.cost.benchmark.measure_shapes import measure_shapes
-from lightning_videoscale.cost.benchmark.within_fit import within_fit
-
-__all__ = ["Cell", "SyntheticBatches", "known_matrix", "measure_shapes", "spread_over_shapes", "within_fit"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,11 +38,8 @@ class Cell(NamedTuple):
         return self.samples * self.sequence_length
 
 
-class SyntheticBatches(Protocol):
-    """Makes a batch, the same on every rank that is asked for the same cell."""
-
-    def __call__(self, cell: Cell) -> Batch:
-        """Returns what the training step receives of ``cell.samples`` samples of ``cell.shape``, in host memory."""
+SyntheticBatches = Callable[[Cell], Batch]
+"""Makes what the training step receives of a cell, in host memory, the same on every rank."""
 
 
 def spread_over_shapes(

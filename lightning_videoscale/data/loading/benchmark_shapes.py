@@ -8,13 +8,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 
 from lightning_videoscale.cost import ShapeMatrix
-from lightning_videoscale.cost.benchmark import (
-    Cell,
-    SyntheticBatches,
-    measure_shapes,
-    spread_over_shapes,
-    within_fit,
-)
+from lightning_videoscale.cost.benchmark.grid import Cell, SyntheticBatches, spread_over_shapes
+from lightning_videoscale.cost.benchmark.measure_shapes import measure_shapes
+from lightning_videoscale.cost.benchmark.within_fit import within_fit
 from lightning_videoscale.data.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.loading.datamodule import VideoDataModule
 from lightning_videoscale.data.loading.synthetic_batches import RandomBatches

@@ -26,11 +26,10 @@ from lightning_videoscale.data.loading.trainer import (
     TrainerPosition,
     apply_loss_weights,
     forget_loader,
-    largest_count,
     micro_batches_of,
     reload_every_epoch,
+    replan,
     resumed,
-    set_epoch_length,
 )
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossUnit, SampleTable
 from lightning_videoscale.data.planning.plan import check_settings
@@ -116,15 +115,15 @@ class VideoDataModule(pl.LightningDataModule):
         others = {"val_shards": val_shards, "predict_shards": predict_shards}
         self._shards = IndexedShards(shards, others, index, caption_key)
         self._budget = RunBudget(budget, step_time)
-        self._balance: Balance = balance
         self._micro_batches = micro_batches
         self._geometry = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
         check_geometry(encode, self._geometry)
         self._shape_policy = shape_policy if shape_policy is not None else ShapePolicy()
         self._loss_weighting: LossUnit = loss_weighting
-        self._loss_normalization: LossNormalization = loss_normalization
         self._seed = seed
-        self._shard_window = shard_window
+        self._settings: dict[str, Any] = {
+            "balance": balance, "loss_normalization": loss_normalization, "seed": seed, "shard_window": shard_window,
+        }  # fmt: skip
         self._num_workers = num_workers
         self._encode = encode
         self._sampler: PlannedSampler | None = None
@@ -165,7 +164,7 @@ class VideoDataModule(pl.LightningDataModule):
         if trainer is not None:
             micro_batches_of(trainer, self._micro_batches)  # an error before a minute is spent on measuring
             overfit = trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
-        if (found := self._budget.find(trainer, self._planner_and_batches, self.matrix_file)) is not None:
+        if (found := self._budget.find(trainer, self._to_measure, self.matrix_file)) is not None:
             warn_of_oversized(self._table("shards"), found)
         planner = self._planner("shards", is_training=True)
         progress, position = None, None
@@ -236,11 +235,7 @@ class VideoDataModule(pl.LightningDataModule):
         reload_every_epoch(self.trainer)
         if self._sampler is not None:
             budget, step_time = calibration.budget, calibration.step_time
-            planner = replace(self._sampler.planner, budget=budget, step_time=step_time)
-            # Ranks read ahead, each a little differently: all of them train the steps that any has begun to read.
-            self._sampler.replan(planner, largest_count(self.trainer, self._sampler.taken))
-            check_same_plan(self.trainer, self._sampler.plan.digest)
-            set_epoch_length(self.trainer, len(self._sampler))
+            replan(self.trainer, self._sampler, replace(self._sampler.planner, budget=budget, step_time=step_time))
 
     @property
     def planner(self) -> BucketPlanner | None:
@@ -263,7 +258,7 @@ class VideoDataModule(pl.LightningDataModule):
             self._encode.to(self.trainer.strategy.root_device)
         return table, RepresentativeBatches(self._shards.reader("shards"), table, self._encode)
 
-    def _planner_and_batches(self) -> tuple[BucketPlanner, RepresentativeBatches]:
+    def _to_measure(self) -> tuple[BucketPlanner, RepresentativeBatches]:
         return self._planner("shards", is_training=True), self.training_shapes()[1]
 
     @property
@@ -290,17 +285,14 @@ class VideoDataModule(pl.LightningDataModule):
         return BucketPlanner(
             table=table,
             budget=budget,
-            balance=self._balance,
             dp_size=self._dp_rank_and_size()[1],
             micro_batches=micro_batches_of(self.trainer, self._micro_batches) if is_training else 1,
             step_time=step_time,
             loss_weighting=self._loss_weighting if is_training else "none",
-            loss_normalization=self._loss_normalization,
-            seed=self._seed,
             shuffle=is_training,
-            shard_window=self._shard_window,
             source_weights=None if weights is None else tuple(weights.values()),
             redraw=partial(self._table, argument) if is_training and has_pixels else None,
+            **self._settings,
         )
 
     def _ordered_loader(self, argument: str) -> PlannedLoader:

@@ -12,11 +12,11 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_videoscale.cost import BucketBudget, Calibration, StepTimeModel
 from lightning_videoscale.cost.auto_budget import AutoBudget, budget_of_longest, step_time_of
-from lightning_videoscale.cost.benchmark import SyntheticBatches, known_matrix, measure_shapes, spread_over_shapes
-from lightning_videoscale.cost.compute_budget import TriedBudget
+from lightning_videoscale.cost.benchmark.grid import SyntheticBatches, spread_over_shapes
+from lightning_videoscale.cost.benchmark.known_matrix import known_matrix
+from lightning_videoscale.cost.benchmark.measure_shapes import measure_shapes
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
-from lightning_videoscale.data.planning.budget_trials import try_budgets
-from lightning_videoscale.data.planning.figures import PlanFigures
+from lightning_videoscale.data.planning.compute_budget import best_of, explain, try_budgets
 from lightning_videoscale.topology import waits_in_every_micro_batch
 
 Budget = BucketBudget | AutoBudget | Literal["auto"]
@@ -79,13 +79,15 @@ class RunBudget:
             cells = spread_over_shapes(planner.table.shapes, lengths, _MAX_SHAPES)
             return measure_shapes(trainer, cells, batches, _SECONDS)
 
-        def trials(smallest: BucketBudget, costs: StepTimeModel | None) -> list[TriedBudget[PlanFigures]]:
-            return try_budgets(replace(planner, budget=smallest, step_time=costs))
+        def best(smallest: BucketBudget, costs: StepTimeModel | None, words: str) -> tuple[BucketBudget, str]:
+            tried = try_budgets(replace(planner, budget=smallest, step_time=costs))
+            chosen = best_of(tried, in_slots)
+            return chosen.budget, explain(tried, chosen, in_slots, words)
 
+        in_slots = trainer is not None and waits_in_every_micro_batch(trainer)
         matrix, source = known_matrix(trainer, self._auto.matrix, beside_index, measure)
         module = None if trainer is None else trainer.lightning_module
-        in_slots = trainer is not None and waits_in_every_micro_batch(trainer)
-        found, why = self._auto.decide(max(lengths), matrix, source, self.step_time, module, trials, in_slots)
+        found, why = self._auto.decide(max(lengths), matrix, source, self.step_time, module, best)
         rank_zero_info(why)
         # The last bits of a fit may differ between processors, and all ranks must plan alike.
         self._found = found if trainer is None else trainer.strategy.broadcast(found)

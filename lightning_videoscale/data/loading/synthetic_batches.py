@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_videoscale.cost.benchmark import Cell
+from lightning_videoscale.cost.benchmark.grid import Cell
 from lightning_videoscale.data.loading.batch import collate
 from lightning_videoscale.data.loading.reader import MicroBatchReader
 from lightning_videoscale.data.planning import MicroBatch, SampleTable

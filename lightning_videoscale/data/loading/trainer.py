@@ -24,6 +24,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_videoscale.data.loading.consistency import check_same_plan
 from lightning_videoscale.data.loading.loader import PlannedSampler
 from lightning_videoscale.data.loading.loss_weighting import LossWeighting
 from lightning_videoscale.data.loading.progress import Progress
@@ -165,24 +166,32 @@ def epoch_length(trainer: pl.Trainer, micro_batches: int) -> int:
     return int(_parse_num_batches(RunningStage.TRAINING, micro_batches, limit))
 
 
-def set_epoch_length(trainer: pl.Trainer, micro_batches: int) -> None:
-    """Tells the training loop how long the epoch is now, which it asks for only when it makes the loader."""
+def replan(trainer: pl.Trainer, sampler: PlannedSampler, planner: BucketPlanner) -> None:
+    """Plans the rest of the epoch by another planner; collective over all ranks.
+
+    Ranks read ahead, each a little differently. A new plan begins with the first step that no rank has begun to read,
+    so that every rank trains both plans' steps whole, and every sample of the epoch exactly once.
+
+    Args:
+        trainer: The Trainer that trains on the sampler's micro-batches.
+        sampler: Of this rank.
+        planner: Equal on all ranks.
+
+    Raises:
+        ValueError: On every rank, if any has planned another plan than rank 0.
+    """
+    taken = torch.tensor(sampler.taken, device=trainer.strategy.root_device)
+    sampler.replan(planner, int(trainer.strategy.all_gather(taken).max()))
+    check_same_plan(trainer, sampler.plan.digest)
+    # The training loop asks for an epoch's length only when it makes the loader.
     loop: Any = trainer.fit_loop
-    length = epoch_length(trainer, micro_batches)
+    length = epoch_length(trainer, len(sampler))
     loop.max_batches = length
     loop._combined_loader.limits[:] = [length]  # in place: the iterator under way has the same list
     loop._data_fetcher.length = length
     interval: Any = trainer.val_check_interval
     if isinstance(interval, float) and trainer.val_check_batch is not None:
         trainer.val_check_batch = max(1, int(length * interval))
-
-
-def largest_count(trainer: pl.Trainer, count: int) -> int:
-    """The largest count of any rank."""
-    if trainer.world_size == 1:
-        return count
-    mine = torch.tensor(count, device=trainer.strategy.root_device)
-    return int(trainer.strategy.all_gather(mine).max())
 
 
 def forget_loader(trainer: pl.Trainer) -> None:

@@ -8,7 +8,7 @@
 - `micro_batch`: `MicroBatch` and `BatchMeta`, what the plan says about one.
 - `plan`: `BucketPlanner` and `EpochPlan`, all of it together.
 - `figures`: how good a plan is.
-- `budget_trials`: what compute budgets make of a sample of it.
+- `compute_budget`: which M_comp makes the most of it.
 - `shapes`: what of a clip is read, and how large; `seeded_random`: numbers that are the same on every machine.
 """
 

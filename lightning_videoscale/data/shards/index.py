@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -129,14 +129,12 @@ class ShardIndex:
     @cached_property
     def refused(self) -> tuple[tuple[str, Refusal], ...]:
         """What cannot be used, with the name of its shard."""
-        names = zip(self._names, self.shards, strict=True)
-        return tuple((name, refusal) for name, shard in names for refusal in shard.refused)
+        return tuple((name, each) for name, shard in self._named for each in shard.refused)
 
     @cached_property
     def unread(self) -> tuple[tuple[str, Refusal], ...]:
         """What could not be read so far, with the name of its shard."""
-        names = zip(self._names, self.shards, strict=True)
-        return tuple((name, refusal) for name, shard in names for refusal in shard.unread)
+        return tuple((name, each) for name, shard in self._named for each in shard.unread)
 
     @cached_property
     def without_caption(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -156,6 +154,10 @@ class ShardIndex:
     @cached_property
     def _names(self) -> tuple[str, ...]:
         return short_names([shard.url for shard in self.shards])
+
+    @property
+    def _named(self) -> Iterator[tuple[str, ShardEntry]]:
+        return zip(self._names, self.shards, strict=True)
 
     def shard_of(self, sample: int) -> ShardEntry:
         """The shard that holds sample number ``sample``."""
@@ -203,7 +205,7 @@ class ShardIndex:
         Folders and modification times are not part of it, so copies of the same shards agree.
         """
         digest = hashlib.sha256()
-        for name, shard in zip(self._names, self.shards, strict=True):
+        for name, shard in self._named:
             digest.update(repr((name, len(shard.samples))).encode())
             shard.samples.update(digest)
         return digest.hexdigest()

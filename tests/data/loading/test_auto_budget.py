@@ -15,11 +15,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_videoscale.cost import BucketBudget, MatrixRow, ShapeMatrix, StepTimeModel, auto_budget
-from lightning_videoscale.cost.compute_budget import TriedBudget, best_of
+from lightning_videoscale.cost import BucketBudget, MatrixRow, ShapeMatrix, StepTimeModel
 from lightning_videoscale.data import AutoBudget, VideoDataModule
 from lightning_videoscale.data.loading import run_budget
-from lightning_videoscale.data.planning.budget_trials import try_budgets
+from lightning_videoscale.data.planning.compute_budget import TriedBudget, best_of, try_budgets
 from tests.cost.benchmark.flow import Flow
 from tests.data.clips import write_shards
 from tests.data.training import Witness, trainer_with
@@ -223,7 +222,7 @@ def _another(tried: Sequence[TriedBudget], in_slots: bool) -> TriedBudget:
 def _on_two_ranks(shards: str, matrix: str) -> tuple[BucketBudget, BucketBudget]:
     data = VideoDataModule(shards, budget=AutoBudget(matrix))
     # As if a processor that rounds otherwise saw a tie the other way.
-    with mock.patch.object(auto_budget, "best_of", _another if os.environ["RANK"] == "1" else best_of):
+    with mock.patch.object(run_budget, "best_of", _another if os.environ["RANK"] == "1" else best_of):
         trainer_with(strategy="ddp", devices=2).fit(Witness(), data)
     assert data.planner is not None and data.planner.dp_size == 2
     alone = replace(_budget(data), m_comp=80.0**1.8)

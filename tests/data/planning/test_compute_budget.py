@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from lightning_videoscale.cost import BucketBudget
-from lightning_videoscale.cost.compute_budget import FACTORS, TriedBudget, best_of
-from lightning_videoscale.data.planning import BucketPlanner, SampleTable, budget_trials
-from lightning_videoscale.data.planning.budget_trials import try_budgets
+from lightning_videoscale.data.planning import BucketPlanner, SampleTable, compute_budget
+from lightning_videoscale.data.planning.compute_budget import FACTORS, TriedBudget, best_of, try_budgets
 from lightning_videoscale.data.planning.figures import PlanFigures
 from lightning_videoscale.data.planning.shapes import ClipShape
 from tests.data.planning.tables import BUDGET, WAN_14B, mixed
@@ -35,7 +34,7 @@ def test_the_budget_is_found_under_which_unlike_shapes_cost_the_same() -> None:
 
 
 def test_what_a_sample_of_the_epoch_tells_holds_for_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget_trials, "_DRAWS", 8_000)
+    monkeypatch.setattr(compute_budget, "_DRAWS", 8_000)
     planner = BucketPlanner(mixed(40_000), replace(BUDGET, m_mem=2.5 * BUDGET.m_mem), dp_size=8, step_time=WAN_14B)
     tried = try_budgets(planner)
     worst = min(tried, key=lambda each: each.figures.throughput())
