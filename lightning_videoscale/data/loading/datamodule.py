@@ -27,6 +27,7 @@ from lightning_videoscale.data.loading.trainer import (
     apply_loss_weights,
     forget_loader,
     micro_batches_of,
+    rank_and_size,
     reload_every_epoch,
     replan,
     resumed,
@@ -36,7 +37,6 @@ from lightning_videoscale.data.planning.plan import check_settings
 from lightning_videoscale.data.planning.shapes import Media, ShapePolicy
 from lightning_videoscale.data.planning.stream import draws_per_epoch
 from lightning_videoscale.data.shards.patterns import Patterns
-from lightning_videoscale.topology import topology_of
 
 
 class VideoDataModule(pl.LightningDataModule):
@@ -120,14 +120,13 @@ class VideoDataModule(pl.LightningDataModule):
         check_geometry(encode, self._geometry)
         self._shape_policy = shape_policy if shape_policy is not None else ShapePolicy()
         self._loss_weighting: LossUnit = loss_weighting
-        self._seed = seed
         self._settings: dict[str, Any] = {
             "balance": balance, "loss_normalization": loss_normalization, "seed": seed, "shard_window": shard_window,
         }  # fmt: skip
         self._num_workers = num_workers
         self._encode = encode
         self._sampler: PlannedSampler | None = None
-        self._position: TrainerPosition | None = None  # of the Trainer in the sampler's epoch
+        self._position: TrainerPosition | None = None  # in the sampler's epoch
         self._contents: dict[str, str] = {}  # of the shards that the sampler plans
         self._state: Mapping[str, Any] | None = None
         if val_shards is None and type(self).val_dataloader is VideoDataModule.val_dataloader:
@@ -160,13 +159,13 @@ class VideoDataModule(pl.LightningDataModule):
                 shards. Each message names the fix.
         """
         contents = contents_of(self._shards.index("shards"))
-        trainer, overfit = self.trainer, False
-        if trainer is not None:
-            micro_batches_of(trainer, self._micro_batches)  # an error before a minute is spent on measuring
-            overfit = trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
-        if (found := self._budget.find(trainer, self._to_measure, self.matrix_file)) is not None:
+        trainer = self.trainer
+        micro_batches_of(trainer, self._micro_batches)  # an error before a minute is spent on measuring
+        overfit = trainer is not None and trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
+        make = partial(self._planner, "shards", is_training=True)
+        if (found := self._budget.find(trainer, make, self.training_shapes, self.matrix_file)) is not None:
             warn_of_oversized(self._table("shards"), found)
-        planner = self._planner("shards", is_training=True)
+        planner = make()
         progress, position = None, None
         if trainer is not None and trainer.training and not overfit:  # else somebody only looks at what would come
             if self._sampler is not None:
@@ -178,7 +177,7 @@ class VideoDataModule(pl.LightningDataModule):
             position = TrainerPosition(trainer, self._state["total"] if self._state else None)
         sampler = PlannedSampler(
             planner,
-            self._dp_rank_and_size()[0],
+            rank_and_size(self.trainer)[0],
             repeat_first_epoch=overfit,
             progress=progress,
             epoch=0 if trainer is None else trainer.current_epoch,
@@ -258,46 +257,36 @@ class VideoDataModule(pl.LightningDataModule):
             self._encode.to(self.trainer.strategy.root_device)
         return table, RepresentativeBatches(self._shards.reader("shards"), table, self._encode)
 
-    def _to_measure(self) -> tuple[BucketPlanner, RepresentativeBatches]:
-        return self._planner("shards", is_training=True), self.training_shapes()[1]
-
     @property
     def matrix_file(self) -> Path:
         """Where ``budget="auto"`` looks for what `videoscale benchmark-shapes` has measured."""
         file = self._shards.file
         return file.with_name(f"{file.stem}-shapes.json")
 
-    def _dp_rank_and_size(self) -> tuple[int, int]:
-        if self.trainer is None:
-            return 0, 1
-        topology = topology_of(self.trainer)
-        return topology.data_parallel_rank, topology.data_parallel_size
-
     def _table(self, argument: str, epoch: int = 0) -> SampleTable:
         clips, shards = self._shards.clips(argument), self._shards.index(argument).shard_numbers
-        return SampleTable.of_clips(clips, self._shape_policy, self._geometry, self._seed, shards, epoch)
+        return SampleTable.of_clips(clips, self._shape_policy, self._geometry, self._settings["seed"], shards, epoch)
 
     def _planner(self, argument: str, is_training: bool) -> BucketPlanner:
         table = self._table(argument)
         budget, step_time = self._budget.of(table, self.trainer, is_training)
-        weights = self._shards.weights if is_training else None
         has_pixels = bool((self._shards.clips(argument).media != Media.LATENTS).any())
         return BucketPlanner(
             table=table,
             budget=budget,
-            dp_size=self._dp_rank_and_size()[1],
+            dp_size=rank_and_size(self.trainer)[1],
             micro_batches=micro_batches_of(self.trainer, self._micro_batches) if is_training else 1,
             step_time=step_time,
             loss_weighting=self._loss_weighting if is_training else "none",
             shuffle=is_training,
-            source_weights=None if weights is None else tuple(weights.values()),
+            source_weights=tuple(self._shards.weights.values()) if is_training and self._shards.weights else None,
             redraw=partial(self._table, argument) if is_training and has_pixels else None,
             **self._settings,
         )
 
     def _ordered_loader(self, argument: str) -> PlannedLoader:
         planner = self._planner(argument, is_training=False)
-        return self._loader(argument, PlannedSampler(planner, self._dp_rank_and_size()[0], repeat_first_epoch=True))
+        return self._loader(argument, PlannedSampler(planner, rank_and_size(self.trainer)[0], repeat_first_epoch=True))
 
     def _loader(self, argument: str, sampler: PlannedSampler) -> PlannedLoader:
         on_gpu = False
@@ -307,5 +296,4 @@ class VideoDataModule(pl.LightningDataModule):
             on_gpu = device.type == "cuda"
             if self._encode is not None:
                 self._encode.to(device)
-        reader = self._shards.reader(argument)
-        return PlannedLoader(reader, sampler, self._num_workers, pin_memory=on_gpu, encode=self._encode)
+        return PlannedLoader(self._shards.reader(argument), sampler, self._num_workers, on_gpu, encode=self._encode)

@@ -52,15 +52,16 @@ class RunBudget:
     def find(
         self,
         trainer: pl.Trainer | None,
-        planner_and_batches: Callable[[], tuple[BucketPlanner, SyntheticBatches]],
+        make_planner: Callable[[], BucketPlanner],
+        make_batches: Callable[[], tuple[SampleTable, SyntheticBatches]],
         beside_index: Path,
     ) -> BucketBudget | None:
         """Finds what is not known yet, says once what and why; collective where there is a Trainer.
 
         Args:
             trainer: Under which to measure.
-            planner_and_batches: What the training will be planned by, but for budget and costs, and batches of the
-                planner's shapes.
+            make_planner: Makes what the training will be planned by, but for budget and costs.
+            make_batches: Makes its samples, and batches of their shapes to measure with.
             beside_index: Where a matrix may lie.
 
         Returns:
@@ -71,13 +72,13 @@ class RunBudget:
         """
         if self.training is not None or self._auto is None:
             return None
-        planner, batches = planner_and_batches()
+        planner = make_planner()
         lengths = planner.table.sequence_lengths.tolist()
 
         def measure() -> Any:
             assert trainer is not None
             cells = spread_over_shapes(planner.table.shapes, lengths, _MAX_SHAPES)
-            return measure_shapes(trainer, cells, batches, _SECONDS)
+            return measure_shapes(trainer, cells, make_batches()[1], _SECONDS)
 
         def best(smallest: BucketBudget, costs: StepTimeModel | None, words: str) -> tuple[BucketBudget, str]:
             tried = try_budgets(replace(planner, budget=smallest, step_time=costs))

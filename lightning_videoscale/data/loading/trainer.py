@@ -32,6 +32,14 @@ from lightning_videoscale.data.planning import BucketPlanner
 from lightning_videoscale.topology import topology_of
 
 
+def rank_and_size(trainer: pl.Trainer | None) -> tuple[int, int]:
+    """This process's data-parallel rank, and how many there are; without a Trainer, the only one."""
+    if trainer is None:
+        return 0, 1
+    topology = topology_of(trainer)
+    return topology.data_parallel_rank, topology.data_parallel_size
+
+
 def micro_batches_of(trainer: pl.Trainer | None, planned: int | None) -> int:
     """Micro-batches of an optimizer step and rank, by the Trainer's ``accumulate_grad_batches``.
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_videoscale.cost import BucketBudget, MatrixRow, ShapeMatrix, StepTimeModel
 from lightning_videoscale.data import AutoBudget, VideoDataModule
-from lightning_videoscale.data.loading import run_budget
+from lightning_videoscale.data.loading import datamodule, run_budget
 from lightning_videoscale.data.planning.compute_budget import TriedBudget, best_of, try_budgets
 from tests.cost.benchmark.flow import Flow
 from tests.data.clips import write_shards
@@ -207,7 +207,7 @@ def test_the_compute_budget_is_that_of_the_runs_own_ranks_and_strategy(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_slots: bool, factor: float
 ) -> None:
     # As one of three ranks sees it, under DDP and under FSDP2.
-    monkeypatch.setattr(VideoDataModule, "_dp_rank_and_size", lambda data: (0, 3))
+    monkeypatch.setattr(datamodule, "rank_and_size", lambda trainer: (0, 3))
     monkeypatch.setattr(run_budget, "waits_in_every_micro_batch", lambda trainer: in_slots)
     _matrix().save(tmp_path / "matrix.json")
     data = VideoDataModule(shards, budget=AutoBudget(tmp_path / "matrix.json"), micro_batches=2)

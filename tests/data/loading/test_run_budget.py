@@ -16,7 +16,9 @@ LONGEST = max(LENGTHS)
 
 def find(budget: RunBudget) -> BucketBudget | None:
     """Looks where nothing was measured: M_mem is the longest sample, by costs of Wan-14B."""
-    return budget.find(None, lambda: (BucketPlanner(TABLE, GIVEN), RandomBatches()), Path("nowhere.json"))
+    return budget.find(
+        None, lambda: BucketPlanner(TABLE, GIVEN), lambda: (TABLE, RandomBatches()), Path("nowhere.json")
+    )
 
 
 def test_a_budget_that_is_given_counts_and_nothing_is_searched() -> None:
