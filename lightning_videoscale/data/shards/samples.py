@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -86,6 +86,10 @@ class Samples(Sequence[Sample]):
     @classmethod
     def of(cls, rows: Sequence[Sample]) -> Samples:
         """Makes the table of these rows."""
+
+        def column(name: str) -> NDArray[Any]:
+            return np.array([getattr(row, name) for row in rows], _DTYPES[name])
+
         extensions = tuple(dict.fromkeys(extension for row in rows for extension in row.members))
         number = {extension: i for i, extension in enumerate(extensions)}
         members = [(number[extension], *at) for row in rows for extension, at in row.members.items()]
@@ -93,17 +97,8 @@ class Samples(Sequence[Sample]):
         stamp, begin = np.array([seek for row in rows for seek in row.seeks], np.int64).reshape(-1, 2).T
         return cls(
             keys=tuple(row.key for row in rows),
-            channels=np.array([row.channels for row in rows], np.int32),
-            clips=Clips(
-                width=np.array([row.width for row in rows], np.int32),
-                height=np.array([row.height for row in rows], np.int32),
-                num_frames=np.array([row.num_frames for row in rows], np.int32),
-                fps=np.array([row.fps for row in rows], np.float64),
-                duration=np.array([row.duration for row in rows], np.float64),
-                media=np.array([row.media for row in rows], np.uint8),
-                caption_length=np.array([row.caption_length for row in rows], np.int32),
-                source=np.zeros(len(rows), np.int32),
-            ),
+            channels=column("channels"),
+            clips=Clips(**{name: column(name) for name in _CLIP_COLUMNS}, source=np.zeros(len(rows), np.int32)),
             extensions=extensions,
             first_member=np.cumsum([0] + [len(row.members) for row in rows]),
             extension=extension.astype(np.int32),
@@ -125,18 +120,15 @@ class Samples(Sequence[Sample]):
         counts = np.concatenate([[0], *(np.diff(table.first_member) for table in tables)])
         seek_counts = np.concatenate([[0], *(np.diff(table.first_seek) for table in tables)])
         columns = {f.name: np.concatenate([getattr(t.clips, f.name) for t in tables]) for f in fields(Clips)}
+        joined = ("channels", "offset", "size", "seek_stamp", "seek_begin")
         return cls(
             keys=tuple(key for table in tables for key in table.keys),
-            channels=np.concatenate([table.channels for table in tables]),
             clips=Clips(**columns),
             extensions=extensions,
             first_member=np.cumsum(counts),
             extension=np.concatenate(renumbered),
-            offset=np.concatenate([table.offset for table in tables]),
-            size=np.concatenate([table.size for table in tables]),
             first_seek=np.cumsum(seek_counts),
-            seek_stamp=np.concatenate([table.seek_stamp for table in tables]),
-            seek_begin=np.concatenate([table.seek_begin for table in tables]),
+            **{name: np.concatenate([getattr(table, name) for table in tables]) for name in joined},
         )
 
     def __len__(self) -> int:
@@ -155,9 +147,6 @@ class Samples(Sequence[Sample]):
             {self.extensions[self.extension[m]]: ByteRange(int(self.offset[m]), int(self.size[m])) for m in members},
             tuple(map(Seek, self.seek_stamp[seeks].tolist(), self.seek_begin[seeks].tolist())),
         )  # fmt: skip
-
-    def __iter__(self) -> Iterator[Sample]:
-        return (self[row] for row in range(len(self)))
 
     def update(self, digest: hashlib._Hash) -> None:
         """Adds all that decides what a sample holds to a hash: not where its decoding may begin."""
@@ -182,17 +171,11 @@ class Samples(Sequence[Sample]):
         # Older tables know no key frames: then every video is decoded from its start.
         seeks = {name: np.array(table.get(name, ()), np.int64) for name in ("seek_stamp", "seek_begin")}
         seek_counts = np.array(table.get("seek_counts", [0] * len(keys)), np.int64)
-        clips = {field.name: columns.pop(field.name) for field in fields(Clips) if field.name != "source"}
+        clips = {name: columns.pop(name) for name in _CLIP_COLUMNS}
         columns["first_member"] = np.concatenate([[0], np.cumsum(counts)])
         columns |= {"first_seek": np.concatenate([[0], np.cumsum(seek_counts)]), **seeks}
         source = np.zeros(len(keys), np.int32)
-        rows = {
-            len(keys),
-            len(counts),
-            len(seek_counts),
-            len(columns["channels"]),
-            *(len(column) for column in clips.values()),
-        }
+        rows = {len(keys), *map(len, (counts, seek_counts, columns["channels"], *clips.values()))}
         members = {int(counts.sum()), *(len(columns[name]) for name in ("extension", "offset", "size"))}
         key_frames = {int(seek_counts.sum()), *map(len, seeks.values())}
         if max(len(rows), len(members), len(key_frames)) > 1:
@@ -200,7 +183,7 @@ class Samples(Sequence[Sample]):
         return cls(keys=keys, extensions=tuple(table["extensions"]), clips=Clips(**clips, source=source), **columns)
 
     def _columns(self) -> dict[str, NDArray[Any]]:
-        clips = {field.name: getattr(self.clips, field.name) for field in fields(Clips) if field.name != "source"}
+        clips = {name: getattr(self.clips, name) for name in _CLIP_COLUMNS}
         members = {"extension": self.extension, "offset": self.offset, "size": self.size}
         return {"channels": self.channels, **clips, "member_counts": np.diff(self.first_member), **members}
 
@@ -214,3 +197,5 @@ _DTYPES = {
     "duration": np.float64, "media": np.uint8, "caption_length": np.int32, "extension": np.int32, "offset": np.int64,
     "size": np.int64,
 }  # fmt: skip
+
+_CLIP_COLUMNS = [field.name for field in fields(Clips) if field.name != "source"]
