@@ -13,7 +13,7 @@
 
 What the ranks did comes to all of them from the one step log of the Trainer, `lightning_videoscale.timing`.
 
-`LossWeighting`, which applies `meta.loss_weight` under strategies that do not, lives in `data/loss_weighting`, because
+`LossWeighting`, which applies `meta.loss_weight` under strategies that do not, is in `data/loading/loss_weighting`:
 `VideoDataModule` adds it where it is needed.
 """
 
@@ -23,7 +23,7 @@ from lightning_videoscale.callbacks.fused_kernels import FusedKernels
 from lightning_videoscale.callbacks.load_balance_monitor import LoadBalanceMonitor
 from lightning_videoscale.callbacks.memory_monitor import MemoryMonitor
 from lightning_videoscale.callbacks.run_report import RunReport
-from lightning_videoscale.data.loss_weighting import LossWeighting
+from lightning_videoscale.data.loading.loss_weighting import LossWeighting
 
 __all__ = [
     "BottleneckAnalyzer",

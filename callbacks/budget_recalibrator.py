@@ -22,7 +22,7 @@ from lightning_videoscale.callbacks.out_of_memory import (
     kept_in,
     machine_of,
 )
-from lightning_videoscale.cost import Calibration, Observation, Recalibration
+from lightning_videoscale.cost import Calibration, Measurement, Recalibration
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.report import record
 from lightning_videoscale.timing import MicroBatchLoad, StepWindow, load_of, subscribe_to_steps
@@ -217,12 +217,12 @@ class BudgetRecalibrator(pl.Callback):
             self._announce(trainer, True, f"M_mem from {before:.0f} to {after:.0f} tokens, after: {incidents[-1]}")
 
 
-def observations_of(window: StepWindow) -> list[Observation]:
-    """One observation per data-parallel rank and micro-batch that tells its load."""
+def observations_of(window: StepWindow) -> list[Measurement]:
+    """One measurement per data-parallel rank and micro-batch that tells its load."""
     samples, length, work = (window.of_groups(name) for name in ("samples", "sequence_length", "work"))
     dp_ranks = torch.tensor(sorted(set(window.dp_ranks)))[:, None].expand_as(samples)
     rows = torch.stack([dp_ranks, samples, length, work], dim=2)
-    return [Observation(*row) for row in rows[samples > 0].tolist()]
+    return [Measurement(int(b), int(s), seconds, dp_rank=int(r)) for r, b, s, seconds in rows[samples > 0].tolist()]
 
 
 def _planned_data(trainer: pl.Trainer) -> VideoDataModule | None:

@@ -20,8 +20,7 @@ from lightning_videoscale.strategies import (
 if TYPE_CHECKING:
     from lightning_videoscale import callbacks, cost, data, metrics
     from lightning_videoscale.cost import BucketBudget
-    from lightning_videoscale.data import VideoDataModule
-    from lightning_videoscale.data.benchmark import benchmark_shapes
+    from lightning_videoscale.data import VideoDataModule, benchmark_shapes
 
 __all__ = [
     "BucketBudget",
@@ -44,7 +43,7 @@ __all__ = [
 _LAZY = {
     "BucketBudget": "cost",
     "VideoDataModule": "data",
-    "benchmark_shapes": "data.benchmark",
+    "benchmark_shapes": "data",
     "callbacks": "callbacks",
     "cost": "cost",
     "data": "data",

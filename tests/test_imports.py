@@ -69,9 +69,7 @@ def printed_by(script: str) -> list[str]:
 
 
 def test_plain_pytorch_loads_neither_data_nor_callbacks_and_knows_plans_and_strategies() -> None:
-    imported, known, then_imported, model_library, strategy = (
-        line.split() for line in printed_by(LIGHTNING_FIRST)[:5]
-    )
+    imported, known, then_imported, model_library, strategy = (line.split() for line in printed_by(LIGHTNING_FIRST)[:5])
     heavy = {"webdataset", "scipy", "matplotlib", "torchmetrics", "diffusers", "deepspeed"}
     rooms = {f"lightning_videoscale.{room}" for room in ("data", "callbacks", "metrics", "report", "timing")}
     assert not (heavy | rooms).intersection(then_imported)

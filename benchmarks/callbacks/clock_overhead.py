@@ -43,7 +43,7 @@ from benchmarks.callbacks.host_time import HostTime
 from benchmarks.launch import say
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow
 from lightning_videoscale.callbacks import BottleneckAnalyzer, LoadBalanceMonitor
-from lightning_videoscale.data.batch import BatchMeta
+from lightning_videoscale.data.planning.micro_batch import BatchMeta
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
 from lightning_videoscale.timing import StepTimer, marks_on
 

@@ -27,10 +27,11 @@ from benchmarks import provenance
 from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.cost.calibration import Calibration
 from lightning_videoscale.cost.geometry import GEOMETRIES
-from lightning_videoscale.cost.recalibration import Observation, Recalibration
+from lightning_videoscale.cost.measurement import Measurement
+from lightning_videoscale.cost.recalibration import Recalibration
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, SampleTable
-from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, standard_mix
+from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, standard_mix
 
 LONGEST = 75_600
 READ_AHEAD = 2  # steps that are read before they are trained: a new plan begins after them
@@ -134,7 +135,7 @@ class Walk:
             yield self.world.true_costs(self._plan, step)
 
 
-def observe(world: World, shapes: NDArray[np.float64], seconds: NDArray[np.float64], step: int) -> list[Observation]:
+def observe(world: World, shapes: NDArray[np.float64], seconds: NDArray[np.float64], step: int) -> list[Measurement]:
     """What the clock says of a step."""
     draws = np.random.default_rng([world.seed, step])
     factor = np.exp(world.noise * draws.standard_normal(seconds.shape))
@@ -142,7 +143,7 @@ def observe(world: World, shapes: NDArray[np.float64], seconds: NDArray[np.float
     factor[world.slow_rank] *= world.slowness
     ranks = np.broadcast_to(np.arange(world.dp_size)[:, None], seconds.shape)
     rows = np.stack([ranks, shapes[..., 0], shapes[..., 1], seconds * factor], axis=-1).reshape(-1, 4)
-    return [Observation(*row) for row in rows.tolist()]
+    return [Measurement(int(b), int(s), time, dp_rank=int(rank)) for rank, b, s, time in rows.tolist()]
 
 
 def spread(seconds: NDArray[np.float64]) -> float:
@@ -168,7 +169,7 @@ def simulate(
     """
     loop, oracle = Walk(world, world.calibration(first)), Walk(world, world.calibration(world.truth))
     recalibration = Recalibration(loop.calibration, world.target_sync)
-    window: list[Observation] = []
+    window: list[Measurement] = []
     track: dict[str, list[float]] = {"m_comp": [], "p": [], "cv": [], "oracle_cv": []}
     changes: list[dict[str, Any]] = []
     for step, (shapes, seconds), (_, best) in zip(range(1, steps + 1), loop.steps(), oracle.steps(), strict=False):

@@ -40,7 +40,7 @@ from lightning_videoscale.callbacks import BudgetRecalibrator
 from lightning_videoscale.cost import BucketBudget, StepTimeModel, TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import SampleTable
-from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
+from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
 from lightning_videoscale.timing import StepWindow, subscribe_to_steps
 
 RANKS, LAYERS, SAMPLES = 4, 3, 8_000

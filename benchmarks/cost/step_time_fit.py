@@ -26,11 +26,11 @@ from benchmarks import provenance
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_of, trainer_with
 from lightning_videoscale import benchmark_shapes
 from lightning_videoscale.cost import Measurement, MemoryModel, ShapeMatrix, StepTimeModel
-from lightning_videoscale.cost.floor import above_floor
 from lightning_videoscale.cost.geometry import GEOMETRIES
+from lightning_videoscale.cost.launch_bound import above_floor
 from lightning_videoscale.cost.step_time import PowerLaw
 from lightning_videoscale.data.planning import SampleTable
-from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
+from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
 
 SAMPLES = 20_000
 WIDE = np.round(np.arange(0.5, 3.0 + 1e-9, 0.01), 2)

@@ -47,8 +47,8 @@ from lightning_videoscale.callbacks import RunReport
 from lightning_videoscale.cost import BucketBudget, ShapeMatrix, StepTimeModel, TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
-from lightning_videoscale.data.planning.compute_budgets import best_of, try_budgets
-from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
+from lightning_videoscale.data.planning.compute_budget import best_of, try_budgets
+from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
 from lightning_videoscale.timing import StepTimes, StepWindow, subscribe_to_steps
 
 RANKS = 4

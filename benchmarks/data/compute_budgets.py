@@ -26,9 +26,9 @@ from benchmarks import provenance
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
-from lightning_videoscale.data.planning.compute_budgets import best_of, try_budgets
+from lightning_videoscale.data.planning.compute_budget import best_of, try_budgets
 from lightning_videoscale.data.planning.figures import PlanFigures
-from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, standard_mix
+from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, standard_mix
 
 LONGEST = 75_600
 MEASURED = "data-balances-h200x2.json"

@@ -29,10 +29,10 @@ from webdataset import TarWriter
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
-from lightning_videoscale.data.indexing import index_shards
-from lightning_videoscale.data.reader import Cut, SampleReader
-from lightning_videoscale.data.samples import Sample
-from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.data.planning.shapes import ClipShape
+from lightning_videoscale.data.shards.indexing import index_shards
+from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
+from lightning_videoscale.data.shards.samples import Sample
 
 CLIPS = ("bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4")
 SETTINGS = {"warmup": 1, "repeats": 7, "decoder_threads": 1, "clock": "CPU time of the process"}

@@ -22,7 +22,7 @@ from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.figures import PlanFigures
-from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, standard_mix
+from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, standard_mix
 
 LONGEST = 75_600
 SETTINGS = {

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.data.planning.shapes import ClipShape
 
 _BLOCK = tarfile.BLOCKSIZE
 

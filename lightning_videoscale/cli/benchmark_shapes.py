@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_videoscale.cost import MemoryModel, ShapeMatrix, StepTimeModel
-from lightning_videoscale.data import VideoDataModule
-from lightning_videoscale.data.benchmark import benchmark_shapes
+from lightning_videoscale.data import VideoDataModule, benchmark_shapes
 
 _GIB = 2**30
 

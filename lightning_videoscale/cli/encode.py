@@ -16,13 +16,13 @@ import torch
 from rich.console import Console
 
 from lightning_videoscale.cost.geometry import GEOMETRIES
-from lightning_videoscale.data.encoding import EncodeReport, EncodeSettings, encode_shards
-from lightning_videoscale.data.index import ShardIndex, default_index_file
-from lightning_videoscale.data.indexing import build_index, index_shards, known_shards, outdated
-from lightning_videoscale.data.patterns import expand_shards
-from lightning_videoscale.data.shapes import ShapePolicy
-from lightning_videoscale.data.shards import ShardError
-from lightning_videoscale.data.vae import DiffusersVae
+from lightning_videoscale.data.encoding.encode_shards import EncodeReport, EncodeSettings, encode_shards
+from lightning_videoscale.data.encoding.vae import DiffusersVae
+from lightning_videoscale.data.planning.shapes import ShapePolicy
+from lightning_videoscale.data.shards.errors import ShardError
+from lightning_videoscale.data.shards.index import ShardIndex, default_index_file
+from lightning_videoscale.data.shards.indexing import build_index, index_shards, known_shards, outdated
+from lightning_videoscale.data.shards.patterns import expand_shards
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from lightning_videoscale.data.advice import check_caption_key
-from lightning_videoscale.data.index import ShardIndex, default_index_file
-from lightning_videoscale.data.indexing import build_index
-from lightning_videoscale.data.patterns import expand_shards
-from lightning_videoscale.data.shapes import Media
-from lightning_videoscale.data.shards import ShardError
+from lightning_videoscale.data.loading.data_warnings import check_caption_key
+from lightning_videoscale.data.planning.shapes import Media
+from lightning_videoscale.data.shards.errors import ShardError
+from lightning_videoscale.data.shards.index import ShardIndex, default_index_file
+from lightning_videoscale.data.shards.indexing import build_index
+from lightning_videoscale.data.shards.patterns import expand_shards
 
 _SHOWN = 20
 

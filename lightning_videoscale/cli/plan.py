@@ -18,11 +18,11 @@ from rich.table import Table
 
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, ShapeMatrix, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES
-from lightning_videoscale.data.index import ShardIndex
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, SampleTable
-from lightning_videoscale.data.planning.compute_budgets import TriedBudget, best_of, try_budgets
+from lightning_videoscale.data.planning.compute_budget import TriedBudget, best_of, try_budgets
 from lightning_videoscale.data.planning.figures import PlanFigures
-from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ShapePolicy, standard_mix
+from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ShapePolicy, standard_mix
+from lightning_videoscale.data.shards.index import ShardIndex
 
 LONGEST = 75_600
 """Tokens of the longest clip that Wan is trained on: 81 frames of 720 x 1280."""

@@ -1,4 +1,4 @@
-"""One measured shape: what a training step of B samples of S tokens took."""
+"""One measured micro-batch: what a training step of B samples of S tokens took."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from typing import NamedTuple
 
 
 class Measurement(NamedTuple):
-    """What one point of the shape benchmark says.
+    """A point of the shape benchmark, or a micro-batch of a run.
 
     Attributes:
         samples: Batch size B.
         sequence_length: Tokens S of one sample.
         seconds: Of the micro-batch: forward, backward and the exchanges in its sequence-parallel group, without waits.
         peak_bytes: Highest memory in use meanwhile; None where it was not measured.
+        dp_rank: The data-parallel rank that computed it.
     """
 
     samples: int
     sequence_length: int
     seconds: float
     peak_bytes: float | None = None
+    dp_rank: int = 0

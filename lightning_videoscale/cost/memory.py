@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_videoscale.cost.least_squares import nonnegative_least_squares
 from lightning_videoscale.cost.measurement import Measurement
+from lightning_videoscale.cost.points import nonnegative_least_squares
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ definition, so that costs are those of a healthy GPU: one slow rank moves none o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from lightning_videoscale.cost.least_squares import Vector
-from lightning_videoscale.cost.weighted_fit import Points, fit_power_law
+from lightning_videoscale.cost.measurement import Measurement
+from lightning_videoscale.cost.points import Points, Vector
+from lightning_videoscale.cost.weighted_fit import fit_power_law
 
 KEPT = 0.9
 """Weight of what was observed, one window later; small windows fade more slowly."""
@@ -22,22 +23,6 @@ _LEAST_MEMORY = 500  # observations that are remembered at least, so that window
 _FORGOTTEN = 0.05  # weight below which a shape is dropped
 _ROUNDS = 4  # of alternation between speeds and costs; both settle to 1e-3 in two or three
 _OUTLIER = 4.685  # standard deviations beyond which Tukey's biweight gives no weight: 95 % efficient for normal noise
-
-
-class Observation(NamedTuple):
-    """One micro-batch on one data-parallel rank.
-
-    Attributes:
-        dp_rank: Who computed it.
-        samples: Batch size B.
-        sequence_length: Tokens S of one sample.
-        seconds: Of forward, backward and the exchanges in its sequence-parallel group, as of a `Measurement`.
-    """
-
-    dp_rank: float
-    samples: float
-    sequence_length: float
-    seconds: float
 
 
 class ObservedCosts:
@@ -59,13 +44,14 @@ class ObservedCosts:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def add(self, observations: Sequence[Observation]) -> None:
+    def add(self, observations: Sequence[Measurement]) -> None:
         """Takes in a window; times that are not finite and positive are left out, wild ones weigh little or nothing.
 
         Raises:
             ValueError: If none is left.
         """
-        rows = np.array(observations, np.float64).reshape(-1, len(Observation._fields))
+        columns = [(m.dp_rank, m.samples, m.sequence_length, m.seconds) for m in observations]
+        rows = np.array(columns, np.float64).reshape(-1, 4)
         rows = rows[np.isfinite(rows).all(axis=1) & (rows[:, 1:] > 0).all(axis=1)]
         if not len(rows):
             raise ValueError("no times were observed")

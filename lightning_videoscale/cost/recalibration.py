@@ -22,7 +22,7 @@ from lightning_videoscale.cost.budget import BucketBudget
 from lightning_videoscale.cost.calibration import Calibration
 from lightning_videoscale.cost.measurement import Measurement
 from lightning_videoscale.cost.memory import MemoryModel
-from lightning_videoscale.cost.observations import Observation, ObservedCosts
+from lightning_videoscale.cost.observations import ObservedCosts
 from lightning_videoscale.cost.step_time import StepTimeModel
 from lightning_videoscale.cost.weighted_fit import P_BOUNDS, Uncertainty, fit_step_time
 
@@ -100,7 +100,7 @@ class Recalibration:
 
     def update(
         self,
-        observations: Sequence[Observation],
+        observations: Sequence[Measurement],
         peaks: Mapping[int, float] | None = None,
         capacity: float | None = None,
     ) -> Outcome:

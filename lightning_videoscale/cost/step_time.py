@@ -12,15 +12,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_videoscale.cost.budget import BucketBudget
-from lightning_videoscale.cost.floor import above_floor, floor_of, suffice
 from lightning_videoscale.cost.flops import TransformerFlops
-from lightning_videoscale.cost.least_squares import Vector, nonnegative_least_squares
+from lightning_videoscale.cost.launch_bound import above_floor, floor_of, suffice
 from lightning_videoscale.cost.measurement import Measurement
+from lightning_videoscale.cost.points import Points, Vector, held_out_errors, nonnegative_least_squares
 
 EXPONENTS = np.round(np.arange(1.6, 2.4 + 1e-9, 0.01), 2)
 """Where AdaptiveLoad searches p."""
-
-_FOLDS = 5
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,11 @@ class AdditiveCost:
     per_sample: float = 0.0
 
     @classmethod
-    def fit(cls, samples: Vector, lengths: Vector, seconds: Vector) -> AdditiveCost:
-        """Non-negative least squares of (prediction - seconds) / seconds."""
+    def fit(cls, samples: Vector, lengths: Vector, seconds: Vector, weights: Vector) -> AdditiveCost:
+        """Non-negative weighted least squares of (prediction - seconds) / seconds."""
         terms = np.stack([np.ones_like(seconds), samples * lengths, samples * lengths**2, samples], axis=1)
-        return cls(*map(float, nonnegative_least_squares(terms / seconds[:, None], np.ones_like(seconds))))
+        root = np.sqrt(weights)
+        return cls(*map(float, nonnegative_least_squares(terms * (root / seconds)[:, None], root)))
 
     def predict(self, samples: ArrayLike, lengths: ArrayLike) -> Vector:
         """Seconds of B samples of S tokens."""
@@ -131,18 +130,18 @@ class StepTimeModel:
             )
         if not (np.isfinite(seconds) & (seconds > 0) & (b >= 1) & (s >= 1)).all():
             raise ValueError("Every measurement needs a positive time, batch size and sequence length.")
-        every, above = (b, s, seconds), above_floor(s, seconds)
-        b, s, seconds = b[above], s[above], seconds[above]
-        power_law = PowerLaw.fit(b, s, seconds)
+        every, above = Points(b, s, seconds, np.ones_like(seconds)), above_floor(s, seconds)
+        points = every.where(above)
+        power_law = PowerLaw.fit(*points[:3])
         if power_law.b <= 0:
             raise ValueError(
                 f"The measured times do not grow with the work ({power_law}); measure again, synchronised."
             )
-        of_power_law, of_sum = (
-            float(np.median(np.abs(_held_out(form, b, s, seconds)))) for form in (PowerLaw, AdditiveCost)
-        )
-        model = cls(power_law, AdditiveCost.fit(b, s, seconds), of_power_law, of_sum)
-        return model if above.all() else model.with_floor(*every, np.ones(len(above)))
+        of_power_law = held_out_errors(lambda others: PowerLaw.fit(*others[:3]), points)
+        of_sum = held_out_errors(lambda others: AdditiveCost.fit(*others), points)
+        errors = (float(np.median(each)) for each in (of_power_law, of_sum))
+        model = cls(power_law, AdditiveCost.fit(*points), *errors)
+        return model if above.all() else model.with_floor(every)
 
     @classmethod
     def analytic(cls, flops: TransformerFlops, flops_per_second: float = 4e14, longest: int = 80_000) -> StepTimeModel:
@@ -162,9 +161,9 @@ class StepTimeModel:
         one_token = float(additive.predict(1, 1))
         return cls(power_law, additive, float(np.median(np.abs(misses))), 0.0, one_token)
 
-    def with_floor(self, samples: Vector, lengths: Vector, seconds: Vector, weights: Vector) -> StepTimeModel:
-        """Returns this model with the floor that measurements show; see `cost.floor.floor_of`."""
-        return replace(self, floor=floor_of(self.form.predict(samples, lengths), seconds, weights))
+    def with_floor(self, points: Points) -> StepTimeModel:
+        """Returns this model with the floor that measurements show; see `cost.launch_bound.floor_of`."""
+        return replace(self, floor=floor_of(self.form.predict(points.samples, points.lengths), points))
 
     @property
     def form(self) -> PowerLaw | AdditiveCost:
@@ -205,14 +204,3 @@ class StepTimeModel:
         """Reads what `to_dict` returned."""
         forms = {"power_law": PowerLaw(**fields["power_law"]), "additive": AdditiveCost(**fields["additive"])}
         return cls(**{**fields, **forms})
-
-
-def _held_out(form: type[PowerLaw] | type[AdditiveCost], b: Vector, s: Vector, seconds: Vector) -> Vector:
-    """Relative error of every measurement, predicted from the other sequence lengths."""
-    errors = np.empty_like(seconds)
-    lengths = np.unique(s)
-    for fold in range(min(_FOLDS, len(lengths))):
-        out = np.isin(s, lengths[fold::_FOLDS])
-        fitted = form.fit(b[~out], s[~out], seconds[~out])
-        errors[out] = fitted.predict(b[out], s[out]) / seconds[out] - 1
-    return errors

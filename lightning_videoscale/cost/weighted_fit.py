@@ -7,42 +7,21 @@ M_comp = S^p moves by a tenth for 0.01 of p at 30 000 tokens.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.cost.floor import above_floor, suffice
-from lightning_videoscale.cost.least_squares import Vector, nonnegative_least_squares
-from lightning_videoscale.cost.median import weighted_median
+from lightning_videoscale.cost.launch_bound import above_floor, suffice
+from lightning_videoscale.cost.points import Points, Vector, held_out_errors, weighted_median
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw, StepTimeModel
 
 P_BOUNDS = 1.0, 2.4
 """Where p is searched: from linear layers alone to where the paper's search ends. The paper's begins at 1.6; on
 relative errors, and with short samples among them, the best p is often below."""
 
-_FOLDS = 5
 _MUCH_SMALLER = 0.5
-
-
-class Points(NamedTuple):
-    """Observed costs, all of shape (points,) and float64.
-
-    Attributes:
-        samples: Batch sizes B.
-        lengths: Sequence lengths S.
-        seconds: Compute time of each.
-        weights: How much each counts, above zero.
-    """
-
-    samples: Vector
-    lengths: Vector
-    seconds: Vector
-    weights: Vector
-
-    def where(self, chosen: NDArray[np.bool_]) -> Points:
-        """The chosen points, by a mask of shape (points,)."""
-        return Points(*(column[chosen] for column in self))
 
 
 def fit_step_time(points: Points, p_bounds: tuple[float, float] = P_BOUNDS) -> StepTimeModel:
@@ -69,16 +48,15 @@ def fit_step_time(points: Points, p_bounds: tuple[float, float] = P_BOUNDS) -> S
     higher = _fit(points.where(above), p_bounds)
     if _error(higher) > _MUCH_SMALLER * _error(every):
         return every
-    return higher.with_floor(*points)
+    return higher.with_floor(points)
 
 
 def _fit(points: Points, p_bounds: tuple[float, float]) -> StepTimeModel:
     power_law = fit_power_law(points, p_bounds)
     if power_law.b <= 0:
         raise ValueError(f"the times do not grow with the work ({power_law})")
-    additive = _fit_additive(points)
-    errors = [_held_out_error(points, p_bounds, of_power_law) for of_power_law in (True, False)]
-    return StepTimeModel(power_law, additive, *errors)
+    errors = [held_out_errors(fit, points) for fit in (partial(fit_power_law, p_bounds=p_bounds), _fit_additive)]
+    return StepTimeModel(power_law, _fit_additive(points), *(weighted_median(e, points.weights) for e in errors))
 
 
 def _error(model: StepTimeModel) -> float:
@@ -166,20 +144,4 @@ def _fits_at(points: Points, exponents: Vector) -> tuple[Vector, Vector, Vector]
 
 
 def _fit_additive(points: Points) -> AdditiveCost:
-    s, root = points.lengths, np.sqrt(points.weights)
-    terms = np.stack([np.ones_like(s), points.samples * s, points.samples * s**2, points.samples], axis=1)
-    return AdditiveCost(
-        *map(float, nonnegative_least_squares(terms * (root / points.seconds)[:, None], np.asarray(root)))
-    )
-
-
-def _held_out_error(points: Points, p_bounds: tuple[float, float], of_power_law: bool) -> float:
-    """Weighted median of the relative errors, each predicted from the other sequence lengths."""
-    errors = np.empty_like(points.seconds)
-    lengths = np.unique(points.lengths)
-    for fold in range(min(_FOLDS, len(lengths))):
-        out = np.isin(points.lengths, lengths[fold::_FOLDS])
-        others = points.where(~out)
-        form = fit_power_law(others, p_bounds) if of_power_law else _fit_additive(others)
-        errors[out] = np.abs(form.predict(points.samples[out], points.lengths[out]) / points.seconds[out] - 1)
-    return weighted_median(errors, points.weights)
+    return AdditiveCost.fit(*points)

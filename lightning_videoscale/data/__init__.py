@@ -1,25 +1,25 @@
 """From tar shards to balanced batches.
 
-The road of a sample: `patterns` (which tars), `shards`, `storage` and `remote` (bytes of them), `tars`, `keys`,
-`captions` and `describing` (what is in them), `indexing`, `samples` and `index` (a table of all samples), `shapes`
-(what the model sees of each),
-`planning/` (which samples meet in which micro-batch, on which data-parallel rank, in which step), `reader`, `decoding`,
-`media` and `frames` (bytes to tensors), `batch` (what the training step receives), `loader` (a pass over the plan),
-`progress` (where a run stands in it) and `datamodule` (all of it behind a LightningDataModule, with `indexed_shards`,
-`budgets`, `agreement` and `replanning` behind that). Beside it, `benchmark/` and `auto_budget` measure what a
-micro-batch may hold, `vae` and `encoding` make shards of latents of shards of videos; `online`, with `vae` and `text`,
-encodes while training; `loss_weighting` applies the weights of batches.
+- `planning/`: which samples meet in which micro-batch, on which data-parallel rank, in which step. Pure.
+- `shards/`: where the samples lie, what they are, and how their bytes become tensors.
+- `encoding/`: pixels to latents and captions to embeddings, beforehand or while training.
+- `loading/`: what the training step receives, and all of it behind `VideoDataModule`.
+
+Each of these imports those above it, never one below. What a micro-batch may hold is decided in
+`cost/`.
 """
 
+from lightning_videoscale.cost.auto_budget import AutoBudget
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.data.auto_budget import AutoBudget
-from lightning_videoscale.data.batch import Batch, BatchMeta
-from lightning_videoscale.data.datamodule import VideoDataModule
-from lightning_videoscale.data.index import ShardIndex
-from lightning_videoscale.data.online import BatchEncoder, OnlineEncoder
+from lightning_videoscale.data.encoding.online_encoder import BatchEncoder, OnlineEncoder
+from lightning_videoscale.data.loading.benchmark_shapes import benchmark_shapes
+from lightning_videoscale.data.loading.datamodule import VideoDataModule
+from lightning_videoscale.data.loading.synthetic_batches import RandomBatches
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBatch, SampleTable
-from lightning_videoscale.data.shapes import Clips, ClipShape, ShapePolicy
-from lightning_videoscale.data.shards import ShardError
+from lightning_videoscale.data.planning.micro_batch import Batch, BatchMeta
+from lightning_videoscale.data.planning.shapes import Clips, ClipShape, ShapePolicy
+from lightning_videoscale.data.shards.errors import ShardError
+from lightning_videoscale.data.shards.index import ShardIndex
 
 __all__ = [
     "GEOMETRIES",
@@ -34,9 +34,11 @@ __all__ = [
     "MicroBatch",
     "ModelGeometry",
     "OnlineEncoder",
+    "RandomBatches",
     "SampleTable",
     "ShapePolicy",
     "ShardError",
     "ShardIndex",
     "VideoDataModule",
+    "benchmark_shapes",
 ]

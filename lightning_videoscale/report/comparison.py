@@ -12,7 +12,7 @@ import numpy as np
 from lightning_videoscale.cost import BucketBudget, StepTimeModel
 from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.figures import StepSpreads
-from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.data.planning.shapes import ClipShape
 from lightning_videoscale.report.reading import Record
 
 MOST_SAMPLES = 50_000

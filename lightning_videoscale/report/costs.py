@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_videoscale.cost import BucketBudget, StepTimeModel
-from lightning_videoscale.cost.median import weighted_median
-from lightning_videoscale.cost.weighted_fit import Points, fit_step_time
+from lightning_videoscale.cost.points import Points, weighted_median
+from lightning_videoscale.cost.weighted_fit import fit_step_time
 from lightning_videoscale.data.planning import Balance
 from lightning_videoscale.report.comparison import budget_of
 from lightning_videoscale.report.reading import Record

@@ -21,7 +21,7 @@ def config(tmp_path: Path) -> Path:
     trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_model_summary": False}
     content = {
         "trainer": trainer | quiet,
-        "model": {"class_path": "tests.data.benchmark.flow.Flow"},
+        "model": {"class_path": "tests.cost.benchmark.flow.Flow"},
         "data": {"shards": write_shards(tmp_path, 24)},
     }
     file = tmp_path / "config.yaml"
@@ -36,7 +36,7 @@ def test_the_matrix_lies_where_auto_budgets_look(config: Path, capsys: pytest.Ca
     assert report["matrix"] == str(data.matrix_file)
     matrix = ShapeMatrix.load(data.matrix_file)
     assert {row.sequence_length for row in matrix.rows} == {4, 16, 48, 80}
-    assert report["provenance"]["module"] == "tests.data.benchmark.flow.Flow"
+    assert report["provenance"]["module"] == "tests.cost.benchmark.flow.Flow"
     assert "peaks" in report["memory"]  # none on a CPU
 
 
@@ -46,7 +46,7 @@ def test_a_table_and_a_place_for_it(config: Path, tmp_path: Path, capsys: pytest
     config.write_text(yaml.safe_dump(content))
     arguments = ["benchmark-shapes", "--config", str(config), "--seconds", "0.001", "--max-shapes", "2"]
     arguments += ["--max-tokens", "80", "--output", str(tmp_path / "here.json")]
-    assert main([*arguments, "--model", "tests.data.benchmark.flow.Small", "--", "--model.tokens", "60"]) == 0
+    assert main([*arguments, "--model", "tests.cost.benchmark.flow.Small", "--", "--model.tokens", "60"]) == 0
     out = capsys.readouterr().out
     assert "out of memory" in out and "here.json" in out
     assert [row.outcome for row in ShapeMatrix.load(tmp_path / "here.json").rows] == ["measured"] * 2 + [

@@ -16,13 +16,14 @@ from diffusers import AutoencoderKLWan
 
 from lightning_videoscale.cli import main
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.data import ShardError, storage
-from lightning_videoscale.data.encoding import EncodeReport, EncodeSettings, encode_shards
-from lightning_videoscale.data.index import ShardIndex
-from lightning_videoscale.data.indexing import index_shards
-from lightning_videoscale.data.reader import Cut, SampleReader
-from lightning_videoscale.data.shapes import ClipShape, ShapePolicy
-from lightning_videoscale.data.vae import DiffusersVae
+from lightning_videoscale.data import ShardError
+from lightning_videoscale.data.encoding.encode_shards import EncodeReport, EncodeSettings, encode_shards
+from lightning_videoscale.data.encoding.vae import DiffusersVae
+from lightning_videoscale.data.planning.shapes import ClipShape, ShapePolicy
+from lightning_videoscale.data.shards import storage
+from lightning_videoscale.data.shards.index import ShardIndex
+from lightning_videoscale.data.shards.indexing import index_shards
+from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from tests.data.clips import clip, write_shard
 from tests.data.films import film, numbered
 from tests.data.servers import serving

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_videoscale.cli import main
 from lightning_videoscale.cost import MatrixRow, Measurement, ShapeMatrix, StepTimeModel
-from lightning_videoscale.data.indexing import build_index
+from lightning_videoscale.data.shards.indexing import build_index
 from tests.data.clips import write_shards
 from tests.data.planning.tables import footage
 
@@ -68,7 +68,7 @@ def test_budgets_and_a_measured_model_are_taken(
     analytic = run(capsys, *mix)
     fitted = run(capsys, *mix, "--cost", str(tmp_path / "cost.json"))
     assert fitted["cost_cv"] != analytic["cost_cv"]
-    rows = tuple(MatrixRow(1, 2, 2, b, s, seconds=seconds) for b, s, seconds, _ in measured)
+    rows = tuple(MatrixRow(1, 2, 2, b, s, seconds=seconds) for b, s, seconds, *_ in measured)
     ShapeMatrix(rows).save(tmp_path / "matrix.json")
     assert run(capsys, *mix, "--cost", str(tmp_path / "matrix.json")) == fitted
     small = run(capsys, *mix, "--m-mem", "1", "--m-comp", "1")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.callbacks.recalibration import LONGEST, power_law, simulate, world_of, wrong
-from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, Calibration, Observation, Recalibration, StepTimeModel
+from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, Calibration, Measurement, Recalibration, StepTimeModel
 from lightning_videoscale.cost.step_time import AdditiveCost
 from tests.data.planning.tables import footage
 
@@ -20,7 +20,7 @@ TRUTH = power_law(0.02, 0.98 / LONGEST**1.9, 1.9)
 
 def window(
     speeds: tuple[float, ...], truth: Any = TRUTH, noise: float = 0.02, seed: int = 0, slots: int = 20
-) -> list[Observation]:
+) -> list[Measurement]:
     """Every rank trains the same number of micro-batches of drawn shapes."""
     draw = np.random.default_rng(seed)
     observed = []
@@ -28,7 +28,7 @@ def window(
         for length in draw.choice(LENGTHS, slots):
             samples = draw.integers(1, max(2, LONGEST // length))
             seconds = truth.predict(samples, length) * speed * math.exp(noise * draw.standard_normal())
-            observed.append(Observation(rank, int(samples), int(length), float(seconds)))
+            observed.append(Measurement(int(samples), int(length), float(seconds), dp_rank=rank))
     return observed
 
 
@@ -62,13 +62,13 @@ def test_steps_that_wait_for_the_host_make_a_fit_no_more_certain() -> None:
     first = StepTimeModel.analytic(TRANSFORMERS["wan2.1-1.3b"])
     p = first.power_law.p
 
-    def launched(seed: int) -> list[Observation]:
+    def launched(seed: int) -> list[Measurement]:
         draw = np.random.default_rng(seed)
         lengths = draw.choice([256, 512, 1024, 2048, 4096, 8192, 16_384, 24_000, longest], 80)
         samples = np.where(lengths > 8000, draw.integers(1, 3, 80), draw.integers(1, 5, 80))
         seconds = np.maximum(launch, device.predict(samples, lengths)) * np.exp(0.08 * draw.standard_normal(80))
         columns = zip(samples.tolist(), lengths.tolist(), seconds.tolist(), strict=True)
-        return [Observation(n % 2, *load) for n, load in enumerate(columns)]
+        return [Measurement(*load, dp_rank=n % 2) for n, load in enumerate(columns)]
 
     changes = []
     for run in range(4):
@@ -150,8 +150,8 @@ def test_without_a_target_there_is_room_for_as_many_of_the_longest_samples_as_at
 def test_too_little_to_tell_changes_nothing_and_says_so() -> None:
     for observed, reason in (
         ([], "no times were observed"),
-        ([Observation(0, 1, 100, math.nan)], "no times were observed"),
-        ([Observation(0, 1, 100, 0.1)] * 9, "1 shapes of 1 sequence lengths"),
+        ([Measurement(1, 100, math.nan)], "no times were observed"),
+        ([Measurement(1, 100, 0.1)] * 9, "1 shapes of 1 sequence lengths"),
         (window((1.0,), power_law(2.0, TRUTH.power_law.b, 1.9)), "target_sync=1.0 s is not above the 2"),
     ):
         loop = start()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_videoscale.cost import TRANSFORMERS, Measurement, StepTimeModel, TransformerFlops
-from lightning_videoscale.cost.least_squares import nonnegative_least_squares
+from lightning_videoscale.cost.points import nonnegative_least_squares
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
@@ -36,7 +36,7 @@ def test_a_sum_of_linear_and_quadratic_work_is_found_again_and_wins() -> None:
 
 def test_what_samples_cost_beside_their_tokens_is_found_again() -> None:
     per_sample = 58 * 2e-5  # 512 text tokens, of which every block makes keys and values
-    samples = [Measurement(b, s, t + b * per_sample) for b, s, t, _ in measured(0.05, 2e-5, 7e-10)]
+    samples = [Measurement(b, s, t + b * per_sample) for b, s, t, *_ in measured(0.05, 2e-5, 7e-10)]
     samples += [Measurement(256, 256, 0.05 + 256 * (per_sample + 2e-5 * 256 + 7e-10 * 256**2))]
     model = StepTimeModel.fit(samples)
     assert model.additive.per_sample == pytest.approx(per_sample, rel=1e-6)
@@ -52,7 +52,7 @@ def test_costs_of_a_tiny_model_that_nobody_measured_still_differ() -> None:
 
 def test_what_the_host_takes_to_launch_a_step_is_a_floor_and_no_summand() -> None:
     launch = 0.12
-    samples = [Measurement(b, s, max(launch, t)) for b, s, t, _ in measured(0.01, 2e-5, 7e-10)]
+    samples = [Measurement(b, s, max(launch, t)) for b, s, t, *_ in measured(0.01, 2e-5, 7e-10)]
     model = StepTimeModel.fit(samples)
     assert model.floor == launch == model.predict(1, 300)
     assert model.additive.linear == pytest.approx(2e-5, rel=1e-6)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_videoscale.cost.weighted_fit import Points, fit_step_time
+from lightning_videoscale.cost.points import Points
+from lightning_videoscale.cost.weighted_fit import fit_step_time
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 

@@ -12,8 +12,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from lightning_videoscale.data import GEOMETRIES, OnlineEncoder
-from lightning_videoscale.data.text import TransformersText
-from lightning_videoscale.data.vae import DiffusersVae
+from lightning_videoscale.data.encoding.text import TransformersText
+from lightning_videoscale.data.encoding.vae import DiffusersVae
 
 MAX_LENGTH = 6
 

@@ -14,10 +14,9 @@ import torch
 
 import lightning_videoscale as vs
 from lightning_videoscale.cost import MemoryModel, ShapeMatrix, StepTimeModel
-from lightning_videoscale.data import VideoDataModule
-from lightning_videoscale.data.benchmark import RandomBatches
-from lightning_videoscale.data.shapes import ClipShape
-from tests.data.benchmark.flow import Flow
+from lightning_videoscale.data import RandomBatches, VideoDataModule
+from lightning_videoscale.data.planning.shapes import ClipShape
+from tests.cost.benchmark.flow import Flow
 from tests.data.clips import write_shards
 from tests.data.training import trainer_with
 from tests.distributed.pool import ProcessPool

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_videoscale.cost.geometry import GEOMETRIES
-from lightning_videoscale.data.vae import DiffusersVae
+from lightning_videoscale.data.encoding.vae import DiffusersVae
 
 pytestmark = [
     pytest.mark.gpu,

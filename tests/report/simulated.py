@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
 from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
-from lightning_videoscale.data.shapes import ClipShape
+from lightning_videoscale.data.planning.shapes import ClipShape
 from lightning_videoscale.report import RunLog
 from lightning_videoscale.report.records import plan_record, window_record
 from lightning_videoscale.timing import MicroBatchLoad, StepTimes, load_of

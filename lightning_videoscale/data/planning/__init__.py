@@ -5,19 +5,21 @@
 - `batches`: which samples meet in a micro-batch.
 - `arrange`: in which step, on which data-parallel rank a micro-batch is trained.
 - `diversity`: how many different shapes meet in a step.
+- `micro_batch`: `MicroBatch` and `BatchMeta`, what the plan says about one.
 - `plan`: `BucketPlanner` and `EpochPlan`, all of it together.
 - `figures`: how good a plan is.
-- `compute_budgets`: which M_comp makes the most of it.
+- `compute_budget`: which M_comp makes the most of it.
+- `shapes`: what of a clip is read, and how large; `seeded_random`: numbers that are the same on every machine.
 """
 
+from lightning_videoscale.data.planning.micro_batch import MicroBatch
 from lightning_videoscale.data.planning.plan import (
     Balance,
     BucketPlanner,
     EpochPlan,
     LossNormalization,
-    LossWeighting,
-    MicroBatch,
+    LossUnit,
 )
 from lightning_videoscale.data.planning.table import SampleTable
 
-__all__ = ["Balance", "BucketPlanner", "EpochPlan", "LossNormalization", "LossWeighting", "MicroBatch", "SampleTable"]
+__all__ = ["Balance", "BucketPlanner", "EpochPlan", "LossNormalization", "LossUnit", "MicroBatch", "SampleTable"]

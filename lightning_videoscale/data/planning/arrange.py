@@ -18,15 +18,17 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.data.draws import Draws
 from lightning_videoscale.data.planning.diversity import diversity
+from lightning_videoscale.data.planning.seeded_random import SeededRandom
 
 # Costs of a band differ by these factors at least and at most, e to the power of them.
 _NARROWEST, _WIDEST = 0.005, 0.25
 _BISECTIONS = 6
 
 
-def in_stream_order(position: NDArray[np.float64], dp_size: int, micro_batches: int, draws: Draws) -> NDArray[np.int64]:
+def in_stream_order(
+    position: NDArray[np.float64], dp_size: int, micro_batches: int, draws: SeededRandom
+) -> NDArray[np.int64]:
     """Each rank takes what comes next, whatever it costs: what loaders without a plan do.
 
     Args:
@@ -53,7 +55,7 @@ def balanced(
     micro_batches: int,
     max_wait: float,
     min_diversity: float,
-    draws: Draws,
+    draws: SeededRandom,
 ) -> NDArray[np.int64]:
     """Equal cost on every rank, in every step and in every row of it.
 

@@ -13,57 +13,43 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.cost import BucketBudget, StepTimeModel
-from lightning_videoscale.data.batch import BatchMeta
-from lightning_videoscale.data.draws import Draws
 from lightning_videoscale.data.planning.arrange import balanced, in_stream_order
 from lightning_videoscale.data.planning.batches import Batches, cut
+from lightning_videoscale.data.planning.micro_batch import BatchMeta, MicroBatch
+from lightning_videoscale.data.planning.seeded_random import SeededRandom
 from lightning_videoscale.data.planning.stream import epoch_stream
 from lightning_videoscale.data.planning.table import SampleTable
 
 Balance = Literal["planned", "dual_constraint", "equal_token"]
-LossWeighting = Literal["sample", "token", "none"]
+LossUnit = Literal["sample", "token", "none"]
 LossNormalization = Literal["step", "epoch"]
 
 _ARRANGE = 4
 
 
 _COUNTS = ("micro_batches", "dp_size", "shard_window")
-_WORDS = {"balance": Balance, "loss_weighting": LossWeighting, "loss_normalization": LossNormalization}
+_WORDS = {"balance": Balance, "loss_weighting": LossUnit, "loss_normalization": LossNormalization}
 
 
-def check_settings(**settings: int | str) -> None:
-    """Looks at settings of `BucketPlanner` by name, whichever are known already.
+def check_settings(**settings: int | str | None) -> None:
+    """Looks at settings of `BucketPlanner` by name, whichever are known already; None is not.
 
     Raises:
         ValueError: If a number is below 1 or a word is unknown.
     """
-    counts = {name: settings[name] for name in _COUNTS if name in settings}
-    if any(int(count) < 1 for count in counts.values()):
+    counts = {name: int(count) for name in _COUNTS if (count := settings.get(name)) is not None}
+    if any(count < 1 for count in counts.values()):
         listed = ", ".join(f"{name}={count}" for name, count in counts.items())
         raise ValueError(f"{listed} must be at least 1.")
     for name in _WORDS.keys() & settings.keys():
         if settings[name] not in get_args(_WORDS[name]):
             raise ValueError(f"{name}={settings[name]!r} must be one of {get_args(_WORDS[name])}.")
-
-
-class MicroBatch(NamedTuple):
-    """What one rank reads at once: rows of the table, all of one shape, and the plan's word about them.
-
-    Attributes:
-        samples: The rows.
-        meta: Shape, batch size, cost and weight.
-        starts: Per sample, second of the clip at which reading begins.
-    """
-
-    samples: tuple[int, ...]
-    meta: BatchMeta
-    starts: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,7 +162,7 @@ class BucketPlanner:
     dp_size: int = 1
     micro_batches: int = 1
     step_time: StepTimeModel | None = None
-    loss_weighting: LossWeighting = "sample"
+    loss_weighting: LossUnit = "sample"
     loss_normalization: LossNormalization = "step"
     seed: int = 0
     shuffle: bool = True
@@ -214,7 +200,7 @@ class BucketPlanner:
         # The cheapest micro-batch again, at the end: all of its samples count elsewhere.
         again = np.r_[np.arange(len(cost)), np.full(fillers, np.argmin(cost) if fillers else 0)]
         position = np.r_[batches.position, np.full(fillers, 1.0)]
-        draws = Draws(self.seed, epoch if self.shuffle else 0, len(left), _ARRANGE)
+        draws = SeededRandom(self.seed, epoch if self.shuffle else 0, len(left), _ARRANGE)
         if self.balance == "planned":
             shape_id, ranks, k = batches.shape_id[again], self.dp_size, self.micro_batches
             grid = balanced(cost[again], position, shape_id, ranks, k, self.max_wait, self.min_diversity, draws)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.data.draws import Draws
+from lightning_videoscale.data.planning.seeded_random import SeededRandom
 from lightning_videoscale.data.planning.table import SampleTable
 
 _ORDER, _MIX = 2, 3
@@ -58,7 +58,7 @@ def epoch_stream(
         rows = np.flatnonzero((table.source == source) & (table.shape_id >= 0))
         parts.append(_walk(rows, table.shard[rows], (seed, source), epoch * count, count, shard_window))
         # Evenly spread, with a random offset of their own each.
-        places.append((np.arange(count) + Draws(seed, source, epoch, _MIX).uniform(count)) / max(count, 1))
+        places.append((np.arange(count) + SeededRandom(seed, source, epoch, _MIX).uniform(count)) / max(count, 1))
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
@@ -76,12 +76,12 @@ def _walk(
     if not count:
         return rows[:0]
     passes = range(first // len(rows), (first + count - 1) // len(rows) + 1)
-    orders = [rows[_shuffled(shard, Draws(*key, number, _ORDER), shard_window)] for number in passes]
+    orders = [rows[_shuffled(shard, SeededRandom(*key, number, _ORDER), shard_window)] for number in passes]
     skipped = first - passes[0] * len(rows)
     return np.concatenate(orders)[skipped : skipped + count]
 
 
-def _shuffled(shard: NDArray[np.int32], draws: Draws, shard_window: int) -> NDArray[np.int64]:
+def _shuffled(shard: NDArray[np.int32], draws: SeededRandom, shard_window: int) -> NDArray[np.int64]:
     """One pass: shards in random order, samples shuffled within every ``shard_window`` of them."""
     shards, number = np.unique(shard, return_inverse=True)
     place = np.empty(len(shards), np.int64)

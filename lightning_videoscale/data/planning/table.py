@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.data.shapes import Clips, ClipShape, ShapePolicy
+from lightning_videoscale.data.planning.shapes import Clips, ClipShape, ShapePolicy
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 `CudaFabric`         PyTorch symmetric memory, peer copies by the copy engine, stream memory operations of the driver
 
 Of torch's symmetric memory (`compat.torch.distributed`), allocation and the exchange of handles are used, and no
-multicast operation. The handles are exchanged in process groups of this file's own, which have a `RendezvousStore` and no
-backend.
+multicast operation. The handles are exchanged in process groups of this file's own, which have a `RendezvousStore` and
+no backend.
 
 A flag is a 32-bit number in a rank's memory. A peer sets it by a stream memory operation, which the driver orders after
 the copies before it, and the owner's stream waits for it without occupying a multiprocessor: no kernel spins, so none

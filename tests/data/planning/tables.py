@@ -9,7 +9,7 @@ import numpy as np
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import SampleTable
-from lightning_videoscale.data.shapes import STANDARD_POLICY, Clips, ClipShape, Media, standard_mix
+from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ClipShape, Media, standard_mix
 
 SHAPES = [ClipShape(f, h, w, latents=True) for f, h, w in ((1, 4, 4), (1, 8, 8), (3, 8, 8), (5, 8, 8), (9, 16, 16))]
 LENGTHS = np.array([f * h * w // 4 for f, h, w, _ in SHAPES])

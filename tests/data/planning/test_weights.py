@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lightning_videoscale.cost import BucketBudget
-from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, LossWeighting
+from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, LossUnit
 from tests.data.planning.tables import BUDGET, WAN_14B, mixed, table_of
 
 Values = NDArray[np.float64]
@@ -52,7 +52,7 @@ def test_token_weights_give_every_token_its_share(dp_size: int = 8) -> None:
 @pytest.mark.parametrize("balance", ["planned", "dual_constraint", "equal_token"])
 @pytest.mark.parametrize("weighting", ["sample", "token"])
 def test_normalised_over_the_epoch_the_mean_over_steps_is_that_of_one_big_batch(
-    balance: Balance, weighting: LossWeighting
+    balance: Balance, weighting: LossUnit
 ) -> None:
     table = mixed(20_000)
     lengths = table.sequence_lengths[table.shape_id].astype(np.float64)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_videoscale import BucketBudget, SequenceParallelDDPStrategy, VideoDataModule
-from lightning_videoscale.data.reader import MicroBatchReader
+from lightning_videoscale.data.loading.reader import MicroBatchReader
 from lightning_videoscale.parallel import SplitPlan
 from tests.data.clips import write_shards
 from tests.distributed.pool import ProcessPool

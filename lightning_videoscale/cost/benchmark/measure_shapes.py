@@ -1,0 +1,174 @@
+"""The loop over the grid: every cell is tried, measured, or known not to fit, on all ranks alike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from lightning_videoscale.cost.benchmark.grid import Batch, Cell, SyntheticBatches
+from lightning_videoscale.cost.benchmark.growing_matrix import GrowingMatrix
+from lightning_videoscale.cost.benchmark.ranks import Ranks
+from lightning_videoscale.cost.benchmark.trainer_steps import RealSteps, real_steps
+from lightning_videoscale.cost.matrix import MatrixRow, ShapeMatrix
+from lightning_videoscale.cost.memory import MemoryModel
+from lightning_videoscale.topology import topology_of
+
+DECISIVE = ("gpu", "world_size", "strategy", "sequence_parallel_size", "precision", "module", "parameters")
+"""What of the provenance decides over time and memory: matrices that differ in it hold for other runs."""
+
+_STEADY = 0.1
+"""Spread up to which the repeats of a cell agree."""
+
+_REPEATS = (2, 20)
+"""Two of a step that is longer than the time for its cell: its own time hardly varies then, and both show whether."""
+
+
+def measure_shapes(
+    trainer: pl.Trainer,
+    cells: Sequence[Cell],
+    batches: SyntheticBatches,
+    seconds: float = 1.0,
+    progress: bool = True,
+    file: str | Path | None = None,
+) -> ShapeMatrix:
+    """Measures what training steps take, under a Trainer that is set up; collective over all ranks.
+
+    A cell that is out of memory is a row like any other, and larger batches of its sequence length are left out. Under
+    strategies whose ranks meet within the forward pass (sharded parameters, split sequences), a cell is not tried where
+    the peaks so far say that it does not fit. Cells whose repeats differ by more than a tenth are measured once more in
+    the end, the last first: what disturbed them, such as other work on the host, may be over then.
+
+    Args:
+        trainer: A Trainer whose model is wrapped, not in the middle of a step.
+        cells: What to measure, by rising tokens.
+        batches: Makes the batches.
+        seconds: Time per cell, about, beside its first run; 2 repeats at least and 20 at most.
+        progress: Whether rank 0 draws a bar.
+        file: Where rank 0 writes the matrix. Until it is whole, its rows are in ``FILE.part``, from which the next
+            call goes on if this one is ended.
+
+    Raises:
+        ValueError: If the module optimizes manually, or ``FILE.part`` is of another setting.
+        OSError: If the file cannot be written.
+        RuntimeError: If a rank ran out of memory while others are within a step that it has to take part in.
+    """
+    shown = progress and trainer.is_global_zero
+    with real_steps(trainer) as steps, closing(Ranks(trainer)) as ranks:
+        capacity = ranks.smallest(steps.capacity_bytes)
+        matrix = GrowingMatrix(trainer, provenance_of(trainer), capacity, file)
+        full = {row.sequence_length for row in matrix.rows if row.outcome != "measured"}
+        with_states = True  # of the optimizers, which no earlier run can have left
+        unsteady: list[Cell] = []
+        for cell in tqdm(cells, desc="benchmark", unit=" shapes", disable=not shown, leave=False):
+            if cell.sequence_length in full or cell in matrix:
+                continue
+            if steps.meet_inside and _is_beyond(cell, matrix.rows, capacity):
+                row = _row(cell, outcome="not_tried")
+            else:
+                row = _measure(steps, ranks, cell, batches, seconds, with_states)
+            if row.outcome == "measured":
+                with_states = False
+            else:
+                full.add(cell.sequence_length)
+            matrix.append(row)
+            steps.drop_gradients()
+            if row.spread is not None and row.spread > _STEADY:
+                unsteady.append(cell)
+        for cell in tqdm(unsteady[::-1], desc="once more", unit=" shapes", disable=not shown, leave=False):
+            matrix.improve(_measure(steps, ranks, cell, batches, seconds, with_states=False))
+            steps.drop_gradients()
+    return matrix.finish()
+
+
+def provenance_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """What a measurement under this Trainer holds for."""
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    return {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "world_size": trainer.world_size,
+        "strategy": type(trainer.strategy).__name__,
+        "sequence_parallel_size": topology_of(trainer).sequence_parallel_size,
+        "precision": trainer.precision,
+        "module": f"{type(module).__module__}.{type(module).__qualname__}",
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "cuda": torch.version.cuda,
+        **{name: _version(name) for name in ("lightning-videoscale", "torch", "lightning")},
+    }
+
+
+def _version(package: str) -> str | None:
+    """None where it runs from a folder of sources, which nobody has installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _measure(
+    steps: RealSteps, ranks: Ranks, cell: Cell, batches: SyntheticBatches, seconds: float, with_states: bool
+) -> MatrixRow:
+    tried = _first_step(steps, ranks, cell, batches)
+    if tried is None:
+        steps.free_memory()
+        return _row(cell, outcome="out_of_memory")
+    batch, first = tried
+    if with_states:
+        steps.make_optimizer_states()
+    steps.reset_peak()
+    for _ in range(first < seconds):
+        steps.run(batch)
+    steps.read_times()
+    for _ in range(min(max(math.ceil(seconds / first), _REPEATS[0]), _REPEATS[1])):
+        steps.run(batch)
+    times = steps.read_times()
+    mine = [t.work for t in times]
+    # What disturbs a step, such as other work on the host, only makes it longer.
+    quartile = float(np.quantile(mine, 0.25))
+    peak = steps.peak_bytes
+    return _row(
+        cell,
+        seconds=ranks.median(quartile),
+        spread=ranks.largest((max(mine) - min(mine)) / quartile),
+        wait_seconds=ranks.median(statistics.median(t.wait for t in times)),
+        peak_bytes=None if peak is None else ranks.largest(peak),
+    )
+
+
+def _first_step(steps: RealSteps, ranks: Ranks, cell: Cell, batches: SyntheticBatches) -> tuple[Batch, float] | None:
+    """The batch of a cell and the seconds of a step on it; None if any rank has no memory for either."""
+    full = f"out of memory at {cell.samples} samples of {cell.sequence_length} tokens"
+    batch = steps.make(batches, cell)
+    # Asked before the step, in which a rank that has a batch would wait for one that has none.
+    if not ranks.all(batch is not None, full) or batch is None:
+        return None
+    begin = time.perf_counter()
+    if not ranks.all(steps.fits(batch), full):
+        return None
+    steps.read_times()  # once the device is done
+    return batch, ranks.largest(time.perf_counter() - begin)
+
+
+def _row(cell: Cell, **values: Any) -> MatrixRow:
+    frames, height, width, _ = cell.shape
+    return MatrixRow(frames, height, width, cell.samples, cell.sequence_length, **values)
+
+
+def _is_beyond(cell: Cell, rows: Sequence[MatrixRow], capacity: float | None) -> bool:
+    """Whether the peaks of smaller cells say that this one does not fit."""
+    measurements = ShapeMatrix(tuple(rows)).measurements
+    points = {m.samples * m.sequence_length for m in measurements if m.peak_bytes is not None}
+    if capacity is None or len(points) < 3:
+        return False
+    model = MemoryModel.fit(measurements)
+    return model.predict(cell.samples, cell.sequence_length) * (1 + model.worst_excess) > capacity

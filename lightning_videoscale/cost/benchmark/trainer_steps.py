@@ -1,0 +1,204 @@
+"""Training steps of a Trainer that is set up, after which nothing has been trained."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_videoscale.compat.lightning import before_transfer, call_callbacks
+from lightning_videoscale.compat.patching import patch
+from lightning_videoscale.cost.benchmark.grid import Batch, Cell, SyntheticBatches
+from lightning_videoscale.timing import StepTimer, StepTimes
+from lightning_videoscale.topology import topology_of
+
+
+class RealSteps:
+    """Forward and backward of the user's module, as its strategy and its precision run them.
+
+    Made by `real_steps`. No optimizer's step is taken but one, before which the weights are kept and after which they
+    are put back: an optimizer makes its states in its first step, and without them the peaks would be too low.
+
+    Args:
+        trainer: A Trainer whose model is wrapped.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._module: pl.LightningModule = trainer.lightning_module
+        self._device = trainer.strategy.root_device
+        self._timer = StepTimer(trainer)
+        self._stateless = _stateless(trainer)
+        takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
+        self._index = (0,) if takes_index else ()
+
+    @property
+    def meet_inside(self) -> bool:
+        """Whether ranks meet within a step that does not reduce gradients, so that one alone must not leave it."""
+        if self._trainer.world_size == 1:
+            return False
+        is_replicated = isinstance(self._trainer.strategy.model, DistributedDataParallel)
+        return not is_replicated or topology_of(self._trainer).sequence_parallel_size > 1
+
+    def make(self, batches: SyntheticBatches, cell: Cell) -> Batch | None:
+        """Makes a batch as the training step receives it; None if it is out of memory, as an encoder may be."""
+        try:
+            return batches(cell)
+        except RuntimeError as error:
+            _raise_unless_out_of_memory(error)
+            return None
+
+    def fits(self, batch: Batch) -> bool:
+        """Runs one step, without reducing gradients where the strategy can do without; False if out of memory."""
+        try:
+            with getattr(self._trainer.strategy, "block_backward_sync", nullcontext)():
+                self.run(batch)
+        except RuntimeError as error:
+            _raise_unless_out_of_memory(error)
+            return False
+        return True
+
+    def run(self, batch: Batch) -> None:
+        """Runs one step; collective where the strategy's step is."""
+        trainer, strategy, module = self._trainer, self._trainer.strategy, self._module
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = before_transfer(module, batch)
+        batch = strategy.batch_to_device(batch, dataloader_idx=0)
+        call_callbacks(trainer, "on_train_batch_start", batch, 0)
+        output = strategy.training_step(batch, *self._index)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"training_step returned {output!r} for a synthetic batch; the benchmark needs a loss.")
+        strategy.backward(loss, None)
+        call_callbacks(trainer, "on_train_batch_end", None, batch, 0)
+
+    def read_times(self) -> list[StepTimes]:
+        """The times of the complete steps since the last call; waits for the device."""
+        return self._timer.read()
+
+    def make_optimizer_states(self) -> None:
+        """Lets optimizers that have never made a step make their states; gradients must be there."""
+        with torch.no_grad():
+            for optimizer in self._stateless:
+                parameters = [_local(p) for group in optimizer.param_groups for p in group["params"]]
+                before = [p.to("cpu", copy=True) for p in parameters]
+                type(optimizer).step(optimizer)  # the instance's own counts for the learning rate's schedule
+                for p, value in zip(parameters, before, strict=True):
+                    p.copy_(value)
+
+    def drop_gradients(self) -> None:
+        """Leaves the module as it is before the first step of an epoch."""
+        for optimizer in self._trainer.optimizers:
+            optimizer.zero_grad()
+        self._module.zero_grad()
+
+    def free_memory(self) -> None:
+        """Clears up after a step that failed, on this rank or on another."""
+        self.drop_gradients()
+        model = self._trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            # A forward pass that failed leaves this as it was; ranks that differ in it wait for different collectives.
+            model.require_forward_param_sync = True
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reset_peak(self) -> None:
+        """Lets the peak start again."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """Most that was allocated since `reset_peak`; None where nothing counts it."""
+        return float(torch.cuda.max_memory_allocated(self._device)) if self._device.type == "cuda" else None
+
+    @property
+    def capacity_bytes(self) -> float | None:
+        """Memory that this process could use; None where there is no such limit."""
+        if self._device.type != "cuda":
+            return None
+        return float(torch.cuda.memory_reserved(self._device) + torch.cuda.mem_get_info(self._device)[0])
+
+    def close(self) -> None:
+        """Takes the clock off, and leaves optimizers without states as they were found."""
+        self._timer.close()
+        self.free_memory()
+
+
+@contextmanager
+def real_steps(trainer: pl.Trainer) -> Iterator[RealSteps]:
+    """Steps outside of the Trainer's loop; weights, buffers, optimizers, modes and random numbers are as before after.
+
+    The Trainer's callbacks see nothing of them, and what the module logs goes nowhere.
+
+    Args:
+        trainer: A Trainer whose model is wrapped, not in the middle of a step.
+
+    Raises:
+        ValueError: If the module optimizes manually: its steps cannot be taken without changing it.
+    """
+    module: pl.LightningModule = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{type(module).__name__} optimizes manually: its steps cannot be measured without taking them."
+        )
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+    stateless = _stateless(trainer)
+    buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in map(_local, module.buffers())]
+    modes = [(part, part.training) for part in module.modules()]
+    trainer.callbacks = []  # type: ignore[attr-defined]  # nobody shall take these steps for training
+    log_again = patch(module, "log", lambda *_, **__: None)
+    steps = RealSteps(trainer)
+    try:
+        with isolate_rng(include_cuda=trainer.strategy.root_device.type == "cuda"):
+            module.train()
+            yield steps
+    finally:
+        steps.close()
+        log_again()
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
+        for part, training in modes:
+            part.training = training
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for optimizer in stateless:
+            optimizer.state.clear()
+        for optimizer, settings in zip(trainer.optimizers, groups, strict=True):
+            for group, before in zip(optimizer.param_groups, settings, strict=True):
+                group.update(before)
+
+
+def _stateless(trainer: pl.Trainer) -> list[Optimizer]:
+    """Optimizers that have not made a step; DeepSpeed's, which are none of torch's, make their states at once."""
+    optimizers: list[Any] = trainer.optimizers
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer) and not optimizer.state]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer knows of a group of parameters, beside the parameters."""
+    return copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+
+
+def _local(x: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    x = x.detach()
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _raise_unless_out_of_memory(error: RuntimeError) -> None:
+    if not isinstance(error, torch.OutOfMemoryError) and "CUBLAS_STATUS_ALLOC_FAILED" not in str(error):
+        raise error

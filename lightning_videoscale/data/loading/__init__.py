@@ -1,0 +1,9 @@
+"""From a plan to the batches that a training step receives.
+
+- `batch` and `reader`: the samples of a planned micro-batch, read and put together.
+- `loader`: a pass over the plan of an epoch; `progress`: where a run stands in it.
+- `datamodule`: `VideoDataModule`, all of it. Behind it: `indexed_shards` (its shards), `run_budget` (the budget
+  and costs that count now), `data_warnings` (what the user is told) and `consistency` (ranks and runs that must agree).
+- `trainer`: all that the data ask of a Trainer and change in it; `loss_weighting`: the callback that it may add.
+- `benchmark_shapes` and `synthetic_batches`: what training steps of the data's shapes take.
+"""

@@ -1,0 +1,46 @@
+"""All ranks plan alike, and a run goes on with the shards that its epoch was begun with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import lightning.pytorch as pl
+
+from lightning_videoscale.data.shards.index import ShardIndex
+from lightning_videoscale.data.shards.location import short_names
+
+
+def check_same_plan(trainer: pl.Trainer, digest: str) -> None:
+    """Raises ValueError on every rank if any has another plan than rank 0."""
+    same = trainer.strategy.broadcast(digest) == digest
+    if not trainer.strategy.reduce_boolean_decision(same, all=True):
+        raise ValueError(
+            f"The ranks do not see the same shards: rank {trainer.global_rank} planned {digest[:12]}, which "
+            f"{'equals' if same else 'differs from'} rank 0's plan. Compare the shards on all nodes."
+        )
+
+
+def contents_of(index: ShardIndex) -> dict[str, str]:
+    """What each shard of an index holds, as a hash under the shard's short name."""
+    names = short_names([shard.url for shard in index.shards])
+    return {name: ShardIndex((shard,)).digest for name, shard in zip(names, index.shards, strict=True)}
+
+
+def check_same_index(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raises ValueError, naming the difference, if the shards are not those that an epoch was begun with."""
+    if before == now:
+        return
+    kinds = {
+        "gone": sorted(before.keys() - now.keys()),
+        "new": sorted(now.keys() - before.keys()),
+        "changed": sorted(name for name in before.keys() & now.keys() if before[name] != now[name]),
+    }
+    listed = "; ".join(
+        f"{len(names)} {kind}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+        for kind, names in kinds.items()
+        if names
+    )
+    raise ValueError(
+        f"The epoch was begun with other shards ({listed or 'in another order'}): which of their samples are done "
+        "with cannot be told any more. Bring the shards back, or start a new run from the weights."
+    )

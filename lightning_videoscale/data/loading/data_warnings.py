@@ -1,0 +1,93 @@
+"""What the user is told, once, about shards that hold more, less or larger things than is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.data.planning import SampleTable
+from lightning_videoscale.data.shards.captions import CAPTION_KEYS
+from lightning_videoscale.data.shards.errors import ShardError
+from lightning_videoscale.data.shards.index import ShardIndex
+
+
+def warn_of_refused(index: ShardIndex) -> None:
+    """Names members that the index refused."""
+    if index.refused:
+        shown = "; ".join(f"{shard}: {member!r}: {reason}" for shard, (member, reason) in index.refused[:3])
+        rank_zero_warn(
+            f"{len(index.refused)} members of the shards are left out ({shown}{'; …' * (len(index.refused) > 3)}). "
+            "`videoscale index` lists all of them."
+        )
+
+
+def warn_of_ignored(index: ShardIndex) -> None:
+    """Names formats that are not read."""
+    if ignored := sorted({extension for shard in index.shards for extension in shard.ignored}):
+        rank_zero_warn(
+            f"The shards hold members that are left alone: {ignored}. Read are the one video, image or latents "
+            "that a sample is about, and beside it npy, safetensors, json, txt, and images that have a name. Pickles "
+            "(.pth, .pt, .pkl) never are, since loading them runs code."
+        )
+
+
+def check_caption_key(index: ShardIndex, caption_key: str | None) -> None:
+    """Raises ShardError if captions were asked for by the name of a field that no sample has."""
+    if caption_key is not None and not any(caption_key in shard.caption_fields for shard in index.shards):
+        raise ShardError(
+            f"caption_key={caption_key!r}, but no sample has a text under that name in its .json. Name another field, "
+            f"or none: then captions are .txt, or else one of the fields {', '.join(CAPTION_KEYS)}."
+        )
+
+
+def warn_of_captions(index: ShardIndex) -> None:
+    """Says how many samples have no caption."""
+    if len(without := np.flatnonzero(index.without_caption)):
+        # Without texts and fields altogether, a model without captions is meant.
+        is_meant = len(without) == len(index) and "json" not in index.samples.extensions
+        say = rank_zero_info if is_meant else rank_zero_warn
+        say(
+            f"{len(without)} of {len(index)} samples have no caption and are read with an empty text; the first is "
+            f"{index.sample_id(int(without[0]))!r}. Captions are .txt, or else a field of .json "
+            f"({', '.join(CAPTION_KEYS)}; caption_key= names another)."
+        )
+
+
+def warn_of_shapeless(index: ShardIndex, table: SampleTable) -> None:
+    """Names samples that are too small to be trained on.
+
+    Raises:
+        ValueError: If all of them are.
+    """
+    if len(shapeless := np.flatnonzero(table.shape_id < 0)):
+        clips, first = index.samples.clips, int(shapeless[0])
+        left_out = (
+            f"{len(shapeless)} samples are left out, because they are smaller than one patch of the model: "
+            f"the first is {index.sample_id(first)!r} of {clips.width[first]}x{clips.height[first]} pixels."
+        )
+        if len(shapeless) == len(table):
+            raise ValueError(f"No samples are left: all {left_out}")
+        rank_zero_warn(left_out)
+
+
+def warn_of_oversized(table: SampleTable, budget: BucketBudget) -> None:
+    """Names shapes of which one sample is more than the memory budget."""
+    counts = np.bincount(table.shape_id[table.shape_id >= 0], minlength=len(table.shapes)).tolist()
+    lengths = table.sequence_lengths.tolist()
+    rows = zip(table.shapes, lengths, counts, strict=True)
+    if oversized := [row for row in rows if budget.exceeds_memory(row[1])]:
+        listed = ", ".join(f"{shape[:3]}: {length} tokens, {count} samples" for shape, length, count in oversized[:20])
+        rank_zero_warn(
+            f"One sample alone exceeds the memory budget m_mem={budget.m_mem} tokens in {len(oversized)} buckets "
+            f"({listed}{', …' * (len(oversized) > 20)}); they train with batch size 1. Raise m_mem if they fit, or "
+            "leave such clips out."
+        )
+
+
+def say_passes(epoch: int, passes: Mapping[str, float]) -> None:
+    """Tells how often each of several datasets has been walked through."""
+    walked = ", ".join(f"{name} {times:.2f} times" for name, times in passes.items())
+    rank_zero_info(f"Epoch {epoch} begins; of each dataset was drawn before: {walked}.")

@@ -1,0 +1,96 @@
+"""Reads planned micro-batches from the shards."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lightning_videoscale.data.loading.batch import collate
+from lightning_videoscale.data.planning import MicroBatch
+from lightning_videoscale.data.planning.micro_batch import Batch
+from lightning_videoscale.data.planning.shapes import ClipShape, Media
+from lightning_videoscale.data.shards.errors import MemberError, ShardError, UnreachableError
+from lightning_videoscale.data.shards.index import ShardIndex
+from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
+
+_STAND_INS = 64
+
+
+class MicroBatchReader(Dataset[Batch]):
+    """A map-style dataset whose keys are planned micro-batches and whose values are batches.
+
+    A sample that cannot be read costs its own weight and nothing else: it is left out of its batch, whose loss weight
+    shrinks by its share. Where nothing of a batch is left, another sample of the same shape takes its place with weight
+    0. Each sample, or each shard as a whole, is warned of once per rank, whichever worker reads it.
+
+    Args:
+        index: Says where the samples lie.
+        fps: Frames per second of videos.
+    """
+
+    def __init__(self, index: ShardIndex, fps: float = 16.0) -> None:
+        self._index = index
+        self._fps = fps
+        self._samples = SampleReader(index)
+        # In shared memory, so that workers know what another has said, in this epoch or before.
+        self._warned = torch.zeros(len(index) + len(index.shards), dtype=torch.bool).share_memory_()
+
+    def __getitem__(self, micro_batch: MicroBatch) -> Batch:
+        """Reads and decodes the samples of one micro-batch.
+
+        Raises:
+            ShardError: If none of its samples can be read, nor any of many others of its shape.
+        """
+        meta = micro_batch.meta
+        shape = ClipShape(meta.frames, meta.height, meta.width)
+        starts = micro_batch.starts or (0.0,) * len(micro_batch.samples)
+        # No mapping: a dataset that is walked through more than once may have a sample twice in a micro-batch.
+        found: list[tuple[int, dict[str, Any]]] = []
+        problem: ShardError | None = None
+        for number, start in zip(micro_batch.samples, starts, strict=True):
+            try:
+                found.append((number, self._samples.read(number, Cut(shape, start, self._fps))))
+            except ShardError as error:
+                problem = error
+                self._warn_once(number, error)
+        weight = meta.loss_weight * len(found) / len(micro_batch.samples)
+        if problem is not None and not found:
+            found = [self._stand_in(micro_batch.samples[0], shape, problem)]
+        meta = meta._replace(samples=len(found), loss_weight=weight)
+        return collate([sample for _, sample in found], [self._index.sample_id(number) for number, _ in found], meta)
+
+    def _stand_in(self, number: int, shape: ClipShape, problem: ShardError) -> tuple[int, dict[str, Any]]:
+        for other in _alike(self._index, number):
+            try:
+                return other, self._samples.read(other, Cut(shape, 0.0, self._fps))
+            except ShardError as error:
+                self._warn_once(other, error)
+        raise ShardError(
+            f"Neither the samples of a batch nor others of their shape can be read. {problem}"
+        ) from problem
+
+    def _warn_once(self, number: int, error: ShardError) -> None:
+        is_member = isinstance(error, MemberError)
+        subject = number if is_member else len(self._index) + int(self._index.shard_numbers[number])
+        if not self._warned[subject]:
+            self._warned[subject] = True
+            left_out = "The sample is" if is_member else "Its samples are"
+            until = " until they can be read again" if isinstance(error, UnreachableError) else ""
+            warnings.warn(f"{error} {left_out} left out{until}, with weight 0.", stacklevel=2)
+
+
+def _alike(index: ShardIndex, number: int) -> list[int]:
+    """Some samples spread over the index that may stand in for one: of its kind, and not smaller or shorter."""
+    clips, channels = index.samples.clips, index.samples.channels
+    alike = (clips.media == clips.media[number]) & (channels == channels[number])
+    if clips.media[number] == Media.LATENTS:
+        sizes = (clips.num_frames, clips.height, clips.width)
+        alike &= np.logical_and.reduce([size == size[number] for size in sizes])
+    else:
+        alike &= clips.duration >= clips.duration[number]
+    rows = np.flatnonzero(alike)
+    return [int(row) for row in rows[:: max(1, len(rows) // _STAND_INS)] if row != number]

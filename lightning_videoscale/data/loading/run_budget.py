@@ -1,0 +1,131 @@
+"""The budget and the costs that a DataModule plans by: given, found by `budget="auto"`, or adopted while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_videoscale.cost import BucketBudget, Calibration, StepTimeModel
+from lightning_videoscale.cost.auto_budget import AutoBudget, budget_of_longest, step_time_of
+from lightning_videoscale.cost.benchmark.grid import SyntheticBatches, spread_over_shapes
+from lightning_videoscale.cost.benchmark.known_matrix import known_matrix
+from lightning_videoscale.cost.benchmark.measure_shapes import measure_shapes
+from lightning_videoscale.data.planning import BucketPlanner, SampleTable
+from lightning_videoscale.data.planning.compute_budget import best_of, explain, try_budgets
+from lightning_videoscale.topology import waits_in_every_micro_batch
+
+Budget = BucketBudget | AutoBudget | Literal["auto"]
+
+_MAX_SHAPES, _SECONDS = 6, 0.3
+"""Of the benchmark at the start of fit: about a minute."""
+
+
+class RunBudget:
+    """What counts now.
+
+    Args:
+        budget: As given to the DataModule.
+        step_time: Likewise.
+
+    Raises:
+        ValueError: If the budget is nothing that is known.
+
+    Attributes:
+        training: The budget of training batches; None until it is found.
+        step_time: Predicts costs; None: by the model's size, or by B * S^p.
+    """
+
+    def __init__(self, budget: Budget, step_time: StepTimeModel | None) -> None:
+        if budget != "auto" and not isinstance(budget, (BucketBudget, AutoBudget)):
+            raise ValueError(f"budget={budget!r} must be 'auto', a BucketBudget or an AutoBudget.")
+        self.training = budget if isinstance(budget, BucketBudget) else None
+        self.step_time = step_time
+        self._auto = None if isinstance(budget, BucketBudget) else AutoBudget() if budget == "auto" else budget
+        self._found: Calibration | None = None
+        self._adopted: Calibration | None = None
+
+    def find(
+        self,
+        trainer: pl.Trainer | None,
+        make_planner: Callable[[], BucketPlanner],
+        make_batches: Callable[[], tuple[SampleTable, SyntheticBatches]],
+        beside_index: Path,
+    ) -> BucketBudget | None:
+        """Finds what is not known yet, says once what and why; collective where there is a Trainer.
+
+        Args:
+            trainer: Under which to measure.
+            make_planner: Makes what the training will be planned by, but for budget and costs.
+            make_batches: Makes its samples, and batches of their shapes to measure with.
+            beside_index: Where a matrix may lie.
+
+        Returns:
+            What was found; None where the budget was known.
+
+        Raises:
+            ValueError: If the matrix that was asked for cannot be read or used.
+        """
+        if self.training is not None or self._auto is None:
+            return None
+        planner = make_planner()
+        lengths = planner.table.sequence_lengths.tolist()
+
+        def measure() -> Any:
+            assert trainer is not None
+            cells = spread_over_shapes(planner.table.shapes, lengths, _MAX_SHAPES)
+            return measure_shapes(trainer, cells, make_batches()[1], _SECONDS)
+
+        def best(smallest: BucketBudget, costs: StepTimeModel | None, words: str) -> tuple[BucketBudget, str]:
+            tried = try_budgets(replace(planner, budget=smallest, step_time=costs))
+            chosen = best_of(tried, in_slots)
+            return chosen.budget, explain(tried, chosen, in_slots, words)
+
+        in_slots = trainer is not None and waits_in_every_micro_batch(trainer)
+        matrix, source = known_matrix(trainer, self._auto.matrix, beside_index, measure)
+        module = None if trainer is None else trainer.lightning_module
+        found, why = self._auto.decide(max(lengths), matrix, source, self.step_time, module, best)
+        rank_zero_info(why)
+        # The last bits of a fit may differ between processors, and all ranks must plan alike.
+        self._found = found if trainer is None else trainer.strategy.broadcast(found)
+        self._use(self._found)
+        return self.training
+
+    def adopt(self, calibration: Calibration) -> None:
+        """Lets other costs and budgets count from now on."""
+        self._adopted = calibration
+        self._use(calibration)
+
+    def of(
+        self, table: SampleTable, trainer: pl.Trainer | None, is_training: bool
+    ) -> tuple[BucketBudget, StepTimeModel | None]:
+        """The budget and the costs to plan a table by.
+
+        Where budgets are found, nobody measures what batches take that nothing is trained on: they hold no more than
+        the longest sample does.
+        """
+        step_time = self.step_time
+        if step_time is None and trainer is not None:
+            step_time, _ = step_time_of(trainer.lightning_module)
+        budget = self.training if is_training or self._auto is None else None
+        return budget or budget_of_longest(int(table.sequence_lengths.max()), step_time), step_time
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what was found and adopted, for the checkpoint."""
+        kept = {"calibration": self._adopted, "found_budget": self._found}
+        return {name: calibration.to_dict() for name, calibration in kept.items() if calibration is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Lets count again what the checkpoint holds; a matrix that is named now goes before what was found then."""
+        if "found_budget" in state and self._auto is not None and self._auto.matrix is None:
+            self._found = Calibration.from_dict(state["found_budget"])
+            self._use(self._found)
+        if "calibration" in state:
+            self.adopt(Calibration.from_dict(state["calibration"]))
+
+    def _use(self, calibration: Calibration) -> None:
+        self.training, self.step_time = calibration.budget, calibration.step_time

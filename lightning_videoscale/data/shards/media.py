@@ -1,0 +1,78 @@
+"""Opening videos and photographs safely.
+
+A file's name and header are hearsay. FFmpeg looks at the content to find out what it is, which a hostile file turns
+against its reader: a playlist may name other files and servers. Only formats that hold their own pictures are opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+from lightning_videoscale.data.shards.errors import ShardError
+from lightning_videoscale.data.shards.film import Film, MediaError, StreamFilm
+from lightning_videoscale.data.shards.stills import PillowFilm, is_for_pillow
+
+VIDEO_SUFFIXES = frozenset(
+    {"mp4", "m4v", "mov", "webm", "mkv", "avi", "ts", "mts", "m2ts", "mpg", "mpeg", "flv", "ogv"}
+)
+"""Extensions of members that are opened as videos."""
+
+IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "avif", "tif", "tiff"})
+"""Extensions of members that are opened as photographs. What a file is, its content says."""
+
+_VIDEO_FORMATS = ("mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "ogg")
+_IMAGE_FORMATS = ("jpeg_pipe", "png_pipe", "webp_pipe", "bmp_pipe", "gif")
+_MAX_PIXELS = 2**27  # a picture of 16 384 x 8 192; a small file can claim far more and take all memory
+_OPTIONS = {
+    "format_whitelist": ",".join(_VIDEO_FORMATS + _IMAGE_FORMATS),
+    "protocol_whitelist": "none",
+    "max_pixels": str(_MAX_PIXELS),
+}
+
+
+@contextmanager
+def open_media(file: BinaryIO) -> Iterator[Film]:
+    """Opens a video or picture, to be decoded by one thread.
+
+    Raises:
+        MediaError: If it is no video or picture of a known format, or breaks anywhere while it is open.
+        ModuleNotFoundError: If PyAV is not installed.
+    """
+    try:
+        import av
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Reading videos and images needs PyAV: pip install 'lightning-videoscale[video]'."
+        ) from error
+    try:
+        if is_for_pillow(file):
+            yield PillowFilm(file, _MAX_PIXELS)
+            return
+        with av.open(file, "r", options=_OPTIONS) as container:
+            pictures = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
+            brand = container.metadata.get("major_brand")
+            if not pictures:
+                kinds = sorted({stream.type for stream in container.streams})
+                raise MediaError(f"it has no video stream (streams: {', '.join(kinds) or 'none'})")
+            if brand in ("avif", "avis"):
+                # An animation has a cover beside it.
+                pictures = [s for s in pictures if s.frames > 1] or pictures
+                if len(pictures) > 1:
+                    raise MediaError(
+                        "it is an AVIF with transparency or of several tiles; save it as one opaque picture"
+                    )
+            decoder: Any = pictures[0].codec_context
+            if decoder is None:
+                raise MediaError("it has a video stream of a codec that FFmpeg does not know")
+            # Workers run side by side: threads of FFmpeg's own would fight over their cores.
+            decoder.thread_count = 1
+            decoder.flags |= av.codec.context.Flags.copy_opaque
+            yield StreamFilm(container, pictures[0], brand == "avif" or container.format.name in _IMAGE_FORMATS)
+    except (MediaError, ShardError):
+        raise
+    # PyAV and Pillow answer some impossible sizes, rates and names with errors of Python.
+    except (av.FFmpegError, ValueError, ArithmeticError, MemoryError, OSError, SyntaxError) as error:
+        reason = error.strerror if isinstance(error, av.FFmpegError) else f"{type(error).__name__}: {error}"
+        raise MediaError(f"it does not decode: {reason}") from error

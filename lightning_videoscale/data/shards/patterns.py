@@ -1,0 +1,68 @@
+"""Which shards a pattern means: local paths and URLs, as WebDataset users write them."""
+
+from __future__ import annotations
+
+import glob
+from collections import Counter
+from pathlib import Path
+
+from webdataset.shardlists import expand_urls
+
+from lightning_videoscale.data.shards.errors import ShardError
+from lightning_videoscale.data.shards.location import SCHEME, identity, is_remote
+from lightning_videoscale.data.shards.remote import matching
+
+Patterns = str | Path | list[str | Path] | list[str] | list[Path]
+
+
+def expand_shards(shards: Patterns) -> list[str]:
+    """Turns the patterns that WebDataset users write into shards, in the order written; see `expand_each`."""
+    return [url for urls in expand_each(shards) for url in urls]
+
+
+def expand_each(shards: Patterns) -> list[list[str]]:
+    """Turns the patterns that WebDataset users write into shards.
+
+    Args:
+        shards: One pattern or several. Braces (``{000..099}``, ``{train,extra}``) and ``::`` mean what they mean in
+            WebDataset; ``*``, ``?`` and ``[...]`` match what exists, sorted by name. URLs are those of fsspec.
+
+    Returns:
+        Local paths and URLs, by pattern. That a URL without ``*`` exists is found out when it is read.
+
+    Raises:
+        ShardError: If a pattern is a command (``pipe:``), names a local file that does not exist, or matches none; if
+            one shard is named twice; or if a bucket or folder behind a URL is missing or cannot be listed.
+    """
+    patterns = [str(pattern) for pattern in ([shards] if isinstance(shards, (str, Path)) else shards)]
+    each = [[url for part in expand_urls(pattern) for url in _shards_of(part)] for pattern in patterns]
+    empty = [pattern for pattern, urls in zip(patterns, each, strict=True) if not urls]
+    if empty or not patterns:
+        raise ShardError(f"No shards found: the patterns {empty} match no file.")
+    urls = [url for urls in each for url in urls]
+    local = [url for url in urls if not is_remote(url)]
+    if missing := [url for url in local if not Path(url).is_file()]:
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise ShardError(
+            f"No shards found at {len(missing)} of the {len(urls)} places that {patterns} names: {shown}. "
+            f"The current folder is {Path.cwd()}; check the path and the range in braces, and write a folder as "
+            "'folder/*.tar'."
+        )
+    shard, times = Counter(map(identity, urls)).most_common(1)[0]
+    if times > 1:
+        raise ShardError(f"The shard {shard} is named twice by {patterns}; name every shard once.")
+    return each
+
+
+def _shards_of(url: str) -> list[str]:
+    if is_remote(url):
+        return matching(url.strip())
+    if scheme := SCHEME.match(url):
+        why = "would run a command" if scheme[1] == "pipe" else "is no URL of fsspec, which has '://'"
+        raise ShardError(
+            f"The shard {url!r} {why}; only files are read. Give a path, or a URL such as 's3://bucket/000.tar' "
+            f"(a local name that holds a colon is written './{url}')."
+        )
+    if any(c in url for c in "*?[") and not Path(url).exists():
+        return sorted(glob.glob(url))
+    return [url]

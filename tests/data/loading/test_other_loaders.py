@@ -1,0 +1,68 @@
+"""The plan and the reader behind loaders that are not ours: torch's DataLoader, webdataset's WebLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset as wds
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.data import Batch, BatchMeta, VideoDataModule
+from lightning_videoscale.data.loading.loader import PlannedLoader
+from tests.data.clips import write_shards
+from tests.data.training import Witness, trainer_with
+
+BUDGET = BucketBudget(m_mem=160, m_comp=160 * 80)
+
+Make = Callable[..., Iterable[Batch]]
+
+
+def _planned(folder: Path) -> PlannedLoader:
+    data = VideoDataModule(write_shards(folder, 50), budget=BUDGET)
+    data.prepare_data()
+    data.setup("fit")
+    return data.train_dataloader()
+
+
+@pytest.mark.parametrize("make", [DataLoader, wds.WebLoader], ids=["DataLoader", "WebLoader"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_any_loader_reads_the_planned_batches(tmp_path: Path, make: Make, num_workers: int) -> None:
+    ours = _planned(tmp_path)
+    theirs = make(ours.reader, batch_size=None, sampler=ours.sampler, num_workers=num_workers)
+    for epoch in (0, 1):
+        ours.sampler.set_epoch(epoch)
+        batches = list(theirs)
+        ours.sampler.set_epoch(epoch)
+        for batch, twin in zip(batches, ours, strict=True):
+            assert type(batch["meta"]) is BatchMeta and batch["meta"] == twin["meta"]
+            assert batch["sample_ids"] == twin["sample_ids"] and batch["caption"] == twin["caption"]
+            assert torch.equal(batch["latents"], twin["latents"])
+
+
+def test_a_pipeline_behind_a_web_loader_trains_under_a_trainer(tmp_path: Path) -> None:
+    ours = _planned(tmp_path)
+    pipeline = wds.WebLoader(ours.reader, batch_size=None, sampler=ours.sampler)
+    pipeline = pipeline.map(lambda batch: batch | {"latents": batch["latents"] * 2})
+    module, doubled = Witness(), Witness()
+    trainer_with(limit_val_batches=0).fit(module, ours)
+    trainer_with(limit_val_batches=0).fit(doubled, pipeline)
+    assert doubled.batches == module.batches and len(module.batches[0]) == len(ours)
+
+
+class Piped(VideoDataModule):
+    def train_dataloader(self) -> Any:
+        ours = super().train_dataloader()
+        return wds.WebLoader(ours.reader, batch_size=None, sampler=ours.sampler)
+
+
+def test_a_loader_that_hides_the_sampler_cannot_be_saved(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1)
+    data = Piped(write_shards(tmp_path, 10), budget=BUDGET)
+    with pytest.raises(RuntimeError, match=r"attribute `sampler`"):
+        trainer_with(limit_val_batches=0, enable_checkpointing=True, callbacks=[saver]).fit(Witness(), data)

@@ -1,0 +1,58 @@
+"""Which budget counts: given, found or adopted, now and in a run that goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_videoscale.cost import BucketBudget, Calibration, StepTimeModel
+from lightning_videoscale.data import AutoBudget, BucketPlanner, RandomBatches
+from lightning_videoscale.data.loading.run_budget import RunBudget
+from tests.data.planning.tables import LENGTHS, WAN_14B, table_of
+
+GIVEN, ADOPTED = BucketBudget(80, 6400.0), BucketBudget(240, 19200.0)
+TABLE = table_of([0, 3, 4])
+LONGEST = max(LENGTHS)
+
+
+def find(budget: RunBudget) -> BucketBudget | None:
+    """Looks where nothing was measured: M_mem is the longest sample, by costs of Wan-14B."""
+    return budget.find(
+        None, lambda: BucketPlanner(TABLE, GIVEN), lambda: (TABLE, RandomBatches()), Path("nowhere.json")
+    )
+
+
+def test_a_budget_that_is_given_counts_and_nothing_is_searched() -> None:
+    budget = RunBudget(GIVEN, None)
+    assert find(budget) is None and budget.training == GIVEN
+    assert budget.of(TABLE, None, is_training=False) == (GIVEN, None)
+    assert budget.state_dict() == {}
+
+
+def test_a_budget_is_found_once_and_only_for_training() -> None:
+    budget = RunBudget("auto", WAN_14B)
+    found = find(budget)
+    p = WAN_14B.power_law.p
+    assert found is not None and (found.m_mem, found.p) == (LONGEST, p)
+    assert find(budget) is None
+    assert budget.of(TABLE, None, is_training=True) == (found, WAN_14B)
+    assert budget.of(TABLE, None, is_training=False) == (BucketBudget(LONGEST, LONGEST**p, p), WAN_14B)
+
+
+def test_what_was_adopted_goes_before_what_was_found_when_a_run_goes_on() -> None:
+    before = RunBudget("auto", WAN_14B)
+    found = find(before)
+    found_only = before.state_dict()
+    before.adopt(Calibration(ADOPTED))
+    again = RunBudget("auto", None)
+    again.load_state_dict(before.state_dict())
+    assert again.training == ADOPTED and again.state_dict() == before.state_dict()
+    resumed = RunBudget("auto", None)
+    resumed.load_state_dict(found_only)
+    assert resumed.training == found and isinstance(resumed.step_time, StepTimeModel)
+
+    explicit = RunBudget(GIVEN, None)
+    explicit.load_state_dict(found_only)
+    assert explicit.training == GIVEN, "an argument goes before what another run found"
+    named = RunBudget(AutoBudget("matrix.json"), None)
+    named.load_state_dict(found_only)
+    assert named.training is None, "a matrix that is named is read again"
