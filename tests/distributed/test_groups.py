@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
-from lightning_videoscale.data.benchmark.ranks import Ranks as BenchmarkRanks
+from lightning_videoscale.cost.benchmark.ranks import Ranks as BenchmarkRanks
 from lightning_videoscale.parallel import SequenceMesh, parallelize
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
 from tests.distributed.pool import ProcessPool
