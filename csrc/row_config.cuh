@@ -1,4 +1,4 @@
-// Constants of one variant of a row operation, and of its tuning. All come as macros from kernels/cuda/row_plan.py.
+// Constants of one variant of a row operation, and of its tuning. All come as macros from kernels/cuda/row_kernels.py.
 #pragma once
 #include "vectors.cuh"
 

@@ -76,7 +76,7 @@ def test_a_room_imports_what_the_table_allows(room: str) -> None:
         ("parallel/transport", "from lightning_videoscale import VideoDataModule", ["VideoDataModule"]),
         ("data/planning", "from lightning_videoscale.timing import StepTimer", ["timing.StepTimer"]),
         ("data/benchmark", "from lightning_videoscale.timing import StepTimer", []),
-        ("kernels/triton", "from lightning_videoscale.kernels import heads", []),
+        ("kernels/triton", "from lightning_videoscale.kernels import head_types", []),
     ],
 )
 def test_a_forbidden_import_is_found(folder: str, source: str, found: list[str]) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.cuda import qk_norm_rope as cuda
-from lightning_videoscale.kernels.cuda.qk_plan import Plan
-from lightning_videoscale.kernels.cuda.qk_tuning import Direction
-from lightning_videoscale.kernels.heads import HeadBackend, HeadOp, Rotation, Side
+from lightning_videoscale.kernels.cuda.head_kernels import Plan
+from lightning_videoscale.kernels.cuda.head_tuning import Direction
+from lightning_videoscale.kernels.head_types import HeadBackend, HeadOp, Rotation, Side
 from lightning_videoscale.kernels.reference import qk_norm_rope as reference
 
 

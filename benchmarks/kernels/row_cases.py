@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.cuda.row_plan import Plan
-from lightning_videoscale.kernels.cuda.variant import Direction, Variant
+from lightning_videoscale.kernels.cuda.row_kernels import Plan
+from lightning_videoscale.kernels.cuda.row_variant import Direction, Variant
 from lightning_videoscale.kernels.reference import rows as reference
-from lightning_videoscale.kernels.rows import Operand, RowMap, RowOp
+from lightning_videoscale.kernels.row_types import Operand, RowMap, RowOp
 
 OPERATIONS = {
     "norm_modulate": RowOp("layer"),

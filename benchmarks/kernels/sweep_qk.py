@@ -5,7 +5,7 @@
 First every family's variant is checked against float64 in CUDA and in Triton. Then each candidate launch for Wan's
 sizes (RMS over all heads of 128 channels, interleaved) is checked, compared with itself bitwise and screened at one N,
 and the best are timed at every N, with L2 flushed and the host far ahead. Printed: the best per N, and the lines that
-belong into `MEASURED` of ``kernels/cuda/qk_tuning.py``. A kernel that hangs ends the run; results so far are kept.
+belong into `MEASURED` of ``kernels/cuda/head_tuning.py``. A kernel that hangs ends the run; results so far are kept.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from benchmarks.kernels.qk_cases import Clock, Problem, exact, largest_error, ru
 from benchmarks.kernels.row_cases import poison
 from benchmarks.kernels.sweep_rows import Watchdog, compile_one
 from lightning_videoscale.kernels.cuda import qk_norm_rope as cuda
-from lightning_videoscale.kernels.cuda.qk_plan import Plan, Variant
-from lightning_videoscale.kernels.cuda.qk_tuning import Direction, Tuning, tuning_for
+from lightning_videoscale.kernels.cuda.head_kernels import Plan, Variant
+from lightning_videoscale.kernels.cuda.head_tuning import Direction, Tuning, tuning_for
 from lightning_videoscale.kernels.cuda.toolkit import CudaUnavailableError
-from lightning_videoscale.kernels.heads import HeadBackend, HeadOp
+from lightning_videoscale.kernels.head_types import HeadBackend, HeadOp
 from lightning_videoscale.kernels.triton import qk_norm_rope as triton
 
 HEAD_DIM, LENGTHS, SCREENED_AT = 128, (16384, 65536), 16384

@@ -6,7 +6,7 @@ Before anything is timed, each candidate must agree with float64 on random data,
 are compiled by a pool of processes, screened at one N (backward in clusters of `CLUSTER`), the best of them also tried
 with other ways to share the rows and other clusters, and the best of all timed at every N. L2 is flushed between
 repeats. The table at the end and the JSON hold, for each (operation, direction, D, N), the best launch; the last lines
-are what belongs into `MEASURED` of ``kernels/cuda/tuning.py``: per (operation, direction, D) the launch whose worst
+are what belongs into `MEASURED` of ``kernels/cuda/row_tuning.py``: per (operation, direction, D) the launch whose worst
 share of its goal over the Ns is best. A kernel that hangs ends the run with a message; results so far are kept.
 """
 
@@ -30,9 +30,9 @@ import torch
 from benchmarks.kernels.row_cases import CHANNELS, LENGTHS, OPERATIONS, Case, Clock, Data, largest_error, poison
 from lightning_videoscale.kernels.cuda import compile as nvrtc
 from lightning_videoscale.kernels.cuda import rows as cuda_rows
-from lightning_videoscale.kernels.cuda.row_plan import Plan
+from lightning_videoscale.kernels.cuda.row_kernels import Plan
+from lightning_videoscale.kernels.cuda.row_tuning import Tuning, tuning_for
 from lightning_videoscale.kernels.cuda.toolkit import CudaUnavailableError
-from lightning_videoscale.kernels.cuda.tuning import Tuning, tuning_for
 
 SCREENED_AT, CLUSTER = 16384, 4
 SHARED_PER_SM, SHARED_PER_BLOCK = 227 * 1024, 227 * 1024 - 4096

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 from torch import Tensor
 
 from lightning_videoscale.kernels.arguments import check_choice
-from lightning_videoscale.kernels.rows import Operand, RowBackend, RowMap, RowOp
+from lightning_videoscale.kernels.row_types import Operand, RowBackend, RowMap, RowOp
 
 BackendName = Literal["auto", "cuda", "triton", "reference"]
 _NAMES = get_args(BackendName)

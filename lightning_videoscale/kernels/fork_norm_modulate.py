@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lightning_videoscale.kernels.autograd import refuse_forward_mode
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.dispatch import none_where_unneeded
 from lightning_videoscale.kernels.norm_modulate import check_norm_modulate
-from lightning_videoscale.kernels.rows import Norm, Rounding
+from lightning_videoscale.kernels.row_ops import none_where_unneeded
+from lightning_videoscale.kernels.row_types import Norm, Rounding
 
 
 def fork_norm_modulate(

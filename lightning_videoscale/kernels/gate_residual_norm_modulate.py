@@ -15,7 +15,9 @@ from torch import Tensor
 from lightning_videoscale.kernels.arguments import check_choice, check_tensors
 from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.dispatch import (
+from lightning_videoscale.kernels.modulation import check_branch, check_modulation
+from lightning_videoscale.kernels.norm_modulate import check_norm, fake_statistics
+from lightning_videoscale.kernels.row_ops import (
     NAMESPACE,
     Operands,
     bias_gradient,
@@ -28,9 +30,7 @@ from lightning_videoscale.kernels.dispatch import (
     run_forward,
     stand_in,
 )
-from lightning_videoscale.kernels.modulation import check_branch, check_modulation
-from lightning_videoscale.kernels.norm_modulate import check_norm, fake_statistics
-from lightning_videoscale.kernels.rows import ACTIVATIONS, ROUNDINGS, Activation, Norm, Rounding, RowOp
+from lightning_videoscale.kernels.row_types import ACTIVATIONS, ROUNDINGS, Activation, Norm, Rounding, RowOp
 
 _FORWARD = f"{NAMESPACE}::gate_residual_norm_modulate"
 _BACKWARD = f"{NAMESPACE}::gate_residual_norm_modulate_backward"

@@ -20,8 +20,8 @@ from torch import Tensor
 from lightning_videoscale.kernels.arguments import check_tensors
 from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import BackendName, first_able
-from lightning_videoscale.kernels.dispatch import NAMESPACE, empty
 from lightning_videoscale.kernels.modulation import as_rows
+from lightning_videoscale.kernels.row_ops import NAMESPACE, empty
 
 _FORWARD = f"{NAMESPACE}::gelu"
 _BACKWARD = f"{NAMESPACE}::gelu_backward"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.rows import Operand, RowMap
+from lightning_videoscale.kernels.row_types import Operand, RowMap
 
 
 def check_modulation(

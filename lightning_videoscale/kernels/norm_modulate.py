@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_videoscale.kernels.arguments import check_choice, check_tensors
 from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.dispatch import (
+from lightning_videoscale.kernels.modulation import check_modulation
+from lightning_videoscale.kernels.row_ops import (
     NAMESPACE,
     Operands,
     empty,
@@ -24,8 +25,7 @@ from lightning_videoscale.kernels.dispatch import (
     run_backward,
     run_forward,
 )
-from lightning_videoscale.kernels.modulation import check_modulation
-from lightning_videoscale.kernels.rows import NORMS, ROUNDINGS, Norm, Rounding, RowOp
+from lightning_videoscale.kernels.row_types import NORMS, ROUNDINGS, Norm, Rounding, RowOp
 
 _FORWARD = f"{NAMESPACE}::norm_modulate"
 _BACKWARD = f"{NAMESPACE}::norm_modulate_backward"

@@ -31,7 +31,7 @@ from torch import Tensor
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
 from lightning_videoscale.kernels.arguments import check_choice, check_tensors
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.heads import (
+from lightning_videoscale.kernels.head_types import (
     HEAD_NORMS,
     HEAD_ROUNDINGS,
     LAYOUTS,

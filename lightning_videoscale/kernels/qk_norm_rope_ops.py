@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import first_able
-from lightning_videoscale.kernels.dispatch import bias_gradient, contiguous, fake_bias_gradient
-from lightning_videoscale.kernels.heads import HeadBackend, HeadOp, Layout, Rotation, Side, wide_dtype
+from lightning_videoscale.kernels.head_types import HeadBackend, HeadOp, Layout, Rotation, Side, wide_dtype
+from lightning_videoscale.kernels.row_ops import bias_gradient, contiguous, fake_bias_gradient
 
 _NAMES = ("qk_norm_rope", "qk_norm_rope_backward", "qk_square_sums", "qk_gradient_sums")
 _FORWARD, _BACKWARD, _SQUARE_SUMS, _GRADIENT_SUMS = (f"lightning_videoscale::{name}" for name in _NAMES)

@@ -17,7 +17,7 @@ from lightning_videoscale.kernels import qk_norm_rope_ops as ops
 from lightning_videoscale.kernels.arguments import check_tensors
 from lightning_videoscale.kernels.autograd import refuse_forward_mode
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.heads import HeadRounding, Layout
+from lightning_videoscale.kernels.head_types import HeadRounding, Layout
 from lightning_videoscale.kernels.qk_norm_rope import check_parameters, check_settings, check_sides, rope_tables
 
 SumOverRanks = Callable[[Tensor], Tensor]

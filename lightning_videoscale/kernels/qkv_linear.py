@@ -21,7 +21,7 @@ from lightning_videoscale.kernels.autograd import (
     refuse_second_derivative,
     under_autocast,
 )
-from lightning_videoscale.kernels.dispatch import NAMESPACE
+from lightning_videoscale.kernels.row_ops import NAMESPACE
 
 _SUM_OF_PRODUCTS = f"{NAMESPACE}::sum_of_products"
 _Three = tuple[Tensor, Tensor, Tensor]

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.cuda import rows as cuda_rows
-from lightning_videoscale.kernels.cuda.row_plan import Plan
-from lightning_videoscale.kernels.cuda.tuning import Tuning
-from lightning_videoscale.kernels.cuda.variant import variant_of
-from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
+from lightning_videoscale.kernels.cuda.row_kernels import Plan
+from lightning_videoscale.kernels.cuda.row_tuning import Tuning
+from lightning_videoscale.kernels.cuda.row_variant import variant_of
+from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowMap, RowOp, RowOutputs
 from tests.kernels.random_rows import EPS, RowCase, check_gradients, check_outputs, draw_case
 
 pytestmark = [

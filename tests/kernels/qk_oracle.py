@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_videoscale.kernels.heads import Layout
+from lightning_videoscale.kernels.head_types import Layout
 
 
 @dataclass(frozen=True)

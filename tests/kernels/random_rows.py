@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.reference import rows as reference
-from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
+from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowMap, RowOp, RowOutputs
 
 EPS = 1e-6
 # Relative L2 of a tensor that was computed in float32 and rounded once, by the dtype it is in.

@@ -14,9 +14,9 @@ import torch
 
 from lightning_videoscale.kernels.cuda import compile as nvrtc
 from lightning_videoscale.kernels.cuda import sources, toolkit
-from lightning_videoscale.kernels.cuda.tuning import tuning_for
-from lightning_videoscale.kernels.cuda.variant import Variant
-from lightning_videoscale.kernels.rows import RowOp
+from lightning_videoscale.kernels.cuda.row_tuning import tuning_for
+from lightning_videoscale.kernels.cuda.row_variant import Variant
+from lightning_videoscale.kernels.row_types import RowOp
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

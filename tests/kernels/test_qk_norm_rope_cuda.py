@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_videoscale.kernels.cuda.qk_plan import Variant, readable, table_layout
-from lightning_videoscale.kernels.cuda.qk_tuning import Direction, tuning_for
-from lightning_videoscale.kernels.heads import HeadOp, Rotation
+from lightning_videoscale.kernels.cuda.head_kernels import Variant, readable, table_layout
+from lightning_videoscale.kernels.cuda.head_tuning import Direction, tuning_for
+from lightning_videoscale.kernels.head_types import HeadOp, Rotation
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
 from tests.kernels.qk_oracle import Case
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_videoscale.kernels.cuda import toolkit
 from lightning_videoscale.kernels.cuda.launch import load
-from lightning_videoscale.kernels.cuda.variant import TYPES
+from lightning_videoscale.kernels.cuda.row_variant import TYPES
 
 # Layouts of the kernels' arguments. Rows are an address and a stride in bytes.
 _ROWS = "Pq"

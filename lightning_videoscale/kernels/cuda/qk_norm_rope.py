@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.cuda import toolkit
-from lightning_videoscale.kernels.cuda.launch import Kernel, load
-from lightning_videoscale.kernels.cuda.qk_plan import (
+from lightning_videoscale.kernels.cuda.head_kernels import (
     TYPES,
     Plan,
     Variant,
@@ -18,8 +17,9 @@ from lightning_videoscale.kernels.cuda.qk_plan import (
     table_layout,
     too_wide,
 )
-from lightning_videoscale.kernels.cuda.qk_tuning import Direction
-from lightning_videoscale.kernels.heads import HeadOp, Rotation, Side, SideGradients, SideOutputs, as_rows
+from lightning_videoscale.kernels.cuda.head_tuning import Direction
+from lightning_videoscale.kernels.cuda.launch import Kernel, load
+from lightning_videoscale.kernels.head_types import HeadOp, Rotation, Side, SideGradients, SideOutputs, as_rows
 
 _FINALIZE_LAYOUT = "PPii" * 2  # of a side two addresses, two sizes
 _FINALIZE_BLOCK = (32, 32, 1)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.cuda import toolkit
-from lightning_videoscale.kernels.cuda.row_plan import Plan, device_tuning, too_wide
-from lightning_videoscale.kernels.cuda.variant import TYPES, Variant, variant_of
-from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
+from lightning_videoscale.kernels.cuda.row_kernels import Plan, device_tuning, too_wide
+from lightning_videoscale.kernels.cuda.row_variant import TYPES, Variant, variant_of
+from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowMap, RowOp, RowOutputs
 
 _FINALIZE_COLUMNS, _FINALIZE_BLOCK, _MAX_GRID_Y = 16, (4, 64, 1), 65535
 

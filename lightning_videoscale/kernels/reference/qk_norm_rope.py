@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.heads import HeadOp, Rotation, Side, SideGradients, SideOutputs, wide_dtype
+from lightning_videoscale.kernels.head_types import HeadOp, Rotation, Side, SideGradients, SideOutputs, wide_dtype
 
 
 def objection(op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -> None:

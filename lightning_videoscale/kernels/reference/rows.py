@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
+from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowMap, RowOp, RowOutputs
 
 
 def objection(

@@ -6,11 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
+from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowMap, RowOp, RowOutputs
 from lightning_videoscale.kernels.triton.backward import backward_kernel
 from lightning_videoscale.kernels.triton.forward import forward_kernel
+from lightning_videoscale.kernels.triton.group_sums import Partials, Walk
 from lightning_videoscale.kernels.triton.launch import launch_for, on_device_of
-from lightning_videoscale.kernels.triton.partials import Partials, Walk
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_CHANNELS = 16384

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_videoscale.kernels.backend import choose_backend
 from lightning_videoscale.kernels.modulation import as_rows, gradient_rows, operand, row_map
-from lightning_videoscale.kernels.rows import Operand, RowGradients, RowOp, RowOutputs
+from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowOp, RowOutputs
 
 NAMESPACE = "lightning_videoscale"
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.rows import Operand, RowMap, RowOp
+from lightning_videoscale.kernels.row_types import Operand, RowMap, RowOp
 
 Direction = Literal["forward", "backward"]
 TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}

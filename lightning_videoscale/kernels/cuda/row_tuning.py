@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lightning_videoscale.kernels.cuda.variant import Direction, Variant
+from lightning_videoscale.kernels.cuda.row_variant import Direction, Variant
 
 
 class Tuning(NamedTuple):

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_videoscale.kernels.cuda.head_tuning import Direction, Tuning, tuning_for
 from lightning_videoscale.kernels.cuda.launch import Kernel, load
-from lightning_videoscale.kernels.cuda.qk_tuning import Direction, Tuning, tuning_for
-from lightning_videoscale.kernels.heads import HeadOp, Rotation
+from lightning_videoscale.kernels.head_types import HeadOp, Rotation
 
 TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Layouts of the kernels' arguments: of a side two sources (address, bytes between rows), eight addresses, two sizes; of

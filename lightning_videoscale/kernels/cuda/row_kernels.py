@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from lightning_videoscale.kernels.cuda.launch import Kernel, load
-from lightning_videoscale.kernels.cuda.tuning import Tuning, tuning_for
-from lightning_videoscale.kernels.cuda.variant import Direction, Variant
-from lightning_videoscale.kernels.rows import RowMap
+from lightning_videoscale.kernels.cuda.row_tuning import Tuning, tuning_for
+from lightning_videoscale.kernels.cuda.row_variant import Direction, Variant
+from lightning_videoscale.kernels.row_types import RowMap
 
 # Layouts of the kernels' arguments. A source is an address and a stride in bytes; an operand values, table and a stride
 # in elements; an order two addresses and four sizes.
