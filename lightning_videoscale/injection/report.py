@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import nn
 
 from lightning_videoscale.injection.fused_block import class_path, fused_block_of
-from lightning_videoscale.kernels.backend import BackendName
 
 
 class Replaced(NamedTuple):
@@ -40,11 +39,13 @@ class InjectionReport:
 
     Attributes:
         model: Name of the model's class.
+        kernels: What runs the kernels, and why nothing faster does.
         replaced: The blocks that now use fused kernels.
         skipped: The blocks of a known class that were left as they are, and why.
     """
 
     model: str
+    kernels: str = ""
     replaced: list[Replaced] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     _originals: list[_Original] = field(default_factory=list, repr=False)
@@ -55,7 +56,7 @@ class InjectionReport:
         module: nn.Module,
         fused: type[nn.Module],
         what: str,
-        backend: BackendName,
+        backend: str,
         recompute_norms: bool,
     ) -> None:
         """Gives ``module`` the class ``fused`` and the settings of its kernels, and notes it."""
@@ -94,6 +95,7 @@ class InjectionReport:
         if not self.replaced and not self.skipped:
             return f"Fused kernels: no block of a known class in {self.model}."
         lines = [f"Fused kernels in {self.model}: {len(self.replaced)} blocks replaced, {len(self.skipped)} skipped."]
+        lines += [f"  kernels: {self.kernels}"] if self.kernels else []
         lines += [f"  replaced {line}" for line in _grouped(self.replaced)]
         lines += [f"  skipped {line}" for line in _grouped(self.skipped)]
         return "\n".join(lines)

@@ -87,6 +87,11 @@ def as_rows(x: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
+def contiguous(parameter: Tensor | None) -> Tensor | None:
+    """Returns a parameter whose values lie in a row, as backends read them."""
+    return None if parameter is None else parameter.contiguous()
+
+
 def gradient_rows(gradient: Tensor | None, like: Tensor) -> Tensor | None:
     """Returns a gradient as `as_rows`, in the dtype of ``like``, in which the kernels read it."""
     return None if gradient is None else as_rows(gradient.to(like.dtype))
