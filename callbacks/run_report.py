@@ -129,6 +129,6 @@ def _record_injection(trainer: pl.Trainer) -> None:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
         if isinstance(callback, FusedKernels) and (report := callback.report) is not None:
-            found = {"model": report.model, "kernels": report.kernels}
+            found: dict[str, Any] = {"model": report.model, "kernels": report.kernels}
             found |= {"replaced": report.replaced, "skipped": report.skipped}
             record(trainer, "injection", found)

@@ -104,10 +104,7 @@ def settle(backend: BackendName, device: torch.device | None = None) -> tuple[st
         return backend, f"everything on {backend}, as asked for"
     if device is None:
         return "auto", "decided at the first call on a device"
-    index = -1
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-    mine = resolve(index)
+    mine = resolve(torch.empty(0, device=device).get_device() if device.type == "cuda" else -1)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)

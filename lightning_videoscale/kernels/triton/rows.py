@@ -34,7 +34,7 @@ def forward(variant: RowVariant, inputs: RowInputs) -> RowOutputs:
     y = x.new_empty(n, d) if op.norm else None
     mean = x.new_empty(n, dtype=torch.float32) if op.norm == "layer" else None
     rstd = x.new_empty(n, dtype=torch.float32) if op.norm else None
-    launch = launch_for(n, d, x.device, backward=False)
+    launch = launch_for(x, (x, branch), backward=False)
     with on_device_of(x):
         forward_kernel[(launch.programs,)](
             x, branch, h, y, mean, rstd,
@@ -52,7 +52,7 @@ def backward(variant: RowVariant, inputs: RowInputs, dh: Tensor | None, dy: Tens
     """Computes the gradients in one pass and one small launch that adds the sums; see `RowBackend`."""
     op, per_row, (h, branch, gate, scale, _, weight, bias, rows, eps, mean, rstd) = variant.op, variant.per_row, inputs
     n, d = h.shape
-    launch = launch_for(n, d, h.device, backward=True)
+    launch = launch_for(h, (dh, dy, h, branch), backward=True)
     walk = Walk.over(rows, launch, all_rows=per_row)
     by_row = _by_row(gate if op.sums and per_row else None, scale if op.sums and per_row else None, n)
     kinds = _kinds(gate, scale, weight, bias, per_row) if op.sums else ()
