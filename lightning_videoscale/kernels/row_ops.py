@@ -277,6 +277,8 @@ def _differentiate(operation: str, ctx: Any, *gradients: Tensor | None) -> tuple
         operation, h, norm, scale, weight, bias, mean, rstd = "gate_residual", dh, None, None, None, None, None, None
         wanted = [*wanted[:3], *[False] * 4, wanted[7], False, False, wanted[10]]
         tables = [tables[0], None, None]
+        if not any(wanted[1:]):
+            return dh if wanted[0] else None, *(None,) * (len(RowCall._fields) - 1)
         if gate is None:
             return (*_of_a_sum(dh, branch_dtype, ctx.bias_dtype, wanted), *none)
     if branch is None and branch_dtype is not None and (gate is not None or branch_dtype is not h.dtype):
