@@ -251,15 +251,15 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *_, mean, rstd = output
         h = call.x if call.branch is None else output[0]
         ctx.mark_non_differentiable(mean, rstd)
-    needs = dict(zip(RowCall._fields, ctx.needs_input_grad, strict=True))
-    values_used = call.gate is not None and (call.branch_norm or needs["gate"] or needs["gate_table"])
+    _, _, needs_gate, _, _, _, _, needs_table, _, _, needs_bias, *_ = ctx.needs_input_grad
+    values_used = call.gate is not None and (call.branch_norm or needs_gate or needs_table)
     ctx.save_for_backward(
         h, call.branch if values_used else None, call.gate, call.scale, call.weight, call.bias, call.gate_table,
         call.scale_table, call.shift_table, call.row_index, mean, rstd,
     )  # fmt: skip
     ctx.settings = call.eps, call.norm, call.gate_activation, call.branch_norm, call.backend
     ctx.branch_dtype = None if call.branch is None else call.branch.dtype
-    ctx.bias_dtype = call.branch_bias.dtype if call.branch_bias is not None and needs["branch_bias"] else None
+    ctx.bias_dtype = call.branch_bias.dtype if call.branch_bias is not None and needs_bias else None
 
 
 def _differentiate(operation: str, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -21,7 +21,7 @@ def every_variant() -> None:
 
 def widths_and_dtypes() -> None:
     """Tiles with and without a padded tail, groups that end inside a program's rows."""
-    for d in (8, 1152, 1920, 2240):
+    for d in (8, 1152, 2240):
         assert_close_to_oracle(Case(b=3, s=4, rows=2, d=d), "triton")
     # Not bf16, to which the interpreter truncates where GPUs round.
     for case in (Case(tables=True, affine=True), Case(rows=6, tables=True), Case(activation="tanh", rows=2)):
