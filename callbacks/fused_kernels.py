@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -45,9 +46,11 @@ class FusedKernels(pl.Callback):
         self.extra_blocks = tuple(extra_blocks)
         self.recompute_norms = recompute_norms
         self.report: InjectionReport | None = None
+        self._device: torch.device | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Registers the injection; the model may not exist yet."""
+        self._device = trainer.strategy.root_device
         add_model_transform = getattr(trainer.strategy, "add_model_transform", None)
         if add_model_transform is not None:
             add_model_transform(self._inject)
@@ -64,7 +67,9 @@ class FusedKernels(pl.Callback):
         undo = patch(pl_module, "configure_model", configure_model)
 
     def _inject(self, model: nn.Module) -> None:
-        report = inject_fused_kernels(model, self.backend, self.extra_blocks, recompute_norms=self.recompute_norms)
+        report = inject_fused_kernels(
+            model, self.backend, self.extra_blocks, recompute_norms=self.recompute_norms, device=self._device
+        )
         if self.report is not None and not report.replaced:
             return  # a further run with the same model
         self.report = report

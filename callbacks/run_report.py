@@ -128,5 +128,6 @@ def _record_injection(trainer: pl.Trainer) -> None:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
         if isinstance(callback, FusedKernels) and (report := callback.report) is not None:
-            found = {"model": report.model, "replaced": report.replaced, "skipped": report.skipped}
+            found: dict[str, Any] = {"model": report.model, "kernels": report.kernels}
+            found |= {"replaced": report.replaced, "skipped": report.skipped}
             record(trainer, "injection", found)

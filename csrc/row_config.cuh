@@ -1,4 +1,4 @@
-// Constants of one variant of a row operation, and of its tuning. All come as macros from kernels/cuda/row_plan.py.
+// Constants of one variant of a row operation, and of its tuning. All come as macros from kernels/cuda/row_kernels.py.
 #pragma once
 #include "vectors.cuh"
 
@@ -6,14 +6,9 @@ namespace videoscale {
 
 // Variant.
 using Activation = ACTIVATION;  // of x, branch, h, y and their gradients
-using GateValue = GATE_TYPE;
-using GateTable = GATE_TABLE_TYPE;
-using ScaleValue = SCALE_TYPE;
-using ScaleTable = SCALE_TABLE_TYPE;
-using ShiftValue = SHIFT_TYPE;
-using ShiftTable = SHIFT_TABLE_TYPE;
-using Weight = WEIGHT_TYPE;
-using Bias = BIAS_TYPE;
+using OperandValue = MODULATION_TYPE;  // of gate, scale and shift
+using OperandTable = TABLE_TYPE;       // of their tables
+using Affine = AFFINE_TYPE;            // of weight and bias
 constexpr int D = CHANNELS;
 constexpr float PER_CHANNEL = 1.f / D;
 constexpr bool LAYER_NORM = NORM == 1, RMS_NORM = NORM == 2, NORMED = NORM != 0;
@@ -44,16 +39,15 @@ __device__ __forceinline__ int column(int k) { return (k * THREADS + threadIdx.x
 
 // An operand: values[group] + table.
 struct OperandView {
-    const void* values;
-    const void* table;  // or null
-    long long stride;   // of values, in elements
+    const OperandValue* values;
+    const OperandTable* table;  // or null
+    long long stride;           // of values, in elements
 };
 
 // v = table[column …], 0 where there is none.
-template <typename Table>
 __device__ __forceinline__ void load_table(const OperandView& operand, int column, float (&v)[WIDTH]) {
     if (operand.table != nullptr) {
-        load<Table>(static_cast<const Table*>(operand.table) + column, v);
+        load<OperandTable>(operand.table + column, v);
     } else {
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) v[j] = 0.f;
@@ -61,11 +55,10 @@ __device__ __forceinline__ void load_table(const OperandView& operand, int colum
 }
 
 // v = values[group, column …] + table[column …].
-template <typename Value, typename Table>
 __device__ __forceinline__ void load_operand(const OperandView& operand, int group, int column, float (&v)[WIDTH]) {
     float table[WIDTH];
-    load_table<Table>(operand, column, table);
-    load<Value>(static_cast<const Value*>(operand.values) + group * operand.stride + column, v);
+    load_table(operand, column, table);
+    load<OperandValue>(operand.values + group * operand.stride + column, v);
 #pragma unroll
     for (int j = 0; j < WIDTH; ++j) v[j] += table[j];
 }

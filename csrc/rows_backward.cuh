@@ -16,11 +16,10 @@ namespace videoscale {
 struct BackwardArguments {
     Source dy, h, dh, branch;
     OperandView gate, scale;
-    const void *weight, *bias;
+    const Affine *weight, *bias;
     const float *mean, *rstd;
     Activation *dx, *dbranch;      // contiguous
-    GateValue* dgate;              // (rows, D), where every row has its own
-    ScaleValue *dscale, *dshift;   // likewise
+    OperandValue *dgate, *dscale, *dshift;  // (rows, D), where every row has its own
     float* parts;                  // (blocks + groups, SUM_COUNT, D), or of clusters: (clusters + 1, SUM_COUNT, D)
     RowOrder map;
     float eps;
@@ -30,8 +29,8 @@ enum Input { DY_ROW, H_ROW, DH_ROW, BRANCH_ROW, GATE_ROW, SCALE_ROW };
 constexpr int ROW = D * sizeof(Activation);
 constexpr bool READ_BRANCH = HAS_GATE || NORM_BRANCH;  // without either, dbranch is dx
 using Pipeline = RowPipeline<1, NORMED ? ROW : 0, NORMED ? ROW : 0, HAS_DH ? ROW : 0, READ_BRANCH ? ROW : 0,
-                             PER_ROW && HAS_GATE ? D * sizeof(GateValue) : 0,
-                             PER_ROW && HAS_SCALE ? D * sizeof(ScaleValue) : 0>;
+                             PER_ROW && HAS_GATE ? D * sizeof(OperandValue) : 0,
+                             PER_ROW && HAS_SCALE ? D * sizeof(OperandValue) : 0>;
 constexpr int SUMS_PER_ROW = (NORMED ? 1 : 0) + (LAYER_NORM ? 1 : 0) + (NORM_BRANCH ? 1 : 0);
 using Sum = BlockSum<THREADS, (SUMS_PER_ROW > 0 ? SUMS_PER_ROW : 1) * ROWS>;
 
@@ -103,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                               a.h,
                               a.dh,
                               a.branch,
-                              {a.gate.values, a.gate.stride * int(sizeof(GateValue))},
-                              {a.scale.values, a.scale.stride * int(sizeof(ScaleValue))}};
+                              {a.gate.values, a.gate.stride * int(sizeof(OperandValue))},
+                              {a.scale.values, a.scale.stride * int(sizeof(OperandValue))}};
     Pipeline pipeline(a.map, sources, barriers, ring);
     Sum sum(scratch);
     if constexpr (SUMMED) let_dependents_start();
@@ -115,10 +114,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     for (int k = 0; k < OWN; ++k) {
         parts[k].clear();
         if (!owns(k)) continue;
-        if constexpr (HAS_WEIGHT) load<Weight>(static_cast<const Weight*>(a.weight) + column(k), columns[k].weight);
-        if constexpr (HAS_BIAS && PER_ROW) load<Bias>(static_cast<const Bias*>(a.bias) + column(k), columns[k].bias);
-        if constexpr (PER_ROW && HAS_GATE) load_table<GateTable>(a.gate, column(k), columns[k].gate);
-        if constexpr (PER_ROW && HAS_SCALE) load_table<ScaleTable>(a.scale, column(k), columns[k].factor);
+        if constexpr (HAS_WEIGHT) load<Affine>(a.weight + column(k), columns[k].weight);
+        if constexpr (HAS_BIAS && PER_ROW) load<Affine>(a.bias + column(k), columns[k].bias);
+        if constexpr (PER_ROW && HAS_GATE) load_table(a.gate, column(k), columns[k].gate);
+        if constexpr (PER_ROW && HAS_SCALE) load_table(a.scale, column(k), columns[k].factor);
     }
 
     int group = -1;
@@ -138,12 +137,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     parts[k].clear();
                 }
                 if constexpr (HAS_GATE) {
-                    load_operand<GateValue, GateTable>(a.gate, walk.group, at, columns[k].gate);
+                    load_operand(a.gate, walk.group, at, columns[k].gate);
                     if constexpr (TANH_GATE)
 #pragma unroll
                         for (int j = 0; j < WIDTH; ++j) columns[k].gate[j] = tanhf(columns[k].gate[j]);
                 }
-                if constexpr (HAS_SCALE) load_operand<ScaleValue, ScaleTable>(a.scale, walk.group, at, columns[k].factor);
+                if constexpr (HAS_SCALE) load_operand(a.scale, walk.group, at, columns[k].factor);
                 columns[k].compose_factor();
             }
             group = walk.group;
@@ -173,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     float dy[WIDTH], x_hat[WIDTH], dn[WIDTH];
                     load<Activation>(pipeline.own<DY_ROW>(r, k), dy);
                     load<Activation>(pipeline.own<H_ROW>(r, k), x_hat);
-                    if constexpr (PER_ROW && HAS_SCALE) load<ScaleValue>(pipeline.own<SCALE_ROW>(r, k), dn);
+                    if constexpr (PER_ROW && HAS_SCALE) load<OperandValue>(pipeline.own<SCALE_ROW>(r, k), dn);
 #pragma unroll
                     for (int j = 0; j < WIDTH; ++j) {
                         x_hat[j] = (x_hat[j] - statistics.mean[r]) * statistics.rstd[r];
@@ -198,14 +197,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     if constexpr (PER_ROW && SUMS) {
                         const long long at = (long long)row[r] * D + column(k);
                         if constexpr (HAS_SCALE) {
-                            store<ScaleValue>(a.dshift + at, dy);
+                            store<OperandValue>(a.dshift + at, dy);
 #pragma unroll
                             for (int j = 0; j < WIDTH; ++j) {
                                 if constexpr (HAS_WEIGHT) x_hat[j] *= columns[k].weight[j];
                                 if constexpr (HAS_BIAS) x_hat[j] += columns[k].bias[j];
                                 x_hat[j] *= dy[j];
                             }
-                            store<ScaleValue>(a.dscale + at, x_hat);
+                            store<OperandValue>(a.dscale + at, x_hat);
                         }
                     }
                 }
@@ -239,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     float x_hat[WIDTH], scale[WIDTH];
                     load<Activation>(pipeline.own<DY_ROW>(r, k), dx);
                     load<Activation>(pipeline.own<H_ROW>(r, k), x_hat);
-                    if constexpr (PER_ROW && HAS_SCALE) load<ScaleValue>(pipeline.own<SCALE_ROW>(r, k), scale);
+                    if constexpr (PER_ROW && HAS_SCALE) load<OperandValue>(pipeline.own<SCALE_ROW>(r, k), scale);
 #pragma unroll
                     for (int j = 0; j < WIDTH; ++j) {
                         x_hat[j] = (x_hat[j] - statistics.mean[r]) * statistics.rstd[r];
@@ -264,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     float b[WIDTH], g[WIDTH];
                     load<Activation>(pipeline.own<BRANCH_ROW>(r, k), b);
                     if constexpr (HAS_GATE && PER_ROW) {
-                        load<GateValue>(pipeline.own<GATE_ROW>(r, k), g);
+                        load<OperandValue>(pipeline.own<GATE_ROW>(r, k), g);
 #pragma unroll
                         for (int j = 0; j < WIDTH; ++j) {
                             g[j] += columns[k].gate[j];
@@ -287,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                             if constexpr (SUM_GATE) parts[k].dh_branch[j] += b[j];
                         }
                     }
-                    if constexpr (PER_ROW && HAS_GATE && SUMS) store<GateValue>(a.dgate + at, b);
+                    if constexpr (PER_ROW && HAS_GATE && SUMS) store<OperandValue>(a.dgate + at, b);
                     if constexpr (!NORM_BRANCH) store<Activation>(a.dbranch + at, dx);
                 }
                 if constexpr (SUM_BRANCH && !NORM_BRANCH) {

@@ -11,7 +11,7 @@ namespace videoscale {
 struct FinalizeArguments {
     const float* parts;
     OperandView gate, scale;
-    const void *weight, *bias;
+    const Affine *weight, *bias;
     float *dgate, *dscale, *dshift;  // (groups, D); where every row has its own: (1, D), of the tables
     float *dweight, *dbias, *dbranch_bias;  // (D,)
     RowOrder map;  // of rows_backward
@@ -25,11 +25,6 @@ constexpr int COLUMNS = 16, QUADS = COLUMNS / 4, LANES = 64, THREAD_COUNT = QUAD
 constexpr int BATCH = 10 / SUM_COUNT;
 using Sums = float[SUM_COUNT][4];
 using Staged = float4[BATCH][SUM_COUNT][THREAD_COUNT];
-
-template <typename T>
-__device__ __forceinline__ float at(const void* values, long long i) {
-    return to_float(static_cast<const T*>(values)[i]);
-}
 
 // Adds this thread's columns of the parts that blocks first … last have of a group.
 __device__ __forceinline__ void add_parts(const float* parts, int group, int first, int last, int column, int thread,
@@ -99,8 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREAD_COUNT) rows_finalize(const _
             const long long to = (long long)group * D + c;
             if constexpr (SUM_NORM) {
                 float dscale = sums[DY_X_HAT];
-                if constexpr (HAS_WEIGHT) dscale *= at<Weight>(a.weight, c);
-                if constexpr (HAS_BIAS) dscale += sums[DY] * at<Bias>(a.bias, c);
+                if constexpr (HAS_WEIGHT) dscale *= to_float(a.weight[c]);
+                if constexpr (HAS_BIAS) dscale += sums[DY] * to_float(a.bias[c]);
                 if constexpr (HAS_SCALE) {
                     a.dscale[to] = dscale;
                     a.dshift[to] = sums[DY];
@@ -111,8 +106,8 @@ extern "C" __global__ void __launch_bounds__(THREAD_COUNT) rows_finalize(const _
                 } else if constexpr (AFFINE) {
                     float factor = 1.f;
                     if constexpr (HAS_SCALE) {
-                        factor += at<ScaleValue>(a.scale.values, group * a.scale.stride + c);
-                        if (a.scale.table != nullptr) factor += at<ScaleTable>(a.scale.table, c);
+                        factor += to_float(a.scale.values[group * a.scale.stride + c]);
+                        if (a.scale.table != nullptr) factor += to_float(a.scale.table[c]);
                     }
                     dweight = fmaf(factor, sums[DY_X_HAT], dweight);
                     dbias = fmaf(factor, sums[DY], dbias);
@@ -121,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREAD_COUNT) rows_finalize(const _
             if constexpr (SUM_GATE) {
                 float dgate = sums[DH_BRANCH];
                 if constexpr (TANH_GATE && !PER_ROW) {
-                    float gate = at<GateValue>(a.gate.values, group * a.gate.stride + c);
-                    if (a.gate.table != nullptr) gate += at<GateTable>(a.gate.table, c);
+                    float gate = to_float(a.gate.values[group * a.gate.stride + c]);
+                    if (a.gate.table != nullptr) gate += to_float(a.gate.table[c]);
                     gate = tanhf(gate);
                     dgate *= 1.f - gate * gate;
                 }

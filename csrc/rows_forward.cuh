@@ -10,7 +10,7 @@ namespace videoscale {
 struct ForwardArguments {
     Source x, branch;
     OperandView gate, scale, shift;
-    const void *weight, *bias;
+    const Affine *weight, *bias;
     Activation *h, *y;  // contiguous
     float *mean, *rstd;
     RowOrder map;
@@ -21,9 +21,9 @@ enum Input { X, BRANCH, GATE_ROW, SCALE_ROW, SHIFT_ROW };
 constexpr int ROW = D * sizeof(Activation);
 // Inputs that are read again after a stage's first barrier keep the stage until the end of its turn.
 constexpr int LAG = PER_ROW || NORM_BRANCH || !NORMED;
-using Pipeline = RowPipeline<LAG, ROW, HAS_RESIDUAL ? ROW : 0, PER_ROW && HAS_GATE ? D * sizeof(GateValue) : 0,
-                             PER_ROW && HAS_SCALE ? D * sizeof(ScaleValue) : 0,
-                             PER_ROW && HAS_SHIFT ? D * sizeof(ShiftValue) : 0>;
+using Pipeline = RowPipeline<LAG, ROW, HAS_RESIDUAL ? ROW : 0, PER_ROW && HAS_GATE ? D * sizeof(OperandValue) : 0,
+                             PER_ROW && HAS_SCALE ? D * sizeof(OperandValue) : 0,
+                             PER_ROW && HAS_SHIFT ? D * sizeof(OperandValue) : 0>;
 using Sum = BlockSum<THREADS, ROWS>;
 using Values = float[ROWS][OWN][WIDTH];
 
@@ -43,8 +43,8 @@ struct Modulation {
     float scale[WIDTH], shift[WIDTH], weight[WIDTH], bias[WIDTH];
 
     __device__ __forceinline__ void load_affine(const ForwardArguments& a, int at) {
-        if constexpr (HAS_WEIGHT) load<Weight>(static_cast<const Weight*>(a.weight) + at, weight);
-        if constexpr (HAS_BIAS) load<Bias>(static_cast<const Bias*>(a.bias) + at, bias);
+        if constexpr (HAS_WEIGHT) load<Affine>(a.weight + at, weight);
+        if constexpr (HAS_BIAS) load<Affine>(a.bias + at, bias);
     }
 
     // Makes of scale, which was values + table, 1 + scale; where nothing is rounded between, takes in the affine too.
@@ -101,9 +101,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __shared__ Sum::Scratch scratch;
     const Source sources[] = {a.x,
                               a.branch,
-                              {a.gate.values, a.gate.stride * int(sizeof(GateValue))},
-                              {a.scale.values, a.scale.stride * int(sizeof(ScaleValue))},
-                              {a.shift.values, a.shift.stride * int(sizeof(ShiftValue))}};
+                              {a.gate.values, a.gate.stride * int(sizeof(OperandValue))},
+                              {a.scale.values, a.scale.stride * int(sizeof(OperandValue))},
+                              {a.shift.values, a.shift.stride * int(sizeof(OperandValue))}};
     assert_groups(a.map);
     Pipeline pipeline(a.map, sources, barriers, ring);
     Sum sum(scratch);
@@ -116,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         if (!owns(k)) continue;
         modulation[k].load_affine(a, column(k));
         if constexpr (PER_ROW) {
-            if constexpr (HAS_GATE) load_table<GateTable>(a.gate, column(k), gate[k]);
-            if constexpr (HAS_SCALE) load_table<ScaleTable>(a.scale, column(k), modulation[k].scale);
-            if constexpr (HAS_SHIFT) load_table<ShiftTable>(a.shift, column(k), modulation[k].shift);
+            if constexpr (HAS_GATE) load_table(a.gate, column(k), gate[k]);
+            if constexpr (HAS_SCALE) load_table(a.scale, column(k), modulation[k].scale);
+            if constexpr (HAS_SHIFT) load_table(a.shift, column(k), modulation[k].shift);
         }
     }
 
@@ -132,11 +132,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 if (!owns(k)) continue;
                 const int at = column(k);
                 if constexpr (HAS_GATE) {
-                    load_operand<GateValue, GateTable>(a.gate, group, at, gate[k]);
+                    load_operand(a.gate, group, at, gate[k]);
                     activate(gate[k]);
                 }
-                if constexpr (HAS_SCALE) load_operand<ScaleValue, ScaleTable>(a.scale, group, at, modulation[k].scale);
-                if constexpr (HAS_SHIFT) load_operand<ShiftValue, ShiftTable>(a.shift, group, at, modulation[k].shift);
+                if constexpr (HAS_SCALE) load_operand(a.scale, group, at, modulation[k].scale);
+                if constexpr (HAS_SHIFT) load_operand(a.shift, group, at, modulation[k].shift);
                 modulation[k].compose();
             }
         }
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     float b[WIDTH], g[WIDTH];
                     load<Activation>(pipeline.own<BRANCH>(r, k), b);
                     if constexpr (PER_ROW && HAS_GATE) {
-                        load<GateValue>(pipeline.own<GATE_ROW>(r, k), g);
+                        load<OperandValue>(pipeline.own<GATE_ROW>(r, k), g);
 #pragma unroll
                         for (int j = 0; j < WIDTH; ++j) g[j] += gate[k][j];
                         activate(g);
@@ -226,12 +226,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 if constexpr (PER_ROW) {
                     float operand[WIDTH];
                     if constexpr (HAS_SCALE) {
-                        load<ScaleValue>(pipeline.own<SCALE_ROW>(r, k), operand);
+                        load<OperandValue>(pipeline.own<SCALE_ROW>(r, k), operand);
 #pragma unroll
                         for (int j = 0; j < WIDTH; ++j) own.scale[j] += operand[j];
                     }
                     if constexpr (HAS_SHIFT) {
-                        load<ShiftValue>(pipeline.own<SHIFT_ROW>(r, k), operand);
+                        load<OperandValue>(pipeline.own<SHIFT_ROW>(r, k), operand);
 #pragma unroll
                         for (int j = 0; j < WIDTH; ++j) own.shift[j] += operand[j];
                     }

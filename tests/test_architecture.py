@@ -27,7 +27,6 @@ PLAIN = {row["room"] for row in TABLE if row["lightning"] == "no"}
 MOST_PARAMETERS = 12
 MOST_FILES = 25
 TOO_MANY_PARAMETERS = {"kernels"}
-TOO_MANY_FILES = {"data"}
 """Rooms that are still being put in order; a room that has been is an error here."""
 
 
@@ -132,7 +131,7 @@ def test_no_function_takes_too_many_parameters(room: str) -> None:
     assert not found, "put what belongs together into one object"
 
 
-@pytest.mark.parametrize("room", marked([*rooms(), "csrc"], TOO_MANY_FILES))
+@pytest.mark.parametrize("room", [*rooms(), "csrc"])
 def test_no_folder_holds_too_many_files(room: str) -> None:
     home = (ROOT / PACKAGE / room).resolve()
     folders = [home, *(folder for folder in home.glob("**/") if folder.name != "__pycache__")]
@@ -152,7 +151,7 @@ def test_no_folder_holds_too_many_files(room: str) -> None:
         ("cost", "from lightning_videoscale.timing import StepTimer", ["timing.StepTimer"]),
         ("cost/benchmark", "from lightning_videoscale.timing import StepTimer", []),
         ("cost/benchmark", "from lightning_videoscale.data import VideoDataModule", ["data.VideoDataModule"]),
-        ("kernels/triton", "from lightning_videoscale.kernels import heads", []),
+        ("kernels/triton", "from lightning_videoscale.kernels import head_types", []),
     ],
 )
 def test_a_forbidden_import_is_found(folder: str, source: str, found: list[str]) -> None:

@@ -161,6 +161,7 @@ def implementations(op: str, backends: list[str], compiled: bool) -> dict[str, F
         compiled: Also eager under ``torch.compile``, as torch comes and without its mix-order reduction.
     """
     here = OPS[op]
+    backends = [backend for backend in backends if (op, backend) != ("qk_norm_rope", "triton")]  # which has none
     found: dict[str, Function] = {f"ours ({backend})": here.fused(backend) for backend in backends}
     found["eager"] = here.eager
     if compiled:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.cuda import qk_norm_rope as cuda
-from lightning_videoscale.kernels.cuda.qk_plan import Plan
-from lightning_videoscale.kernels.cuda.qk_tuning import Direction
-from lightning_videoscale.kernels.heads import HeadBackend, HeadOp, Rotation, Side
+from lightning_videoscale.kernels.cuda.head_kernels import HeadKernels
+from lightning_videoscale.kernels.cuda.head_tuning import Direction
+from lightning_videoscale.kernels.head_types import HeadOp, HeadVariant, Rotation, Side, variant_of
 from lightning_videoscale.kernels.reference import qk_norm_rope as reference
 
 
@@ -54,31 +54,33 @@ class Problem:
         statistics_ = 8 * (self.heads if self.op.per_head else 1) if direction == "backward" else 0
         return self.n * (rows + 4 * self.head_dim + statistics_)
 
+    def variant(self, direction: Direction, sides: tuple[Side, Side], rotation: Rotation) -> HeadVariant:
+        return variant_of(self.op, direction, sides, rotation)
+
 
 def with_statistics(problem: Problem, sides: tuple[Side, Side], rotation: Rotation) -> tuple[Side, Side]:
-    outputs = cuda.forward(problem.op, sides, rotation, 1e-6)
+    outputs = cuda.forward(problem.variant("forward", sides, rotation), sides, rotation, 1e-6)
     q, k = (Side(s.x, s.weight, s.bias, o.mean, o.rstd) for s, o in zip(sides, outputs, strict=True))
     return q, k
 
 
-def runner(
-    problem: Problem, direction: Direction, plan: Plan | None, backend: HeadBackend = cuda
-) -> Callable[[], list[Tensor]]:
-    """What is timed: one direction of the backend, with a plan if there is one."""
+def runner(problem: Problem, direction: Direction, kernels: HeadKernels | None) -> Callable[[], list[Tensor]]:
+    """What is timed: one direction, by these kernels if there are any."""
     sides, rotation, gradients = problem.data()
     if direction == "backward":
         sides = with_statistics(problem, sides, rotation)
+    variant = problem.variant(direction, sides, rotation)
 
     def run() -> list[Tensor]:
         results: Any
-        if direction == "forward" and plan is not None:
-            results = cuda.run_forward(plan, problem.op, sides, rotation, 1e-6)
+        if direction == "forward" and kernels is not None:
+            results = cuda.run_forward(kernels, sides, rotation, 1e-6)
         elif direction == "forward":
-            results = backend.forward(problem.op, sides, rotation, 1e-6)
-        elif plan is not None:
-            results = cuda.run_backward(plan, problem.op, gradients, sides, rotation, None)
+            results = cuda.forward(variant, sides, rotation, 1e-6)
+        elif kernels is not None:
+            results = cuda.run_backward(kernels, gradients, sides, rotation, None)
         else:
-            results = backend.backward(problem.op, gradients, sides, rotation, None)
+            results = cuda.backward(variant, gradients, sides, rotation, None)
         return [tensor for side in results for tensor in side if tensor is not None]
 
     return run
@@ -92,11 +94,12 @@ def exact(problem: Problem, direction: Direction) -> list[Tensor]:
         for s in sides
     )
     wide = Rotation(rotation.cos.double(), rotation.sin.double(), rotation.start)
-    outputs = reference.forward(problem.op, (q, k), wide, 1e-6)
+    variant = problem.variant(direction, (q, k), wide)
+    outputs = reference.forward(variant, (q, k), wide, 1e-6)
     results: Any = outputs
     if direction == "backward":
         given = tuple(Side(s.x, s.weight, s.bias, o.mean, o.rstd) for s, o in zip((q, k), outputs, strict=True))
-        results = reference.backward(problem.op, tuple(g.double() for g in gradients), given, wide, None)  # type: ignore[arg-type]
+        results = reference.backward(variant, tuple(g.double() for g in gradients), given, wide, None)  # type: ignore[arg-type]
     return [tensor for side in results for tensor in side if tensor is not None]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.cuda.row_plan import Plan
-from lightning_videoscale.kernels.cuda.variant import Direction, Variant
+from lightning_videoscale.kernels.cuda.row_kernels import RowKernels
+from lightning_videoscale.kernels.cuda.row_variant import Direction
 from lightning_videoscale.kernels.reference import rows as reference
-from lightning_videoscale.kernels.rows import Operand, RowMap, RowOp
+from lightning_videoscale.kernels.row_types import Operand, RowInputs, RowMap, RowOp, RowVariant
 
 OPERATIONS = {
     "norm_modulate": RowOp("layer"),
@@ -40,27 +40,12 @@ class Case:
         return OPERATIONS[self.operation]
 
     @property
-    def variant(self) -> Variant:
-        gate = torch.float32 if self.op.gate else None
-        scale = torch.float32 if self.op.norm else None
-        shift = scale if self.direction == "forward" else None
+    def variant(self) -> RowVariant:
         has_dh = self.direction == "backward" and self.op.residual
-        return Variant(
-            self.op,
-            self.channels,
-            torch.bfloat16,
-            gate,
-            None,
-            scale,
-            None,
-            shift,
-            None,
-            None,
-            None,
-            False,
-            False,
-            has_dh,
-        )
+        scale = self.op.norm is not None
+        shift = scale and self.direction == "forward"
+        bf16, branch = torch.bfloat16, torch.bfloat16 if self.op.residual else None
+        return RowVariant(self.op, self.channels, bf16, branch, torch.float32, scale=scale, shift=shift, has_dh=has_dh)
 
     def bytes(self, n: int) -> int:
         """That must move: the activations, and the statistics."""
@@ -95,16 +80,14 @@ class Data:
             self.mean = self.x.float().mean(1)
             self.rstd = torch.rsqrt(self.x.float().var(1, unbiased=False) + 1e-6)
 
-    def run(self, backend: Any, *plan: Plan) -> tuple[Tensor | None, ...]:
-        """Through a backend's functions, or through `run_forward` and `run_backward` with a plan."""
-        op, affine, eps = self.case.op, (None, None), 1e-6
-        if self.case.direction == "forward":
-            run = backend.run_forward if plan else backend.forward
-            operands = (self.gate, self.scale, self.shift)
-            return run(*plan, op, self.x, self.branch, *operands, *affine, self.rows, eps)
-        run = backend.run_backward if plan else backend.backward
-        inputs = (self.dh, self.dy, self.x, self.branch, self.gate, self.scale)
-        return run(*plan, op, *inputs, *affine, self.mean, self.rstd, self.rows, eps)
+    def run(self, backend: Any, *kernels: RowKernels) -> tuple[Tensor | None, ...]:
+        """Through a backend's functions, or through `run_forward` and `run_backward` with kernels."""
+        variant, backward = self.case.variant, self.case.direction == "backward"
+        operands = (self.gate, self.scale, None if backward else self.shift)
+        inputs = RowInputs(self.x, self.branch, *operands, None, None, self.rows, 1e-6, self.mean, self.rstd)
+        if not backward:
+            return (backend.run_forward if kernels else backend.forward)(*kernels, variant, inputs)
+        return (backend.run_backward if kernels else backend.backward)(*kernels, variant, inputs, self.dh, self.dy)
 
     def expected(self) -> tuple[Tensor | None, ...]:
         """In float64, of the same inputs."""

@@ -2,10 +2,10 @@
 
     python -m benchmarks.kernels.sweep_qk --seconds 120 --output sweep_qk.json
 
-First every family's variant is checked against float64 in CUDA and in Triton. Then each candidate launch for Wan's
+First every family's variant is checked against float64. Then each candidate launch for Wan's
 sizes (RMS over all heads of 128 channels, interleaved) is checked, compared with itself bitwise and screened at one N,
 and the best are timed at every N, with L2 flushed and the host far ahead. Printed: the best per N, and the lines that
-belong into `MEASURED` of ``kernels/cuda/qk_tuning.py``. A kernel that hangs ends the run; results so far are kept.
+belong into `MEASURED` of ``kernels/cuda/head_tuning.py``. A kernel that hangs ends the run; results so far are kept.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ import torch
 from benchmarks.kernels.qk_cases import Clock, Problem, exact, largest_error, runner
 from benchmarks.kernels.row_cases import poison
 from benchmarks.kernels.sweep_rows import Watchdog, compile_one
-from lightning_videoscale.kernels.cuda import qk_norm_rope as cuda
-from lightning_videoscale.kernels.cuda.qk_plan import Plan, Variant
-from lightning_videoscale.kernels.cuda.qk_tuning import Direction, Tuning, tuning_for
+from lightning_videoscale.kernels.cuda.head_kernels import HeadKernels, constants, stage_bytes, together, vectors
+from lightning_videoscale.kernels.cuda.head_tuning import Direction, Tuning, tuning_for
 from lightning_videoscale.kernels.cuda.toolkit import CudaUnavailableError
-from lightning_videoscale.kernels.heads import HeadBackend, HeadOp
-from lightning_videoscale.kernels.triton import qk_norm_rope as triton
+from lightning_videoscale.kernels.head_types import HeadOp, HeadVariant
 
 HEAD_DIM, LENGTHS, SCREENED_AT = 128, (16384, 65536), 16384
 SHARED_PER_SM, SHARED_PER_BLOCK = 227 * 1024, 226 * 1024
@@ -43,34 +41,34 @@ OTHERS = {
 }
 
 
-def variant(heads: int, direction: Direction) -> Variant:
+def variant(heads: int, direction: Direction) -> HeadVariant:
     pairs = HEAD_DIM // 2
     bf16 = torch.bfloat16
-    return Variant(WAN, direction, bf16, bf16, False, (heads, heads), HEAD_DIM, pairs, False, 2, (0, 1))
+    return HeadVariant(WAN, direction, bf16, bf16, False, (heads, heads), HEAD_DIM, pairs, False, 2, (0, 1))
 
 
-def candidates(made: Variant) -> list[Tuning]:
+def candidates(made: HeadVariant) -> list[Tuning]:
     """The launches worth trying: enough bytes on their way, registers and shared memory that there are."""
     found = []
-    lag = 0 if made.together else 1  # stages that are held and not on their way
+    lag = 0 if together(made) else 1  # stages that are held and not on their way
     for own, blocks, stages in itertools.product((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6, 8, 10), (2, 3, 4, 6)):
-        threads, ring = made.vectors // own, stages * made.stage_bytes
-        if made.vectors % own or threads % 32 or threads > 1024 or ring > SHARED_PER_BLOCK:
+        threads, ring = vectors(made) // own, stages * stage_bytes(made)
+        if vectors(made) % own or threads % 32 or threads > 1024 or ring > SHARED_PER_BLOCK:
             continue
         registers = 48 + 26 * own
         if not 192 <= threads * blocks <= 65536 // registers:
             continue
-        on_the_way = blocks * (stages - lag) * made.stage_bytes
+        on_the_way = blocks * (stages - lag) * stage_bytes(made)
         if blocks * (ring + 2048) <= SHARED_PER_SM and 60 * 1024 <= on_the_way <= 200 * 1024:
             found.append(Tuning(threads, stages, blocks))
     return found
 
 
-def compile_all(work: list[tuple[Variant, Tuning]], arch: str, deadline: float) -> list[tuple[Variant, Tuning]]:
+def compile_all(work: list[tuple[HeadVariant, Tuning]], arch: str, deadline: float) -> list[tuple[HeadVariant, Tuning]]:
     """Fills the cache; returns what was compiled in time."""
     pool = ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("fork"))
     futures = {
-        pool.submit(compile_one, f"qk_{made.direction}.cuh", made.constants() | tuning.constants(), arch): (
+        pool.submit(compile_one, f"qk_{made.direction}.cuh", constants(made) | tuning.constants(), arch): (
             made,
             tuning,
         )
@@ -90,24 +88,23 @@ def compile_all(work: list[tuple[Variant, Tuning]], arch: str, deadline: float) 
 
 
 def check_families(watchdog: Watchdog) -> None:
-    """Both backends, both directions, against float64."""
+    """Both directions, against float64."""
     problems = {f"Wan D={h * HEAD_DIM}": Problem(WAN, h, HEAD_DIM, 1031) for h in (12, 24, 40)}
     problems |= {name: Problem(op, heads, dh, 1031) for name, (op, heads, dh) in OTHERS.items()}
     directions: tuple[Direction, ...] = ("forward", "backward")
     for (name, problem), direction in itertools.product(problems.items(), directions):
         expected = exact(problem, direction)
-        for label, backend in (("cuda", cuda), ("triton", triton)):
-            watchdog.report(f"checking {name} {direction} {label}")
-            error = largest_error(runner(problem, direction, None, backend)(), expected)
-            print(f"{'ok ' if error < 5e-3 else 'BAD'} {name:14} {direction:8} {label:6} error {error:.1e}", flush=True)
+        watchdog.report(f"checking {name} {direction}")
+        error = largest_error(runner(problem, direction, None)(), expected)
+        print(f"{'ok ' if error < 5e-3 else 'BAD'} {name:14} {direction:8} error {error:.1e}", flush=True)
 
 
 def screen(
     heads: int, direction: Direction, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, deadline: float
-) -> list[tuple[float, Tuning, Plan]]:
+) -> list[tuple[float, Tuning, HeadKernels]]:
     """Checks every launch, times it, and returns the best three and the rule's own."""
     made = variant(heads, direction)
-    default = tuning_for(direction, made.together, made.vectors, made.stage_bytes, SHARED_PER_BLOCK)
+    default = tuning_for(direction, together(made), vectors(made), stage_bytes(made), SHARED_PER_BLOCK)
     assert default is not None
     small, large = (Problem(WAN, heads, HEAD_DIM, n) for n in (1031, SCREENED_AT))
     expected, screened = exact(small, direction), []
@@ -118,8 +115,8 @@ def screen(
         watchdog.report(f"running {direction} with {heads} heads and {tuning}")
         poison(64 << 20)
         try:
-            plan = Plan(made, 0, tuning)
-            run = runner(small, direction, plan)
+            kernels = HeadKernels(made, 0, tuning)
+            run = runner(small, direction, kernels)
             got, again = run(), run()
         except CudaUnavailableError as refused:
             print(f"  REFUSED {tuning}: {refused}", flush=True)
@@ -128,7 +125,7 @@ def screen(
         if error > 5e-3 or not all(torch.equal(a, b) for a, b in zip(got, again, strict=True)):
             print(f"  WRONG {direction}, {heads} heads, {tuning}: error {error:.1e}", flush=True)
             continue
-        screened.append((clock(runner(large, direction, plan), 7), tuning, plan))
+        screened.append((clock(runner(large, direction, kernels), 7), tuning, kernels))
     best = sorted(screened, key=lambda entry: entry[0])[:3]
     return best + [entry for entry in screened if entry[1] == default and entry not in best]
 
@@ -154,11 +151,11 @@ def sweep(arch: str, deadline: float, output: Path) -> None:
         share = (deadline - time.monotonic()) / (len(cases) - number)
         best = screen(heads, direction, mine, clock, watchdog, time.monotonic() + 0.6 * share)
         timed = []
-        for n, (_, tuning, plan) in itertools.product(LENGTHS, best):
+        for n, (_, tuning, kernels) in itertools.product(LENGTHS, best):
             watchdog.report(f"timing {direction} with {heads} heads and {tuning} at N = {n}")
             problem = Problem(WAN, heads, HEAD_DIM, n)
-            row = time_one(problem, direction, runner(problem, direction, plan), clock)
-            timed.append(row | {"tuning": tuple(tuning), "registers": plan.kernel.attribute("NUM_REGS")})
+            row = time_one(problem, direction, runner(problem, direction, kernels), clock)
+            timed.append(row | {"tuning": tuple(tuning), "registers": kernels.kernel.attribute("NUM_REGS")})
         rows += timed
         output.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1))
         table.append(report(timed, variant(heads, direction)))
@@ -166,7 +163,7 @@ def sweep(arch: str, deadline: float, output: Path) -> None:
     time_others(clock, watchdog)
 
 
-def report(timed: list[dict[str, Any]], made: Variant) -> str:
+def report(timed: list[dict[str, Any]], made: HeadVariant) -> str:
     """Prints the best launch per N; returns the line of `MEASURED` of the one whose worst share from 16 384 is best."""
     for n in LENGTHS:
         best = max((row for row in timed if row["n"] == n), key=lambda row: row["share"])
@@ -179,19 +176,16 @@ def report(timed: list[dict[str, Any]], made: Variant) -> str:
             worst[row["tuning"]] = min(worst.get(row["tuning"], 9.0), row["share"])
     chosen = max(worst, key=lambda tuning: worst[tuning])
     shares = [round(100 * row["share"], 1) for row in timed if row["tuning"] == chosen]
-    return f'    ("{made.direction}", {made.together}, {made.vectors}): Tuning{chosen},  # {shares} %'
+    return f'    ("{made.direction}", {together(made)}, {vectors(made)}): Tuning{chosen},  # {shares} %'
 
 
 def time_others(clock: Clock, watchdog: Watchdog) -> None:
-    """Norms per head by the rule's launch, and Triton at Wan's sizes."""
+    """Norms per head by the rule's launch."""
     directions: tuple[Direction, ...] = ("forward", "backward")
-    problems: list[tuple[str, HeadBackend, Problem]] = [
-        (name, cuda, Problem(op, heads, dh, 32768)) for name, (op, heads, dh) in OTHERS.items()
-    ]
-    problems += [("Wan in Triton", triton, Problem(WAN, heads, HEAD_DIM, 32768)) for heads in (12, 24, 40)]
-    for (name, backend, problem), direction in itertools.product(problems, directions):
+    for (name, (op, heads, dh)), direction in itertools.product(OTHERS.items(), directions):
         watchdog.report(f"timing {name} {direction}")
-        row = time_one(problem, direction, runner(problem, direction, None, backend), clock)
+        problem = Problem(op, heads, dh, 32768)
+        row = time_one(problem, direction, runner(problem, direction, None), clock)
         print(f"    {name:14} {direction:8} D={row['d']} N={row['n']} {100 * row['share']:5.1f} % of copy", flush=True)
 
 

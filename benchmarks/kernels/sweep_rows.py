@@ -6,7 +6,7 @@ Before anything is timed, each candidate must agree with float64 on random data,
 are compiled by a pool of processes, screened at one N (backward in clusters of `CLUSTER`), the best of them also tried
 with other ways to share the rows and other clusters, and the best of all timed at every N. L2 is flushed between
 repeats. The table at the end and the JSON hold, for each (operation, direction, D, N), the best launch; the last lines
-are what belongs into `MEASURED` of ``kernels/cuda/tuning.py``: per (operation, direction, D) the launch whose worst
+are what belongs into `MEASURED` of ``kernels/cuda/row_tuning.py``: per (operation, direction, D) the launch whose worst
 share of its goal over the Ns is best. A kernel that hangs ends the run with a message; results so far are kept.
 """
 
@@ -30,9 +30,10 @@ import torch
 from benchmarks.kernels.row_cases import CHANNELS, LENGTHS, OPERATIONS, Case, Clock, Data, largest_error, poison
 from lightning_videoscale.kernels.cuda import compile as nvrtc
 from lightning_videoscale.kernels.cuda import rows as cuda_rows
-from lightning_videoscale.kernels.cuda.row_plan import Plan
+from lightning_videoscale.kernels.cuda.row_kernels import RowKernels
+from lightning_videoscale.kernels.cuda.row_tuning import Tuning, tuning_for
+from lightning_videoscale.kernels.cuda.row_variant import bytes_per_row, constants, vectors
 from lightning_videoscale.kernels.cuda.toolkit import CudaUnavailableError
-from lightning_videoscale.kernels.cuda.tuning import Tuning, tuning_for
 
 SCREENED_AT, CLUSTER = 16384, 4
 SHARED_PER_SM, SHARED_PER_BLOCK = 227 * 1024, 227 * 1024 - 4096
@@ -44,14 +45,14 @@ def candidates(case: Case) -> list[Tuning]:
     A first sweep of three times as many found the best where a multiprocessor holds 256 to 384 threads, up to 640 where
     nothing is normed.
     """
-    vectors, row_bytes = case.variant.vectors, case.variant.bytes_per_row(case.direction)
+    row_vectors, row_bytes = vectors(case.variant), bytes_per_row(case.variant, case.direction)
     most_threads = 640 if case.op.residual and (case.op.norm is None or case.direction == "backward") else 384
     found = []
     for own, rows, blocks, stages, how in itertools.product(
         (1, 2, 3, 4, 5, 6), (1, 2, 4), (1, 2, 3, 4, 6, 8), (2, 3, 4, 6), (True, False)
     ):
-        threads = vectors // own
-        if vectors % own or threads % 32 or threads > 768:
+        threads = row_vectors // own
+        if row_vectors % own or threads % 32 or threads > 768:
             continue
         ring, on_the_way = stages * rows * row_bytes, blocks * rows * row_bytes * (stages - 1)
         if ring > SHARED_PER_BLOCK or blocks * (ring + 2048) > SHARED_PER_SM:
@@ -95,8 +96,8 @@ def compile_all(work: list[tuple[Case, Tuning]], arch: str, deadline: float) -> 
     pool = ProcessPoolExecutor(os.cpu_count(), mp_context=context)
     futures = {}
     for number, (case, tuning) in enumerate(work):
-        constants = case.variant.constants() | tuning.constants()
-        futures[pool.submit(compile_one, f"rows_{case.direction}.cuh", constants, arch)] = number
+        macros = constants(case.variant) | tuning.constants()
+        futures[pool.submit(compile_one, f"rows_{case.direction}.cuh", macros, arch)] = number
     try:
         for future in as_completed(futures, timeout=max(1.0, deadline - time.monotonic())):
             if future.exception() is None:
@@ -115,7 +116,7 @@ def smoke(bulk: bool) -> None:
     case = Case("norm_modulate", "backward", 5120)
     data = Data(case, 1031)
     tuning = Tuning(320, 3, 2, 1, bulk)
-    error = largest_error(data.run(cuda_rows, Plan(case.variant, "backward", 0, tuning)), data.expected())
+    error = largest_error(data.run(cuda_rows, RowKernels(case.variant, "backward", 0, tuning)), data.expected())
     print(f"smoke bulk={bulk}: largest relative error {error:.1e}", flush=True)
 
 
@@ -151,7 +152,7 @@ def sweep(cases: list[Case], arch: str, deadline: float, output: Path) -> list[d
     return rows
 
 
-Screened = tuple[float, Tuning, Plan, float]
+Screened = tuple[float, Tuning, RowKernels, float]
 
 
 def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, deadline: float) -> list[Screened]:
@@ -174,8 +175,8 @@ def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, 
             watchdog.report(f"running {case} {tuning}")
             poison(64 << 20)
             try:
-                plan = Plan(case.variant, case.direction, 0, tuning)
-                got, again = checked.run(cuda_rows, plan), checked.run(cuda_rows, plan)
+                kernels = RowKernels(case.variant, case.direction, 0, tuning)
+                got, again = checked.run(cuda_rows, kernels), checked.run(cuda_rows, kernels)
             except CudaUnavailableError as refused:
                 print(f"  REFUSED {case} {tuning}: {refused}", flush=True)
                 continue
@@ -185,8 +186,8 @@ def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, 
                 how = "equal" if repeats else "DIFFER"
                 print(f"  WRONG {case} {tuning}: error {error:.1e}, repeats {how}", flush=True)
                 continue
-            microseconds = clock(lambda plan=plan: timed.run(cuda_rows, plan), 7)  # type: ignore[misc]
-            screened.append((microseconds, tuning, plan, error))
+            microseconds = clock(lambda kernels=kernels: timed.run(cuda_rows, kernels), 7)  # type: ignore[misc]
+            screened.append((microseconds, tuning, kernels, error))
         return sorted(screened, key=lambda entry: entry[0])
 
     screened = tried([default, *(tuning for tuning in tunings if tuning != default)])
@@ -206,9 +207,9 @@ def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, 
 def time_at(case: Case, n: int, kept: list[Screened], clock: Clock, watchdog: Watchdog) -> list[dict[str, Any]]:
     data, rows = Data(case, n), []
     copy = clock.copy(case.bytes(n), 21)
-    for _, tuning, plan, error in kept:
+    for _, tuning, kernels, error in kept:
         watchdog.report(f"timing {case} {tuning} at N = {n}")
-        microseconds = clock(lambda plan=plan: data.run(cuda_rows, plan), 21)  # type: ignore[misc]
+        microseconds = clock(lambda kernels=kernels: data.run(cuda_rows, kernels), 21)  # type: ignore[misc]
         rows.append(
             {
                 "op": case.operation,
@@ -219,8 +220,8 @@ def time_at(case: Case, n: int, kept: list[Screened], clock: Clock, watchdog: Wa
                 "microseconds": microseconds,
                 "copy_microseconds": copy,
                 "share_of_copy": copy / microseconds,
-                "registers": plan.kernel.attribute("NUM_REGS"),
-                "spilled_bytes": plan.kernel.attribute("LOCAL_SIZE_BYTES"),
+                "registers": kernels.kernel.attribute("NUM_REGS"),
+                "spilled_bytes": kernels.kernel.attribute("LOCAL_SIZE_BYTES"),
                 "error": error,
             }
         )

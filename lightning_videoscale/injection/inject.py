@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import get_args
 
+import torch
 from torch import nn
 
 from lightning_videoscale.compat.torch.modules import is_compiled
@@ -13,7 +13,7 @@ from lightning_videoscale.families import class_path, known
 from lightning_videoscale.injection.branch_bias import last_linear
 from lightning_videoscale.injection.fused_block import FusedBlock, fused_block_of, fused_class
 from lightning_videoscale.injection.report import InjectionReport, Skipped
-from lightning_videoscale.kernels.backend import BackendName
+from lightning_videoscale.kernels.backend import BackendName, settle
 
 _ALREADY = "uses fused kernels already"
 
@@ -24,11 +24,15 @@ def inject_fused_kernels(
     extra_blocks: Sequence[FusedBlock] = (),
     *,
     recompute_norms: bool = False,
+    device: torch.device | None = None,
 ) -> InjectionReport:
     """Replaces, in place, the forward of every block of a known class by one that uses fused kernels.
 
     Parameters, submodules, ``state_dict``, hooks and class names stay as they are. Inject after the model is built (and
     after LoRA layers were added), before it is split, checkpointed, compiled, wrapped or sharded.
+
+    What runs the kernels is decided here for the whole run (`lightning_videoscale.kernels.backend`). Under a process
+    group all ranks agree on it, so all of them must call this.
 
     Args:
         model: The model, or any module that contains it.
@@ -36,6 +40,8 @@ def inject_fused_kernels(
         extra_blocks: Blocks of your own; one with the class path of a known block takes its place.
         recompute_norms: Compute the outputs of the norms, of queries and keys too, again in backward instead of keeping
             them for it: about a quarter of what a Wan block keeps. Gradients are the same to the bit.
+        device: Where the model will run. By default the GPU that it is on, or under a process group this rank's; what
+            runs the kernels of a model elsewhere is decided at its first call on a device.
 
     Returns:
         What was replaced and what was skipped and why, with an ``undo()``. A warning names skipped blocks too.
@@ -45,11 +51,10 @@ def inject_fused_kernels(
         RuntimeError: If a known block was compiled already: the compiled code would go on running the old forward.
         TypeError: If the fused forward's parameters have other names than the original's.
     """
-    if backend not in get_args(BackendName):
-        raise ValueError(f"backend={backend!r} is not one of {get_args(BackendName)}.")
+    setting, meaning = settle(backend, device or _device(model))
     own = {block.class_path: block for block in extra_blocks}
     _refuse_compiled(model, own)
-    report = InjectionReport(type(model).__name__)
+    report = InjectionReport(type(model).__name__, meaning)
     found = [(path, module, known("FUSED_BLOCKS", type(module), own)) for path, module in model.named_modules()]
     meant = [(path, module, block) for path, module, block in found if block is not None and block.is_meant(module)]
     meant.sort(key=lambda entry: entry[2].only_with is not None)
@@ -58,13 +63,21 @@ def inject_fused_kernels(
         reason = _refusal(module, block) or _missing_others(block, model)
         if reason is None:
             fused = fused_class(type(module), block)  # type: ignore[arg-type]  # as in fused_block
-            report.replace(path, module, fused, _what(module, block), backend, recompute_norms)
+            report.replace(path, module, fused, _what(module, block), setting, recompute_norms)
         else:
             report.skipped.append(Skipped(path, type(module).__name__, reason))
     report.sort([path for path, _, _ in meant])
     if any(skipped.reason != _ALREADY for skipped in report.skipped):
         warnings.warn(str(report), stacklevel=2)
     return report
+
+
+def _device(model: nn.Module) -> torch.device | None:
+    """Returns the GPU that a model is on, or, where ranks must agree, the one it will be on."""
+    on_gpus = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    if on_gpus or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return min(on_gpus, key=str, default=None)
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _refusal(module: nn.Module, block: FusedBlock) -> str | None:

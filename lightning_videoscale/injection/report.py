@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.fused_block import fused_block_of
-from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.undo import Undo
 
 
@@ -37,11 +36,13 @@ class InjectionReport:
 
     Attributes:
         model: Name of the model's class.
+        kernels: What runs the kernels, and why nothing faster does.
         replaced: The blocks that now use fused kernels.
         skipped: The blocks of a known class that were left as they are, and why.
     """
 
     model: str
+    kernels: str = ""
     replaced: list[Replaced] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     _fused: dict[str, nn.Module] = field(default_factory=dict, repr=False)
@@ -53,7 +54,7 @@ class InjectionReport:
         module: nn.Module,
         fused: type[nn.Module],
         what: str,
-        backend: BackendName,
+        backend: str,
         recompute_norms: bool,
     ) -> None:
         """Gives ``module`` the class ``fused`` and the settings of its kernels, and notes it."""
@@ -91,6 +92,7 @@ class InjectionReport:
         if not self.replaced and not self.skipped:
             return f"Fused kernels: no block of a known class in {self.model}."
         lines = [f"Fused kernels in {self.model}: {len(self.replaced)} blocks replaced, {len(self.skipped)} skipped."]
+        lines += [f"  kernels: {self.kernels}"] if self.kernels else []
         lines += [f"  replaced {line}" for line in _grouped(self.replaced)]
         lines += [f"  skipped {line}" for line in _grouped(self.skipped)]
         return "\n".join(lines)

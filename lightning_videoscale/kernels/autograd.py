@@ -12,9 +12,15 @@ from torch.autograd import forward_ad
 
 from lightning_videoscale.compat.torch.autograd import in_forward_mode, past_autograd
 
+NAMESPACE = "lightning_videoscale"
+
 
 def register_autograd(
-    name: str, differentiate: Callable[..., Any], save_for_backward: Callable[..., None]
+    name: str,
+    differentiate: Callable[..., Any],
+    save_for_backward: Callable[..., None],
+    *,
+    returns_list: bool = False,
 ) -> Callable[..., Any]:
     """Makes an op differentiable, as `torch.library.register_autograd` does at 40 µs less per call.
 
@@ -24,6 +30,7 @@ def register_autograd(
         name: Of an op that is defined already, such as "lightning_videoscale::norm_modulate".
         differentiate: Called with the context and the gradient of every output; returns one per input.
         save_for_backward: Called with the context, the inputs and the output.
+        returns_list: Whether the op returns ``Tensor[]``.
 
     Returns:
         The op.
@@ -36,7 +43,7 @@ def register_autograd(
         def forward(ctx: Any, *inputs: Any) -> Any:
             output = below_autograd(*inputs)
             save_for_backward(ctx, inputs, output)
-            return output
+            return tuple(output) if returns_list else output
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
@@ -49,14 +56,17 @@ def register_autograd(
     def autograd(*inputs: Any) -> Any:
         refuse_forward_mode(short, *inputs)
         needed = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        return Differentiable.apply(*inputs) if needed else below_autograd(*inputs)  # type: ignore[no-untyped-call]
+        if not needed:
+            return below_autograd(*inputs)
+        output = Differentiable.apply(*inputs)  # type: ignore[no-untyped-call]
+        return list(output) if returns_list else output
 
     torch.library.impl(name, "Autograd", autograd)
     return op
 
 
-def refuse_second_derivative(name: str, operation: str) -> Callable[..., Any]:
-    """Makes the gradient of an op that computes ``operation``'s gradient an error; returns the op."""
+def refuse_second_derivative(name: str, operation: str, *, returns_list: bool = True) -> Callable[..., Any]:
+    """Makes the gradient of an op that computes ``operation``'s gradients an error; returns the op."""
 
     def refuse(ctx: object, *gradients: Tensor) -> None:
         raise NotImplementedError(
@@ -64,7 +74,7 @@ def refuse_second_derivative(name: str, operation: str) -> Callable[..., Any]:
             "model without fused kernels."
         )
 
-    return register_autograd(name, refuse, lambda ctx, inputs, output: None)
+    return register_autograd(name, refuse, lambda ctx, inputs, output: None, returns_list=returns_list)
 
 
 def refuse_forward_mode(operation: str, *inputs: object) -> None:

@@ -1,7 +1,15 @@
-"""Which backend computes a row operation: CUDA or Triton on a GPU, plain PyTorch on CPU, or the one asked for by name.
+"""Which backend computes an operation: decided once per process and device, from facts that no shape changes.
 
-What is asked for by name runs or raises; "auto" takes the first that can and says once which one it is and why not
-another.
+| kind | operations | on a GPU, fastest first |
+|---|---|---|
+| rows | norms, gates and both in one | cuda, triton, reference |
+| gelu | `gelu`, `gelu_linear` | cuda, triton, reference |
+| heads | `qk_norm_rope`, `qk_norm_rope_sharded` | cuda, reference |
+
+On a CPU all run on the reference. What a device, its driver or its file system rules out is left out of the order
+(`resolve`), and what another rank lacks too (`settle`). The first that remains runs every call within its limits. What
+lies beyond them, by dtype or width, is known from the call alone and alike on all ranks: such calls run on the next of
+the order, and the log says so the first time. A backend asked for by name runs or raises.
 """
 
 from __future__ import annotations
@@ -9,94 +17,169 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
-from typing import Any, Literal, cast, get_args
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, get_args
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
 
 from lightning_videoscale.kernels.arguments import check_choice
-from lightning_videoscale.kernels.rows import Operand, RowBackend, RowMap, RowOp
 
 BackendName = Literal["auto", "cuda", "triton", "reference"]
+Kind = Literal["rows", "gelu", "heads"]
 _NAMES = get_args(BackendName)
+_MODULES: dict[Kind, str] = {"rows": "rows", "gelu": "gelu", "heads": "qk_norm_rope"}
+_ON_GPUS: dict[Kind, tuple[str, ...]] = {
+    "rows": ("cuda", "triton", "reference"),
+    "gelu": ("cuda", "triton", "reference"),
+    "heads": ("cuda", "reference"),
+}
 _log = logging.getLogger(__name__)
 
 
-def choose_backend(
-    asked: str,
-    operation: str,
-    op: RowOp,
-    x: Tensor,
-    branch: Tensor | None,
-    operands: tuple[Operand, ...],
-    affine: tuple[Tensor, ...],
-    rows: RowMap,
-) -> RowBackend:
-    """Returns the module that runs ``operation`` on tensors like these, forward and backward alike.
+class KernelBackends(NamedTuple):
+    """The backends of every kind of operation, fastest first, and why others are not among them.
+
+    ``str()`` is a text for people; `setting` is what operations take as ``backend``.
+    """
+
+    rows: tuple[str, ...]
+    gelu: tuple[str, ...]
+    heads: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def setting(self) -> str:
+        """Such as "rows=cuda,triton,reference gelu=cuda,triton,reference heads=cuda,reference"."""
+        return " ".join(f"{kind}={','.join(getattr(self, kind))}" for kind in _MODULES)
+
+    def __str__(self) -> str:
+        """Such as "norms, gates and GELU on cuda, qk_norm_rope on reference (cuda: …)"."""
+        parts = [("norms and gates", self.rows), ("GELU", self.gelu), ("qk_norm_rope", self.heads)]
+        text = ", ".join(f"{what} on {order[0]}" for what, order in parts)
+        return text + (f" ({'; '.join(self.left_out)})" if self.left_out else "")
+
+
+@functools.cache
+def resolve(device: int) -> KernelBackends:
+    """Returns what can run on a device of this process; asked once, it stays so.
 
     Args:
-        asked: "auto": CUDA where it supports the variant, else Triton, else the reference, and on CPU the reference;
-            or the name of one of them.
-        operation: The operation's name, for messages.
-        op: The variant.
-        x: (N, D), what the operation reads first.
-        branch: (N, D), or None.
-        operands: Gate, scale and shift, as far as the variant has them.
-        affine: The norm's weight and bias, likewise.
-        rows: Their map.
+        device: Index of a GPU; -1 for the CPU.
+    """
+    if device < 0:
+        return KernelBackends(("reference",), ("reference",), ("reference",))
+    orders, left_out = {}, dict[str, None]()
+    for kind, names in _ON_GPUS.items():
+        reasons = {name: unusable(name, kind, device) for name in names}
+        orders[kind] = tuple(name for name in names if reasons[name] is None)
+        left_out |= {f"{name}: {reason}": None for name, reason in reasons.items() if reason is not None}
+    backends = KernelBackends(**orders, left_out=tuple(left_out))
+    _log.info("Kernels of GPU %d: %s.", device, backends)
+    return backends
+
+
+def settle(backend: BackendName, device: torch.device | None = None) -> tuple[str, str]:
+    """Decides at setup what a model's kernels run on, for the whole run and for all ranks alike.
+
+    Under an initialised process group it is a collective over all ranks. Ranks that can run different backends agree on
+    those that all have.
+
+    Args:
+        backend: As operations take it. A name stands; "triton" leaves `qk_norm_rope`, which it lacks, to the reference.
+        device: Where the model will run. None where that is not known yet: "auto" then stays, and what it means is
+            decided at the first call on a device.
+
+    Returns:
+        The ``backend`` to call operations with, and a text that says what it means.
+
+    Raises:
+        ValueError: If there is no backend of that name.
+    """
+    check_choice("backend", backend, _NAMES)
+    if backend == "triton":
+        mine = KernelBackends(("triton",), ("triton",), ("reference",), ("triton: it has no qk_norm_rope",))
+        return mine.setting, str(mine)
+    if backend != "auto":
+        return backend, f"everything on {backend}, as asked for"
+    if device is None:
+        return "auto", "decided at the first call on a device"
+    mine = resolve(torch.empty(0, device=device).get_device() if device.type == "cuda" else -1)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        mine = common(every)
+        if dist.get_rank() == 0:
+            _log.info("Kernels of %d ranks: %s.", len(every), mine)
+    return mine.setting, str(mine)
+
+
+def common(every: Iterable[KernelBackends]) -> KernelBackends:
+    """Returns what all of several ranks can run; the first is rank 0's."""
+    first, *others = every
+    orders = {
+        kind: tuple(name for name in getattr(first, kind) if all(name in getattr(other, kind) for other in others))
+        for kind in _MODULES
+    }
+    left_out = {reason: None for backends in (first, *others) for reason in backends.left_out}
+    return KernelBackends(**orders, left_out=tuple(left_out))
+
+
+@functools.cache
+def choose(kind: Kind, backend: str, operation: str, variant: Any, device: int) -> Any:
+    """Returns the backend's module that runs an operation's variant on a device.
+
+    Args:
+        kind: Of the operation.
+        backend: "auto", a name, or a `KernelBackends.setting`.
+        operation: Its name, for messages.
+        variant: What the kind's modules take as such.
+        device: Of the tensors: a GPU's index, or -1.
 
     Raises:
         ValueError: If there is no backend of that name.
         NotImplementedError: If the one asked for by name cannot run this; the message says why.
     """
-    chosen = first_able(
-        asked, operation, "rows", x.is_cuda, lambda b: b.objection(op, x, branch, operands, affine, rows)
-    )
-    return cast(RowBackend, chosen)
-
-
-def first_able(asked: str, operation: str, module: str, on_gpu: bool, objection: Callable[[Any], str | None]) -> Any:
-    """Returns the backend's module that runs an operation; `choose_backend` says what is taken when.
-
-    Args:
-        asked: "auto" or a backend's name.
-        operation: The operation's name, for messages.
-        module: What the operation's module is called in every backend's folder.
-        on_gpu: Whether its tensors are on a GPU.
-        objection: Asks a module why it cannot run this.
-
-    Raises:
-        ValueError: If there is no backend of that name.
-        NotImplementedError: If the one asked for by name cannot run this; the message says why.
-    """
-    check_choice("backend", asked, _NAMES)
-    candidates = [asked]
-    if asked == "auto":
-        candidates = ["cuda", "triton", "reference"] if on_gpu else ["reference"]
-    objections = []
-    for name in candidates:
-        backend = _load(name, module)
-        reason = backend if isinstance(backend, str) else objection(backend)
-        if reason is not None:
-            objections.append(f"{name}: {reason}")
-            continue
-        _log_once(operation, name, "; ".join(objections))
-        return backend
+    passed_over: list[str] = []
+    for name in _order(kind, backend, device):
+        reason = unusable(name, kind, device) if name in _ON_GPUS[kind] else f"there is no {operation} in it"
+        if reason is None:
+            module = importlib.import_module(f"lightning_videoscale.kernels.{name}.{_MODULES[kind]}")
+            reason = module.limit(variant, device)
+            if reason is None:
+                if passed_over:
+                    _log_once(f"{operation} runs on {name} where a call is beyond {'; '.join(passed_over)}.")
+                return module
+        passed_over.append(f"{name}: {reason}")
     raise NotImplementedError(
-        f"{operation} cannot run on the backend asked for ({objections[0]}). "
+        f"{operation} cannot run on the backend asked for ({'; '.join(passed_over)}). "
         'backend="auto" takes one that can, or name another.'
     )
 
 
+def _order(kind: Kind, backend: str, device: int) -> tuple[str, ...]:
+    if "=" in backend:
+        return tuple(dict(part.split("=") for part in backend.split())[kind].split(","))
+    if backend == "auto":
+        order: tuple[str, ...] = getattr(resolve(device), kind)
+        return order
+    check_choice("backend", backend, _NAMES)
+    return (backend,)
+
+
 @functools.cache
-def _load(name: str, module: str) -> Any:
-    """Imports a backend when it is first needed; returns why it cannot be imported where that is so."""
+def unusable(name: str, kind: Kind, device: int) -> str | None:
+    """Returns why a backend cannot run a kind of operation on a device at all, or None if it can."""
+    if name == "reference":
+        return None
     try:
-        return importlib.import_module(f"lightning_videoscale.kernels.{name}.{module}")
+        package = importlib.import_module(f"lightning_videoscale.kernels.{name}")
     except ImportError as error:
         return f"it cannot be imported ({error})"
+    reason: str | None = package.unusable(kind, device)
+    return reason
 
 
 @functools.cache
-def _log_once(operation: str, name: str, passed_over: str) -> None:
-    _log.info("%s runs on the %s backend%s", operation, name, f" (not on {passed_over})" if passed_over else "")
+def _log_once(message: str) -> None:
+    _log.info(message)

@@ -20,9 +20,8 @@ from torch import Tensor
 from lightning_videoscale.compat.torch.autograd import unsafe_view
 from lightning_videoscale.kernels.autograd import refuse_forward_mode
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.dispatch import none_where_unneeded
 from lightning_videoscale.kernels.norm_modulate import check_norm_modulate
-from lightning_videoscale.kernels.rows import Norm, Rounding
+from lightning_videoscale.kernels.row_types import Norm, Rounding
 
 
 def fork_norm_modulate(
@@ -52,7 +51,11 @@ def fork_norm_modulate(
     operands = (scale, shift, weight, bias, scale_table, shift_table)
     refuse_forward_mode("fork_norm_modulate", x, *operands)
     alone = [None if t is None else t.detach() for t in (x, *operands)]
-    outputs = torch.ops.lightning_videoscale.norm_modulate(*alone[:5], eps, *alone[5:], index, norm, rounding, backend)
+    _, scale_, shift_, weight_, bias_, scale_table_, shift_table_ = alone
+    outputs = torch.ops.lightning_videoscale.norm_modulate(
+        alone[0], None, None, scale_, shift_, weight_, bias_, None, scale_table_, shift_table_, None, index, eps, norm,
+        "identity", False, rounding, backend,
+    )  # fmt: skip
     forked: tuple[Tensor, Tensor] = _Fork.apply(x, *operands, index, *outputs, norm, backend)  # type: ignore[no-untyped-call]
     return forked
 
@@ -65,30 +68,23 @@ class _Fork(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        scale: Tensor | None,
-        shift: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        scale_table: Tensor | None,
-        shift_table: Tensor | None,
-        index: Tensor | None,
-        y: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        norm: Norm,
-        backend: str,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, scale, weight, bias, mean, rstd, scale_table, shift_table, index)
+    def forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        scale, _, weight, bias, scale_table, shift_table, index, y, mean, rstd, norm, backend = others
+        ctx.save_for_backward(x, scale, weight, bias, scale_table, shift_table, index, mean, rstd)
         ctx.norm, ctx.backend = norm, backend
         return x.view_as(x), unsafe_view(y, y.shape)  # y is nobody else's: no view of it
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, *needs = ctx.needs_input_grad[:7]
-        dx, *gradients = torch.ops.lightning_videoscale.norm_modulate_backward(
-            dh, dy, *ctx.saved_tensors, ctx.norm, ctx.backend, needs
-        )
-        return dx if needs_x else None, *none_where_unneeded(gradients, needs), *(None,) * 6
+        x, scale, weight, bias, scale_table, shift_table, index, mean, rstd = ctx.saved_tensors
+        needs_x, *affine, needs_scale_table, needs_shift_table = ctx.needs_input_grad[:7]
+        wanted = [True, False, False, *affine, False, needs_scale_table, needs_shift_table, False]
+        gradients = iter(
+            torch.ops.lightning_videoscale.norm_modulate_backward(
+                dh, dy, x, None, None, scale, weight, bias, None, scale_table, shift_table, index, mean, rstd, 0.0,
+                ctx.norm, "identity", False, ctx.backend, wanted, None,
+            )
+        )  # fmt: skip
+        dx = next(gradients)
+        others = (next(gradients) if needed else None for needed in ctx.needs_input_grad[1:7])
+        return dx if needs_x else None, *others, *(None,) * 6

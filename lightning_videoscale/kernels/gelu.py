@@ -12,19 +12,25 @@ interface of the backends. Shapes: N rows of F channels.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.arguments import check_tensors
-from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
-from lightning_videoscale.kernels.backend import BackendName, first_able
-from lightning_videoscale.kernels.dispatch import NAMESPACE, empty
+from lightning_videoscale.kernels.autograd import NAMESPACE, refuse_second_derivative, register_autograd
+from lightning_videoscale.kernels.backend import BackendName, choose
 from lightning_videoscale.kernels.modulation import as_rows
 
 _FORWARD = f"{NAMESPACE}::gelu"
 _BACKWARD = f"{NAMESPACE}::gelu_backward"
+
+
+class GeluVariant(NamedTuple):
+    """What decides which backend runs: F, and the dtype of x."""
+
+    columns: int
+    dtype: torch.dtype
 
 
 class GeluBackend(Protocol):
@@ -33,8 +39,8 @@ class GeluBackend(Protocol):
     Rows of x and dy have elements, are contiguous themselves, and begin on 16 bytes if the row is a multiple of those.
     """
 
-    def objection(self, x: Tensor) -> str | None:
-        """Returns why it cannot run forward or backward on an x (N, F) like this, or None if it can."""
+    def limit(self, variant: GeluVariant, device: int) -> str | None:
+        """Returns why it cannot run forward or backward on this GPU (-1: the CPU), or None if it can."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns gelu(x), (N, F) in x's dtype, contiguous."""
@@ -92,41 +98,37 @@ def check_gelu(x: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def _choose(asked: str, rows: Tensor) -> GeluBackend:
-    return cast(GeluBackend, first_able(asked, "gelu", "gelu", rows.is_cuda, lambda b: b.objection(rows)))
+def _backend(asked: str, rows: Tensor) -> GeluBackend:
+    variant = GeluVariant(rows.shape[1], rows.dtype)
+    module: GeluBackend = choose("gelu", asked, "gelu", variant, rows.get_device())
+    return module
 
 
 def _forward(x: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     if not x.numel():
         return x.new_empty(x.shape)
     rows = as_rows(x)
-    return _choose(backend, rows).forward(rows).view(x.shape)
+    return _backend(backend, rows).forward(rows).view(x.shape)
 
 
 def _forward_fake(x: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _backward(
-    dy: Tensor, x: Tensor, bias_dtype: torch.dtype | None, again: bool, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(dy: Tensor, x: Tensor, bias_dtype: torch.dtype | None, again: bool, backend: str) -> list[Tensor]:
+    """dx, the bias's gradient where its dtype is given, and y where it is wanted again."""
     if not x.numel():
-        return _backward_fake(dy, x, bias_dtype, again, backend)
+        return [t.zero_() for t in _backward_fake(dy, x, bias_dtype, again, backend)]
     rows = as_rows(x)
     dy = as_rows(dy.to(x.dtype))  # in which the kernels read it
-    dx, dbias, y = _choose(backend, rows).backward(dy, rows, sums=bias_dtype is not None, again=again)
-    return (
-        dx.view(x.shape),
-        empty(x) if dbias is None else dbias.to(bias_dtype),
-        empty(x) if y is None else y.view(x.shape),
-    )
+    dx, dbias, y = _backend(backend, rows).backward(dy, rows, sums=bias_dtype is not None, again=again)
+    dbias = None if dbias is None else dbias.to(bias_dtype)
+    return [t for t in (dx.view(x.shape), dbias, None if y is None else y.view(x.shape)) if t is not None]
 
 
-def _backward_fake(
-    dy: Tensor, x: Tensor, bias_dtype: torch.dtype | None, again: bool, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    dbias = empty(x) if bias_dtype is None else x.new_zeros(x.shape[-1], dtype=bias_dtype)
-    return x.new_empty(x.shape), dbias, x.new_empty(x.shape) if again else empty(x)
+def _backward_fake(dy: Tensor, x: Tensor, bias_dtype: torch.dtype | None, again: bool, backend: str) -> list[Tensor]:
+    dbias = [] if bias_dtype is None else [x.new_empty(x.shape[-1], dtype=bias_dtype)]
+    return [x.new_empty(x.shape), *dbias, *([x.new_empty(x.shape)] if again else [])]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -137,15 +139,15 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     (x,) = ctx.saved_tensors
-    dx, dbias, _ = _backward_op(dy, x, ctx.bias_dtype, False, ctx.backend)
+    dx, *dbias = _backward_op(dy, x, ctx.bias_dtype, False, ctx.backend)
     needs_x, needs_bias = ctx.needs_input_grad[:2]
-    return dx if needs_x else None, dbias if needs_bias else None, None
+    return dx if needs_x else None, dbias[0] if needs_bias else None, None
 
 
 torch.library.define(_FORWARD, "(Tensor x, Tensor? bias, str backend) -> Tensor")
 torch.library.define(
     _BACKWARD,
-    "(Tensor dy, Tensor x, ScalarType? bias_dtype, bool again, str backend) -> (Tensor dx, Tensor dbias, Tensor y)",
+    "(Tensor dy, Tensor x, ScalarType? bias_dtype, bool again, str backend) -> Tensor[]",
 )
 torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
 torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)

@@ -89,13 +89,13 @@ class _GeluLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_x_bias, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         dz = dz.reshape(-1, weight.shape[0])
-        dx, dx_bias, y = torch.ops.lightning_videoscale.gelu_backward(
+        dx, *others = torch.ops.lightning_videoscale.gelu_backward(
             (dz @ weight).view(x.shape), x, ctx.x_bias_dtype if needs_x_bias else None, needs_weight, ctx.backend
         )
         return (
             dx if needs_x else None,
-            dx_bias if needs_x_bias else None,
-            dz.t() @ y.view(-1, x.shape[-1]) if needs_weight else None,
+            others[0] if needs_x_bias else None,
+            dz.t() @ others[-1].view(-1, x.shape[-1]) if needs_weight else None,
             dz.sum(dim=0) if needs_bias else None,
             None,
         )

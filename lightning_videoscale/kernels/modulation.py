@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.rows import Operand, RowMap
+from lightning_videoscale.kernels.row_types import Operand, RowMap
 
 
 def check_modulation(
@@ -85,6 +85,11 @@ def as_rows(x: Tensor) -> Tensor:
     if begins_well and (rows.stride(1) == 1 or rows.shape[1] == 1):
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
+
+
+def contiguous(parameter: Tensor | None) -> Tensor | None:
+    """Returns a parameter whose values lie in a row, as backends read them."""
+    return None if parameter is None else parameter.contiguous()
 
 
 def gradient_rows(gradient: Tensor | None, like: Tensor) -> Tensor | None:

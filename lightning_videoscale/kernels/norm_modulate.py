@@ -1,34 +1,17 @@
 """Norm and modulation in one op: y = (x̂ · weight + bias) · (1 + scale) + shift, with x̂ = (x - mean) · rstd.
 
-Inside: `norm_modulate` (what one calls), the op ``lightning_videoscale::norm_modulate`` and its backward, an op of its
-own. Shapes: B samples, S tokens, D channels.
+Shapes: B samples, S tokens, D channels.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
+from lightning_videoscale.kernels import row_ops
 from lightning_videoscale.kernels.arguments import check_choice, check_tensors
-from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.dispatch import (
-    NAMESPACE,
-    Operands,
-    empty,
-    fake_gradient,
-    if_needed,
-    none_where_unneeded,
-    run_backward,
-    run_forward,
-)
 from lightning_videoscale.kernels.modulation import check_modulation
-from lightning_videoscale.kernels.rows import NORMS, ROUNDINGS, Norm, Rounding, RowOp
-
-_FORWARD = f"{NAMESPACE}::norm_modulate"
-_BACKWARD = f"{NAMESPACE}::norm_modulate_backward"
+from lightning_videoscale.kernels.row_types import NORMS, ROUNDINGS, Norm, Rounding
 
 
 def norm_modulate(
@@ -80,7 +63,10 @@ def norm_modulate(
         NotImplementedError: If the backend asked for by name cannot run this.
     """
     check_norm_modulate(x, scale, shift, weight, bias, norm, scale_table, shift_table, index, rounding)
-    y: Tensor = _op(x, scale, shift, weight, bias, eps, scale_table, shift_table, index, norm, rounding, backend)[0]
+    y: Tensor = row_ops.norm_modulate(
+        x, None, None, scale, shift, weight, bias, None, scale_table, shift_table, None, index, eps, norm, "identity",
+        False, rounding, backend,
+    )[0]  # fmt: skip
     return y
 
 
@@ -135,129 +121,3 @@ def check_norm(
             f"weight and bias must both have shape {(d,)} and one dtype; "
             f"got {' and '.join(f'{tuple(p.shape)} {p.dtype}' for p in affine)}."
         )
-
-
-def _forward(
-    x: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    scale_table: Tensor | None,
-    shift_table: Tensor | None,
-    index: Tensor | None,
-    norm: Norm,
-    rounding: Rounding,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    op = RowOp(norm=norm, rounding=rounding)
-    operands = Operands(scale=scale, shift=shift, scale_table=scale_table, shift_table=shift_table, index=index)
-    _, y, mean, rstd = run_forward("norm_modulate", backend, op, x, None, operands, weight, bias, eps)
-    assert y is not None and rstd is not None
-    return y, empty(rstd) if mean is None else mean, rstd
-
-
-def fake_statistics(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Returns mean and rstd in their shapes; an empty mean for a RMSNorm."""
-    rstd = x.new_empty(x.shape[0] * x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
-    return torch.empty_like(rstd) if norm == "layer" else empty(rstd), rstd
-
-
-def _forward_fake(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, norm, _, _ = arguments
-    return x.new_empty(x.shape), *fake_statistics(x, norm)
-
-
-def _backward(
-    dh: Tensor | None,
-    dy: Tensor,
-    x: Tensor,
-    scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    scale_table: Tensor | None,
-    shift_table: Tensor | None,
-    index: Tensor | None,
-    norm: Norm,
-    backend: str,
-    needs: list[bool],
-) -> tuple[Tensor, ...]:
-    """dh: What reaches x from elsewhere (`fork_norm_modulate`), added before dx is rounded."""
-    op = RowOp(norm=norm, sums=any(needs))
-    operands = Operands(scale=scale, scale_table=scale_table, shift_table=shift_table, index=index)
-    gradients = run_backward(
-        "norm_modulate", backend, op, dh, dy, x, None, operands, weight, bias,
-        mean if norm == "layer" else None, rstd, eps=0.0,
-    )  # fmt: skip
-    assert gradients.dx is not None
-    parameters = (
-        gradients.dscale, gradients.dshift, gradients.dweight, gradients.dbias, gradients.dscale_table,
-        gradients.dshift_table,
-    )  # fmt: skip
-    return gradients.dx, *(if_needed(g, n, rstd) for g, n in zip(parameters, needs, strict=True))
-
-
-def _backward_fake(
-    dh: Tensor | None,
-    dy: Tensor,
-    x: Tensor,
-    scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    scale_table: Tensor | None,
-    shift_table: Tensor | None,
-    index: Tensor | None,
-    norm: Norm,
-    backend: str,
-    needs: list[bool],
-) -> tuple[Tensor, ...]:
-    parameters = (scale, scale, weight, bias, scale_table, shift_table)
-    return x.new_empty(x.shape), *(fake_gradient(p, n, rstd) for p, n in zip(parameters, needs, strict=True))
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, scale, _, weight, bias, _, scale_table, shift_table, index, norm, _, backend = inputs
-    _, mean, rstd = output
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, scale, weight, bias, mean, rstd, scale_table, shift_table, index)
-    ctx.norm, ctx.backend = norm, backend
-
-
-def _differentiate(ctx: Any, dy: Tensor | None, dmean: None, drstd: None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 12
-    needs_x, *affine_and_modulation = ctx.needs_input_grad[:5]
-    needs = [*affine_and_modulation, *ctx.needs_input_grad[6:8]]
-    dx, *gradients = _backward_op(None, dy, *ctx.saved_tensors, ctx.norm, ctx.backend, needs)
-    dscale, dshift, dweight, dbias, dscale_table, dshift_table = none_where_unneeded(gradients, needs)
-    return (
-        dx if needs_x else None, dscale, dshift, dweight, dbias, None, dscale_table, dshift_table, None, None, None,
-        None,
-    )  # fmt: skip
-
-
-torch.library.define(
-    _FORWARD,
-    "(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, Tensor? scale_table,"
-    " Tensor? shift_table, Tensor? index, str norm, str rounding, str backend)"
-    " -> (Tensor y, Tensor mean, Tensor rstd)",
-)
-torch.library.define(
-    _BACKWARD,
-    "(Tensor? dh, Tensor dy, Tensor x, Tensor? scale, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd,"
-    " Tensor? scale_table, Tensor? shift_table, Tensor? index, str norm, str backend, bool[] needs)"
-    " -> (Tensor dx, Tensor dscale, Tensor dshift, Tensor dweight, Tensor dbias, Tensor dscale_table,"
-    " Tensor dshift_table)",
-)
-torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
-torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
-torch.library.register_fake(_FORWARD, _forward_fake)
-torch.library.register_fake(_BACKWARD, _backward_fake)
-_op = register_autograd(_FORWARD, _differentiate, _save_for_backward)
-_backward_op = refuse_second_derivative(_BACKWARD, "norm_modulate")

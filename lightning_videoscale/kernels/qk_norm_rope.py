@@ -31,13 +31,13 @@ from torch import Tensor
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
 from lightning_videoscale.kernels.arguments import check_choice, check_tensors
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.heads import (
+from lightning_videoscale.kernels.head_types import (
     HEAD_NORMS,
     HEAD_ROUNDINGS,
     LAYOUTS,
     HeadNorm,
     HeadRounding,
-    Layout,
+    RopeLayout,
     wide_dtype,
 )
 
@@ -56,7 +56,7 @@ def qk_norm_rope(
     per_head: bool = False,
     eps: float = 1e-6,
     rope: tuple[Tensor, Tensor] | None = None,
-    rope_layout: Layout = "interleaved",
+    rope_layout: RopeLayout = "interleaved",
     rope_start: int = 0,
     rounding: HeadRounding = "fp32_once",
     backend: BackendName = "auto",
@@ -125,7 +125,7 @@ def qk_norm_rope(
     return outputs[0], outputs[1]
 
 
-def rope_per_pair(cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def rope_per_pair(cos: Tensor, sin: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:
     """Tables with one entry per channel, as most models carry them, seen as tables with one entry per pair.
 
     Args:

@@ -5,121 +5,158 @@
   k_row_means it uses those instead of its own sums over the row.
 - `square_sums` and `gradient_sums`: what those come from where a row's heads are spread over ranks.
 
-What a variant lacks is an empty tensor, so that every op returns the same number of tensors.
+Statistics that a variant lacks are empty tensors; `backward` returns a list of the gradients that there are.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.autograd import refuse_second_derivative, register_autograd
-from lightning_videoscale.kernels.backend import first_able
-from lightning_videoscale.kernels.dispatch import bias_gradient, contiguous, fake_bias_gradient
-from lightning_videoscale.kernels.heads import HeadBackend, HeadOp, Layout, Rotation, Side, wide_dtype
+from lightning_videoscale.kernels.autograd import NAMESPACE, refuse_second_derivative, register_autograd
+from lightning_videoscale.kernels.backend import choose
+from lightning_videoscale.kernels.head_types import (
+    HeadBackend,
+    HeadNorm,
+    HeadOp,
+    HeadVariant,
+    RopeLayout,
+    Rotation,
+    Side,
+    variant_of,
+    wide_dtype,
+)
+from lightning_videoscale.kernels.modulation import contiguous
 
 _NAMES = ("qk_norm_rope", "qk_norm_rope_backward", "qk_square_sums", "qk_gradient_sums")
-_FORWARD, _BACKWARD, _SQUARE_SUMS, _GRADIENT_SUMS = (f"lightning_videoscale::{name}" for name in _NAMES)
+_FORWARD, _BACKWARD, _SQUARE_SUMS, _GRADIENT_SUMS = (f"{NAMESPACE}::{name}" for name in _NAMES)
 _VARIANT = "str norm, bool per_head, str layout, int start, bool round_x_hat, bool round_normed, str backend"
 _AFFINE = "Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias"
 _STATISTICS = "Tensor q_mean, Tensor k_mean, Tensor q_rstd, Tensor k_rstd"
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_bias: Tensor | None,
-    k_bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_rstd: Tensor | None,
-    k_rstd: Tensor | None,
-    q_proj_bias: Tensor | None,
-    k_proj_bias: Tensor | None,
-    eps: float,
-    norm: Any,
-    per_head: bool,
-    layout: Layout,
-    start: int,
-    round_x_hat: bool,
-    round_normed: bool,
-    backend: str,
-) -> tuple[Tensor, ...]:
-    op, rotation = HeadOp(norm, per_head, layout, round_x_hat, round_normed), _rotation(cos, sin, start)
+class Settings(NamedTuple):
+    """What every op of a call has in common; see `HeadOp` and `Rotation`."""
+
+    norm: HeadNorm
+    per_head: bool
+    layout: RopeLayout
+    start: int
+    round_x_hat: bool
+    round_normed: bool
+    backend: str
+
+    @property
+    def op(self) -> HeadOp:
+        """The variant."""
+        return HeadOp(self.norm, self.per_head, self.layout, self.round_x_hat, self.round_normed)
+
+
+class HeadCall(NamedTuple):
+    """The tensors of a forward, in the order of its schema; rotations' tables as `Rotation` has them.
+
+    The biases of the projections are not read; their gradients are those of q and k, summed over all rows.
+    """
+
+    q: Tensor
+    k: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    q_rstd: Tensor | None = None
+    k_rstd: Tensor | None = None
+    q_proj_bias: Tensor | None = None
+    k_proj_bias: Tensor | None = None
+
+
+class HeadBackwardCall(NamedTuple):
+    """The tensors of a backward, in the order of its schema; statistics are empty where the variant has none."""
+
+    dq: Tensor
+    dk: Tensor
+    q: Tensor
+    k: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    q_mean: Tensor
+    k_mean: Tensor
+    q_rstd: Tensor
+    k_rstd: Tensor
+    q_row_means: Tensor | None = None
+    k_row_means: Tensor | None = None
+
+    def sides(self, op: HeadOp) -> tuple[Side, Side]:
+        """Q and k with what belongs to them."""
+        q_mean, k_mean = (self.q_mean, self.k_mean) if op.norm == "layer" else (None, None)
+        q_rstd, k_rstd = (None, None) if op.norm == "none" else (self.q_rstd, self.k_rstd)
+        q = Side(self.q, contiguous(self.q_weight), contiguous(self.q_bias), q_mean, q_rstd)
+        return q, Side(self.k, contiguous(self.k_weight), contiguous(self.k_bias), k_mean, k_rstd)
+
+
+_TENSORS, _BACKWARD_TENSORS = len(HeadCall._fields), len(HeadBackwardCall._fields)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    call, eps, settings = HeadCall(*arguments[:_TENSORS]), arguments[_TENSORS], Settings(*arguments[_TENSORS + 1 :])
+    op, rotation = settings.op, _rotation(call.cos, call.sin, settings.start)
     sides = (
-        Side(q, contiguous(q_weight), contiguous(q_bias), rstd=q_rstd),
-        Side(k, contiguous(k_weight), contiguous(k_bias), rstd=k_rstd),
+        Side(call.q, contiguous(call.q_weight), contiguous(call.q_bias), rstd=call.q_rstd),
+        Side(call.k, contiguous(call.k_weight), contiguous(call.k_bias), rstd=call.k_rstd),
     )
-    return _paired(_choose(backend, op, sides, rotation).forward(op, sides, rotation, eps), wide_dtype(q))
+    variant = variant_of(op, "forward", sides, rotation, outside=call.q_rstd is not None)
+    q, k = _backend(settings.backend, variant, call.q).forward(variant, sides, rotation, eps)
+    statistics = (q.mean, k.mean, q.rstd, k.rstd)
+    return q.y, k.y, *(call.q.new_empty(0, dtype=wide_dtype(call.q)) if t is None else t for t in statistics)
 
 
-def _forward_fake(
-    q: Tensor, k: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:  # fmt: skip
-    q_rstd, norm, per_head = rest[6], rest[11], rest[12]
-    op = HeadOp(norm, per_head, "half", False)
+def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    call, settings = HeadCall(*arguments[:_TENSORS]), Settings(*arguments[_TENSORS + 1 :])
 
     def statistics(exist: bool) -> list[Tensor]:
-        return [x.new_empty(op.statistics_shape(x) if exist else (0,), dtype=wide_dtype(x)) for x in (q, k)]
+        shapes = [settings.op.statistics_shape(x) if exist else (0,) for x in (call.q, call.k)]
+        return [call.q.new_empty(shape, dtype=wide_dtype(call.q)) for shape in shapes]
 
-    means, rstds = statistics(norm == "layer"), statistics(norm != "none" and q_rstd is None)
-    return q.new_empty(q.shape), k.new_empty(k.shape), *means, *rstds
-
-
-def _backward(
-    dq: Tensor,
-    dk: Tensor,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_bias: Tensor | None,
-    k_bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_mean: Tensor,
-    k_mean: Tensor,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    q_row_means: Tensor | None,
-    k_row_means: Tensor | None,
-    norm: Any,
-    per_head: bool,
-    layout: Layout,
-    start: int,
-    round_x_hat: bool,
-    round_normed: bool,
-    backend: str,
-    q_bias_dtype: torch.dtype | None,
-    k_bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, ...]:
-    op, rotation = HeadOp(norm, per_head, layout, round_x_hat, round_normed), _rotation(cos, sin, start)
-    sides = _side(op, q, q_weight, q_bias, q_mean, q_rstd), _side(op, k, k_weight, k_bias, k_mean, k_rstd)
-    row_means = None if q_row_means is None or k_row_means is None else (q_row_means, k_row_means)
-    dx_sums = q_bias_dtype is not None or k_bias_dtype is not None
-    run = _choose(backend, op, sides, rotation).backward
-    of_q, of_k = run(op, (dq.to(q.dtype), dk.to(q.dtype)), sides, rotation, row_means, dx_sums=dx_sums)
-    gradients = _paired((of_q[:3], of_k[:3]), q.dtype)
-    return *gradients, bias_gradient(of_q.dx_sum, q_bias_dtype, q), bias_gradient(of_k.dx_sum, k_bias_dtype, q)
+    means, rstds = statistics(settings.norm == "layer"), statistics(settings.norm != "none" and call.q_rstd is None)
+    return call.q.new_empty(call.q.shape), call.k.new_empty(call.k.shape), *means, *rstds
 
 
-def _backward_fake(
-    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor,
-    q_weight: Tensor | None, k_weight: Tensor | None, q_bias: Tensor | None, k_bias: Tensor | None, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    affine = (q.new_empty(0) if p is None else p.new_empty(p.shape) for p in (q_weight, k_weight, q_bias, k_bias))
-    widths = zip((q, k), rest[-2:], strict=True)
-    sums = (fake_bias_gradient(x.shape[2] * x.shape[3], dtype, q) for x, dtype in widths)
-    return q.new_empty(q.shape), k.new_empty(k.shape), *affine, *sums
+def _backward(*arguments: Any) -> list[Tensor]:
+    """dq, dk; the gradients of weights and biases that there are; of the projections' biases that have a dtype here."""
+    call = HeadBackwardCall(*arguments[:_BACKWARD_TENSORS])
+    settings, bias_dtypes = Settings(*arguments[_BACKWARD_TENSORS:-2]), arguments[-2:]
+    op, rotation = settings.op, _rotation(call.cos, call.sin, settings.start)
+    sides = call.sides(op)
+    row_means = None if call.q_row_means is None or call.k_row_means is None else (call.q_row_means, call.k_row_means)
+    dx_sums = any(dtype is not None for dtype in bias_dtypes)
+    variant = variant_of(op, "backward", sides, rotation, outside=row_means is not None, dx_sums=dx_sums)
+    dys = call.dq.to(call.q.dtype), call.dk.to(call.q.dtype)
+    q, k = _backend(settings.backend, variant, call.q).backward(variant, dys, sides, rotation, row_means)
+    gradients = [t for t in (q.dx, k.dx, q.dweight, k.dweight, q.dbias, k.dbias) if t is not None]
+    sums = zip((q.dx_sum, k.dx_sum), bias_dtypes, strict=True)
+    return gradients + [total.to(dtype) for total, dtype in sums if total is not None and dtype is not None]
+
+
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    call, bias_dtypes = HeadBackwardCall(*arguments[:_BACKWARD_TENSORS]), arguments[-2:]
+    like = (call.q, call.k, call.q_weight, call.k_weight, call.q_bias, call.k_bias)
+    widths = (x.shape[2] * x.shape[3] for x in (call.q, call.k))
+    sums = [call.q.new_empty(w, dtype=d) for w, d in zip(widths, bias_dtypes, strict=True) if d is not None]
+    return [t.new_empty(t.shape) for t in like if t is not None] + sums
 
 
 def _square_sums(q: Tensor, k: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     op, sides = HeadOp("rms", False, "half", False), (Side(q, None, None), Side(k, None, None))
-    return _choose(backend, op, sides, None).square_sums((q, k))
+    variant = variant_of(op, "forward", sides, None, sums_only=True)
+    return _backend(backend, variant, q).square_sums(variant, (q, k))
 
 
 def _gradient_sums(
@@ -133,13 +170,15 @@ def _gradient_sums(
     sin: Tensor | None,
     q_rstd: Tensor,
     k_rstd: Tensor,
-    layout: Layout,
+    layout: RopeLayout,
     start: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     op, rotation = HeadOp("rms", False, layout, False), _rotation(cos, sin, start)
     sides = Side(q, contiguous(q_weight), None, rstd=q_rstd), Side(k, contiguous(k_weight), None, rstd=k_rstd)
-    return _choose(backend, op, sides, rotation).gradient_sums(op, (dq.to(q.dtype), dk.to(q.dtype)), sides, rotation)
+    variant = variant_of(op, "backward", sides, rotation, sums_only=True)
+    dys = dq.to(q.dtype), dk.to(q.dtype)
+    return _backend(backend, variant, q).gradient_sums(variant, dys, sides, rotation)
 
 
 def _gradient_sums_fake(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -150,46 +189,35 @@ def _square_sums_fake(q: Tensor, k: Tensor, backend: str) -> tuple[Tensor, Tenso
     return q.new_empty(q.shape[:2], dtype=wide_dtype(q)), k.new_empty(k.shape[:2], dtype=wide_dtype(k))
 
 
-def _choose(backend: str, op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -> HeadBackend:
-    chosen = first_able(
-        backend, "qk_norm_rope", "qk_norm_rope", sides[0].x.is_cuda, lambda b: b.objection(op, sides, rotation)
-    )
-    return cast(HeadBackend, chosen)
+def _backend(backend: str, variant: HeadVariant, q: Tensor) -> HeadBackend:
+    module: HeadBackend = choose("heads", backend, "qk_norm_rope", variant, q.get_device())
+    return module
 
 
 def _rotation(cos: Tensor | None, sin: Tensor | None, start: int) -> Rotation | None:
     return None if cos is None or sin is None else Rotation(cos, sin, start)
 
 
-def _side(op: HeadOp, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor) -> Side:
-    weight, bias = contiguous(weight), contiguous(bias)  # backends read the values in a row
-    return Side(x, weight, bias, mean if op.norm == "layer" else None, None if op.norm == "none" else rstd)
-
-
-def _paired(sides: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """(q's first, k's first, q's second, …), with an empty tensor for None."""
-    like = sides[0][0]
-    return tuple(like.new_empty(0, dtype=dtype) if t is None else t for pair in zip(*sides, strict=True) for t in pair)
-
-
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    if inputs[8] is not None:
+    call = HeadCall(*inputs[:_TENSORS])
+    if call.q_rstd is not None:
         raise NotImplementedError(
             "With rstd from outside, the gradient of qk_norm_rope needs an exchange: use qk_norm_rope_sharded."
         )
     ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(*inputs[:8], *output[2:])
-    ctx.variant = inputs[13:]
-    needed = zip(inputs[10:12], ctx.needs_input_grad[10:12], strict=True)
-    ctx.bias_dtypes = [bias.dtype if needs else None for bias, needs in needed]
+    ctx.save_for_backward(*call[:8], *output[2:])
+    ctx.settings = inputs[_TENSORS + 1 :]
+    needed = zip((call.q_proj_bias, call.k_proj_bias), ctx.needs_input_grad[10:12], strict=True)
+    ctx.bias_dtypes = [bias.dtype if bias is not None and needs else None for bias, needs in needed]
 
 
 def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, *statistics: None) -> tuple[Tensor | None, ...]:
-    gradients = backward(dq, dk, *ctx.saved_tensors, None, None, *ctx.variant, *ctx.bias_dtypes)
-    needed = ctx.needs_input_grad
-    wanted = zip(gradients, (*needed[:6], *needed[10:12]), strict=True)
-    *of_inputs, q_proj_bias, k_proj_bias = (g if needs else None for g, needs in wanted)
-    return *of_inputs, None, None, None, None, q_proj_bias, k_proj_bias, *(None,) * (len(needed) - 12)
+    saved, needed = ctx.saved_tensors, ctx.needs_input_grad
+    gradients = iter(backward(dq, dk, *saved, None, None, *ctx.settings, *ctx.bias_dtypes))
+    of_inputs = [None if t is None else next(gradients) for t in saved[:6]]
+    of_biases = [None if dtype is None else next(gradients) for dtype in ctx.bias_dtypes]
+    wanted = (g if needs else None for g, needs in zip(of_inputs, needed[:6], strict=True))
+    return *wanted, None, None, None, None, *of_biases, *(None,) * (len(needed) - _TENSORS)
 
 
 def _refuse_derivative(ctx: Any, *gradients: Tensor) -> None:
@@ -206,7 +234,7 @@ torch.library.define(
     _BACKWARD,
     f"(Tensor dq, Tensor dk, Tensor q, Tensor k, {_AFFINE}, Tensor? cos, Tensor? sin, {_STATISTICS},"
     f" Tensor? q_row_means, Tensor? k_row_means, {_VARIANT}, ScalarType? q_bias_dtype, ScalarType? k_bias_dtype)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> Tensor[]",
 )
 torch.library.define(_SQUARE_SUMS, "(Tensor q, Tensor k, str backend) -> (Tensor, Tensor)")
 torch.library.define(

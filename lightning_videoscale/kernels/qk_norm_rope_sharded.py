@@ -17,7 +17,7 @@ from lightning_videoscale.kernels import qk_norm_rope_ops as ops
 from lightning_videoscale.kernels.arguments import check_tensors
 from lightning_videoscale.kernels.autograd import refuse_forward_mode
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.heads import HeadRounding, Layout
+from lightning_videoscale.kernels.head_types import HeadRounding, RopeLayout
 from lightning_videoscale.kernels.qk_norm_rope import check_parameters, check_settings, check_sides, rope_tables
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -33,7 +33,7 @@ def qk_norm_rope_sharded(
     sum_over_ranks: SumOverRanks,
     eps: float = 1e-6,
     rope: tuple[Tensor, Tensor] | None = None,
-    rope_layout: Layout = "interleaved",
+    rope_layout: RopeLayout = "interleaved",
     rope_start: int = 0,
     rounding: HeadRounding = "fp32_once",
     backend: BackendName = "auto",
@@ -114,8 +114,8 @@ class _Sharded(torch.autograd.Function):
         gradients = ops.backward(
             dq, dk, q, k, q_weight, k_weight, None, None, cos, sin, none, none, q_rstd, k_rstd, *means, *ctx.variant,
             None, None,
-        )  # fmt: skip
-        needed = zip(gradients[:4], ctx.needs_input_grad[:4], strict=True)
+        ) + [None] * (2 if q_weight is None else 0)  # fmt: skip
+        needed = zip(gradients, ctx.needs_input_grad[:4], strict=True)
         return *(g if needs else None for g, needs in needed), *(None,) * 6
 
 

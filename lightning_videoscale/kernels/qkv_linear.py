@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lightning_videoscale.kernels.arguments import check_tensors
 from lightning_videoscale.kernels.autograd import (
+    NAMESPACE,
     in_dtypes_of_forward,
     refuse_forward_mode,
     refuse_second_derivative,
     under_autocast,
 )
-from lightning_videoscale.kernels.dispatch import NAMESPACE
 
 _SUM_OF_PRODUCTS = f"{NAMESPACE}::sum_of_products"
 _Three = tuple[Tensor, Tensor, Tensor]
@@ -105,4 +105,4 @@ torch.library.define(
 )
 torch.library.impl(_SUM_OF_PRODUCTS, "CompositeExplicitAutograd", _sum)
 torch.library.register_fake(_SUM_OF_PRODUCTS, _sum_fake)
-_sum_of_products = refuse_second_derivative(_SUM_OF_PRODUCTS, "qkv_linear")
+_sum_of_products = refuse_second_derivative(_SUM_OF_PRODUCTS, "qkv_linear", returns_list=False)

@@ -209,6 +209,7 @@ def injection(found: Findings) -> list[Section]:
     return [
         {
             "model": report["model"],
+            "kernels": report.get("kernels", ""),
             "replaced": _grouped(report["replaced"]),
             "skipped": _grouped(report["skipped"]),
         }

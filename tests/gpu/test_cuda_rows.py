@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.cuda import rows as cuda_rows
-from lightning_videoscale.kernels.cuda.row_plan import Plan
-from lightning_videoscale.kernels.cuda.tuning import Tuning
-from lightning_videoscale.kernels.cuda.variant import variant_of
-from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
+from lightning_videoscale.kernels.cuda.row_kernels import RowKernels
+from lightning_videoscale.kernels.cuda.row_tuning import Tuning
+from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowMap, RowOp, RowOutputs, RowVariant
 from tests.kernels.random_rows import EPS, RowCase, check_gradients, check_outputs, draw_case
 
 pytestmark = [
@@ -36,24 +37,22 @@ def same(mine: Tensor | None, again: Tensor | None) -> bool:
 @pytest.mark.parametrize("seed", range(48))
 def test_any_variant_equals_float64_and_repeats(seed: int) -> None:
     case = draw_case(seed, "cuda", DTYPES, CHANNELS)
-    operands = tuple(o for o in (case.gate, case.scale, case.shift) if o is not None)
-    affine = tuple(p for p in (case.weight, case.bias) if p is not None)
-    reason = cuda_rows.objection(case.op, case.x, case.branch, operands, affine, case.rows)
+    reason = cuda_rows.limit(case.forward_arguments[0], 0)
     if reason is not None:
         assert "shared memory" in reason
         return
     poison()
-    outputs = cuda_rows.forward(case.op, *case.forward_arguments)  # type: ignore[arg-type]
+    outputs = cuda_rows.forward(*case.forward_arguments)
     check_outputs(case, outputs)
 
     h = case.x if outputs.h is None else outputs.h
     arguments = case.backward_arguments(h, outputs.mean, outputs.rstd)
     poison()
-    gradients = cuda_rows.backward(case.op, *arguments)  # type: ignore[arg-type]
+    gradients = cuda_rows.backward(*arguments)
     check_gradients(case, h, gradients)
 
-    assert all(map(same, outputs, cuda_rows.forward(case.op, *case.forward_arguments)))  # type: ignore[arg-type]
-    assert all(map(same, gradients, cuda_rows.backward(case.op, *arguments)))  # type: ignore[arg-type]
+    assert all(map(same, outputs, cuda_rows.forward(*case.forward_arguments)))
+    assert all(map(same, gradients, cuda_rows.backward(*arguments)))
 
 
 @pytest.mark.parametrize("bulk", [True, False])
@@ -71,16 +70,15 @@ def test_any_launch_equals_float64(stages: int, rows: int, bulk: bool) -> None:
         frames = RowMap(groups, n // groups)
         case = RowCase(op, x, branch, gate, scale, shift, None, None, frames, dh, dy)
         tuning = Tuning(threads, stages, rows, 1 if stages * rows > 8 else 2, bulk, in_turns)
-        variant = variant_of(op, x, gate, scale, shift, None, None, frames)
         poison()
-        outputs = cuda_rows.run_forward(Plan(variant, "forward", 0, tuning), op, *case.forward_arguments)  # type: ignore[arg-type]
+        variant, inputs = case.forward_arguments
+        outputs = cuda_rows.run_forward(RowKernels(variant, "forward", 0, tuning), variant, inputs)
         check_outputs(case, outputs)
         assert outputs.h is not None
-        variant = variant_of(op, x, gate, scale, None, None, None, frames, has_dh=True)
         arguments = case.backward_arguments(outputs.h, outputs.mean, outputs.rstd)
         poison()
-        plan = Plan(variant, "backward", 0, tuning)
-        check_gradients(case, outputs.h, cuda_rows.run_backward(plan, op, *arguments))  # type: ignore[arg-type]
+        kernels = RowKernels(arguments[0], "backward", 0, tuning)
+        check_gradients(case, outputs.h, cuda_rows.run_backward(kernels, *arguments))
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
@@ -110,16 +108,15 @@ def test_clusters_add_the_same_sums(op: RowOp, cluster: int, in_turns: bool) -> 
         case = RowCase(
             op, x, with_branch[0], gate, scale, shift, None, None, frames, with_branch[1], dy if op.norm else None
         )
-        outputs = cuda_rows.forward(op, *case.forward_arguments)  # type: ignore[arg-type]
+        outputs = cuda_rows.forward(*case.forward_arguments)
         h = x if outputs.h is None else outputs.h
-        variant = variant_of(op, h, gate, scale, None, None, None, frames, has_dh=op.residual)
-        plan = Plan(variant, "backward", 0, Tuning(128, 2, 1, 2, True, in_turns, cluster))
-        assert (plan.shape(n, frames)[2] > 1) == (groups == 1 < cluster)
         arguments = case.backward_arguments(h, outputs.mean, outputs.rstd)
+        kernels = RowKernels(arguments[0], "backward", 0, Tuning(128, 2, 1, 2, True, in_turns, cluster))
+        assert (kernels.shape(n, frames)[2] > 1) == (groups == 1 < cluster)
         poison()
-        gradients = cuda_rows.run_backward(plan, op, *arguments)  # type: ignore[arg-type]
+        gradients = cuda_rows.run_backward(kernels, *arguments)
         check_gradients(case, h, gradients)
-        assert all(map(same, gradients, cuda_rows.run_backward(plan, op, *arguments)))  # type: ignore[arg-type]
+        assert all(map(same, gradients, cuda_rows.run_backward(kernels, *arguments)))
 
 
 def test_sums_of_a_step_under_load_are_the_same_to_the_bit() -> None:
@@ -130,10 +127,11 @@ def test_sums_of_a_step_under_load_are_the_same_to_the_bit() -> None:
     gate, scale = (Operand(torch.randn(1, d, device="cuda")) for _ in range(2))
     weight, bias = (torch.randn(d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     mean, rstd = h.float().mean(1), torch.rsqrt(h.float().var(1, correction=0) + EPS)
+    case = RowCase(op, h, branch, gate, scale, None, weight, bias, rows, dh, dy)
 
     def run() -> RowGradients:
         poison()
-        return cuda_rows.backward(op, dh, dy, h, branch, gate, scale, weight, bias, mean, rstd, rows, EPS)
+        return cuda_rows.backward(*case.backward_arguments(h, mean, rstd))
 
     expected, other = run(), torch.cuda.Stream()
     for _ in range(50):
@@ -149,9 +147,9 @@ def test_a_gradient_from_elsewhere_is_added_inside(d: int) -> None:
     x, dh, dy = (torch.randn(n, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     scale, shift = (Operand(torch.randn(1, d, device="cuda")) for _ in range(2))
     case = RowCase(op, x, None, None, scale, shift, None, None, rows, dh, dy)
-    outputs = cuda_rows.forward(op, *case.forward_arguments)  # type: ignore[arg-type]
+    outputs = cuda_rows.forward(*case.forward_arguments)
     poison()
-    gradients = cuda_rows.backward(op, *case.backward_arguments(x, outputs.mean, outputs.rstd))  # type: ignore[arg-type]
+    gradients = cuda_rows.backward(*case.backward_arguments(x, outputs.mean, outputs.rstd))
     check_gradients(case, x, gradients)
 
 
@@ -162,13 +160,14 @@ def test_more_elements_than_a_32_bit_integer_counts() -> None:
     x = torch.randn(n, d, device="cuda", dtype=torch.bfloat16)
     scale, shift = (Operand(torch.randn(1, d, device="cuda")) for _ in range(2))
     op, rows = RowOp("layer"), RowMap(1, n)
-    _, y, mean, rstd = cuda_rows.forward(op, x, None, None, scale, shift, None, None, rows, EPS)
+    case = RowCase(op, x, None, None, scale, shift, None, None, rows, None, None)
+    _, y, mean, rstd = cuda_rows.forward(*case.forward_arguments)
     assert y is not None
     for part in (slice(0, 100), slice(n - 100, n)):
         some = RowCase(op, x[part], None, None, scale, shift, None, None, RowMap(1, 100), None, None)
         assert mean is not None and rstd is not None
         check_outputs(some, RowOutputs(None, y[part], mean[part], rstd[part]))
-    gradients = cuda_rows.backward(op, None, y, x, None, None, scale, None, None, mean, rstd, rows, EPS)
+    gradients = cuda_rows.backward(*replace(case, dy=y).backward_arguments(x, mean, rstd))
     assert gradients.dshift is not None
     expected = sum(chunk.double().sum(0) for chunk in y.split(20_000))
     torch.testing.assert_close(gradients.dshift[0].double(), expected, rtol=1e-5, atol=1e-2)
@@ -176,19 +175,19 @@ def test_more_elements_than_a_32_bit_integer_counts() -> None:
 
 
 def test_what_cannot_run_says_why() -> None:
-    x = torch.zeros(4, 64, device="cuda")
-    rows, op = RowMap(1, 4), RowOp("layer")
-    assert cuda_rows.objection(op, x, None, (), (), rows) is None
-    assert "multiple of 8" in str(cuda_rows.objection(op, x[:, :60], None, (), (), rows))
-    assert "one dtype" in str(cuda_rows.objection(op, x.double(), None, (), (), rows))
-    assert "one dtype" in str(cuda_rows.objection(RowOp("layer", residual=True), x, x.bfloat16(), (), (), rows))
-    assert "cpu" in str(cuda_rows.objection(op, x.cpu(), None, (), (), rows))
+    variant = RowVariant(RowOp("layer"), 64, torch.float32)
+    assert cuda_rows.limit(variant, 0) is None
+    assert "multiple of 8" in str(cuda_rows.limit(variant._replace(channels=60), 0))
+    assert "one dtype" in str(cuda_rows.limit(variant._replace(activation=torch.float64), 0))
+    assert "one dtype" in str(cuda_rows.limit(variant._replace(branch=torch.bfloat16), 0))
+    assert "shared memory" in str(cuda_rows.limit(variant._replace(channels=65536), 0))
 
 
 def test_a_launch_costs_the_host_little() -> None:
     x = torch.randn(64, 1536, device="cuda", dtype=torch.bfloat16)
     scale, shift = (Operand(torch.randn(1, 1536, device="cuda")) for _ in range(2))
-    arguments = (RowOp("layer"), x, None, None, scale, shift, None, None, RowMap(1, 64), EPS)
+    case = RowCase(RowOp("layer"), x, None, None, scale, shift, None, None, RowMap(1, 64), None, None)
+    arguments = case.forward_arguments
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(20):
         cuda_rows.forward(*arguments)

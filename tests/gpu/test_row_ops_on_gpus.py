@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_videoscale.kernels import norm_modulate
+from lightning_videoscale.kernels.row_ops import RowCall
 from tests.kernels.row_cases import Case, all_variants, assert_close_to_oracle, gradients
 
 pytestmark = [
@@ -43,6 +44,15 @@ def test_real_widths_and_many_rows(backend: str, d: int, rows: int) -> None:
     else:
         assert_close_to_oracle(case, backend, "cuda")
     assert_close_to_oracle(replace(case, dtype=torch.bfloat16, modulation_dtype=torch.bfloat16), backend, "cuda")
+
+
+@pytest.mark.parametrize("operation", ["norm_modulate", "gate_residual", "gate_residual_norm_modulate"])
+@pytest.mark.parametrize("d", [8184, 16384])
+def test_rows_so_wide_that_few_are_under_way_at_once(d: int, operation: str) -> None:
+    """What CUDA cannot hold in shared memory runs on Triton."""
+    for rows in (1, 293):
+        assert_close_to_oracle(Case(operation, s=293, d=d, rows=rows, tables=True), "triton", "cuda")
+        assert_close_to_oracle(Case(operation, s=293, d=d, rows=rows, tables=True), "auto", "cuda")
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
@@ -91,5 +101,4 @@ def test_more_than_two_to_the_31_elements(backend: str) -> None:
 
 def test_opcheck() -> None:
     t: Any = Case("norm_modulate").tensors("cuda")
-    arguments = (t["x"], t["scale"], t["shift"], None, None, 1e-6, None, None, None, "layer", "fp32_once", "auto")
-    torch.library.opcheck(torch.ops.lightning_videoscale.norm_modulate.default, arguments)
+    torch.library.opcheck(torch.ops.lightning_videoscale.norm_modulate.default, RowCall(**t, norm="layer"))

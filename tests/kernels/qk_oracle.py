@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_videoscale.kernels.heads import Layout
+from lightning_videoscale.kernels.head_types import RopeLayout
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Case:
     norm: str = "rms"
     per_head: bool = False
     affine: bool = True
-    layout: Layout = "interleaved"
+    layout: RopeLayout = "interleaved"
     pairs: int = 4  # 0 rotates nothing
     start: int = 0
     rotated: int = 5

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.reference import rows as reference
-from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
+from lightning_videoscale.kernels.row_types import (
+    Operand,
+    RowGradients,
+    RowInputs,
+    RowMap,
+    RowOp,
+    RowOutputs,
+    RowVariant,
+    variant_of,
+)
 
 EPS = 1e-6
 # Relative L2 of a tensor that was computed in float32 and rounded once, by the dtype it is in.
@@ -38,16 +47,24 @@ class RowCase:
         return RowCase(**values)  # type: ignore[arg-type]
 
     @property
-    def forward_arguments(self) -> tuple[object, ...]:
-        """What `RowBackend.forward` takes after the operation."""
+    def inputs(self) -> RowInputs:
+        """Of a forward."""
         operands = (self.gate, self.scale, self.shift, self.weight, self.bias)
-        return (self.x, self.branch, *operands, self.rows, EPS)
+        return RowInputs(self.x, self.branch, *operands, self.rows, EPS)
 
-    def backward_arguments(self, h: Tensor, mean: Tensor | None, rstd: Tensor | None) -> tuple[object, ...]:
-        """What `RowBackend.backward` takes after the operation; h is the normed input."""
+    @property
+    def forward_arguments(self) -> tuple[RowVariant, RowInputs]:
+        """What `RowBackend.forward` takes."""
+        return variant_of(self.op, self.inputs), self.inputs
+
+    def backward_arguments(
+        self, h: Tensor, mean: Tensor | None, rstd: Tensor | None
+    ) -> tuple[RowVariant, RowInputs, Tensor | None, Tensor | None]:
+        """What `RowBackend.backward` takes; h is the normed input."""
         branch = self.branch if self.op.gate or self.op.branch_norm else None
-        operands = (self.gate, self.scale, self.weight, self.bias)
-        return (self.dh, self.dy, h, branch, *operands, mean, rstd, self.rows, EPS)
+        inputs = self.inputs._replace(x=h, branch=branch, shift=None, mean=mean, rstd=rstd)
+        table = None if self.shift is None else self.shift.table
+        return variant_of(self.op, inputs, has_dh=self.dh is not None, shift_table=table), inputs, self.dh, self.dy
 
 
 def draw_case(seed: int, device: str, dtypes: tuple[torch.dtype, ...], channels: tuple[int, ...]) -> RowCase:
@@ -84,7 +101,7 @@ def check_outputs(case: RowCase, got: RowOutputs) -> None:
     """Asserts that a forward's results are those of float64, or of the reference where the law rounds between."""
     eager = case.op.rounding == "eager" and case.x.dtype != torch.float32
     judge = case if eager else case.wide()
-    expected = reference.forward(judge.op, *judge.forward_arguments)  # type: ignore[arg-type]
+    expected = reference.forward(*judge.forward_arguments)
     for name, mine, theirs in zip(got._fields, got, expected, strict=True):
         # Statistics are float32, but of an h that was rounded; of float64 it was not.
         dtype = case.x.dtype if name in ("mean", "rstd") and case.op.residual else None
@@ -98,7 +115,7 @@ def check_gradients(case: RowCase, h: Tensor, got: RowGradients) -> None:
         mean = h.double().mean(1) if case.op.norm == "layer" else None
         centred = h.double() if mean is None else h.double() - mean.unsqueeze(1)
         rstd = torch.rsqrt(centred.square().mean(1) + EPS)
-    expected = reference.backward(case.op, *wide.backward_arguments(h.double(), mean, rstd))  # type: ignore[arg-type]
+    expected = reference.backward(*wide.backward_arguments(h.double(), mean, rstd))
     tables = [None if v is None else v.sum(0) for v in (expected.dgate, expected.dscale, expected.dshift)]
     expected = expected._replace(dgate_table=tables[0], dscale_table=tables[1], dshift_table=tables[2])
     for name, mine, theirs in zip(got._fields, got, expected, strict=True):

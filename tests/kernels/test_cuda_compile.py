@@ -6,69 +6,45 @@ import fcntl
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_videoscale.kernels.cuda import compile as nvrtc
-from lightning_videoscale.kernels.cuda import sources, toolkit
-from lightning_videoscale.kernels.cuda.tuning import tuning_for
-from lightning_videoscale.kernels.cuda.variant import Variant
-from lightning_videoscale.kernels.rows import RowOp
+from lightning_videoscale.kernels.cuda import toolkit
+from lightning_videoscale.kernels.cuda.row_tuning import tuning_for
+from lightning_videoscale.kernels.cuda.row_variant import constants
+from lightning_videoscale.kernels.row_types import RowOp, RowVariant
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 VARIANTS = {
-    "per sample": Variant(RowOp("layer"), 5120, BF16, None, None, F32, None, F32, None, None, None, False, False),
-    "tables, affine, index": Variant(
-        RowOp("layer", True, "identity", branch_sum=True),
-        2240,
-        F32,
-        BF16,
-        F32,
-        BF16,
-        F32,
-        BF16,
-        F32,
-        F16,
-        F16,
-        False,
-        True,
-        True,
+    "per sample": RowVariant(RowOp("layer"), 5120, BF16, modulation=F32, scale=True, shift=True),
+    "tables, affine, index": RowVariant(
+        RowOp("layer", True, "identity", branch_sum=True), 2240, F32, F32, BF16, F32, F16,
+        scale=True, shift=True, bias=True, indexed=True, has_dh=True,
     ),
-    "per token, eager, norm of the branch": Variant(
-        RowOp("rms", True, "tanh", True, "eager", branch_sum=True),
-        1152,
-        F16,
-        F32,
-        None,
-        F32,
-        None,
-        None,
-        None,
-        F32,
-        None,
-        True,
-        False,
+    "per token, eager, norm of the branch": RowVariant(
+        RowOp("rms", True, "tanh", True, "eager", branch_sum=True), 1152, F16, F16, F32, None, F32,
+        scale=True, per_row=True,
     ),
-    "only the branch's bias": Variant(
-        RowOp("layer", True, sums=False, branch_sum=True),
-        1536,
-        BF16,
-        *[None] * 8,
-        False,
-        False,
-        True,  # type: ignore[arg-type]
+    "only the branch's bias": RowVariant(
+        RowOp("layer", True, sums=False, branch_sum=True), 1536, BF16, BF16, has_dh=True
     ),
-    "no norm": Variant(RowOp(None, True, "identity"), 64, BF16, F32, *[None] * 7, False, False, True),  # type: ignore[arg-type]
-}
+    "no norm": RowVariant(RowOp(None, True, "identity"), 64, BF16, BF16, F32, has_dh=True),
+}  # fmt: skip
+CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
+BY_TURNS = [
+    # Every variant for one architecture, in turn; for all of them with the full suite.
+    pytest.param(name, capability, marks=() if (i - j) % 3 == 0 else pytest.mark.full)
+    for i, name in enumerate(VARIANTS)
+    for j, capability in enumerate(CAPABILITIES)
+]
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc here")
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize(("name", "capability"), BY_TURNS)
 def test_every_source_compiles(capability: tuple[int, int], name: str, tmp_path: Path) -> None:
     assert NVCC is not None
     variant, arch = VARIANTS[name], f"sm_{capability[0]}{capability[1]}"
@@ -80,7 +56,7 @@ def test_every_source_compiles(capability: tuple[int, int], name: str, tmp_path:
         assert tuning is not None
         text = "".join(f'#include "{f}.cuh"\n' for f in [f"rows_{direction}"])
         (tmp_path / f"{direction}.cu").write_text(text)
-        defines = [f"-D{macro}={value}" for macro, value in (variant.constants() | tuning.constants()).items()]
+        defines = [f"-D{macro}={value}" for macro, value in (constants(variant) | tuning.constants()).items()]
         _compile(NVCC, arch, defines, tmp_path / f"{direction}.cu")
     (tmp_path / "finalize.cu").write_text('#include "rows_finalize.cuh"\n')
     _compile(NVCC, arch, defines, tmp_path / "finalize.cu")
@@ -96,72 +72,70 @@ def test_nvrtc_compiles_what_nvcc_does(name: str, tmp_path: Path) -> None:
     for direction in ("forward", "backward"):
         tuning = tuning_for(variant, direction, (9, 0), 160 * 1024)
         assert tuning is not None
-        constants = variant.constants() | tuning.constants()
-        assert nvrtc.cubin(f"rows_{direction}.cuh", constants, "sm_90", folder=tmp_path)
-    assert nvrtc.cubin("rows_finalize.cuh", constants, "sm_90", folder=tmp_path)
+        macros = constants(variant) | tuning.constants()
+        assert nvrtc.cubin(f"rows_{direction}.cuh", macros, "sm_90", folder=tmp_path)
+    assert nvrtc.cubin("rows_finalize.cuh", macros, "sm_90", folder=tmp_path)
 
 
 def _compile(nvcc: str, arch: str, defines: list[str], path: Path) -> None:
-    csrc = Path(sources.__file__).parents[2] / "csrc"
-    command = [nvcc, "-std=c++17", f"-arch={arch}", "-cubin", f"-I{csrc}", *defines, "-o", f"{path}.cubin", str(path)]
+    command = [
+        nvcc,
+        "-std=c++17",
+        f"-arch={arch}",
+        "-cubin",
+        f"-I{nvrtc.sources()}",
+        *defines,
+        "-o",
+        f"{path}.cubin",
+        str(path),
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was compiled, by a stand-in for NVRTC that takes a moment."""
-    done: list[str] = []
+def test_one_process_compiles_while_others_wait(tmp_path: Path) -> None:
+    made, got = list[str](), list[bytes]()
 
-    def compile_(source: str, texts: object, constants: object, arch: str) -> bytes:
+    def make() -> bytes:
         threading.Event().wait(0.2)
-        done.append(source)
-        return f"{source} {constants} {arch}".encode()
+        made.append("once")
+        return b"machine code"
 
-    monkeypatch.setattr(nvrtc, "_compile", compile_)
-    monkeypatch.setattr(toolkit, "nvrtc_version", lambda: "13.0")
-    monkeypatch.setattr(toolkit, "headers_digest", lambda: "headers")
-    return done
+    def run() -> None:
+        got.append(nvrtc.cached(tmp_path / "deep" / "a.cubin", make, timeout=60))
 
-
-def _at_once(run: Callable[[], object], times: int) -> None:
-    threads = [threading.Thread(target=run) for _ in range(times)]
+    threads = [threading.Thread(target=run) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert made == ["once"] and got == [b"machine code"] * 6
 
 
-def test_one_compiles_while_others_wait(compilations: list[str], tmp_path: Path) -> None:
-    got: list[bytes] = []
-    _at_once(lambda: got.append(nvrtc.cubin("rows_forward.cuh", {"D": 64}, "sm_90", folder=tmp_path)), times=6)
-    assert compilations == ["rows_forward.cuh"]
-    assert got == [b"rows_forward.cuh {'D': 64} sm_90"] * 6
-
-
-def test_whatever_differs_is_compiled_anew(
-    compilations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def compiled(constants: dict[str, str | int], arch: str = "sm_90") -> int:
-        nvrtc.cubin("rows_forward.cuh", constants, arch, folder=tmp_path)
-        return len(compilations)
-
-    assert [compiled({"D": 64}), compiled({"D": 64}), compiled({"D": 72}), compiled({"D": 64}, "sm_80")] == [1, 1, 2, 3]
-    monkeypatch.setattr(toolkit, "nvrtc_version", lambda: "13.1")
-    assert compiled({"D": 64}) == 4
-    texts = {**sources.with_includes("rows_forward.cuh"), "vectors.cuh": "// changed"}
-    monkeypatch.setattr(sources, "with_includes", lambda name: texts)
-    assert compiled({"D": 64}) == 5
-
-
-def test_waiting_ends(compilations: list[str], tmp_path: Path) -> None:
-    nvrtc.cubin("rows_forward.cuh", {}, "sm_90", folder=tmp_path)
-    (cubin,) = tmp_path.glob("*.cubin")
-    cubin.unlink()
-    with cubin.with_suffix(".lock").open("w") as held:
+def test_waiting_ends(tmp_path: Path) -> None:
+    with (tmp_path / "a.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(TimeoutError, match="Another process has held"):
-            nvrtc.cubin("rows_forward.cuh", {}, "sm_90", folder=tmp_path, timeout=0.2)
+        with pytest.raises(TimeoutError):
+            nvrtc.cached(tmp_path / "a.cubin", bytes, timeout=0.2)
+
+
+def test_a_cache_that_cannot_be_written_is_known_before_anything_is_compiled(tmp_path: Path) -> None:
+    nvrtc.check_cache("sm_90", tmp_path / "new")
+    assert not [*(tmp_path / "new").iterdir()]
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "folder", Path("/proc/nothing/here")):
+        with pytest.raises(toolkit.CudaUnavailableError, match=nvrtc.CACHE_VARIABLE):
+            nvrtc.check_cache("sm_90", folder)
+
+
+def test_an_architecture_that_nvrtc_does_not_know_is_refused() -> None:
+    try:
+        toolkit.nvrtc_version()
+    except toolkit.CudaUnavailableError as reason:
+        pytest.skip(str(reason))
+    toolkit.check_architecture("sm_90")
+    with pytest.raises(toolkit.CudaUnavailableError, match="sm_35"):
+        toolkit.check_architecture("sm_35")
 
 
 def test_the_cache_can_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,17 +151,3 @@ def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(toolkit.CudaUnavailableError, match=r"cuda_bf16\.h.*found in none of") as raised:
         toolkit.include_folder.__wrapped__()
     assert str(tmp_path) in str(raised.value)
-
-
-def test_a_source_comes_with_all_that_it_includes() -> None:
-    texts = sources.with_includes("rows_finalize.cuh")
-    assert next(iter(texts)) == "rows_finalize.cuh"
-    included = {
-        "async_copy.cuh",
-        "dependent_launch.cuh",
-        "row_sums.cuh",
-        "row_walk.cuh",
-        "row_config.cuh",
-        "vectors.cuh",
-    }
-    assert set(texts) == {"rows_finalize.cuh"} | included

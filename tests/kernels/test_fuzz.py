@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.reference import rows as reference
-from lightning_videoscale.kernels.rows import RowOutputs
+from lightning_videoscale.kernels.row_types import RowOutputs
 from tests.gpu.fuzzing.cases import Options, Verdict, judge
 from tests.gpu.fuzzing.workers import verdicts
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from lightning_videoscale.kernels import gelu
 from lightning_videoscale.kernels.cuda import compile as nvrtc
-from lightning_videoscale.kernels.cuda import sources, toolkit
+from lightning_videoscale.kernels.cuda import toolkit
 from lightning_videoscale.kernels.cuda.gelu import constants, threads_for
 from tests.kernels.gelu_cases import assert_close_to_float64, draw, feed_forward, relative_error
 
@@ -153,21 +151,6 @@ def test_no_graph_break() -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_triton_interpreted() -> None:
-    """TRITON_INTERPRET counts when Triton is imported, hence a process of its own."""
-    pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted_gelu"],
-        cwd=root,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-
-
 @pytest.mark.parametrize(("f", "threads"), [(8960, 224), (13824, 192), (5120, 160), (8, 32)])
 def test_cuda_blocks_leave_few_threads_idle(f: int, threads: int) -> None:
     assert threads_for(f, torch.bfloat16) == threads
@@ -188,9 +171,18 @@ def test_the_cuda_source_compiles(arch: str, f: int, dtype: torch.dtype, tmp_pat
     if arch not in subprocess.run([NVCC, "--list-gpu-code"], capture_output=True, text=True).stdout:
         pytest.skip(f"this nvcc does not know {arch}")
     (tmp_path / "gelu.cu").write_text('#include "gelu.cuh"\n')
-    csrc = Path(sources.__file__).parents[2] / "csrc"
     defines = [f"-D{macro}={value}" for macro, value in constants(f, dtype).items()]
-    command = [NVCC, "-std=c++17", f"-arch={arch}", "-cubin", f"-I{csrc}", *defines, "-o", "gelu.cubin", "gelu.cu"]
+    command = [
+        NVCC,
+        "-std=c++17",
+        f"-arch={arch}",
+        "-cubin",
+        f"-I{nvrtc.sources()}",
+        *defines,
+        "-o",
+        "gelu.cubin",
+        "gelu.cu",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
 

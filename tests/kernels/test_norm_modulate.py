@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_videoscale.kernels import norm_modulate
+from lightning_videoscale.kernels.row_ops import RowCall
 
 OPS = torch.ops.lightning_videoscale
 VARIANTS = list(itertools.product([False, True], repeat=2))
@@ -98,12 +99,14 @@ def test_error_of_the_gradients_against_a_float64_oracle(per_token: bool, affine
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(per_token: bool, affine: bool, dtype: torch.dtype) -> None:
     x, scale, shift, weight, bias = inputs((2, 3, 8), per_token=per_token, affine=affine, dtype=dtype)
-    forward = (x, scale, shift, weight, bias, 1e-6, None, None, None, "layer", "fp32_once", "auto")
-    torch.library.opcheck(OPS.norm_modulate.default, forward)
-    _, mean, rstd = OPS.norm_modulate(*forward)
-    saved = [None if a is None else a.detach() for a in (x, scale, weight, bias, mean, rstd)]
-    needs = [True, True, affine, affine, False, False]
-    backward = (None, torch.randn_like(x).detach(), *saved, None, None, None, "layer", "auto", needs)
+    call = RowCall(x, scale=scale, shift=shift, weight=weight, bias=bias, norm="layer")
+    torch.library.opcheck(OPS.norm_modulate.default, call)
+    _, mean, rstd = OPS.norm_modulate(*call)
+    x, scale, weight, bias = (None if a is None else a.detach() for a in (x, scale, weight, bias))
+    needs = [True, False, False, scale is not None, scale is not None, affine, affine, *[False] * 4]
+    settings = (0.0, "layer", "identity", False, "auto", needs, None)
+    saved = (x, None, None, scale, weight, bias, None, None, None, None, mean, rstd)
+    backward = (None, torch.randn_like(x).detach(), *saved, *settings)
     torch.library.opcheck(OPS.norm_modulate_backward.default, backward)
     torch.library.opcheck(OPS.norm_modulate_backward.default, (torch.randn_like(x).detach(), *backward[1:]))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,17 +11,11 @@ from torch.autograd import Variable, forward_ad
 
 from lightning_videoscale.compat.torch import TORCH
 
+past_autograd = TORCH.function("torch._C", "_AutoDispatchBelowAutograd")
+"""A context inside of which ops are dispatched past autograd, as an op's own autograd kernel calls the one below it.
 
-def past_autograd() -> AbstractContextManager[None]:
-    """Inside, ops are dispatched past autograd, as an op's own autograd kernel calls the one below it.
-
-    ``torch.library.register_autograd`` does this too, at several times the host's time per call.
-    """
-    try:
-        guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
-    except AttributeError as error:
-        raise TORCH.missing("torch._C", "_AutoDispatchBelowAutograd") from error
-    return guard
+``torch.library.register_autograd`` does this too, at several times the host's time per call.
+"""
 
 
 def in_forward_mode() -> bool:
@@ -50,13 +43,8 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     TORCH.get(TORCH.get(Variable, "_execution_engine"), "queue_callback")(call)
 
 
-_unsafe_view = torch.ops.aten._unsafe_view.default
+unsafe_view: Callable[[Tensor, torch.Size], Tensor] = torch.ops.aten._unsafe_view.default
+"""Returns a tensor in another shape that autograd takes for no view, so that it may be written into.
 
-
-def unsafe_view(x: Tensor, shape: torch.Size) -> Tensor:
-    """Returns a tensor in another shape that autograd takes for no view, so that it may be written into.
-
-    Only for tensors that nobody else holds. The public ``view`` marks a view, and ``reshape`` one too.
-    """
-    view: Tensor = _unsafe_view(x, shape)
-    return view
+Only for tensors that nobody else holds. The public ``view`` marks a view, and ``reshape`` one too.
+"""

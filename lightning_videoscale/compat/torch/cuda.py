@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lightning_videoscale.compat.torch import TORCH
 
+current_raw_stream: Callable[[int], int] = TORCH.function("torch._C", "_cuda_getCurrentRawStream")
+"""Returns the handle of the current stream of a device, which is given by its number.
 
-def current_raw_stream(device: int) -> int:
-    """Returns the handle of the current stream of a device.
-
-    ``torch.cuda.current_stream().cuda_stream`` is public and several times slower, and every launch needs it.
-    """
-    try:
-        handle: int = torch._C._cuda_getCurrentRawStream(device)
-    except AttributeError as error:
-        raise TORCH.missing("torch._C", "_cuda_getCurrentRawStream") from error
-    return handle
+``torch.cuda.current_stream().cuda_stream`` is public and several times slower, and every launch needs it.
+"""
 
 
 def assert_on_device(condition: Tensor) -> None:

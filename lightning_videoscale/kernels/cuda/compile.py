@@ -1,7 +1,7 @@
 """Source and constants to machine code (a cubin), through NVRTC and a cache on disk.
 
-A cubin is named by a hash of everything that goes into it: architecture, constants, the texts of the source and of all
-it includes, the toolkit's headers and NVRTC's version. It appears in the cache by an atomic rename. Many processes may
+A cubin is named by a hash of everything that goes into it: architecture, constants, the texts of all sources, the
+toolkit's headers and NVRTC's version. It appears in the cache by an atomic rename. Many processes may
 ask for one cubin at once: one compiles, the others wait for it. The lock is the kernel's own and ends with its process,
 so that a killed process leaves nobody waiting.
 
@@ -11,16 +11,18 @@ Ahead of time: `cubin` needs no GPU. Call it with the architecture of the machin
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
+import importlib.resources
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_videoscale.kernels.cuda import sources, toolkit
+from lightning_videoscale.kernels.cuda import toolkit
 
 CACHE_VARIABLE = "LIGHTNING_VIDEOSCALE_CACHE"
 _FLAGS = ("--std=c++17", "--extra-device-vectorization")
@@ -51,14 +53,42 @@ def cubin(
         CompilationError: If the source does not compile.
         TimeoutError: If another process did not finish compiling in time.
     """
-    texts = sources.with_includes(source)
-    path = (folder or cache_folder()) / f"{source.split('.')[0]}-{arch}-{_key(texts, constants, arch)}.cubin"
+    path = (folder or cache_folder()) / f"{source.split('.')[0]}-{arch}-{_key(source, constants, arch)}.cubin"
+    return cached(path, lambda: _compile(source, constants, arch), timeout)
+
+
+def cached(path: Path, make: Callable[[], bytes], timeout: float) -> bytes:
+    """What a file holds; where there is none, one process makes it while all others wait.
+
+    Raises:
+        TimeoutError: If another process did not finish within ``timeout`` seconds.
+    """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path.with_suffix(".lock"), timeout):
             if not path.exists():
-                _write(path, _compile(source, texts, constants, arch))
+                _write(path, make())
     return path.read_bytes()
+
+
+def check_cache(arch: str, folder: Path | None = None) -> None:
+    """Checks that the cache can be written and locked, or holds what was compiled ahead of time for an architecture.
+
+    Raises:
+        CudaUnavailableError: If not; the message says what failed.
+    """
+    folder = folder or cache_folder()
+    if any(folder.glob(f"*-{arch}-*.cubin")) and not os.access(folder, os.W_OK):
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="probe") as probe:
+            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise toolkit.CudaUnavailableError(
+            f"The cache folder of compiled kernels cannot be written or locked ({error}). "
+            f"Set {CACHE_VARIABLE} to a folder on a local disk."
+        ) from error
 
 
 def cache_folder() -> Path:
@@ -68,26 +98,33 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_videoscale"
 
 
-def _key(texts: Mapping[str, str], constants: Mapping[str, str | int], arch: str) -> str:
-    parts = (sorted(texts.items()), sorted(constants.items()), arch, _FLAGS)
-    state = repr((parts, toolkit.nvrtc_version(), toolkit.headers_digest()))
-    return hashlib.sha256(state.encode()).hexdigest()[:32]
+def sources() -> Path:
+    """The folder ``csrc``."""
+    return Path(str(importlib.resources.files("lightning_videoscale") / "csrc"))
 
 
-def _compile(source: str, texts: Mapping[str, str], constants: Mapping[str, str | int], arch: str) -> bytes:
+@functools.cache
+def _sources_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(sources().glob("*.cuh")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _key(source: str, constants: Mapping[str, str | int], arch: str) -> str:
+    state = (source, sorted(constants.items()), arch, _FLAGS, _sources_digest())
+    state_of_toolkit = (toolkit.nvrtc_version(), toolkit.headers_digest())
+    return hashlib.sha256(repr((state, state_of_toolkit)).encode()).hexdigest()[:32]
+
+
+def _compile(source: str, constants: Mapping[str, str | int], arch: str) -> bytes:
     nvrtc, check = toolkit.nvrtc(), toolkit.check
     started = time.monotonic()
-    includes = {name: text for name, text in texts.items() if name != source}
-    created = nvrtc.nvrtcCreateProgram(
-        texts[source].encode(),
-        source.encode(),
-        len(includes),
-        [text.encode() for text in includes.values()],
-        [name.encode() for name in includes],
-    )
+    text = (sources() / source).read_bytes()
+    created = nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], [])
     program = check(created, f"Creating an NVRTC program of {source}")
     try:
-        options = [f"--gpu-architecture={arch}", *_FLAGS, f"-I{toolkit.include_folder()}"]
+        options = [f"--gpu-architecture={arch}", *_FLAGS, f"-I{sources()}", f"-I{toolkit.include_folder()}"]
         options += [f"-D{name}={value}" for name, value in constants.items()]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if int(status) != 0:

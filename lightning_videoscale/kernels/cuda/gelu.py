@@ -7,9 +7,9 @@ import functools
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.cuda import toolkit
 from lightning_videoscale.kernels.cuda.launch import load
-from lightning_videoscale.kernels.cuda.variant import TYPES
+from lightning_videoscale.kernels.cuda.row_variant import TYPES
+from lightning_videoscale.kernels.gelu import GeluVariant
 
 # Layouts of the kernels' arguments. Rows are an address and a stride in bytes.
 _ROWS = "Pq"
@@ -20,7 +20,7 @@ _FINALIZE_COLUMNS, _FINALIZE_BLOCK = 32, (8, 32, 1)
 _FORWARD_THREADS, _BACKWARD_THREADS = 1024, 768
 
 
-class Plan:
+class GeluKernels:
     """The kernels for rows of one width and dtype, compiled, and how they are launched. Make it once for each.
 
     Args:
@@ -41,6 +41,8 @@ class Plan:
 
     def grid(self, n: int, *, backward: bool) -> tuple[int, int, int]:
         """Column tiles, and shares of n rows: as many as are resident at once."""
+        if n >= 2**31:
+            raise NotImplementedError(f"At most 2³¹ - 1 rows; got {n}.")
         of_multiprocessor = (_BACKWARD_THREADS if backward else _FORWARD_THREADS) // self.block[0]
         shares = max(1, of_multiprocessor * self._multiprocessors // self._tiles)
         return self._tiles, min(shares, -(-n // _ROWS_AT_ONCE)), 1
@@ -63,56 +65,37 @@ def constants(columns: int, dtype: torch.dtype) -> dict[str, str | int]:
     }
 
 
-def objection(x: Tensor) -> str | None:
-    """See `GeluBackend.objection`."""
-    if not x.is_cuda:
-        return f"the tensors are on {x.device}"
-    if x.dtype not in TYPES:
-        return f"x must be of {[*TYPES]}; got {x.dtype}"
-    if x.shape[1] % 8:
-        return f"F must be a multiple of 8; got {x.shape[1]}"
-    if x.shape[0] >= 2**31:
-        return f"at most 2³¹ - 1 rows; got {x.shape[0]}"
-    return _device_objection(x.get_device())
+def limit(variant: GeluVariant, device: int) -> str | None:
+    """See `GeluBackend.limit`."""
+    if variant.dtype not in TYPES:
+        return f"x must be of {[*TYPES]}; got {variant.dtype}"
+    return f"F must be a multiple of 8; got {variant.columns}" if variant.columns % 8 else None
 
 
-@functools.cache
-def _device_objection(device: int) -> str | None:
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"compute capability 8.0 or newer is needed; {torch.cuda.get_device_name(device)} is older"
-    try:
-        toolkit.driver()
-        toolkit.nvrtc()
-        toolkit.include_folder()
-    except toolkit.CudaUnavailableError as error:
-        return str(error)
-    return None
-
-
-_plan = functools.cache(Plan)
+_kernels = functools.cache(GeluKernels)
 
 
 def forward(x: Tensor) -> Tensor:
     """See `GeluBackend.forward`."""
     (n, f), y = x.shape, x.new_empty(x.shape)
-    plan = _plan(f, x.dtype, x.get_device())
-    plan.forward(plan.grid(n, backward=False), plan.block, *_rows(x), y.data_ptr(), n, f)
+    kernels = _kernels(f, x.dtype, x.get_device())
+    kernels.forward(kernels.grid(n, backward=False), kernels.block, *_rows(x), y.data_ptr(), n, f)
     return y
 
 
 def backward(dy: Tensor, x: Tensor, *, sums: bool, again: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """See `GeluBackend.backward`."""
     (n, f), dx = x.shape, x.new_empty(x.shape)
-    plan = _plan(f, x.dtype, x.get_device())
-    grid = plan.grid(n, backward=True)
+    kernels = _kernels(f, x.dtype, x.get_device())
+    grid = kernels.grid(n, backward=True)
     y = x.new_empty(x.shape) if again else None
     parts = x.new_empty((grid[1], f), dtype=torch.float32) if sums else None
-    plan.backward(grid, plan.block, *_rows(dy), *_rows(x), dx.data_ptr(), _address(y), _address(parts), n, f)
+    kernels.backward(grid, kernels.block, *_rows(dy), *_rows(x), dx.data_ptr(), _address(y), _address(parts), n, f)
     if parts is None:
         return dx, None, y
     total = x.new_empty(f, dtype=torch.float32)
     columns = -(-f // _FINALIZE_COLUMNS)
-    plan.finalize((columns, 1, 1), _FINALIZE_BLOCK, parts.data_ptr(), total.data_ptr(), grid[1], f)
+    kernels.finalize((columns, 1, 1), _FINALIZE_BLOCK, parts.data_ptr(), total.data_ptr(), grid[1], f)
     return dx, total, y
 
 

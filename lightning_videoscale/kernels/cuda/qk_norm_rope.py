@@ -7,91 +7,51 @@ import functools
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.cuda import toolkit
+from lightning_videoscale.kernels.cuda.head_kernels import HeadKernels, device_tuning, too_wide
 from lightning_videoscale.kernels.cuda.launch import Kernel, load
-from lightning_videoscale.kernels.cuda.qk_plan import (
-    TYPES,
-    Plan,
-    Variant,
-    device_tuning,
-    readable,
-    table_layout,
-    too_wide,
+from lightning_videoscale.kernels.cuda.row_variant import TYPES
+from lightning_videoscale.kernels.head_types import (
+    HeadVariant,
+    Rotation,
+    Side,
+    SideGradients,
+    SideOutputs,
+    as_rows,
 )
-from lightning_videoscale.kernels.cuda.qk_tuning import Direction
-from lightning_videoscale.kernels.heads import HeadOp, Rotation, Side, SideGradients, SideOutputs, as_rows
 
 _FINALIZE_LAYOUT = "PPii" * 2  # of a side two addresses, two sizes
 _FINALIZE_BLOCK = (32, 32, 1)
-_plan = functools.cache(Plan)
+_kernels = functools.cache(HeadKernels)
 
 
-def objection(op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -> str | None:
-    """See `HeadBackend.objection`."""
-    q, k = (side.x for side in sides)
-    if not q.is_cuda:
-        return f"the tensors are on {q.device}"
-    if q.dtype not in TYPES:
-        return f"tensors must be of {[*TYPES]}; got {q.dtype}"
-    width = 16 // q.element_size()
-    lanes = q.shape[3] // width
-    if q.shape[3] % width or lanes > 32 or lanes & (lanes - 1):
-        return f"Dh must be {width} times a power of two, at most {32 * width}; got {q.shape[3]}"
-    if max(q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]) > 2**30:
-        return f"at most 2³⁰ rows; got {q.shape[0] * q.shape[1]} and {k.shape[0] * k.shape[1]}"
-    if rotation is not None:
-        pairs = rotation.cos.shape[3]
-        distance = pairs // width
-        if pairs % 4 or 2 * pairs % width:
-            return f"rotated pairs must be a multiple of {max(4, width // 2)}; got {pairs}"
-        if op.layout == "half" and (pairs % width or distance & (distance - 1)):
-            return f"rotated pairs of layout half must be {width} times a power of two; got {pairs}"
-    return _device_objection(_variant(op, "backward", sides, rotation), q.get_device())
-
-
-@functools.cache
-def _device_objection(variant: Variant, device: int) -> str | None:
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return f"compute capability 9.0 or newer is needed; {torch.cuda.get_device_name(device)} is older"
-    if device_tuning(variant, device) is None:
-        return too_wide(variant)
-    try:
-        toolkit.driver()
-        toolkit.nvrtc()
-        toolkit.include_folder()
-    except toolkit.CudaUnavailableError as error:
-        return str(error)
-    return None
-
-
-def _variant(
-    op: HeadOp, direction: Direction, sides: tuple[Side, Side], rotation: Rotation | None, *,
-    outside: bool = False, sums_only: bool = False, dx_sums: bool = False,
-) -> Variant:  # fmt: skip
-    q, k = sides
-    tables = (0, False, 1, (0, 0))
-    if rotation is not None:
-        _, _, heads, pairs = rotation.cos.shape
-        tables = (pairs, heads > 1, *table_layout(rotation))
-    return Variant(
-        op, direction, q.x.dtype, None if q.weight is None else q.weight.dtype, q.bias is not None,
-        (q.x.shape[2], k.x.shape[2]), q.x.shape[3], *tables, outside, sums_only, dx_sums,
-    )  # fmt: skip
+def limit(variant: HeadVariant, device: int) -> str | None:
+    """See `HeadBackend.limit`."""
+    if variant.activation not in TYPES:
+        return f"tensors must be of {[*TYPES]}; got {variant.activation}"
+    width, pairs = 16 // variant.activation.itemsize, variant.pairs
+    lanes, distance = variant.head_dim // width, pairs // width
+    if variant.head_dim % width or lanes > 32 or lanes & (lanes - 1):
+        return f"Dh must be {width} times a power of two, at most {32 * width}; got {variant.head_dim}"
+    if pairs % 4 or 2 * pairs % width:
+        return f"rotated pairs must be a multiple of {max(4, width // 2)}; got {pairs}"
+    if variant.op.layout == "half" and (pairs % width or distance & (distance - 1)):
+        return f"rotated pairs of layout half must be {width} times a power of two; got {pairs}"
+    widest = variant._replace(direction="backward")  # so that it is the same for both
+    return too_wide(widest) if device_tuning(widest, device) is None else None
 
 
 def forward(
-    op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
+    variant: HeadVariant, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
 ) -> tuple[SideOutputs, SideOutputs]:
     """See `HeadBackend.forward`."""
-    rotation = readable(rotation)
-    plan = _plan(_variant(op, "forward", sides, rotation, outside=sides[0].rstd is not None), sides[0].x.get_device())
-    return run_forward(plan, op, sides, rotation, eps)
+    return run_forward(_kernels(variant, sides[0].x.get_device()), sides, rotation, eps)
 
 
 def run_forward(
-    plan: Plan, op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
+    kernels: HeadKernels, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
 ) -> tuple[SideOutputs, SideOutputs]:
-    """Runs `forward` as a plan says."""
+    """Runs `forward` by these kernels."""
+    op = kernels.variant.op
     outputs, structs, kept = [], [], []  # kept: what must live until the launch
     for side in map(_aligned, sides):
         x, rows = side.x, as_rows(side.x)
@@ -102,73 +62,66 @@ def run_forward(
         structs.append(_side(rows, None, y, side, mean, rstd if side.rstd is None else side.rstd, None, None))
         outputs.append(SideOutputs(y, mean, rstd))
         kept += [rows, side]
-    plan(structs, rotation, plan.blocks(_rows(sides)), eps)
+    kernels(structs, rotation, kernels.blocks(_rows(sides)), eps)
     return outputs[0], outputs[1]
 
 
 def backward(
-    op: HeadOp,
+    variant: HeadVariant,
     gradients: tuple[Tensor, Tensor],
     sides: tuple[Side, Side],
     rotation: Rotation | None,
     row_means: tuple[Tensor, Tensor] | None,
-    *,
-    dx_sums: bool,
 ) -> tuple[SideGradients, SideGradients]:
     """See `HeadBackend.backward`."""
-    rotation = readable(rotation)
-    variant = _variant(op, "backward", sides, rotation, outside=row_means is not None, dx_sums=dx_sums)
-    return run_backward(_plan(variant, sides[0].x.get_device()), op, gradients, sides, rotation, row_means)
+    return run_backward(_kernels(variant, sides[0].x.get_device()), gradients, sides, rotation, row_means)
 
 
 def run_backward(
-    plan: Plan,
-    op: HeadOp,
+    kernels: HeadKernels,
     gradients: tuple[Tensor, Tensor],
     sides: tuple[Side, Side],
     rotation: Rotation | None,
     row_means: tuple[Tensor, Tensor] | None,
 ) -> tuple[SideGradients, SideGradients]:
-    """Runs `backward` as a plan says."""
-    blocks = plan.blocks(_rows(sides))
+    """Runs `backward` by these kernels."""
+    blocks = kernels.blocks(_rows(sides))
     dxs, structs, kept, parts, dx_parts = [], [], [], [], []  # kept: what must live until the launch
     for i, (dy, side) in enumerate(zip(gradients, map(_aligned, sides), strict=True)):
         x, dy = as_rows(side.x), as_rows(dy)
         means = None if row_means is None else row_means[i].contiguous()
         dx = side.x.new_empty(side.x.shape)
-        part = _new_parts(side, plan.parts(blocks[i]))
-        dx_part = x.new_empty((blocks[i], x.shape[1]), dtype=torch.float32) if plan.variant.dx_sums else None
+        part = _new_parts(side, kernels.parts(blocks[i]))
+        dx_part = x.new_empty((blocks[i], x.shape[1]), dtype=torch.float32) if kernels.variant.dx_sums else None
         structs.append(_side(x, dy, dx, side, side.mean, side.rstd, means, part, dx_part))
         dxs.append(dx)
         parts.append(part)
         dx_parts.append(dx_part)
         kept += [x, dy, means, side]
-    plan(structs, rotation, blocks, 0.0)
+    kernels(structs, rotation, blocks, 0.0)
     q_parts, k_parts = dx_parts
     sums = [None, None] if q_parts is None or k_parts is None else _sums(q_parts, k_parts, torch.float32)
     q, k = (SideGradients(dx, *p, s) for dx, p, s in zip(dxs, _finalize(sides, parts), sums, strict=True))
     return q, k
 
 
-def square_sums(xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def square_sums(variant: HeadVariant, xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """See `HeadBackend.square_sums`."""
-    op, sides = HeadOp("rms", False, "half", False), (Side(xs[0], None, None), Side(xs[1], None, None))
-    plan = _plan(_variant(op, "forward", sides, None, sums_only=True), xs[0].get_device())
+    kernels, sides = _kernels(variant, xs[0].get_device()), (Side(xs[0], None, None), Side(xs[1], None, None))
     rows = [as_rows(x) for x in xs]
     sums = [x.new_empty(x.shape[:2], dtype=torch.float32) for x in xs]
     structs = [
         _side(x, None, None, side, None, None, out, None) for x, side, out in zip(rows, sides, sums, strict=True)
     ]
-    plan(structs, None, plan.blocks(_rows(sides)), 0.0)
+    kernels(structs, None, kernels.blocks(_rows(sides)), 0.0)
     return sums[0], sums[1]
 
 
 def gradient_sums(
-    op: HeadOp, gradients: tuple[Tensor, Tensor], sides: tuple[Side, Side], rotation: Rotation | None
+    variant: HeadVariant, gradients: tuple[Tensor, Tensor], sides: tuple[Side, Side], rotation: Rotation | None
 ) -> tuple[Tensor, Tensor]:
     """See `HeadBackend.gradient_sums`."""
-    rotation = readable(rotation)
-    plan = _plan(_variant(op, "backward", sides, rotation, sums_only=True), sides[0].x.get_device())
+    kernels = _kernels(variant, sides[0].x.get_device())
     sides = (_aligned(sides[0]), _aligned(sides[1]))
     rows = [(as_rows(side.x), as_rows(dy)) for side, dy in zip(sides, gradients, strict=True)]
     sums = [side.x.new_empty(side.x.shape[:2], dtype=torch.float32) for side in sides]
@@ -176,7 +129,7 @@ def gradient_sums(
         _side(x, dy, None, side, None, side.rstd, out, None)
         for (x, dy), side, out in zip(rows, sides, sums, strict=True)
     ]
-    plan(structs, rotation, plan.blocks(_rows(sides)), 0.0)
+    kernels(structs, rotation, kernels.blocks(_rows(sides)), 0.0)
     return sums[0], sums[1]
 
 

@@ -7,98 +7,42 @@ import functools
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.cuda import toolkit
-from lightning_videoscale.kernels.cuda.row_plan import Plan, device_tuning, too_wide
-from lightning_videoscale.kernels.cuda.variant import TYPES, Variant, variant_of
-from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
+from lightning_videoscale.kernels.cuda.row_kernels import RowKernels, device_tuning, too_wide
+from lightning_videoscale.kernels.cuda.row_variant import TYPES, Direction
+from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowInputs, RowMap, RowOutputs, RowVariant
 
 _FINALIZE_COLUMNS, _FINALIZE_BLOCK, _MAX_GRID_Y = 16, (4, 64, 1), 65535
 
 
-def objection(
-    op: RowOp,
-    x: Tensor,
-    branch: Tensor | None,
-    operands: tuple[Operand, ...],
-    affine: tuple[Tensor, ...],
-    rows: RowMap,
-) -> str | None:
-    """Returns why CUDA cannot run this, or None if it can."""
-    if not x.is_cuda:
-        return f"the tensors are on {x.device}"
-    if x.dtype not in TYPES or (branch is not None and branch.dtype != x.dtype):
-        dtypes = [t.dtype for t in (x, branch) if t is not None]
+def limit(variant: RowVariant, device: int) -> str | None:
+    """Returns why CUDA cannot run this, forward or backward, or None if it can."""
+    if variant.activation not in TYPES or variant.branch not in (None, variant.activation):
+        dtypes = [dtype for dtype in (variant.activation, variant.branch) if dtype is not None]
         return f"activations must have one dtype out of {[*TYPES]}; got {dtypes}"
-    if x.shape[1] % 8:
-        return f"D must be a multiple of 8; got {x.shape[1]}"
-    parameters = [t for t in (*(t for operand in operands for t in operand), *affine) if t is not None]
-    if any(t.dtype not in TYPES for t in parameters):
-        return f"gate, scale, shift, weight and bias must be of {[*TYPES]}; got {[t.dtype for t in parameters]}"
-    if x.shape[0] >= 2**31:
-        return f"at most 2³¹ - 1 rows; got {x.shape[0]}"
-    per_row = rows.index is None and rows.rows_per_group == 1
-    widest = max((operand.values.dtype.itemsize for operand in operands), default=0) if per_row else 0
-    return _device_objection(op, x.shape[1], x.dtype, widest, x.get_device())
-
-
-@functools.cache
-def _device_objection(op: RowOp, channels: int, dtype: torch.dtype, operand_bytes: int, device: int) -> str | None:
-    """Returns why a device cannot run the widest variant of an operation, forward or backward."""
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"compute capability 8.0 or newer is needed; {torch.cuda.get_device_name(device)} is older"
-    operand = {0: None, 2: torch.bfloat16, 4: torch.float32}[operand_bytes]
-    scale = operand if op.norm else None
-    gate = operand if op.gate else None
-    variant = Variant(
-        op, channels, dtype, gate, None, scale, None, scale, None, None, None, operand is not None, False, True
-    )
-    for direction in ("forward", "backward"):
-        if device_tuning(variant, direction, device) is None:
-            return too_wide(variant, direction)
-    try:
-        toolkit.driver()
-        toolkit.nvrtc()
-        toolkit.include_folder()
-    except toolkit.CudaUnavailableError as error:
-        return str(error)
+    if variant.channels % 8:
+        return f"D must be a multiple of 8; got {variant.channels}"
+    parameters = {variant.modulation, variant.table, variant.affine} - {None}
+    if not parameters <= set(TYPES):
+        return f"gate, scale, shift, weight and bias must be of {[*TYPES]}; got {parameters}"
+    widest = variant._replace(shift=variant.scale, has_dh=True)  # so that it is the same for both
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction in directions:
+        if device_tuning(widest, direction, device) is None:
+            return too_wide(widest, direction)
     return None
 
 
-_plan = functools.cache(Plan)
+_kernels = functools.cache(RowKernels)
 
 
-def forward(
-    op: RowOp,
-    x: Tensor,
-    branch: Tensor | None,
-    gate: Operand | None,
-    scale: Operand | None,
-    shift: Operand | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: RowMap,
-    eps: float,
-) -> RowOutputs:
+def forward(variant: RowVariant, inputs: RowInputs) -> RowOutputs:
     """Computes h, y and the statistics; see `RowBackend`."""
-    variant = variant_of(op, x, gate, scale, shift, weight, bias, rows)
-    plan = _plan(variant, "forward", x.get_device())
-    return run_forward(plan, op, x, branch, gate, scale, shift, weight, bias, rows, eps)
+    return run_forward(_kernels(variant, "forward", inputs.x.get_device()), variant, inputs)
 
 
-def run_forward(
-    plan: Plan,
-    op: RowOp,
-    x: Tensor,
-    branch: Tensor | None,
-    gate: Operand | None,
-    scale: Operand | None,
-    shift: Operand | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: RowMap,
-    eps: float,
-) -> RowOutputs:
-    """Runs `forward` as a plan says."""
+def run_forward(kernels: RowKernels, variant: RowVariant, inputs: RowInputs) -> RowOutputs:
+    """Runs `forward` by these kernels."""
+    op, (x, branch, gate, scale, shift, weight, bias, rows, eps, *_) = variant.op, inputs
     n, d = x.shape
     gate, scale, shift = _aligned(gate), _aligned(scale), _aligned(shift)
     weight, bias = _at_16_bytes(weight), _at_16_bytes(bias)
@@ -107,10 +51,10 @@ def run_forward(
     mean = x.new_empty(n, dtype=torch.float32) if op.norm == "layer" else None
     rstd = x.new_empty(n, dtype=torch.float32) if op.norm else None
     order = _order(rows)
-    blocks, run, _ = plan.shape(n, rows)
-    plan.kernel(
+    blocks, run, _ = kernels.shape(n, rows)
+    kernels.kernel(
         (blocks, 1, 1),
-        plan.block,
+        kernels.block,
         *_source(x),
         *_source(branch),
         *_view(gate),
@@ -128,46 +72,17 @@ def run_forward(
     return RowOutputs(h, y, mean, rstd)
 
 
-def backward(
-    op: RowOp,
-    dh: Tensor | None,
-    dy: Tensor | None,
-    h: Tensor,
-    branch: Tensor | None,
-    gate: Operand | None,
-    scale: Operand | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    rows: RowMap,
-    eps: float,
-) -> RowGradients:
+def backward(variant: RowVariant, inputs: RowInputs, dh: Tensor | None, dy: Tensor | None) -> RowGradients:
     """Computes the gradients; see `RowBackend`."""
-    variant = variant_of(op, h, gate, scale, None, weight, bias, rows, has_dh=dh is not None)
-    plan = _plan(variant, "backward", h.get_device())
-    return run_backward(plan, op, dh, dy, h, branch, gate, scale, weight, bias, mean, rstd, rows, eps)
+    return run_backward(_kernels(variant, "backward", inputs.x.get_device()), variant, inputs, dh, dy)
 
 
 def run_backward(
-    plan: Plan,
-    op: RowOp,
-    dh: Tensor | None,
-    dy: Tensor | None,
-    h: Tensor,
-    branch: Tensor | None,
-    gate: Operand | None,
-    scale: Operand | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    rows: RowMap,
-    eps: float,
+    kernels: RowKernels, variant: RowVariant, inputs: RowInputs, dh: Tensor | None, dy: Tensor | None
 ) -> RowGradients:
-    """Runs `backward` as a plan says."""
+    """Runs `backward` by these kernels."""
+    op, per_row, (h, branch, gate, scale, _, weight, bias, rows, eps, mean, rstd) = variant.op, variant.per_row, inputs
     n, d = h.shape
-    per_row = rows.index is None and rows.rows_per_group == 1
     gate, scale = _aligned(gate), _aligned(scale)
     weight, bias = _at_16_bytes(weight), _at_16_bytes(bias)
     dx = h.new_empty((n, d)) if op.norm else None
@@ -175,13 +90,13 @@ def run_backward(
     # Per row, the operands' own gradients; else those are what the finalize makes of the parts.
     of_rows = tuple(_gradients_of_rows(o, per_row and op.sums, n, d) for o in (gate, scale, scale))
     groups = 1 if per_row else rows.groups
-    blocks, run, cluster = plan.shape(n, rows)
-    parts = h.new_empty((blocks // cluster + groups, plan.sums, d), dtype=torch.float32) if plan.sums else None
+    blocks, run, cluster = kernels.shape(n, rows)
+    parts = h.new_empty((blocks // cluster + groups, kernels.sums, d), dtype=torch.float32) if kernels.sums else None
     order = _order(rows)
     order_arguments = _order_arguments(order, n, rows, run)
-    plan.kernel(
+    kernels.kernel(
         (blocks, 1, 1),
-        plan.block,
+        kernels.block,
         *_source(dy),
         *_source(h),
         *_source(dh),
@@ -200,10 +115,10 @@ def run_backward(
         eps,
         cluster=cluster,
     )
-    if plan.finalize is None:
+    if kernels.finalize is None:
         dgate, dscale, dshift = of_rows
         return RowGradients(dx, dbranch, dgate, dscale, dshift, None, None)
-    own = plan.sums_operands
+    own = kernels.sums_operands
     dgate, dscale, dshift = (
         h.new_empty((groups, d), dtype=torch.float32) if operand and own else None for operand in (gate, scale, scale)
     )
@@ -212,7 +127,7 @@ def run_backward(
         for wanted in (weight is not None and own, bias is not None and own, op.branch_sum)
     )
     over_groups = weight is not None or bias is not None or op.branch_sum
-    plan.finalize(
+    kernels.finalize(
         (-(-d // _FINALIZE_COLUMNS), 1 if over_groups else min(groups, _MAX_GRID_Y), 1),
         _FINALIZE_BLOCK,
         _address(parts),

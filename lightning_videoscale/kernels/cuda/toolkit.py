@@ -87,6 +87,19 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
+def check_architecture(arch: str) -> None:
+    """Checks that NVRTC compiles for an architecture such as "sm_90".
+
+    Raises:
+        CudaUnavailableError: If it does not know it, or is not installed.
+    """
+    known = check(nvrtc().nvrtcGetSupportedArchs(), "Asking NVRTC for its architectures")
+    if int(arch.removeprefix("sm_")) not in known:
+        raise CudaUnavailableError(
+            f"NVRTC {nvrtc_version()} does not know {arch}; it knows {', '.join(f'sm_{number}' for number in known)}."
+        )
+
+
 @functools.cache
 def include_folder() -> Path:
     """The folder that holds the toolkit's ``cuda_bf16.h`` and ``cuda_fp16.h``.

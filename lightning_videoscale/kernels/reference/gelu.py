@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_videoscale.kernels.gelu import GeluVariant
 
-def objection(x: Tensor) -> str | None:
-    """See `GeluBackend.objection`: runs on everything."""
+
+def limit(variant: GeluVariant, device: int) -> str | None:
+    """See `GeluBackend.limit`: runs on everything."""
     return None
 
 

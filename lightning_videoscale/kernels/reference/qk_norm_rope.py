@@ -5,47 +5,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.heads import HeadOp, Rotation, Side, SideGradients, SideOutputs, wide_dtype
+from lightning_videoscale.kernels.head_types import (
+    HeadOp,
+    HeadVariant,
+    Rotation,
+    Side,
+    SideGradients,
+    SideOutputs,
+    wide_dtype,
+)
 
 
-def objection(op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -> None:
-    """The reference runs everything."""
+def limit(variant: HeadVariant, device: int) -> str | None:
+    """Returns None: the reference runs everything everywhere."""
+    return None
 
 
 def forward(
-    op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
+    variant: HeadVariant, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
 ) -> tuple[SideOutputs, SideOutputs]:
     """See `HeadBackend.forward`."""
     q, k = sides
-    return _forward(op, q, rotation, eps), _forward(op, k, rotation, eps)
+    return _forward(variant.op, q, rotation, eps), _forward(variant.op, k, rotation, eps)
 
 
 def backward(
-    op: HeadOp,
+    variant: HeadVariant,
     gradients: tuple[Tensor, Tensor],
     sides: tuple[Side, Side],
     rotation: Rotation | None,
     row_means: tuple[Tensor, Tensor] | None,
-    *,
-    dx_sums: bool,
 ) -> tuple[SideGradients, SideGradients]:
     """See `HeadBackend.backward`."""
     (dq, dk), (q, k), (q_means, k_means) = gradients, sides, row_means or (None, None)
+    op, dx_sums = variant.op, variant.dx_sums
     return _backward(op, dq, q, rotation, q_means, dx_sums), _backward(op, dk, k, rotation, k_means, dx_sums)
 
 
-def square_sums(xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def square_sums(variant: HeadVariant, xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """See `HeadBackend.square_sums`."""
     q, k = (x.to(wide_dtype(x)).square().sum((-2, -1)) for x in xs)
     return q, k
 
 
 def gradient_sums(
-    op: HeadOp, gradients: tuple[Tensor, Tensor], sides: tuple[Side, Side], rotation: Rotation | None
+    variant: HeadVariant, gradients: tuple[Tensor, Tensor], sides: tuple[Side, Side], rotation: Rotation | None
 ) -> tuple[Tensor, Tensor]:
     """See `HeadBackend.gradient_sums`."""
     (dq, dk), (q, k) = gradients, sides
-    return _gradient_sums(op, dq, q, rotation), _gradient_sums(op, dk, k, rotation)
+    return _gradient_sums(variant.op, dq, q, rotation), _gradient_sums(variant.op, dk, k, rotation)
 
 
 def _forward(op: HeadOp, side: Side, rotation: Rotation | None, eps: float) -> SideOutputs:

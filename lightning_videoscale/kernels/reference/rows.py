@@ -9,38 +9,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
+from lightning_videoscale.kernels.row_types import (
+    Operand,
+    RowGradients,
+    RowInputs,
+    RowMap,
+    RowOp,
+    RowOutputs,
+    RowVariant,
+)
 
 
-def objection(
-    op: RowOp,
-    x: Tensor,
-    branch: Tensor | None,
-    operands: tuple[Operand, ...],
-    affine: tuple[Tensor, ...],
-    rows: RowMap,
-) -> str | None:
+def limit(variant: RowVariant, device: int) -> str | None:
     """Returns None: the reference runs everything everywhere."""
     return None
 
 
-def forward(
-    op: RowOp,
-    x: Tensor,
-    branch: Tensor | None,
-    gate: Operand | None,
-    scale: Operand | None,
-    shift: Operand | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: RowMap,
-    eps: float,
-) -> RowOutputs:
+def forward(variant: RowVariant, inputs: RowInputs) -> RowOutputs:
     """Computes ``h = x + act(gate) · branch`` and ``y = norm(h) · (1 + scale) + shift``, see `RowBackend`.
 
     Where the eager law rounds: table + values, act(gate), gate · branch and the sum with the residual; the norm (a
     RMSNorm before and after its weight; a branch's norm not before its gate, as Mochi has it), 1 + scale, the product.
     """
+    op, (x, branch, gate, scale, shift, weight, bias, rows, eps, *_) = variant.op, inputs
     dtype, wide = x.dtype, wide_dtype(x)
     step = dtype if op.rounding == "eager" else wide
     x = _by_entry(x, rows).to(wide)
@@ -64,22 +55,9 @@ def forward(
     return RowOutputs(_flat(h, dtype), _flat(y, dtype), None if mean is None else mean.flatten(), rstd.flatten())
 
 
-def backward(
-    op: RowOp,
-    dh: Tensor | None,
-    dy: Tensor | None,
-    h: Tensor,
-    branch: Tensor | None,
-    gate: Operand | None,
-    scale: Operand | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    rows: RowMap,
-    eps: float,
-) -> RowGradients:
+def backward(variant: RowVariant, inputs: RowInputs, dh: Tensor | None, dy: Tensor | None) -> RowGradients:
     """Computes all gradients wide, from the stored h and statistics, and rounds once; see `RowBackend`."""
+    op, (h, branch, gate, scale, _, weight, bias, rows, eps, mean, rstd) = variant.op, inputs
     wide = wide_dtype(h)
     dx = None if dh is None else _by_entry(dh, rows).to(wide)
     dscale = dshift = dweight = dbias = None

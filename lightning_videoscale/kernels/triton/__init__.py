@@ -1,6 +1,16 @@
-"""Triton kernels of the row operations: what runs on GPUs where the CUDA kernels do not.
+"""Triton kernels of the row operations and of `gelu`: what runs on GPUs where the CUDA kernels do not.
 
 - `tiles`: a row of D channels as tiles held in registers, and what one does with such a row.
-- `forward`, `backward`, `finalize`: the kernels.
-- `rows`: the backend, which launches them; `launch`: how large they are.
+- `forward`, `backward`, `finalize`: the kernels of the row operations; `gelu_kernels`: those of `gelu`.
+- `group_sums`: in which order the programs of a backward walk the rows, and how their sums are added.
+- `rows`, `gelu`: the backends, which launch them; `launch`: how large they are.
 """
+
+import triton
+
+
+def unusable(kind: str, device: int) -> str | None:
+    """Returns why Triton cannot run on a device, or None if it can."""
+    if device < 0 and not triton.knobs.runtime.interpret:
+        return "the tensors are on the cpu, and Triton runs on GPUs"
+    return None

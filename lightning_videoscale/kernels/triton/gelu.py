@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lightning_videoscale.kernels.gelu import GeluVariant
 from lightning_videoscale.kernels.triton.finalize import finalize_kernel
 from lightning_videoscale.kernels.triton.gelu_kernels import backward_kernel, forward_kernel
 from lightning_videoscale.kernels.triton.launch import on_device_of
@@ -16,12 +17,10 @@ _PROGRAMS_OF_MULTIPROCESSOR, _INTERPRETED_PROGRAMS = 6, 5
 _FINALIZE_COLUMNS, _FINALIZE_LINES = 64, 32
 
 
-def objection(x: Tensor) -> str | None:
-    """See `GeluBackend.objection`."""
-    if not x.is_cuda and not triton.knobs.runtime.interpret:
-        return f"the tensors are on {x.device}, and Triton runs on GPUs"
-    if x.dtype not in _DTYPES:
-        return f"it computes in float32 and takes {[*_DTYPES]}; got {x.dtype}"
+def limit(variant: GeluVariant, device: int) -> str | None:
+    """See `GeluBackend.limit`."""
+    if variant.dtype not in _DTYPES:
+        return f"it computes in float32 and takes {[*_DTYPES]}; got {variant.dtype}"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,14 +34,18 @@ class Launch(NamedTuple):
     stages: int
 
 
-def launch_for(rows: int, channels: int, device: torch.device, *, backward: bool) -> Launch:
-    """Returns the launch for ``rows`` > 0 rows of ``channels``."""
+def launch_for(x: Tensor, tensors: Sequence[Tensor | None], *, backward: bool) -> Launch:
+    """Returns the launch over the rows of x (N, D), N > 0, that reads these tensors of its shape row by row."""
+    rows, channels = x.shape
     tiles, block = _tiling(channels)
     # 16 bytes of bf16 per thread and tile; backward holds twice as many rows in registers.
     warps = max(1, block // 256) * (2 if backward and tiles > 2 else 1)
-    most = _programs(device, warps)
+    most = _programs(x.device, warps)
+    # Rows under way lie in shared memory, but for the one that is computed with.
+    bytes_per_row = tiles * block * sum(t.element_size() for t in tensors if t is not None)
+    stages = max(1, min(3, 1 + _shared_bytes(x.device) // bytes_per_row))
     rows_per_program = triton.cdiv(rows, min(rows, most))
-    return Launch(triton.cdiv(rows, rows_per_program), rows_per_program, tiles, block, warps, stages=3)
+    return Launch(triton.cdiv(rows, rows_per_program), rows_per_program, tiles, block, warps, stages)
 
 
 @functools.cache
@@ -60,6 +65,14 @@ def _programs(device: torch.device, warps: int) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count * max(1, 16 // warps)
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Of one program, less what its sums over a row take; 64 KiB where the device does not say."""
+    if device.type != "cuda":
+        return 1 << 30
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 1 << 16) - (8 << 10)
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -3,59 +3,38 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
-from lightning_videoscale.kernels.rows import Operand, RowGradients, RowMap, RowOp, RowOutputs
+from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowInputs, RowOp, RowOutputs, RowVariant
 from lightning_videoscale.kernels.triton.backward import backward_kernel
 from lightning_videoscale.kernels.triton.forward import forward_kernel
+from lightning_videoscale.kernels.triton.group_sums import Partials, Walk
 from lightning_videoscale.kernels.triton.launch import launch_for, on_device_of
-from lightning_videoscale.kernels.triton.partials import Partials, Walk
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_CHANNELS = 16384
 _KINDS = ("a", "b", "c", "weight", "bias", "branch")  # the sums of the backward kernel, in the order of its arguments
 
 
-def objection(
-    op: RowOp,
-    x: Tensor,
-    branch: Tensor | None,
-    operands: tuple[Operand, ...],
-    affine: tuple[Tensor, ...],
-    rows: RowMap,
-) -> str | None:
+def limit(variant: RowVariant, device: int) -> str | None:
     """Returns why Triton cannot run this, or None if it can."""
-    if not x.is_cuda and not triton.knobs.runtime.interpret:
-        return f"the tensors are on {x.device}, and Triton runs on GPUs"
-    tensors = [x, branch, *(t for operand in operands for t in operand), *affine]
-    dtypes = {t.dtype for t in tensors if t is not None}
+    dtypes = {variant.activation, variant.branch, variant.modulation, variant.table, variant.affine} - {None}
     if not dtypes <= set(_DTYPES):
         return f"it computes in float32 and takes {[*_DTYPES]}; got {dtypes}"
-    if x.shape[1] > _MAX_CHANNELS:
-        return f"a row of at most {_MAX_CHANNELS} channels fits in registers; got {x.shape[1]}"
+    if variant.channels > _MAX_CHANNELS:
+        return f"a row of at most {_MAX_CHANNELS} channels fits in registers; got {variant.channels}"
     return None
 
 
-def forward(
-    op: RowOp,
-    x: Tensor,
-    branch: Tensor | None,
-    gate: Operand | None,
-    scale: Operand | None,
-    shift: Operand | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: RowMap,
-    eps: float,
-) -> RowOutputs:
+def forward(variant: RowVariant, inputs: RowInputs) -> RowOutputs:
     """Computes h, y and the statistics in one launch; see `RowBackend`."""
+    op, (x, branch, gate, scale, shift, weight, bias, rows, eps, *_) = variant.op, inputs
     n, d = x.shape
     h = x.new_empty(n, d) if op.residual else None
     y = x.new_empty(n, d) if op.norm else None
     mean = x.new_empty(n, dtype=torch.float32) if op.norm == "layer" else None
     rstd = x.new_empty(n, dtype=torch.float32) if op.norm else None
-    launch = launch_for(n, d, x.device, backward=False)
+    launch = launch_for(x, (x, branch), backward=False)
     with on_device_of(x):
         forward_kernel[(launch.programs,)](
             x, branch, h, y, mean, rstd,
@@ -69,25 +48,11 @@ def forward(
     return RowOutputs(h, y, mean, rstd)
 
 
-def backward(
-    op: RowOp,
-    dh: Tensor | None,
-    dy: Tensor | None,
-    h: Tensor,
-    branch: Tensor | None,
-    gate: Operand | None,
-    scale: Operand | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    rows: RowMap,
-    eps: float,
-) -> RowGradients:
+def backward(variant: RowVariant, inputs: RowInputs, dh: Tensor | None, dy: Tensor | None) -> RowGradients:
     """Computes the gradients in one pass and one small launch that adds the sums; see `RowBackend`."""
+    op, per_row, (h, branch, gate, scale, _, weight, bias, rows, eps, mean, rstd) = variant.op, variant.per_row, inputs
     n, d = h.shape
-    per_row = rows.index is None and rows.rows_per_group == 1
-    launch = launch_for(n, d, h.device, backward=True)
+    launch = launch_for(h, (dh, dy, h, branch), backward=True)
     walk = Walk.over(rows, launch, all_rows=per_row)
     by_row = _by_row(gate if op.sums and per_row else None, scale if op.sums and per_row else None, n)
     kinds = _kinds(gate, scale, weight, bias, per_row) if op.sums else ()

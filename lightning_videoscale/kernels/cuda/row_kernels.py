@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from lightning_videoscale.kernels.cuda.launch import Kernel, load
-from lightning_videoscale.kernels.cuda.tuning import Tuning, tuning_for
-from lightning_videoscale.kernels.cuda.variant import Direction, Variant
-from lightning_videoscale.kernels.rows import RowMap
+from lightning_videoscale.kernels.cuda.row_tuning import Tuning, tuning_for
+from lightning_videoscale.kernels.cuda.row_variant import Direction, bytes_per_row, constants, sum_count, sums_operands
+from lightning_videoscale.kernels.row_types import RowMap, RowVariant
 
 # Layouts of the kernels' arguments. A source is an address and a stride in bytes; an operand values, table and a stride
 # in elements; an order two addresses and four sizes.
@@ -18,7 +18,7 @@ _FINALIZE_LAYOUT = f"P{_OPERAND * 2}PPPPPPPP{_ORDER}i"
 _FINALIZE_TUNING = Tuning(threads=32, stages=2, rows=1, blocks=1, bulk=False)  # One for all: it plays no part there.
 
 
-class Plan:
+class RowKernels:
     """One direction of a variant, compiled, and how it is launched. Make it once per variant.
 
     Args:
@@ -28,33 +28,33 @@ class Plan:
         tuning: By default what `tuning_for` says.
     """
 
-    def __init__(self, variant: Variant, direction: Direction, device: int, tuning: Tuning | None = None) -> None:
+    def __init__(self, variant: RowVariant, direction: Direction, device: int, tuning: Tuning | None = None) -> None:
         properties = torch.cuda.get_device_properties(device)
         tuning = tuning or device_tuning(variant, direction, device)
         if tuning is None:
             raise NotImplementedError(too_wide(variant, direction))
-        constants = variant.constants() | tuning.constants()
+        macros = constants(variant)
         layout = _FORWARD_LAYOUT if direction == "forward" else _BACKWARD_LAYOUT
         self.kernel: Kernel = load(
             f"rows_{direction}.cuh",
             f"rows_{direction}",
             layout,
-            constants,
+            macros | tuning.constants(),
             device,
             shared_bytes=tuning.shared_bytes(variant, direction),
         )
         self.block = (tuning.threads, 1, 1)
-        self.sums = variant.sums if direction == "backward" else 0
-        self.sums_operands = variant.sums_operands
+        self.sums = sum_count(variant) if direction == "backward" else 0
+        self.sums_operands = sums_operands(variant)
         self.finalize: Kernel | None = None
         if self.sums:
-            constants = variant.constants() | _FINALIZE_TUNING.constants()
-            self.finalize = load("rows_finalize.cuh", "rows_finalize", _FINALIZE_LAYOUT, constants, device, early=True)
+            macros |= _FINALIZE_TUNING.constants()
+            self.finalize = load("rows_finalize.cuh", "rows_finalize", _FINALIZE_LAYOUT, macros, device, early=True)
         self._direction, self._tuning = direction, tuning
         self._most_blocks = tuning.blocks * properties.multi_processor_count
         self._cluster = self._fitting_cluster(variant)
 
-    def _fitting_cluster(self, variant: Variant) -> int:
+    def _fitting_cluster(self, variant: RowVariant) -> int:
         """Blocks of a cluster; fewer than the tuning says where that would leave multiprocessors empty."""
         cluster = self._tuning.cluster if self.sums else 1
         if self.sums * variant.channels * 4 > self._tuning.shared_bytes(variant, self._direction):
@@ -73,6 +73,8 @@ class Plan:
         Taking turns, every block meets every group: backward would need a part for each, forward loads its modulation
         anew. There it is done only where there is one group, here where a block has several rows of each.
         """
+        if n >= 2**31:
+            raise NotImplementedError(f"At most 2³¹ - 1 rows; got {n}.")
         most, run = self._most_blocks, self._tuning.rows
         one_group = rows.groups == 1 or (rows.index is None and rows.rows_per_group == 1)
         few_groups = self._direction == "forward" and rows.index is None and rows.rows_per_group >= 16 * most * run
@@ -82,7 +84,7 @@ class Plan:
         return -(-blocks // cluster) * cluster, run, cluster
 
 
-def device_tuning(variant: Variant, direction: Direction, device: int) -> Tuning | None:
+def device_tuning(variant: RowVariant, direction: Direction, device: int) -> Tuning | None:
     """How to launch a variant on a device; None where its rows are too wide."""
     properties = torch.cuda.get_device_properties(device)
     # Beside the ring a block keeps its barriers and the scratch of its sums.
@@ -90,9 +92,9 @@ def device_tuning(variant: Variant, direction: Direction, device: int) -> Tuning
     return tuning_for(variant, direction, (properties.major, properties.minor), limit)
 
 
-def too_wide(variant: Variant, direction: Direction) -> str:
+def too_wide(variant: RowVariant, direction: Direction) -> str:
     """Why a variant cannot run where `device_tuning` has no answer."""
     return (
-        f"two rows of every input ({2 * variant.bytes_per_row(direction)} bytes in {direction}) must fit in a block's "
+        f"two rows of every input ({2 * bytes_per_row(variant, direction)} bytes in {direction}) must fit in a block's "
         "shared memory"
     )

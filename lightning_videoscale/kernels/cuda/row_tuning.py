@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lightning_videoscale.kernels.cuda.variant import Direction, Variant
+from lightning_videoscale.kernels.cuda.row_variant import Direction, bytes_per_row, vectors
+from lightning_videoscale.kernels.row_types import RowVariant
 
 
 class Tuning(NamedTuple):
@@ -45,9 +46,9 @@ class Tuning(NamedTuple):
             "BULK_COPIES": int(self.bulk),
         }
 
-    def shared_bytes(self, variant: Variant, direction: Direction) -> int:
+    def shared_bytes(self, variant: RowVariant, direction: Direction) -> int:
         """Size of the ring."""
-        return self.stages * self.rows * variant.bytes_per_row(direction)
+        return self.stages * self.rows * bytes_per_row(variant, direction)
 
 
 # (direction, with a norm, with a residual, D, bytes per activation): best on an H200 for operands per sample. Where a
@@ -74,7 +75,9 @@ MEASURED: dict[tuple[Direction, bool, bool, int, int], Tuning] = {
 }
 
 
-def tuning_for(variant: Variant, direction: Direction, capability: tuple[int, int], shared_limit: int) -> Tuning | None:
+def tuning_for(
+    variant: RowVariant, direction: Direction, capability: tuple[int, int], shared_limit: int
+) -> Tuning | None:
     """How to launch a variant.
 
     Args:
@@ -94,11 +97,11 @@ def tuning_for(variant: Variant, direction: Direction, capability: tuple[int, in
         measured = MEASURED[key]
         if measured.shared_bytes(variant, direction) <= shared_limit:
             return measured
-    own = math.ceil(variant.vectors / 384)
-    threads = 32 * math.ceil(variant.vectors / own / 32)
+    own = math.ceil(vectors(variant) / 384)
+    threads = 32 * math.ceil(vectors(variant) / own / 32)
     heavy = direction == "backward" or op.residual or variant.per_row
     blocks = max(1, (448 if heavy else 768) // threads)
-    row_bytes = variant.bytes_per_row(direction)
+    row_bytes = bytes_per_row(variant, direction)
     # What the resident blocks share, less 2 KiB that each has of its own; not so much that the L1 cache vanishes.
     budget = min(160 * 1024, shared_limit) // blocks - 2048
     stages = min(8, budget // row_bytes)

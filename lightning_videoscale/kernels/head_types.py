@@ -18,9 +18,9 @@ from torch import Tensor
 from lightning_videoscale.kernels import modulation
 
 HeadNorm = Literal["none", "rms", "layer"]
-Layout = Literal["interleaved", "half"]
+RopeLayout = Literal["interleaved", "half"]
 HeadRounding = Literal["fp32_once", "eager", "at_end"]
-HEAD_NORMS, LAYOUTS, HEAD_ROUNDINGS = get_args(HeadNorm), get_args(Layout), get_args(HeadRounding)
+HEAD_NORMS, LAYOUTS, HEAD_ROUNDINGS = get_args(HeadNorm), get_args(RopeLayout), get_args(HeadRounding)
 
 
 class HeadOp(NamedTuple):
@@ -36,7 +36,7 @@ class HeadOp(NamedTuple):
 
     norm: HeadNorm
     per_head: bool
-    layout: Layout
+    layout: RopeLayout
     round_x_hat: bool
     round_normed: bool = True
 
@@ -81,6 +81,30 @@ class Rotation(NamedTuple):
     sin: Tensor
     start: int
 
+    @property
+    def in_words(self) -> bool:
+        """Whether a token's row of both tables is whole words of 16 bytes, as kernels read them."""
+        return self.cos.stride(3) == self.sin.stride(3) and _in_words(self.cos) and _in_words(self.sin)
+
+    def readable(self) -> Rotation:
+        """Itself, or a copy that is in words."""
+        if self.in_words:
+            return self
+        cos, sin = (t.clone(memory_format=torch.contiguous_format) for t in (self.cos, self.sin))
+        return Rotation(cos, sin, self.start)
+
+    def table_layout(self) -> tuple[int, tuple[int, int]]:
+        """Of `readable`: floats from pair to pair, and between 16 bytes and the first pair, of cos and of sin."""
+        if not self.in_words:
+            return 1, (0, 0)
+        return self.cos.stride(3), (self.cos.data_ptr() % 16 // 4, self.sin.data_ptr() % 16 // 4)
+
+
+def _in_words(table: Tensor) -> bool:
+    sample, token, head, pair = table.stride()
+    packed = table.shape[2] == 1 or head == table.shape[3] * pair
+    return pair in (1, 2) and packed and sample % 4 == token % 4 == 0 and table.data_ptr() % 16 < 4 * pair
+
 
 class SideOutputs(NamedTuple):
     """What forward returns of a side.
@@ -113,19 +137,75 @@ class SideGradients(NamedTuple):
     dx_sum: Tensor | None = None
 
 
+class HeadVariant(NamedTuple):
+    """Everything that a kernel is specialised on, and all that decides whether a backend can run a call.
+
+    Attributes:
+        op: The variant of the operation.
+        direction: Forward or backward.
+        activation: Dtype of x, y and their gradients.
+        parameter: Dtype of weight and bias, or None without.
+        bias: Whether there is a bias.
+        heads: Of q and of k.
+        head_dim: Dh.
+        pairs: Rotated pairs per head; 0 rotates nothing.
+        table_heads: Whether the tables differ by head.
+        pair_stride: Floats from pair to pair in the tables, 1 or 2.
+        phases: Floats before the first pair in a row of cos and of sin, that begins on 16 bytes.
+        outside: Whether rstd (forward) or the rows' means (backward) come from outside.
+        sums_only: Whether a row's sum is all that leaves.
+        dx_sums: Whether backward leaves parts of the sum of dx over all rows.
+    """
+
+    op: HeadOp
+    direction: Literal["forward", "backward"]
+    activation: torch.dtype
+    parameter: torch.dtype | None
+    bias: bool
+    heads: tuple[int, int]
+    head_dim: int
+    pairs: int
+    table_heads: bool
+    pair_stride: int = 1
+    phases: tuple[int, int] = (0, 0)
+    outside: bool = False
+    sums_only: bool = False
+    dx_sums: bool = False
+
+
+def variant_of(
+    op: HeadOp,
+    direction: Literal["forward", "backward"],
+    sides: tuple[Side, Side],
+    rotation: Rotation | None,
+    *,
+    outside: bool = False,
+    sums_only: bool = False,
+    dx_sums: bool = False,
+) -> HeadVariant:
+    """Returns the variant of a call."""
+    (q, k), pairs, table_heads, tables = sides, 0, False, (1, (0, 0))
+    if rotation is not None:
+        pairs, table_heads, tables = rotation.cos.shape[3], rotation.cos.shape[2] > 1, rotation.table_layout()
+    return HeadVariant(
+        op, direction, q.x.dtype, None if q.weight is None else q.weight.dtype, q.bias is not None,
+        (q.x.shape[2], k.x.shape[2]), q.x.shape[3], pairs, table_heads, *tables, outside, sums_only, dx_sums,
+    )  # fmt: skip
+
+
 class HeadBackend(Protocol):
     """A module with these functions is a backend; q's part of every pair comes first."""
 
-    def objection(self, op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None) -> str | None:
-        """Returns why this variant cannot run, forward or backward, on tensors like these, or None if it can."""
+    def limit(self, variant: HeadVariant, device: int) -> str | None:
+        """Returns why this variant cannot run, forward or backward, on this GPU (-1: the CPU), or None if it can."""
 
     def forward(
-        self, op: HeadOp, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
+        self, variant: HeadVariant, sides: tuple[Side, Side], rotation: Rotation | None, eps: float
     ) -> tuple[SideOutputs, SideOutputs]:
         """Normalises, then rotates. A side whose rstd is given (RMS only) is normalised by that.
 
         Args:
-            op: The variant.
+            variant: Of the call.
             sides: q and k.
             rotation: None rotates nothing.
             eps: Added to the variance.
@@ -133,31 +213,32 @@ class HeadBackend(Protocol):
 
     def backward(
         self,
-        op: HeadOp,
+        variant: HeadVariant,
         gradients: tuple[Tensor, Tensor],
         sides: tuple[Side, Side],
         rotation: Rotation | None,
         row_means: tuple[Tensor, Tensor] | None,
-        *,
-        dx_sums: bool,
     ) -> tuple[SideGradients, SideGradients]:
         """Computes the gradients of x, weight and bias.
 
         Args:
-            op: The variant.
+            variant: Of the call.
             gradients: (B, S, H, Dh) of each y, in its dtype.
             sides: With the statistics of forward.
             rotation: As in forward.
             row_means: (B, S) each, `gradient_sums` over a whole row divided by its width, where x has only part of the
                 row's heads; None where it has them all.
-            dx_sums: Whether to sum dx over all rows too, in a fixed order.
         """
 
-    def square_sums(self, xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def square_sums(self, variant: HeadVariant, xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Sums the squares of the heads at hand: (B, S, H, Dh) to (B, S), wide."""
 
     def gradient_sums(
-        self, op: HeadOp, gradients: tuple[Tensor, Tensor], sides: tuple[Side, Side], rotation: Rotation | None
+        self,
+        variant: HeadVariant,
+        gradients: tuple[Tensor, Tensor],
+        sides: tuple[Side, Side],
+        rotation: Rotation | None,
     ) -> tuple[Tensor, Tensor]:
         """Sums dx̂ · x̂ over the heads at hand, (B, S) wide: what `backward` needs of other heads (RMS over all D)."""
 

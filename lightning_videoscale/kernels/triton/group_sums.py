@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lightning_videoscale.kernels.rows import RowMap
+from lightning_videoscale.kernels.row_types import RowMap
 from lightning_videoscale.kernels.triton.finalize import finalize_kernel
 from lightning_videoscale.kernels.triton.launch import Launch
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args
 
+import torch
 from torch import Tensor
 
 Norm = Literal["layer", "rms"]
@@ -48,7 +49,6 @@ class RowOp(NamedTuple):
     rounding: Rounding = "fp32_once"
     sums: bool = True
     branch_sum: bool = False
-    shift_table: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,97 @@ class Operand(NamedTuple):
 
     values: Tensor
     table: Tensor | None = None
+
+
+class RowInputs(NamedTuple):
+    """What a row operation reads.
+
+    Attributes:
+        x: (N, D), the residual where there is a branch; in backward h, which was normalised.
+        branch: (N, D), or None. In backward its values count where a gate or its own norm uses them.
+        gate: As scale.
+        scale: Of the variant's; None where it has none.
+        shift: As scale; None in backward, which does not need it.
+        weight: (D,), the norm's own, or None.
+        bias: As weight.
+        rows: Which modulation belongs to which row.
+        eps: Added to variances and mean squares.
+        mean: (N,) wide, what forward kept; in backward of "layer".
+        rstd: (N,) wide, likewise of both norms.
+    """
+
+    x: Tensor
+    branch: Tensor | None
+    gate: Operand | None
+    scale: Operand | None
+    shift: Operand | None
+    weight: Tensor | None
+    bias: Tensor | None
+    rows: RowMap
+    eps: float
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+
+
+class RowVariant(NamedTuple):
+    """Everything that a kernel is specialised on, and all that decides whether a backend can run a call.
+
+    A dtype is None for what the call lacks; gate, scale and shift have one, as have their tables, and weight and bias.
+
+    Attributes:
+        op: The operation.
+        channels: D.
+        activation: Dtype of x, h, y and their gradients.
+        branch: Dtype of the branch.
+        modulation: Dtype of gate, scale and shift.
+        table: Dtype of their tables, of which backward knows the shift's too.
+        affine: Dtype of weight and bias.
+        scale: Whether there is a scale.
+        shift: Whether there is a shift; False in backward.
+        bias: Whether the norm has a bias.
+        per_row: Whether every row has values of its own.
+        indexed: Whether the map has an index.
+        has_dh: In backward, whether h receives a gradient beside the norm's.
+    """
+
+    op: RowOp
+    channels: int
+    activation: torch.dtype
+    branch: torch.dtype | None = None
+    modulation: torch.dtype | None = None
+    table: torch.dtype | None = None
+    affine: torch.dtype | None = None
+    scale: bool = False
+    shift: bool = False
+    bias: bool = False
+    per_row: bool = False
+    indexed: bool = False
+    has_dh: bool = False
+
+
+def variant_of(op: RowOp, inputs: RowInputs, *, has_dh: bool = False, shift_table: Tensor | None = None) -> RowVariant:
+    """Returns the variant of a call; ``shift_table`` is what backward knows of the shift."""
+    x, branch, gate, scale, shift, weight, bias, rows, *_ = inputs
+    modulation, table = None, None if shift_table is None else shift_table.dtype
+    for operand in (gate, scale, shift):
+        if operand is not None:
+            modulation = operand.values.dtype
+            table = table if operand.table is None else operand.table.dtype
+    return RowVariant(
+        op,
+        x.shape[1],
+        x.dtype,
+        None if branch is None else branch.dtype,
+        modulation,
+        table,
+        None if weight is None else weight.dtype,
+        scale is not None,
+        shift is not None,
+        bias is not None,
+        rows.index is None and rows.rows_per_group == 1,
+        rows.index is not None,
+        has_dh,
+    )
 
 
 class RowOutputs(NamedTuple):
@@ -140,46 +231,11 @@ class RowBackend(Protocol):
     itself is one, with the last dimension contiguous.
     """
 
-    def objection(
-        self,
-        op: RowOp,
-        x: Tensor,
-        branch: Tensor | None,
-        operands: tuple[Operand, ...],
-        affine: tuple[Tensor, ...],
-        rows: RowMap,
-    ) -> str | None:
-        """Returns why this variant cannot run, forward or backward, on tensors like these, or None if it can."""
+    def limit(self, variant: RowVariant, device: int) -> str | None:
+        """Returns why this variant cannot run, forward or backward, on this GPU (-1: the CPU), or None if it can."""
 
-    def forward(
-        self,
-        op: RowOp,
-        x: Tensor,
-        branch: Tensor | None,
-        gate: Operand | None,
-        scale: Operand | None,
-        shift: Operand | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        rows: RowMap,
-        eps: float,
-    ) -> RowOutputs:
-        """Computes h and y of x (N, D), the residual where ``op.residual``, and keeps the statistics of h."""
+    def forward(self, variant: RowVariant, inputs: RowInputs) -> RowOutputs:
+        """Computes h and y, and keeps the statistics of h."""
 
-    def backward(
-        self,
-        op: RowOp,
-        dh: Tensor | None,
-        dy: Tensor | None,
-        h: Tensor,
-        branch: Tensor | None,
-        gate: Operand | None,
-        scale: Operand | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor | None,
-        rstd: Tensor | None,
-        rows: RowMap,
-        eps: float,
-    ) -> RowGradients:
-        """Computes the gradients; dh is what reaches h from elsewhere, h the normed input (x where no residual)."""
+    def backward(self, variant: RowVariant, inputs: RowInputs, dh: Tensor | None, dy: Tensor | None) -> RowGradients:
+        """Computes the gradients from dy and from dh, what reaches h from elsewhere."""

@@ -1,0 +1,68 @@
+"""Which backend a machine's facts lead to, in processes of their own, as it is decided once in each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ROOT = Path(__file__).parents[2]
+ONE = """
+import torch
+from lightning_videoscale.kernels import norm_modulate, qk_norm_rope
+from lightning_videoscale.kernels.backend import resolve
+x, q = torch.randn(1, 8, 64, device="cuda"), torch.randn(1, 8, 4, 64, device="cuda")
+torch.testing.assert_close(norm_modulate(x), norm_modulate(x, backend="reference"))
+torch.testing.assert_close(qk_norm_rope(q, q), qk_norm_rope(q, q, backend="reference"))
+print(resolve(0))
+"""
+ONE_OF_TWO = """
+import sys, torch
+import torch.distributed as dist
+from lightning_videoscale.kernels import norm_modulate
+from lightning_videoscale.kernels.backend import settle
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
+setting, meaning = settle("auto", torch.device("cuda:0"))
+norm_modulate(torch.randn(1, 8, 64, device="cuda"), backend=setting)
+print(setting, meaning)
+dist.destroy_process_group()
+"""
+
+
+def start(code: str, *arguments: str, cache: str | None = None) -> subprocess.Popen[str]:
+    environment = os.environ | ({} if cache is None else {"LIGHTNING_VIDEOSCALE_CACHE": cache})
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_cuda_where_nothing_is_missing() -> None:
+    said, _ = (process := start(ONE)).communicate(timeout=200)
+    heads = "cuda" if torch.cuda.get_device_capability() >= (9, 0) else "reference"
+    assert process.returncode == 0 and f"norms and gates on cuda, GELU on cuda, qk_norm_rope on {heads}" in said, said
+
+
+def test_triton_where_no_kernel_can_be_kept() -> None:
+    said, _ = (process := start(ONE, cache="/proc/nothing/here")).communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert "norms and gates on triton, GELU on triton, qk_norm_rope on reference" in said, said
+    assert "LIGHTNING_VIDEOSCALE_CACHE" in said
+
+
+def test_ranks_take_what_all_can_run(tmp_path: Path) -> None:
+    """The second cannot write its cache."""
+    store = str(tmp_path / "store")
+    processes = [start(ONE_OF_TWO, store, "0"), start(ONE_OF_TWO, store, "1", cache="/proc/nothing/here")]
+    for process in processes:
+        said, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, said
+        assert "rows=triton,reference gelu=triton,reference heads=reference" in said, said
