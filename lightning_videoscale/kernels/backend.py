@@ -4,7 +4,7 @@
 |---|---|---|
 | rows | norms, gates and both in one | cuda, triton, reference |
 | gelu | `gelu`, `gelu_linear` | cuda, triton, reference |
-| heads | `qk_norm_rope`, `qk_norm_rope_sharded` | cuda, reference |
+| heads | `qk_norm_rope`, `qk_norm_rope_sharded` | cuda, triton, reference |
 
 On a CPU all run on the reference. What a device, its driver or its file system rules out is left out of the order
 (`resolve`), and what another rank lacks too (`settle`). The first that remains runs every call within its limits. What
@@ -32,7 +32,7 @@ _MODULES: dict[Kind, str] = {"rows": "rows", "gelu": "gelu", "heads": "qk_norm_r
 _ON_GPUS: dict[Kind, tuple[str, ...]] = {
     "rows": ("cuda", "triton", "reference"),
     "gelu": ("cuda", "triton", "reference"),
-    "heads": ("cuda", "reference"),
+    "heads": ("cuda", "triton", "reference"),
 }
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class KernelBackends(NamedTuple):
 
     @property
     def setting(self) -> str:
-        """Such as "rows=cuda,triton,reference gelu=cuda,triton,reference heads=cuda,reference"."""
+        """Such as "rows=cuda,triton,reference gelu=cuda,triton,reference heads=cuda,triton,reference"."""
         return " ".join(f"{kind}={','.join(getattr(self, kind))}" for kind in _MODULES)
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ def settle(backend: BackendName, device: torch.device | None = None) -> tuple[st
     those that all have.
 
     Args:
-        backend: As operations take it. A name stands; "triton" leaves `qk_norm_rope`, which it lacks, to the reference.
+        backend: As operations take it. A name stands.
         device: Where the model will run. None where that is not known yet: "auto" then stays, and what it means is
             decided at the first call on a device.
 
@@ -97,9 +97,6 @@ def settle(backend: BackendName, device: torch.device | None = None) -> tuple[st
         ValueError: If there is no backend of that name.
     """
     check_choice("backend", backend, _NAMES)
-    if backend == "triton":
-        mine = KernelBackends(("triton",), ("triton",), ("reference",), ("triton: it has no qk_norm_rope",))
-        return mine.setting, str(mine)
     if backend != "auto":
         return backend, f"everything on {backend}, as asked for"
     if device is None:
@@ -142,7 +139,7 @@ def choose(kind: Kind, backend: str, operation: str, variant: Any, device: int) 
     """
     passed_over: list[str] = []
     for name in _order(kind, backend, device):
-        reason = unusable(name, kind, device) if name in _ON_GPUS[kind] else f"there is no {operation} in it"
+        reason = unusable(name, kind, device)
         if reason is None:
             module = importlib.import_module(f"lightning_videoscale.kernels.{name}.{_MODULES[kind]}")
             reason = module.limit(variant, device)

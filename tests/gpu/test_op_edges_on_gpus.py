@@ -43,7 +43,7 @@ def test_rows_in_every_pair_of_dtypes(operation: str, backend: BackendName, part
 
 
 @pytest.mark.parametrize("case", HEADS, ids=str)
-@pytest.mark.parametrize("backend", ["reference", "cuda"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_heads_in_every_pair_of_dtypes(case: Any, backend: BackendName) -> None:
     for dtypes in every_pair(3):
         check_heads(case, dtypes, backend, "cuda")
@@ -71,10 +71,8 @@ def test_a_float32_stream_with_a_half_precision_branch_at_a_models_size(unused: 
         check_rows(replace(case, s=64), "auto", "cuda")
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [(name, backend) for name in CALLS for backend in BACKENDS if not (name.startswith("qk_") and backend == "triton")],
-)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_backward_has_the_dtypes_of_forward(name: str, backend: BackendName) -> None:
     call, tensors = CALLS[name], CALLS[name].tensors("cuda")
     expected = gradients(call, tensors, backend=backend)
@@ -135,5 +133,5 @@ def test_kernels_run_on_the_tensors_device(backend: BackendName) -> None:
     """Not on the current one."""
     for operation in ("norm_modulate", "gate_residual", "gate_residual_norm_modulate"):
         check_rows(Case(operation, tables=True, affine=True), backend, "cuda:1")
-    check_heads(HEADS[0], (torch.float32,) * 3, "auto" if backend == "triton" else backend, "cuda:1")
+    check_heads(HEADS[0], (torch.float32,) * 3, backend, "cuda:1")
     check_gelu(torch.float32, torch.float32, backend, "cuda:1")

@@ -1,4 +1,4 @@
-"""qk_norm_rope's kernels on a GPU: accuracy, bits and layouts, at models' sizes."""
+"""qk_norm_rope's kernels on a GPU: accuracy, bits and layouts of both backends, at models' sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-BACKENDS = pytest.mark.parametrize("backend", ["cuda"])
+BACKENDS = pytest.mark.parametrize("backend", ["triton", "cuda"])
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ACCURACY = [(name, BF16) for name in FAMILIES] + [
     (name, dtype) for name in ("Wan", "Cosmos", "CogVideoX") for dtype in (FP16, FP32)

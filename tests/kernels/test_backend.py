@@ -7,13 +7,16 @@ import logging
 import pytest
 import torch
 
-from lightning_videoscale.kernels import backend, norm_modulate, qk_norm_rope
+from lightning_videoscale.kernels import backend, norm_modulate
 from lightning_videoscale.kernels.backend import KernelBackends, choose, common, settle
 from lightning_videoscale.kernels.row_types import RowOp, RowVariant
 
-FAST = KernelBackends(("cuda", "triton", "reference"), ("cuda", "triton", "reference"), ("cuda", "reference"))
+FAST = KernelBackends(("cuda", "triton", "reference"), ("cuda", "triton", "reference"), ("cuda", "triton", "reference"))
 NO_NVRTC = KernelBackends(
-    ("triton", "reference"), ("triton", "reference"), ("reference",), ("cuda: the cache folder cannot be written",)
+    ("triton", "reference"),
+    ("triton", "reference"),
+    ("triton", "reference"),
+    ("cuda: the cache folder cannot be written",),
 )
 
 
@@ -30,15 +33,6 @@ def test_what_is_not_known_yet_stays_open_and_a_name_stays_a_name() -> None:
     assert settle("cuda")[0] == "cuda"
     with pytest.raises(ValueError, match="tritn"):
         settle("tritn")  # type: ignore[arg-type]
-
-
-def test_triton_lacks_qk_norm_rope() -> None:
-    q = torch.randn(1, 4, 2, 8)
-    with pytest.raises(NotImplementedError, match="there is no qk_norm_rope"):
-        qk_norm_rope(q, q, backend="triton")
-    setting, meaning = settle("triton")
-    assert "it has no qk_norm_rope" in meaning
-    assert torch.equal(qk_norm_rope(q, q, backend=setting)[0], qk_norm_rope(q, q)[0])  # type: ignore[arg-type]
 
 
 def test_ranks_agree_on_what_all_have() -> None:

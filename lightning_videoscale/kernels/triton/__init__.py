@@ -1,9 +1,10 @@
-"""Triton kernels of the row operations and of `gelu`: what runs on GPUs where the CUDA kernels do not.
+"""Triton kernels: what runs on GPUs where the CUDA kernels do not.
 
 - `tiles`: a row of D channels as tiles held in registers, and what one does with such a row.
-- `forward`, `backward`, `finalize`: the kernels of the row operations; `gelu_kernels`: those of `gelu`.
+- `forward`, `backward`, `finalize`: the kernels of the row operations; `gelu_kernels`: those of `gelu`,
+  `qk_norm_rope_kernels`: those of `qk_norm_rope`.
 - `group_sums`: in which order the programs of a backward walk the rows, and how their sums are added.
-- `rows`, `gelu`: the backends, which launch them; `launch`: how large they are.
+- `rows`, `gelu`, `qk_norm_rope`: the backends, which launch them; `launch`: how large they are.
 """
 
 import triton

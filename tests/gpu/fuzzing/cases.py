@@ -104,7 +104,6 @@ def variants(pool: int, options: Options) -> list[Variant]:
         rng = random.Random(f"{pool} {op}")
         combinations = rng.sample(_COMBINATIONS, len(_COMBINATIONS))
         for backend, pair in itertools.islice(itertools.cycle(combinations), share):
-            backend = "auto" if op.startswith("qk_") and backend == "triton" else backend  # which has none of them
             drawn.append(_kind(op).draw(rng, op, options.backend or backend, pair, options.elements))
     return drawn
 
