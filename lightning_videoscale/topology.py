@@ -67,9 +67,21 @@ class PlainTopology:
 
 
 def topology_of(trainer: pl.Trainer) -> DataParallelTopology:
-    """Returns the strategy itself where it knows its data-parallel place, else one stream per process."""
+    """Returns the strategy itself where it knows its data-parallel place, else one stream per process.
+
+    Raises:
+        TypeError: If the strategy offers a part of `DataParallelTopology` only.
+    """
     strategy = trainer.strategy
-    return strategy if isinstance(strategy, DataParallelTopology) else PlainTopology(strategy)
+    if isinstance(strategy, DataParallelTopology):
+        return strategy
+    if hasattr(strategy, "data_parallel_rank"):
+        names = [name for name in vars(DataParallelTopology) if not name.startswith("_")]
+        raise TypeError(
+            f"{type(strategy).__name__} has data_parallel_rank, but lacks "
+            f"{[name for name in names if not hasattr(strategy, name)]} of DataParallelTopology."
+        )
+    return PlainTopology(strategy)
 
 
 def waits_in_every_micro_batch(trainer: pl.Trainer) -> bool:

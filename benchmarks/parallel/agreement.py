@@ -31,7 +31,7 @@ from benchmarks import provenance
 from benchmarks.launch import say
 from benchmarks.timing import alternate
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B
-from lightning_videoscale.parallel import Agreement, CollectiveTransport, SequenceMesh, agreement, parallelize
+from lightning_videoscale.parallel import Agreement, CollectiveTransport, SequenceMesh, parallelize, rank_agreement
 
 LATENT = (60, 104)  # 480 x 832 pixels: 1560 tokens to a frame
 WARM_UP, REPEATS, ROUNDS = 2, 4, 9
@@ -78,7 +78,7 @@ class Training:
 @contextmanager
 def comparing(variant: str) -> Iterator[None]:
     """Compares in every call, or in none."""
-    always = patch.object(agreement, "_FIRST", float("inf"))
+    always = patch.object(rank_agreement, "_FIRST", float("inf"))
     never = patch.object(Agreement, "check", lambda *_: None)
     with always if variant == "comparing" else never:
         yield
@@ -86,7 +86,7 @@ def comparing(variant: str) -> Iterator[None]:
 
 def counting_us(training: Training) -> float:
     """What a call takes the host that does not compare, in microseconds."""
-    with patch.object(agreement, "_FIRST", 0), patch.object(agreement, "_INTERVAL", 2**62):
+    with patch.object(rank_agreement, "_FIRST", 0), patch.object(rank_agreement, "_INTERVAL", 2**62):
         begin = time.perf_counter()
         for _ in range(COUNTED):
             training.losses.check("losses", {})
@@ -106,7 +106,7 @@ def measure(training: Training, frames: int, shape: tuple[int, int, int], rounds
     )
     off, compared = times["off"], times["comparing"]
     counted = counting_us(training)
-    interval = agreement._INTERVAL
+    interval = rank_agreement._INTERVAL
     share = (compared.over(off) - 1) / interval + 2 * counted / 1e3 / off.median
     return {
         "frames": frames,
@@ -143,8 +143,8 @@ def main() -> None:
         "ranks": dist.get_world_size(),
         "precision": "bf16 autocast",
         "activation_checkpointing": True,
-        "compared_at_first": agreement._FIRST,
-        "compared_every": agreement._INTERVAL,
+        "compared_at_first": rank_agreement._FIRST,
+        "compared_every": rank_agreement._INTERVAL,
         "warm_up": WARM_UP,
         "repeats": REPEATS,
         "rounds": options.rounds,

@@ -46,8 +46,7 @@ def replacement_of(cls: type, name: str) -> str | None:
 
     A decorator in the class's own body looks the same as a wrapper put around the method later.
     """
-    owner = _owner(cls, name)
-    return _replacement(owner, owner.__dict__[name])
+    return _replacement(cls, name, getattr(cls, name))  # by what it is now: fused forwards ask for it in every call
 
 
 def difference(cls: type, name: str, known: Collection[str]) -> str | None:
@@ -139,7 +138,9 @@ def _sha256(text: str) -> str:
 
 
 @functools.cache
-def _replacement(owner: type, method: Any) -> str | None:
+def _replacement(cls: type, name: str, found: Any) -> str | None:
+    owner = _owner(cls, name)
+    method = owner.__dict__[name]
     if not isinstance(method, FunctionType):
         return f"a {type(method).__module__}.{type(method).__qualname__}"
     code = method.__code__  # which functools.wraps does not rename
@@ -149,7 +150,7 @@ def _replacement(owner: type, method: Any) -> str | None:
 
 
 def _owner(cls: type, name: str) -> type:
-    for base in cls.__mro__:  # a loop, as fused forwards ask for this in every call
+    for base in cls.__mro__:
         if name in base.__dict__:
             return base
     raise AttributeError(f"{cls.__qualname__} has no {name}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_videoscale.callbacks import LoadBalanceMonitor, LossWeighting
 from lightning_videoscale.metrics import ComputeCV, StepTimeSpread
+from lightning_videoscale.parallel.mesh import host_group
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
 from tests.distributed.pool import ProcessPool
 
@@ -27,6 +29,9 @@ class OneGroup(DDPStrategy):
 
     def share_batch(self, batch: Any) -> Any:
         return batch
+
+    def host_group(self, timeout: timedelta) -> Any:
+        return host_group(timeout)
 
 
 class UnequallySlow(Slope):

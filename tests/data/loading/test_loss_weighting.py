@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_videoscale.data.loading.loss_weighting import LossWeighting
+from lightning_videoscale.parallel.mesh import host_group
 from tests.callbacks.toy import Meta, Slope, batches_of, trainer_with
 
 
@@ -35,6 +38,9 @@ class WeighingStrategy(SingleDeviceStrategy):
 
     def share_batch(self, batch: object) -> object:
         return batch
+
+    def host_group(self, timeout: timedelta) -> Any:
+        return host_group(timeout)
 
 
 def test_does_nothing_and_says_so_where_the_strategy_weighs() -> None:
