@@ -53,8 +53,8 @@ class Axis:
         if self._group is None:
             raise RuntimeError(
                 f"The process group of the ranks {self.ranks} along {self.name} is closed, as all are when a Trainer's "
-                "run ends or SequenceMesh.close is called. Split models run inside the Trainer, or between "
-                "SequenceMesh.create and close."
+                "run ends or SequenceMesh.close is called. Call a split model inside the Trainer's run, or, on all "
+                "ranks, inside `with strategy.mesh:`; in plain PyTorch between SequenceMesh.create and close."
             )
         return self._group
 
@@ -108,6 +108,7 @@ class SequenceMesh:
         self._sharding: dict[int, DeviceMesh] = {}
         self._groups: list[ProcessGroup] = []
         self._sharding_groups: list[ProcessGroup] = []
+        self._reopened = False
 
     @classmethod
     def create(
@@ -206,10 +207,12 @@ class SequenceMesh:
         return group
 
     def __enter__(self) -> Self:
+        self._reopened = not self._groups  # after a run, whose parameters may stay sharded
+        self.open()
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self.close(after_failure=error is not None)
+        self.close(keep_sharding=self._reopened, after_failure=error is not None)
 
     def __repr__(self) -> str:
         return f"SequenceMesh(dp={self.dp.size}, ring={self.ring.size}, ulysses={self.ulysses.size})"

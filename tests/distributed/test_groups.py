@@ -90,6 +90,12 @@ def run_loops(strategy: str, folder: Path, sizes: dict[str, int]) -> None:
         for parameter in module.parameters():
             if strategy == "fsdp2":
                 parameter.full_tensor()
+        with pytest.raises(RuntimeError, match=r"with strategy\.mesh"):
+            assert trainer.strategy.mesh.sp.group
+        with trainer.strategy.mesh as mesh:  # as one samples after training
+            ones = torch.ones(1)
+            dist.all_reduce(ones, group=mesh.sp.group)
+            assert ones.item() == mesh.sp.size
     if kept:
         with leaving(-kept):
             trainer.strategy.mesh.close()
