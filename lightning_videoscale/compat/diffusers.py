@@ -5,7 +5,6 @@ Attributes that a model may lack are declarations: a model without them, of what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -16,15 +15,6 @@ DIFFUSERS = Package("diffusers", "0.37 to 0.42")
 
 CLASS_NAME = "_class_name"
 """The member of a model's configuration file that names its class."""
-
-
-def declared_splits(model: nn.Module) -> Mapping[str, Any] | None:
-    """Returns what a model declares for diffusers' context parallelism, ``_cp_plan``, which only diffusers applies.
-
-    Module path -> {argument name or output position -> ``ContextParallelInput``}, or -> ``ContextParallelOutput``.
-    """
-    plan: Mapping[str, Any] | None = getattr(model, "_cp_plan", None)
-    return plan
 
 
 def block_classes(network: nn.Module) -> set[str]:

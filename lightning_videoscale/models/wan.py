@@ -8,13 +8,11 @@ reference backend the fused forward gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_videoscale.compat.diffusers import dispatch_settings
 from lightning_videoscale.compat.torch.versions import autocast_widens_norms
@@ -37,9 +35,9 @@ from lightning_videoscale.kernels import (
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 from lightning_videoscale.parallel import (
     SequenceContext,
+    Split,
     SplitPlan,
     check_heads,
-    read_diffusers_plan,
     sequence_parallel_attention,
 )
 from lightning_videoscale.undo import Undo
@@ -250,7 +248,7 @@ class SequenceParallelWanAttention:
         )
 
     def _exchange(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
-        lengths, transport = self.context.lengths_of(query.shape[1]), self.context.transport
+        lengths, transport = self.context.lengths(), self.context.transport
         return sequence_parallel_attention(query, key, value, self.context.mesh, lengths=lengths, transport=transport)
 
 
@@ -271,9 +269,12 @@ def _split_attention(model: nn.Module, context: SequenceContext) -> Undo:
 
 
 def _split_plan(model: nn.Module) -> SplitPlan:
-    # A subclass may compute something else, of which no test here knows; FSDP2 makes one of each network it shards.
-    kind = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
-    return replace(read_diffusers_plan(model, _split_attention), exact=class_path(kind) == _MODEL)
+    return SplitPlan(
+        inputs={"": {"timestep": Split(1, ndim=2)}, "blocks.0": {"hidden_states": Split(1)}},
+        outputs={"rope": {0: Split(1), 1: Split(1)}},
+        gathers={"proj_out": {0: Split(1)}},
+        attention=_split_attention,
+    )
 
 
 SPLIT_PLANS = {_MODEL: _split_plan}

@@ -2,7 +2,8 @@
 
 `SequenceMesh`                  the ranks: dp × ring × ulysses
 `parallelize`                   splits a model's sequence over the mesh
-`SplitPlan`, `Split`            what is split where; `register_plan` makes a plan known
+`SplitPlan`                     what is split where, in terms of `Split`, `Count`, `Attention` and `Whole`;
+                                `register_plan` makes a plan known
 `sequence_parallel_attention`   attention over a split sequence
 `verify_plan`                   compares a split network with a whole one
 `gather_sequence`               for loss terms of what a split model computes inside
@@ -16,12 +17,14 @@ from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.parallelize import parallelize, verify_plan
 from lightning_videoscale.parallel.plan import (
+    Attention,
+    Count,
     Split,
     SplitPlan,
+    Whole,
     find_plan,
     find_planned_modules,
     known_models,
-    read_diffusers_plan,
     register_plan,
 )
 from lightning_videoscale.parallel.plan_verification import PlanReport
@@ -32,14 +35,17 @@ from lightning_videoscale.parallel.ulysses import check_heads
 
 __all__ = [
     "Agreement",
+    "Attention",
     "Axis",
     "CollectiveTransport",
+    "Count",
     "PlanReport",
     "SequenceContext",
     "SequenceMesh",
     "Split",
     "SplitPlan",
     "Transport",
+    "Whole",
     "check_heads",
     "check_loss",
     "find_plan",
@@ -48,7 +54,6 @@ __all__ = [
     "gather_sequence",
     "known_models",
     "parallelize",
-    "read_diffusers_plan",
     "register_plan",
     "sequence_parallel_attention",
     "split",

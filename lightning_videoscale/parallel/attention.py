@@ -20,11 +20,12 @@ def sequence_parallel_attention(
     mesh: SequenceMesh,
     *,
     lengths: tuple[int, ...] | None = None,
+    key_lengths: tuple[int, ...] | None = None,
     key_mask: Tensor | None = None,
     transport: Transport | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Bidirectional self-attention over a sequence of which every rank of ``mesh.sp`` holds a slice.
+    """Bidirectional attention over a sequence of which every rank of ``mesh.sp`` holds a slice.
 
     Equal to dense attention over the whole sequence, in value and gradient: Ulysses within a Ulysses group, ring
     attention between the groups, and both together (USP, Fang and Zhao, 2024). Lengths and query heads need not
@@ -32,11 +33,14 @@ def sequence_parallel_attention(
 
     Args:
         query: (B, s, H, D), this rank's s tokens; already normalised and rotated with this rank's positions.
-        key: (B, s, h, D), where H is a multiple of h: key/value head i serves query heads i·H/h to (i+1)·H/h - 1.
+        key: (B, t, h, D), where H is a multiple of h: key/value head i serves query heads i·H/h to (i+1)·H/h - 1.
+            In self-attention t is s.
         value: As ``key``.
         mesh: The mesh; its ``ulysses`` and ``ring`` axes are used.
-        lengths: Tokens of each rank of ``mesh.sp``; all ranks hold s tokens if left out.
-        key_mask: (B, s) bool, on all ranks or on none: True for those of this rank's tokens that may be attended.
+        lengths: Tokens of each rank of ``mesh.sp``, one at least; all ranks hold s tokens if left out.
+        key_lengths: As ``lengths``, of another sequence that keys and values are (audio for video, say); that of the
+            queries if left out.
+        key_mask: (B, t) bool, on all ranks or on none: True for those of this rank's tokens that may be attended.
             Tokens that may not, such as padding, have no influence on others. Where a sample has no token that may be
             attended, the result is zeros.
         transport: How bytes travel; collectives if left out.
@@ -46,17 +50,22 @@ def sequence_parallel_attention(
         (B, s, H, D): attention output for this rank's tokens.
 
     Raises:
-        ValueError: If there are fewer query heads than Ulysses ranks, or the shapes fit neither each other nor
-            ``lengths``.
+        ValueError: If there are fewer query heads than Ulysses ranks, the shapes fit neither each other nor the
+            lengths, or a rank has no token.
     """
     lengths = lengths if lengths is not None else (query.shape[1],) * mesh.sp.size
-    _check_shapes(query, key, value, mesh, lengths, key_mask)
+    key_lengths = key_lengths if key_lengths is not None else lengths
+    _check_shapes(query, key, value, mesh)
+    _check_lengths(query, "query", mesh, lengths)
+    _check_lengths(key, "key", mesh, key_lengths)
+    _check_mask(key, key_mask)
     transport = transport if transport is not None else DEFAULT_TRANSPORT
     scale = scale if scale is not None else query.shape[3] ** -0.5
     size = mesh.ulysses.size
-    lengths_of_rings = [lengths[start : start + size] for start in range(0, mesh.sp.size, size)]
-    heads = assign_heads(mesh.ulysses.rank, lengths_of_rings[mesh.ring.rank], query.shape[2], key.shape[2])
-    mask = _whole_mask(key_mask, lengths, mesh, transport) if key_mask is not None else None
+    start = mesh.ring.rank * size
+    mine, my_keys = lengths[start : start + size], key_lengths[start : start + size]
+    heads = assign_heads(mesh.ulysses.rank, mine, my_keys, query.shape[2], key.shape[2])
+    mask = _whole_mask(key_mask, key_lengths, mesh, transport) if key_mask is not None else None
     q, k, v = _as_autocast(query, key, value)
     ulysses = Ulysses(mesh.ulysses, heads, transport) if size > 1 else None
     if ulysses is not None:
@@ -64,37 +73,41 @@ def sequence_parallel_attention(
     else:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mesh.ring.size > 1:
-        ring = Ring(mesh.ring, tuple(map(sum, lengths_of_rings)), heads.repeats, scale, transport)
+        keys_of_rings = tuple(sum(key_lengths[first : first + size]) for first in range(0, mesh.sp.size, size))
+        ring = Ring(mesh.ring, keys_of_rings, heads.repeats, scale, transport)
         out = ring_attention(q, k, v, ring, mask)
     else:
         out = _attention(q, repeat_heads(k, heads.repeats), repeat_heads(v, heads.repeats), scale, mask)
     return gather_heads(out, ulysses) if ulysses is not None else out.transpose(1, 2)
 
 
-def _check_shapes(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mesh: SequenceMesh,
-    lengths: tuple[int, ...],
-    key_mask: Tensor | None,
-) -> None:
-    batch, length, heads, dim = query.shape
-    kv_heads = key.shape[2]
-    if not (key.shape == value.shape == (batch, length, kv_heads, dim)) or heads % kv_heads:
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, mesh: SequenceMesh) -> None:
+    fits = query.ndim == key.ndim == 4 and key.shape == value.shape
+    if not fits or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or query.shape[2] % key.shape[2]:
         raise ValueError(
-            "Self-attention over a split sequence needs a query (B, s, H, D), and a key and a value of one shape "
-            "(B, s, h, D) with H a multiple of h; got "
+            "Attention over a split sequence needs a query (B, s, H, D), and a key and a value of one shape "
+            "(B, t, h, D) with H a multiple of h; got "
             f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}."
         )
-    if len(lengths) != mesh.sp.size or lengths[mesh.sp.rank] != length:
+
+
+def _check_lengths(x: Tensor, what: str, mesh: SequenceMesh, lengths: tuple[int, ...]) -> None:
+    if len(lengths) != mesh.sp.size or lengths[mesh.sp.rank] != x.shape[1]:
         raise ValueError(
-            f"This is rank {mesh.sp.rank} of {mesh.sp.size} and holds {length} tokens, but lengths={lengths} says "
-            "otherwise."
+            f"This is rank {mesh.sp.rank} of {mesh.sp.size} and its {what} has {x.shape[1]} tokens, but "
+            f"lengths={lengths} says otherwise."
         )
-    if key_mask is not None and (key_mask.shape != (batch, length) or key_mask.dtype is not torch.bool):
+    if min(lengths) == 0:
         raise ValueError(
-            f"key_mask must be bool of shape (B, s) = {(batch, length)}, True where a key may be attended; got "
+            f"Attention needs a token of the {what} on each of {mesh.sp.size} ranks, and they have {lengths}. Use a "
+            "smaller sequence-parallel size or longer sequences (larger or longer clips)."
+        )
+
+
+def _check_mask(key: Tensor, key_mask: Tensor | None) -> None:
+    if key_mask is not None and (key_mask.shape != key.shape[:2] or key_mask.dtype is not torch.bool):
+        raise ValueError(
+            f"key_mask must be bool of shape (B, t) = {tuple(key.shape[:2])}, True where a key may be attended; got "
             f"{key_mask.dtype} of {tuple(key_mask.shape)}."
         )
 

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from lightning_videoscale.parallel.context import SequenceContext
@@ -22,7 +24,7 @@ def attach_context(model: nn.Module, context: SequenceContext | None) -> None:
         setattr(model, _CONTEXT, context)
 
 
-def gather_sequence(x: Tensor, dim: int, model: nn.Module) -> Tensor:
+def gather_sequence(x: Tensor, dim: int, model: nn.Module, streams: Sequence[str] = ("video",)) -> Tensor:
     """Returns the whole of what a model computed for this rank's tokens, on every rank of the group.
 
     For loss terms of hidden states, such as a distance to a teacher's features or a balance of experts. The same code
@@ -38,9 +40,10 @@ def gather_sequence(x: Tensor, dim: int, model: nn.Module) -> Tensor:
         x: Slice with this rank's tokens along ``dim``, of the model's last forward pass.
         dim: The sequence dim.
         model: The network that was split.
+        streams: Whose tokens they are, one stream behind the other.
     """
     context: SequenceContext | None = getattr(model, _CONTEXT, None)
-    return x if context is None or context.suspended else gather(x, dim, context)
+    return x if context is None or context.suspended else gather(x, dim, context, streams)
 
 
 def check_loss(loss: Tensor) -> None:

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -25,49 +25,65 @@ class SplitRecord:
 
     Attributes:
         rank: This rank's position in the group that shares the sequence.
-        tables: Of each sequence that was split, the tokens of all ranks; ``table[r]`` of them on rank ``r``.
+        tables: Of each stream that was split, the tokens of all ranks; ``tables[stream][r]`` of them on rank ``r``.
+        short: Of streams with fewer tokens than there are ranks, how many they have. Each rank holds one token, those
+            that are missing are zeros that nobody attends to.
         seed: Of the random numbers between the first split and the last gather; None before the first split.
     """
 
     rank: int
-    tables: tuple[tuple[int, ...], ...] = ()
+    tables: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    short: Mapping[str, int] = field(default_factory=dict)
     seed: RegionSeed | None = None
 
-    def with_table(self, lengths: tuple[int, ...]) -> SplitRecord:
-        """Returns the record that also holds a sequence of ``lengths[r]`` tokens on rank ``r``.
+    def with_stream(self, stream: str, tokens: int, lengths: tuple[int, ...]) -> SplitRecord:
+        """Returns the record that also holds a stream of ``lengths[r]`` tokens on rank ``r``.
 
         Raises:
-            RuntimeError: If two sequences of different total length gave this rank slices of equal length.
+            ValueError: If the stream was split already and had another length.
         """
-        local = lengths[self.rank]
-        known = next((table for table in self.tables if table[self.rank] == local), None)
-        if known is None:
-            return replace(self, tables=(*self.tables, lengths))
-        if known != lengths:
-            raise RuntimeError(
-                f"Two sequences of {sum(known)} and {sum(lengths)} tokens both gave this rank {local} tokens, so a "
-                "layer cannot tell them apart. Pad one of them to a multiple of the sequence-parallel size."
-            )
+        if stream not in self.tables:
+            short = {**self.short, stream: tokens} if tokens < len(lengths) else self.short
+            return replace(self, tables={**self.tables, stream: lengths}, short=short)
+        if self.tokens(stream) != tokens:
+            raise ValueError(f"The {stream} has {self.tokens(stream)} tokens in this forward pass, not {tokens}.")
         return self
 
-    def lengths_of(self, local_length: int) -> tuple[int, ...]:
-        """Returns the tokens of all ranks of the sequence of which this rank holds ``local_length``.
+    def tokens(self, stream: str) -> int:
+        """Returns how many tokens a stream has."""
+        return self.short.get(stream, sum(self.tables[stream]))
+
+    def lengths(self, streams: Sequence[str]) -> tuple[int, ...]:
+        """Returns how many tokens of the streams each rank has, together.
 
         Raises:
-            RuntimeError: If no split of the pass gave this rank a slice of that length.
+            ValueError: If the pass has not split one of them.
         """
-        for table in self.tables:
-            if table[self.rank] == local_length:
-                return table
-        raise RuntimeError(
-            f"No tensor of this forward pass was split into {local_length} tokens for this rank (known: "
-            f"{sorted(self.local_lengths)}). The split plan of the model lacks an input that reaches this layer."
+        missing = [stream for stream in streams if stream not in self.tables]
+        if missing:
+            raise ValueError(
+                f"No tensor of this forward pass was split as {missing}, only as {list(self.tables)}: the split plan "
+                "lacks an input or output that comes before."
+            )
+        return tuple(map(sum, zip(*(self.tables[stream] for stream in streams), strict=True)))
+
+    def missing(self, streams: Sequence[str]) -> tuple[bool, ...] | None:
+        """Returns for each token that this rank has of the streams whether it is none; None if all ranks have all."""
+        if not any(stream in self.short for stream in streams):
+            return None
+        return tuple(
+            self.rank >= self.short.get(stream, self.rank + 1)
+            for stream in streams
+            for _ in range(self.tables[stream][self.rank])
         )
 
     @property
     def local_lengths(self) -> set[int]:
-        """Tokens of this rank's slices."""
-        return {table[self.rank] for table in self.tables}
+        """Tokens that this rank has of any streams together."""
+        counts = {0}
+        for table in self.tables.values():
+            counts |= {count + table[self.rank] for count in counts}
+        return counts - {0}
 
 
 class SequenceContext:
@@ -76,6 +92,7 @@ class SequenceContext:
     Args:
         mesh: The mesh of ranks.
         transport: How bytes travel; collectives if left out.
+        short_streams: See `SplitPlan.short_streams`.
 
     Attributes:
         record: Of the forward pass whose layers run now, for the first time or recomputed in backward. It is replaced
@@ -84,16 +101,22 @@ class SequenceContext:
         in_forward: Whether the model's forward runs; layers that run otherwise are recomputed for backward.
         suspended: Whether the model runs whole for now, as if it had never been split.
         on_split: Told of every slice that a split returns, while the model is watched.
+        on_exchange: Told by what module attention is about to exchange, and what stands against it, while the model
+            is watched.
     """
 
-    def __init__(self, mesh: SequenceMesh, transport: Transport | None = None) -> None:
+    def __init__(
+        self, mesh: SequenceMesh, transport: Transport | None = None, short_streams: frozenset[str] = frozenset()
+    ) -> None:
         self.mesh = mesh
         self.transport = transport if transport is not None else DEFAULT_TRANSPORT
         self.record = SplitRecord(mesh.sp.rank)
         self.randomness = RegionRandomness(mesh.sp.rank)
         self.in_forward = False
         self.suspended = False
+        self.short_streams = short_streams
         self.on_split: Callable[[Tensor], None] | None = None
+        self.on_exchange: Callable[[str, str | None], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceContext:
         """Itself: a copy of a model (an average, a teacher) keeps its hooks, and is split as one more call would be."""
@@ -123,6 +146,6 @@ class SequenceContext:
         """Backward has come to a forward pass, whose layers may be recomputed from here on."""
         self.record = record
 
-    def lengths_of(self, local_length: int) -> tuple[int, ...]:
-        """As `SplitRecord.lengths_of`, of the pass whose layers run now."""
-        return self.record.lengths_of(local_length)
+    def lengths(self, streams: Sequence[str] = ("video",)) -> tuple[int, ...]:
+        """As `SplitRecord.lengths`, of the pass whose layers run now."""
+        return self.record.lengths(streams)

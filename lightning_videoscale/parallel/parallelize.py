@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -10,16 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_videoscale.compat.torch.trees import tree_leaves, tree_map_only
 from lightning_videoscale.parallel.auxiliary_loss import attach_context
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.mesh import SequenceMesh
-from lightning_videoscale.parallel.plan import Split, SplitPlan, find_plan, known_models
-from lightning_videoscale.parallel.plan_verification import PlanReport, compare
+from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_plan, known_models
+from lightning_videoscale.parallel.plan_verification import PlanReport, check_exchanges, compare
 from lightning_videoscale.parallel.rank_agreement import Agreement, compare_inputs
-from lightning_videoscale.parallel.sharding import gather, split, whole_gradient
+from lightning_videoscale.parallel.split_hooks import average_input_gradients, install_hooks
 from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.parallel.trial_run import SplitNetwork
 from lightning_videoscale.undo import Undo
@@ -47,6 +45,7 @@ def parallelize(
     A plan that is not known to be exact is verified, as `verify_plan` does, on the inputs of the first call with
     gradients enabled, and of the first call without if it comes earlier. All ranks of the job must make these calls.
     The network, and with it the hooks on its modules, runs two or four times more then; code around it runs once.
+    Under other plans it runs once more before its first call, to see that its attention exchanges.
 
     Args:
         model: The network, not yet compiled or wrapped by a data-parallel engine.
@@ -60,15 +59,16 @@ def parallelize(
         A function that takes everything back.
 
     Raises:
-        ValueError: If no plan is known, the plan names a module or argument the model lacks, or its heads do not fit.
+        ValueError: If no plan is known, the plan names a module or argument the model lacks or splits tokens that no
+            attention has for keys, or the heads do not fit.
     """
     plan = _plan_for(model, plan)
     if mesh.sp.size == 1:
         return Undo()
-    network, undo = _install(model, plan, SequenceContext(mesh, transport))
-    if not verify_plan or plan.exact or not (plan.inputs or plan.outputs):
+    network, undo = _install(model, plan, mesh, transport)
+    if not plan.splits_anything:
         return undo
-    first_calls = _verify_first_calls(network, log)
+    first_calls = _verify_first_calls(network, log) if verify_plan and not plan.exact else _check_first_call(network)
     undo.add(model.register_forward_pre_hook(first_calls, with_kwargs=True, prepend=True).remove)
     return undo
 
@@ -108,7 +108,7 @@ def verify_plan(
     """
     if mesh.sp.size == 1:
         raise ValueError(f"{mesh} splits nothing: verify_plan needs at least two ranks per group.")
-    split_network, undo = _install(network, _plan_for(network, plan), SequenceContext(mesh, transport))
+    split_network, undo = _install(network, _plan_for(network, plan), mesh, transport)
     try:
         return compare(split_network, args, kwargs or {}, gradients=torch.is_grad_enabled())
     finally:
@@ -125,37 +125,26 @@ def _plan_for(model: nn.Module, plan: SplitPlan | None) -> SplitPlan:
     return plan
 
 
-def _install(model: nn.Module, plan: SplitPlan, context: SequenceContext) -> tuple[SplitNetwork, Undo]:
+def _install(
+    model: nn.Module, plan: SplitPlan, mesh: SequenceMesh, transport: Transport | None
+) -> tuple[SplitNetwork, Undo]:
+    check_streams(plan, type(model).__name__)
+    context = SequenceContext(mesh, transport, plan.short_streams)
     agreement = Agreement(context.mesh, context.transport)
-    to_gather: set[str] = set()  # the region of a pass ends when it is empty, or with the pass
-
-    def begin(*_: Any) -> None:
-        context.begin_forward()
-        to_gather.update(plan.gathers)
-
     with ExitStack() as undos:
 
-        def before(path: str, hook: Callable[..., Any]) -> None:
-            undos.callback(_submodule(model, path).register_forward_pre_hook(hook, with_kwargs=True).remove)
-
-        def after(path: str, hook: Callable[..., Any], *, always: bool = False) -> None:
-            undos.callback(_submodule(model, path).register_forward_hook(hook, always_call=always).remove)
+        def before(hook: Callable[..., Any]) -> None:
+            undos.callback(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
         network = SplitNetwork(model, plan, context)
         undos.callback(network.restore_attention)
         attach_context(model, context)
         undos.callback(attach_context, model, None)
-        before("", begin)
-        before("", compare_inputs(agreement))
-        before("", _average_input_gradients(context))
-        for path, arguments in plan.inputs.items():
-            before(path, _split_inputs(_submodule(model, path), arguments, context))
-            after(path, _end_recomputed_entrance(context), always=True)
-        for path, positions in plan.outputs.items():
-            after(path, _split_outputs(path, positions, context))
-        for path, dim in plan.gathers.items():
-            after(path, _gather_output(path, dim, context, to_gather))
-        after("", lambda *_: context.end_forward(), always=True)
+        before(lambda *_: context.begin_forward())
+        before(compare_inputs(agreement))
+        before(average_input_gradients(context))
+        undos.callback(install_hooks(model, plan, context))
+        undos.callback(model.register_forward_hook(lambda *_: context.end_forward(), always_call=True).remove)
         return network, Undo(undos.pop_all().close)
 
 
@@ -179,100 +168,18 @@ def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Ca
     return uncompiled
 
 
-def _submodule(model: nn.Module, path: str) -> nn.Module:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        raise ValueError(f"The split plan names module {path!r}, which {type(model).__name__} does not have.") from None
+def _check_first_call(network: SplitNetwork) -> Callable[..., None]:
+    checked = False
 
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal checked
+        if not checked and module is network.network:
+            checked = True  # before, since the hook runs again within
+            try:
+                check_exchanges(network, args, kwargs)
+            except Exception:
+                checked = False  # whoever catches it and goes on hears of it again
+                raise
 
-def _applies(rule: Split, x: Tensor) -> bool:
-    return rule.ndim is None or x.ndim == rule.ndim
-
-
-def _average_input_gradients(context: SequenceContext) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
-    def hook(_: nn.Module, *inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if context.suspended or not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(inputs)):
-            return None  # the same objects then: a model may write into a dict that it is given
-        whole: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-            Tensor, lambda x: whole_gradient(x, context), inputs
-        )
-        return whole
-
-    return hook
-
-
-def _split_inputs(
-    module: nn.Module, arguments: Mapping[str, Split], context: SequenceContext
-) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    names = list(inspect.signature(type(module).forward).parameters)[1:]  # without self
-    unknown = [name for name in arguments if name not in names]
-    if unknown:
-        raise ValueError(
-            f"The split plan names arguments {unknown} of {type(module).__name__}.forward, which has {names}."
-        )
-
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if context.suspended:
-            return args, kwargs
-        positional = list(args)
-        for name, rule in arguments.items():
-            position = names.index(name)
-            value = positional[position] if position < len(positional) else kwargs.get(name)
-            if not isinstance(value, Tensor) or not _applies(rule, value):
-                continue
-            context.enter_region(value)
-            value = split(value, rule.dim, context)
-            if position < len(positional):
-                positional[position] = value
-            else:
-                kwargs = {**kwargs, name: value}
-        return tuple(positional), kwargs
-
-    return hook
-
-
-def _end_recomputed_entrance(context: SequenceContext) -> Callable[..., None]:
-    """Puts the generators back as they were where what holds the region's entrance is recomputed."""
-
-    def hook(*_: Any) -> None:
-        if not context.in_forward:
-            context.randomness.leave()
-
-    return hook
-
-
-def _split_outputs(
-    path: str, positions: Mapping[int, Split], context: SequenceContext
-) -> Callable[[nn.Module, Any, Any], Any]:
-    def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        if context.suspended:
-            return output
-        outputs = [output] if isinstance(output, Tensor) else list(output)
-        for position, rule in positions.items():
-            if position >= len(outputs):
-                raise ValueError(f"The split plan names output {position} of {path!r}, which returns {len(outputs)}.")
-            if _applies(rule, outputs[position]):
-                outputs[position] = split(outputs[position], rule.dim, context)
-        return outputs[0] if isinstance(output, Tensor) else tuple(outputs)
-
-    return hook
-
-
-def _gather_output(
-    path: str, dim: int, context: SequenceContext, to_gather: set[str]
-) -> Callable[[nn.Module, Any, Any], Any]:
-    def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        if context.suspended:
-            return output
-        if not isinstance(output, Tensor):
-            raise ValueError(
-                f"The split plan gathers the output of {path!r}, which is {type(output).__name__}, no tensor."
-            )
-        whole = gather(output, dim, context)
-        to_gather.discard(path)
-        if not to_gather:
-            context.randomness.leave()
-        return whole
-
-    return hook
+    uncompiled: Callable[..., None] = torch.compiler.disable(hook)
+    return uncompiled

@@ -1,7 +1,11 @@
-"""The split plan: which tensors of a model are split where, where they are gathered, and how its attention is joined.
+"""The split plan: which tensors of a model are split where, which modules attend over them, what is gathered.
+
+A model's tokens form *streams*: video, and text or audio that its blocks update as well. Every stream is split over the
+ranks on its own. What blocks only read, such as text of cross-attention, stays whole on every rank.
 
 `SplitPlan`              the plan itself; write one by hand for your own model
-`read_diffusers_plan`    the splits and gathers that diffusers declares for a model (its `_cp_plan`)
+`Split`, `Count`         how an argument or an output depends on tokens
+`Attention`, `Whole`     which modules see tokens of other ranks
 `register_plan`          makes a plan of your own known for a class of models, by the class's full name
 `find_plan`              the plan of a model, if one is known
 `find_planned_modules`   the networks inside a larger module that have a plan
@@ -10,55 +14,128 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from lightning_videoscale.compat.diffusers import declared_splits
-from lightning_videoscale.families import AllFamilies, known
+from lightning_videoscale.families import AllFamilies, class_path, known
 from lightning_videoscale.parallel.context import SequenceContext
 
 AttentionChange = Callable[[nn.Module, SequenceContext], Callable[[], None]]
 """Makes a model's self-attention exchange over the group, and returns what takes that back."""
 
+VIDEO = ("video",)
+"""The streams of most tensors."""
+
 
 @dataclass(frozen=True)
 class Split:
-    """Split a tensor along ``dim``.
+    """A tensor lies along ``dim`` as the tokens of one stream, or of several one behind the other.
+
+    The first tensor of a stream in a forward pass says how long it is. Later ones are as long, or 1 and broadcast,
+    which stays. A tuple or list of tensors is split member by member; None stays None.
 
     Attributes:
-        dim: The sequence dim.
+        dim: The dim of the tokens.
+        streams: Whose tokens they are, in their order.
         ndim: Apply only to tensors of so many dims (Wan's timesteps are split if they are per token, (B, S), and not
             if they are per sample, (B,)); any number if left out.
+        broadcasts: Whether a dim of size 1 stays whole though nothing of the stream came before; otherwise it is a
+            stream of one token.
     """
 
     dim: int
+    streams: tuple[str, ...] = VIDEO
     ndim: int | None = None
+    broadcasts: bool = False
+
+
+@dataclass(frozen=True)
+class Count:
+    """An integer that counts the leading tokens of the streams; each rank gets how many of them it has."""
+
+    streams: tuple[str, ...] = VIDEO
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A module that attends over split streams, by one call of `torch.nn.functional.scaled_dot_product_attention`.
+
+    A mask may say of each key whether it counts, bool or as a bias of 0 or -inf: (B, 1, 1, keys) and what broadcasts
+    to it, of this rank's keys. Causal masks, dropout and masks that differ between queries are refused.
+
+    Attributes:
+        queries: The streams that its queries are, in their order.
+        keys: Those of its keys and values; as the queries if left out.
+        padded_rows: The mask is (B, 1, tokens, tokens) and differs between queries only in those that it masks as
+            keys, too: padding, whose output nobody reads.
+    """
+
+    queries: tuple[str, ...] = VIDEO
+    keys: tuple[str, ...] | None = None
+    padded_rows: bool = False
+
+    @property
+    def key_streams(self) -> tuple[str, ...]:
+        """The streams of its keys."""
+        return self.queries if self.keys is None else self.keys
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A module that must see all tokens: its inputs are gathered and its outputs split again.
+
+    Every rank computes all of it, so it costs as much time and memory as without sequence parallelism.
+
+    Attributes:
+        inputs: Which arguments of its ``forward`` are gathered, by name.
+        outputs: Which of its outputs are split, by position (0 if it returns one tensor).
+    """
+
+    inputs: Mapping[str, Split]
+    outputs: Mapping[int, Split]
 
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """How one model computes on a slice of its sequence.
+    """How one model computes on slices of its streams.
 
-    Module paths are relative to the model; ``""`` is the model itself.
+    Module paths are relative to the model; ``""`` is the model itself. In a path ``*`` stands for any one name, and -1
+    for the last name of a list: ``"blocks.*.attn"``, ``"blocks.-1"``.
 
     Attributes:
         inputs: Per module path, which arguments of its ``forward`` are split, by name, before it runs.
         outputs: Per module path, which of its outputs are split, by position (0 if it returns one tensor).
-        gathers: Per module path, the sequence dim along which its output (one tensor) is gathered. With the last one
-            to run, in whatever order they are listed, ranks draw equal random numbers again.
-        attention: Makes the model's self-attention exchange over the group, given the model and the shared context;
-            returns its undo, after which the model computes as before. It raises a ``ValueError`` if the model's heads
-            do not fit the mesh.
+        gathers: Per module path, which of its outputs are gathered, by position. With the last to run, in whatever
+            order they are listed, ranks draw equal random numbers again.
+        attention: Which modules attend over which streams, by path. For what that cannot say, a function that makes
+            the model's attention exchange over the group, given the model and the shared context; it returns its undo,
+            after which the model computes as before, and raises a ``ValueError`` if the heads do not fit the mesh.
+        whole: Per module path, what must see all tokens.
         exact: Whether tests hold the plan to one device for this very class of models; others are verified when the
             model is first called.
     """
 
-    inputs: Mapping[str, Mapping[str, Split]]
+    inputs: Mapping[str, Mapping[str, Split | Count]]
     outputs: Mapping[str, Mapping[int, Split]]
-    gathers: Mapping[str, int]
-    attention: AttentionChange
+    gathers: Mapping[str, Mapping[int, Split]]
+    attention: Mapping[str, Attention] | AttentionChange
+    whole: Mapping[str, Whole] = field(default_factory=dict)
     exact: bool = False
+
+    @property
+    def splits_anything(self) -> bool:
+        """Whether there is a region in which ranks have their own tokens only."""
+        return bool(self.inputs or self.outputs)
+
+    @property
+    def short_streams(self) -> frozenset[str]:
+        """Streams that may have fewer tokens than there are ranks, since they always attend together with others."""
+        if not isinstance(self.attention, Mapping):
+            return frozenset()
+        sides = [side for each in self.attention.values() for side in (each.queries, each.key_streams)]
+        return frozenset(name for side in sides for name in side) - {side[0] for side in sides if len(side) == 1}
 
 
 PlanFactory = Callable[[nn.Module], SplitPlan]
@@ -77,9 +154,18 @@ def register_plan(class_path: str, factory: PlanFactory) -> None:
 
 
 def find_plan(model: nn.Module) -> SplitPlan | None:
-    """Returns the plan known for the model's class or its nearest base class, registered or its family's, or None."""
+    """Returns the plan known for the model's class or its nearest base class, registered or its family's, or None.
+
+    Those of families are `SplitPlan.exact`, as tests hold them to one device, but for subclasses: these may compute
+    something else, of which no test here knows.
+    """
     factory: PlanFactory | None = known("SPLIT_PLANS", type(model), _REGISTERED)
-    return None if factory is None else factory(model)
+    if factory is None:
+        return None
+    # FSDP2 makes a subclass of each network it shards.
+    path = class_path(next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule)))
+    plan = factory(model)
+    return plan if path in _REGISTERED else replace(plan, exact=path in AllFamilies[PlanFactory]("SPLIT_PLANS"))
 
 
 def find_planned_modules(root: nn.Module) -> dict[str, SplitPlan]:
@@ -103,38 +189,50 @@ def known_models() -> list[str]:
     return sorted({path.rsplit(".", 1)[-1] for path in (*_REGISTERED, *AllFamilies[PlanFactory]("SPLIT_PLANS"))})
 
 
-def read_diffusers_plan(model: nn.Module, attention: AttentionChange) -> SplitPlan:
-    """Reads the splits and gathers that diffusers declares for its own context parallelism.
+def matching_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """Returns the modules that a path names, by their paths; see `SplitPlan` for what it may hold."""
+    found = {"": model}
+    for part in pattern.split(".") if pattern else ():
+        children = {path: dict(module.named_children()) for path, module in found.items()}
+        if part == "-1":
+            children = {path: dict([*named.items()][-1:]) for path, named in children.items()}
+        found = {
+            f"{path}.{name}" if path else name: child
+            for path, named in children.items()
+            for name, child in named.items()
+            if part in ("*", "-1", name)
+        }
+    return found
 
-    diffusers keeps them in the class attribute ``_cp_plan``: module path -> {argument name or output position ->
-    ``ContextParallelInput``}, or -> ``ContextParallelOutput``. It says nothing of attention, hence the argument.
-    Tried with diffusers 0.42.
 
-    Args:
-        model: A diffusers model.
-        attention: See `SplitPlan.attention`.
+def submodules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """As `matching_modules`, of a path in a plan.
 
     Raises:
-        ValueError: If the model declares no plan, or one with members this reader does not know.
+        ValueError: If there are none.
     """
-    declared = declared_splits(model)
-    if not declared:
-        raise ValueError(f"{type(model).__name__} declares no context-parallel plan (`_cp_plan`): pass a SplitPlan.")
-    inputs: dict[str, dict[str, Split]] = {}
-    outputs: dict[str, dict[int, Split]] = {}
-    gathers: dict[str, int] = {}
-    for path, entry in declared.items():
-        if hasattr(entry, "gather_dim"):
-            gathers[path] = entry.gather_dim
-        elif isinstance(entry, Mapping):
-            for name, member in entry.items():
-                if not hasattr(member, "split_dim"):
-                    raise ValueError(f"Unknown member {member!r} for {name!r} of {path!r} in the model's `_cp_plan`.")
-                split = Split(member.split_dim, member.expected_dims)
-                if member.split_output:
-                    outputs.setdefault(path, {})[name] = split
-                else:
-                    inputs.setdefault(path, {})[name] = split
-        else:
-            raise ValueError(f"Unknown entry {entry!r} for module {path!r} in the model's `_cp_plan`.")
-    return SplitPlan(inputs, outputs, gathers, attention)
+    found = matching_modules(model, pattern)
+    if not found:
+        raise ValueError(f"The split plan names module {pattern!r}, which {type(model).__name__} does not have.")
+    return found
+
+
+def check_streams(plan: SplitPlan, name: str) -> None:
+    """Refuses a plan that splits a stream whose tokens no module attends to.
+
+    Raises:
+        ValueError: Naming the streams.
+    """
+    if not isinstance(plan.attention, Mapping):
+        return
+    rules = [rule for named in plan.inputs.values() for rule in named.values()]
+    rules += [rule for positions in plan.outputs.values() for rule in positions.values()]
+    wholes = [rule for whole in plan.whole.values() for rule in whole.inputs.values()]
+    seen = {stream for each in plan.attention.values() for stream in each.key_streams}
+    seen |= {stream for rule in wholes for stream in rule.streams}
+    forgotten = {stream for rule in rules for stream in rule.streams} - seen
+    if forgotten:
+        raise ValueError(
+            f"The split plan of {name} splits {sorted(forgotten)}, whose tokens no module in attention= has for keys: "
+            "each rank would see its own share only. Name the attention, or leave the stream whole."
+        )

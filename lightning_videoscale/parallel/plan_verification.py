@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.torch.trees import tree_leaves
+from lightning_videoscale.parallel.exchange_watch import ExchangeWatch
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.token_mixing import TokenMixing
 from lightning_videoscale.parallel.trial_run import Rehearsal, SplitNetwork, eval_mode, rehearse, stage
@@ -78,12 +79,11 @@ def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """
     started = time.perf_counter()
     network, sp = split.network, split.context.mesh.sp
-    tensors = [x for x in (*tree_leaves((args, kwargs)), *network.parameters()) if isinstance(x, Tensor)]
-    device = tensors[0].device if tensors else torch.device("cpu")
+    device = _device_of(split, args, kwargs)
     remark = ""
     with stage(network), _fresh_peak(device):
         mixing = TokenMixing(split.context)
-        with mixing.watching(network):
+        with mixing.watching(network), ExchangeWatch(split.name, split.context).watching():
             on_slices = _attempt(split, args, kwargs, device, gradients, whole=False)
         assert on_slices is not None
         everyone = _agree((mixing.found, _has_room(device, sp.size)))
@@ -123,6 +123,35 @@ def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if report.worst[1] > bound:
         raise ValueError(_difference_message(split.name, report))
     return report
+
+
+def check_exchanges(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Runs the network once, on slices and without gradients, and looks at its attention; collective over the group.
+
+    For plans whose values need no comparison. What is seen is what a user may have changed: another attention backend,
+    a mask, a module that attends to its own tokens only.
+
+    Args:
+        split: The network.
+        args: What it is called with; equal on all ranks of the group.
+        kwargs: As ``args``, by name.
+
+    Raises:
+        ValueError: On all ranks of the group, naming the module.
+    """
+    group = split.context.mesh.sp.group
+    with stage(split.network):
+        mixing = TokenMixing(split.context)
+        with mixing.watching(split.network), ExchangeWatch(split.name, split.context, group).watching():
+            _attempt(split, args, kwargs, _device_of(split, args, kwargs), gradients=False, whole=False)
+            attention = [found for found in mixing.found if "attention" in found.rpartition(" calls ")[2]]
+            if attention:
+                raise ValueError(_mixing_message(split.name, attention))
+
+
+def _device_of(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+    tensors = (x for x in (*tree_leaves((args, kwargs)), *split.network.parameters()) if isinstance(x, Tensor))
+    return next((x.device for x in tensors), torch.device("cpu"))
 
 
 def _attempt(
@@ -166,12 +195,15 @@ def _difference_message(name: str, report: PlanReport) -> str:
 
 def _refuse_mixing(name: str, found: list[list[str]]) -> None:
     if found:
-        listed = "; ".join(dict.fromkeys(found[0]))
-        raise ValueError(
-            f"{name} mixes tokens where its sequence is split and every rank has only its own: "
-            f"{listed}. Exchange attention in the plan's attention= (sequence_parallel_attention), and let the plan "
-            "split after the others or gather before them."
-        )
+        raise ValueError(_mixing_message(name, found[0]))
+
+
+def _mixing_message(name: str, found: list[str]) -> str:
+    return (
+        f"{name} mixes tokens where its sequence is split and every rank has only its own: "
+        f"{'; '.join(dict.fromkeys(found))}. Name attention in the plan's attention=, and let the plan split after "
+        "the others, gather before them, or name them in whole=."
+    )
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class Ring:
 
     Attributes:
         axis: The ranks.
-        lengths: Tokens of each rank.
+        lengths: Keys of each rank.
         repeats: How many query heads each key/value head serves, in their order.
         scale: Factor on the logits.
         transport: How bytes travel.
@@ -54,8 +54,8 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, mask: 
     Only ``query``, ``key``, ``value``, the output and its log-sum-exp are kept for backward.
 
     Args:
-        query: (B, H, S, D) with ``S = ring.lengths[rank]``.
-        key: (B, h, S, D) with ``h = len(ring.repeats)``.
+        query: (B, H, S, D).
+        key: (B, h, T, D) with ``T = ring.lengths[rank]`` and ``h = len(ring.repeats)``.
         value: As ``key``.
         ring: The ring, of two ranks or more.
         mask: (B, tokens of all ranks) bool, equal on all ranks, True where a key may be attended.

@@ -5,7 +5,9 @@ the same loss from the gathered outputs. Hence
 
 - the gradient of a `gather` is this rank's slice *times* the number of ranks, which the averaging takes back;
 - the gradient of a `split` is the local gradient padded with zeros; it never gathers, because the averaging adds the
-  ranks' slices up.
+  ranks' slices up;
+- the gradient of a `gather_inside`, in front of a module that sees all tokens and whose output is split again, is the
+  sum of all ranks' gradients for this rank's tokens: each rank's covers what became of its own slice only.
 
 A parameter before the split, inside the region, after the gather, or fed into the region from outside then receives
 exactly the gradient it has on one rank.
@@ -18,6 +20,7 @@ Each autograd function of a split sequence has ``ctx.returns``, ``"slice"`` or `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,38 +45,104 @@ def split_sizes(length: int, parts: int) -> tuple[int, ...]:
     return tuple(share + (part < rest) for part in range(parts))
 
 
-def split(x: Tensor, dim: int, context: SequenceContext) -> Tensor:
-    """Returns this rank's slice of ``x`` along ``dim`` and records the split table in ``context``.
+def split(
+    x: Tensor, dim: int, context: SequenceContext, streams: Sequence[str] = ("video",), *, broadcasts: bool = False
+) -> Tensor:
+    """Returns this rank's tokens of ``x`` along ``dim`` and records the tables of its streams in ``context``.
 
     Args:
         x: The same tensor on all ranks of the group.
-        dim: The sequence dim; any length of at least one token per rank.
-        context: The group, and where later exchanges look up the table.
+        dim: The dim of the tokens; any length of at least one token per rank, or of fewer for short streams.
+        context: The group, and where later exchanges look up the tables.
+        streams: Whose tokens they are, one stream behind the other; of all but one the length must be known.
+        broadcasts: Whether a dim of size 1 is left whole though its stream is not known yet; that of a known stream is
+            left whole in any case.
+
+    Raises:
+        ValueError: If the tensor is not as long as its streams are.
     """
-    lengths = split_sizes(x.shape[dim], context.mesh.sp.size)
-    context.record = context.record.with_table(lengths)
-    sliced: Tensor = _Split.apply(x, dim, lengths, context.mesh.sp.rank)  # type: ignore[no-untyped-call]
+    size, record = x.shape[dim], context.record
+    known = {name: record.tokens(name) for name in streams if name in record.tables}
+    if size == 1 and (broadcasts or len(streams) > 1 or any(tokens != 1 for tokens in known.values())):
+        return x
+    new = [name for name in streams if name not in known]
+    if len(new) > 1:
+        raise ValueError(f"How {size} tokens share out to {new} is not known: split one of them before.")
+    for name in new:
+        known[name] = size - sum(known.values())
+        record = record.with_stream(name, known[name], _table(known[name], name, context))
+    totals = [known[name] for name in streams]
+    if sum(totals) != size or min(totals) < 1:
+        expected = " + ".join(f"{total} of {name}" for total, name in zip(totals, streams, strict=True))
+        raise ValueError(f"It has {size} tokens along dim {dim}, and the streams of this forward pass {expected}.")
+    context.record = record
+    pieces = x.split(totals, dim) if len(streams) > 1 else (x,)
+    slices = [
+        _Split.apply(_padded(piece, dim, sum(table)), dim, table, context.mesh.sp.rank)  # type: ignore[no-untyped-call]
+        for piece, table in zip(pieces, (record.tables[name] for name in streams), strict=True)
+    ]
+    sliced: Tensor = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
     if context.on_split is not None:
         context.on_split(sliced)
     return sliced
 
 
-def gather(x: Tensor, dim: int, context: SequenceContext) -> Tensor:
+def _table(tokens: int, stream: str, context: SequenceContext) -> tuple[int, ...]:
+    parts = context.mesh.sp.size
+    return split_sizes(max(tokens, parts) if stream in context.short_streams else tokens, parts)
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    if x.shape[dim] == length:
+        return x
+    shape = list(x.shape)
+    shape[dim] = length - x.shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def gather(x: Tensor, dim: int, context: SequenceContext, streams: Sequence[str] = ("video",)) -> Tensor:
     """Returns the whole tensor of which ``x`` is this rank's slice along ``dim``, on every rank of the group.
 
     Backward that comes to ``x`` brings back the record of this forward pass, before anything in front of the gather is
     recomputed for activation checkpointing.
 
     Args:
-        x: Slice whose length along ``dim`` was recorded by a `split` of the same forward pass.
-        dim: The sequence dim.
+        x: This rank's tokens of the streams, as a `split` of the same forward pass left them.
+        dim: The dim of the tokens.
         context: The group and the record of the pass.
+        streams: Whose tokens they are.
+
+    Raises:
+        ValueError: If ``x`` is not as long as this rank's tokens of the streams.
     """
     record = context.record
     if x.grad_fn is not None:
         x.grad_fn.register_prehook(lambda _: context.resume(record))
-    whole: Tensor = _Gather.apply(x, dim, record.lengths_of(x.shape[dim]), context)  # type: ignore[no-untyped-call]
-    return whole
+    return _gathered(_Gather, x, dim, context, streams)
+
+
+def gather_inside(x: Tensor, dim: int, context: SequenceContext, streams: Sequence[str] = ("video",)) -> Tensor:
+    """As `gather`, in front of a module whose outputs are split again: the ranks' gradients differ, and are summed."""
+    return _gathered(_GatherInside, x, dim, context, streams)
+
+
+def _gathered(
+    function: type[torch.autograd.Function], x: Tensor, dim: int, context: SequenceContext, streams: Sequence[str]
+) -> Tensor:
+    tables = [context.record.lengths((name,)) for name in streams]
+    mine = [table[context.mesh.sp.rank] for table in tables]
+    if x.shape[dim] != sum(mine):
+        expected = " + ".join(f"{count} of {name}" for count, name in zip(mine, streams, strict=True))
+        raise ValueError(
+            f"To be gathered are {x.shape[dim]} tokens along dim {dim}; this rank's share of the forward pass is "
+            f"{expected}."
+        )
+    pieces = x.split(mine, dim) if len(streams) > 1 else (x,)
+    whole = [
+        function.apply(piece, dim, table, context).narrow(dim, 0, context.record.tokens(name))
+        for piece, table, name in zip(pieces, tables, streams, strict=True)
+    ]
+    return whole[0] if len(whole) == 1 else torch.cat(whole, dim)
 
 
 def whole_gradient(x: Tensor, context: SequenceContext) -> Tensor:
@@ -118,6 +187,25 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         piece = grad.narrow(ctx.dim, sum(ctx.lengths[: ctx.sp.rank]), ctx.lengths[ctx.sp.rank])
         return piece * ctx.sp.size, None, None, None
+
+
+class _GatherInside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], context: SequenceContext) -> Tensor:
+        ctx.dim, ctx.lengths, ctx.context, ctx.returns = dim, lengths, context, "slice"  # losses of it would differ
+        whole = context.transport.all_gather(x.movedim(dim, 0).contiguous(), lengths, context.mesh.sp)
+        return whole.movedim(0, dim).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        sp, tokens_first = ctx.context.mesh.sp, grad.movedim(ctx.dim, 0).contiguous()
+        per_token, mine = tokens_first[0].numel(), ctx.lengths[sp.rank]
+        send, receive = [length * per_token for length in ctx.lengths], [mine * per_token] * sp.size
+        received = ctx.context.transport.exchange(tokens_first.view(-1), send, receive, sp)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        summed = received.view(sp.size, mine, *tokens_first.shape[1:]).sum(0, dtype=wide).to(grad.dtype)
+        return summed.movedim(0, ctx.dim), None, None, None
 
 
 class _WholeGradient(torch.autograd.Function):

@@ -24,6 +24,7 @@ from lightning_videoscale.compat.torch.modules import attributes_but_children, b
 from lightning_videoscale.compat.torch.trees import tree_leaves, tree_map_only
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.plan import SplitPlan
+from lightning_videoscale.parallel.redirection import exchange_attention
 
 _MOST_ELEMENTS = 1 << 28  # of all gradients that are asked for
 
@@ -40,7 +41,7 @@ class SplitNetwork:
     def __init__(self, network: nn.Module, plan: SplitPlan, context: SequenceContext) -> None:
         self.name = type(network).__name__  # FSDP2 makes another class of it
         self.network, self.plan, self.context = network, plan, context
-        self._restore_attention = plan.attention(network, context)
+        self._restore_attention = exchange_attention(network, plan, context)
 
     def restore_attention(self) -> None:
         """Takes the exchanges back."""
@@ -58,7 +59,7 @@ class SplitNetwork:
             yield
         finally:
             self.context.suspended = False
-            self._restore_attention = self.plan.attention(self.network, self.context)
+            self._restore_attention = exchange_attention(self.network, self.plan, self.context)
             restore_children()
             for module, forward in forwards:
                 vars(module).pop("forward", None)

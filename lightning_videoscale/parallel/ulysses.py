@@ -2,13 +2,14 @@
 
 Shapes: B batch, s tokens of this rank, S tokens of all ranks, H heads, h heads of this rank, D head dim.
 
-`scatter_heads`  (B, s, H, D) of query, key and value -> (B, h, S, D) of each, in one message   before attention
+`scatter_heads`  (B, s, H, D) of query, key and value -> (B, h, S, D) of each                    before attention
 `gather_heads`   (B, h, S, D) -> (B, s, H, D)                                                   after it
 
 For query heads each is the other's inverse and therefore its gradient. Lengths and heads need not divide by the number
-of ranks. Key/value heads may be fewer than query heads and than ranks: each goes to every rank that has one of its
-query heads, and the gradients that come back from there are added up (in fp32, of parts rounded to the gradient's
-dtype: at most one rounding per part more than on one rank).
+of ranks. Query, key and value are one message where they are of one sequence, and two where not. Key/value heads may be
+fewer than query heads and than ranks: each goes to every rank that has one of its query heads, and the gradients that
+come back from there are added up (in fp32, of parts rounded to the gradient's dtype: at most one rounding per part more
+than on one rank).
 
 The piece of a message that rank s sends to rank r before attention, and r to s after it, is (tokens of s, B, heads of r
 of all tensors, D). Tokens come first, so that the pieces that a rank receives before attention are, one behind the
@@ -77,17 +78,21 @@ class HeadAssignment:
     """Which heads the ranks of a Ulysses group have in a layer, as one of them needs to know.
 
     Attributes:
-        qkv: The exchange of query, key and value.
-        out: The exchange of the output.
+        qkv: The exchange of query, key and value in one message; None where keys are of another sequence.
+        out: The exchange of the output, and of such a query.
+        kv: The exchange of such keys and values.
         repeats: How many of this rank's query heads each of this rank's key/value heads serves, in their order.
     """
 
-    qkv: HeadShares
+    qkv: HeadShares | None
     out: HeadShares
+    kv: HeadShares
     repeats: tuple[int, ...]
 
     @classmethod
-    def create(cls, rank: int, lengths: tuple[int, ...], heads: int, kv_heads: int) -> HeadAssignment:
+    def create(
+        cls, rank: int, lengths: tuple[int, ...], key_lengths: tuple[int, ...], heads: int, kv_heads: int
+    ) -> HeadAssignment:
         """Shares the heads out; see `assign_heads`."""
         check_heads(heads, len(lengths))
         group = heads // kv_heads
@@ -96,8 +101,9 @@ class HeadAssignment:
         kv = tuple(range(share.start // group, (share.stop - 1) // group + 1) for share in query)
         serving = [head // group for head in query[rank]]
         return cls(
-            HeadShares.create(rank, lengths, (query, kv, kv)),
+            HeadShares.create(rank, lengths, (query, kv, kv)) if lengths == key_lengths else None,
             HeadShares.create(rank, lengths, (query,)),
+            HeadShares.create(rank, key_lengths, (kv, kv)),
             tuple(serving.count(head) for head in kv[rank]),
         )
 
@@ -105,12 +111,15 @@ class HeadAssignment:
 _known_assignment = lru_cache(maxsize=256)(HeadAssignment.create)
 
 
-def assign_heads(rank: int, lengths: tuple[int, ...], heads: int, kv_heads: int) -> HeadAssignment:
+def assign_heads(
+    rank: int, lengths: tuple[int, ...], key_lengths: tuple[int, ...], heads: int, kv_heads: int
+) -> HeadAssignment:
     """Shares the heads out over the ranks of a Ulysses group.
 
     Args:
         rank: Position of the rank that is to know.
-        lengths: Tokens of each rank.
+        lengths: Queries of each rank.
+        key_lengths: Keys of each rank.
         heads: Query heads.
         kv_heads: Key/value heads; ``heads`` is a multiple of them.
 
@@ -119,7 +128,7 @@ def assign_heads(rank: int, lengths: tuple[int, ...], heads: int, kv_heads: int)
     """
     # `torch.compile` evaluates it once, and warns of caches.
     create = HeadAssignment.create if torch.compiler.is_compiling() else _known_assignment
-    return create(rank, lengths, heads, kv_heads)
+    return create(rank, lengths, key_lengths, heads, kv_heads)
 
 
 def check_heads(heads: int, ulysses_size: int) -> None:
@@ -151,14 +160,20 @@ def scatter_heads(query: Tensor, key: Tensor, value: Tensor, ulysses: Ulysses) -
 
     Args:
         query: (B, s, H, D).
-        key: (B, s, H', D).
+        key: (B, t, H', D).
         value: As ``key``.
         ulysses: The group, of two ranks or more.
 
     Returns:
-        (B, h, S, D) of each, with tokens before heads in memory.
+        (B, h, S, D) of each, with tokens before heads in memory; (B, h', T, D) of key and value.
     """
-    tensors: tuple[Tensor, Tensor, Tensor] = _ScatterHeads.apply(ulysses, query, key, value)  # type: ignore[no-untyped-call]
+    heads = ulysses.heads
+    tensors: tuple[Tensor, Tensor, Tensor]
+    if heads.qkv is not None:
+        tensors = _ScatterHeads.apply(ulysses, heads.qkv, query, key, value)  # type: ignore[no-untyped-call]
+    else:
+        queries: tuple[Tensor] = _ScatterHeads.apply(ulysses, heads.out, query)  # type: ignore[no-untyped-call]
+        tensors = *queries, *_ScatterHeads.apply(ulysses, heads.kv, key, value)  # type: ignore[no-untyped-call]
     return tensors
 
 
@@ -193,14 +208,14 @@ def sum_heads(grad: Tensor, repeats: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ulysses, ctx.returns = ulysses, "slice"
-        return _scatter(tensors, ulysses.heads.qkv, ulysses)
+    def forward(ctx: Any, ulysses: Ulysses, shares: HeadShares, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ulysses, ctx.shares, ctx.returns = ulysses, shares, "slice"
+        return _scatter(tensors, shares, ulysses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *_gather(grads, ctx.ulysses.heads.qkv, ctx.ulysses)
+        return None, None, *_gather(grads, ctx.shares, ctx.ulysses)
 
 
 class _GatherHeads(torch.autograd.Function):

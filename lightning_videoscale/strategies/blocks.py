@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_videoscale.compat.diffusers import block_classes
 from lightning_videoscale.compat.patching import patch
+from lightning_videoscale.families import known
+from lightning_videoscale.parallel.plan import matching_modules
 
 Undo = Callable[[], None]
 
@@ -20,13 +22,16 @@ Undo = Callable[[], None]
 def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
     """Returns the transformer blocks of a network by path, in the order of its modules.
 
-    diffusers' models name the classes of their blocks (``_repeated_blocks``, ``_no_split_modules``); elsewhere the
-    blocks are the children of every ``ModuleList`` whose children all share one class that holds parameters.
+    A family may name them (`families.BLOCKS`). Other models of diffusers name the classes of their blocks
+    (``_repeated_blocks``, ``_no_split_modules``). Elsewhere the blocks are the children of every ``ModuleList`` whose
+    children all share one class that holds parameters.
 
     Raises:
         ValueError: If nothing in the network looks like a list of blocks.
     """
-    names = block_classes(network)
+    names, patterns = block_classes(network), known("BLOCKS", type(network))
+    if patterns is not None:
+        return {path: block for pattern in patterns for path, block in matching_modules(network, pattern).items()}
     if names:
         found = {
             path: module

@@ -13,7 +13,6 @@ from torch import nn
 from lightning_videoscale.compat.diffusers import (
     CLASS_NAME,
     block_classes,
-    declared_splits,
     dispatch_settings,
     kept_in_float32,
 )
@@ -21,18 +20,14 @@ from lightning_videoscale.compat.names import MissingNameError
 from tests.models import tiny_wan
 
 
-def test_wan_declares_its_splits_its_blocks_and_what_stays_in_float32() -> None:
+def test_wan_declares_its_blocks_and_what_stays_in_float32() -> None:
     wan = tiny_wan()
-    splits = declared_splits(wan)
-    assert splits is not None
-    assert "blocks.0" in splits and "proj_out" in splits
     assert {type(block).__name__ for block in wan.blocks} == block_classes(wan)
     assert "scale_shift_table" in kept_in_float32(wan)
     assert "norm2" in kept_in_float32(wan)
 
 
 def test_another_network_declares_nothing() -> None:
-    assert declared_splits(nn.Linear(1, 1)) is None
     assert block_classes(nn.Linear(1, 1)) == kept_in_float32(nn.Linear(1, 1)) == set()
 
 

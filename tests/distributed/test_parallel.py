@@ -176,7 +176,7 @@ def test_attention_says_what_does_not_fit(ranks: Ranks) -> None:
     assert "rank 0 of 4" in lengths and "2 tokens" in lengths and "lengths=(3, 3, 3, 3)" in lengths
     assert "lengths=(2, 2)" in too_few
     assert "got (1, 2, 4, 8), (1, 2, 3, 8), (1, 2, 3, 8)" in groups
-    assert "(B, s) = (1, 2)" in mask and "got torch.bool of (1, 8)" in mask
+    assert "(B, t) = (1, 2)" in mask and "got torch.bool of (1, 8)" in mask
     assert "got torch.float32 of (1, 2)" in mask_dtype
 
 
@@ -237,7 +237,7 @@ class Block(nn.Module):
         if self.context is None:
             out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
         else:
-            lengths = self.context.lengths_of(x.shape[1])
+            lengths = self.context.lengths()
             out = sequence_parallel_attention(q, k, v, self.context.mesh, lengths=lengths)
         return x + out.flatten(2)
 
@@ -270,7 +270,7 @@ def my_plan() -> SplitPlan:
         set_context(context)
         return lambda: set_context(None)
 
-    return SplitPlan({"": {"x": Split(dim=1)}}, {}, {"head": 1}, exchange)
+    return SplitPlan({"": {"x": Split(dim=1)}}, {}, {"head": {0: Split(1)}}, exchange)
 
 
 def own_model_error() -> float:

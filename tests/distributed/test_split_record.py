@@ -37,15 +37,19 @@ Ranks = Callable[[int], ProcessPool]
 
 def test_a_record_is_never_changed() -> None:
     empty = SplitRecord(rank=1)
-    record = empty.with_table((5, 4)).with_table((5, 4)).with_table((3, 3))
-    assert (empty.tables, record.tables) == ((), ((5, 4), (3, 3)))
-    assert (record.lengths_of(4), record.lengths_of(3)) == ((5, 4), (3, 3))
+    record = empty.with_stream("video", 9, (5, 4)).with_stream("video", 9, (5, 4)).with_stream("text", 1, (1, 1))
+    assert (empty.tables, record.tables) == ({}, {"video": (5, 4), "text": (1, 1)})
+    assert (record.lengths(["video"]), record.lengths(["text", "video"])) == ((5, 4), (6, 5))
+    assert record.local_lengths == {1, 4, 5}
+    assert (record.tokens("video"), record.tokens("text")) == (9, 1)
+    assert record.missing(["video"]) is None
+    assert record.missing(["text", "video"]) == (True, False, False, False, False)
     with pytest.raises(FrozenInstanceError):
-        record.tables = ()  # type: ignore[misc]
-    with pytest.raises(RuntimeError, match="9 and 8 tokens both gave this rank 4 tokens"):
-        record.with_table((4, 4))
-    with pytest.raises(RuntimeError, match=r"split into 7 tokens for this rank \(known: \[3, 4\]\)"):
-        record.lengths_of(7)
+        record.tables = {}  # type: ignore[misc]
+    with pytest.raises(ValueError, match="video has 9 tokens in this forward pass, not 8"):
+        record.with_stream("video", 8, (4, 4))
+    with pytest.raises(ValueError, match=r"split as \['audio'\], only as \['video', 'text'\]"):
+        record.lengths(["video", "audio"])
 
 
 # -- models, by who recomputes what -----------------------------------------------------------------------------------
@@ -62,7 +66,7 @@ class Block(nn.Module):
         if self.context is None:
             out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
         else:
-            lengths = self.context.lengths_of(x.shape[1])
+            lengths = self.context.lengths()
             out = sequence_parallel_attention(q, k, v, self.context.mesh, lengths=lengths)
         return x + self.dropout(out.flatten(2))
 
@@ -98,7 +102,7 @@ def exchange(model: nn.Module, context: SequenceContext) -> Callable[[], None]:
     return lambda: give(None)
 
 
-BY_BLOCK = SplitPlan({"blocks.0": {"x": Split(1)}}, {}, {"head": 1}, exchange)
+BY_BLOCK = SplitPlan({"blocks.0": {"x": Split(1)}}, {}, {"head": {0: Split(1)}}, exchange)
 """Splits inside of what is checkpointed, as Wan's plan does."""
 
 
@@ -312,7 +316,8 @@ class TwoOutputs(nn.Module):
 
 def draws(order: tuple[str, ...]) -> list[float]:
     network = TwoOutputs()
-    plan = SplitPlan({"": {"x": Split(1)}}, {}, dict.fromkeys(order, 1), lambda model, context: lambda: None)
+    gathers = {path: {0: Split(1)} for path in order}
+    plan = SplitPlan({"": {"x": Split(1)}}, {}, gathers, lambda model, context: lambda: None)
     mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
     parallelize(network, mesh, plan, verify_plan=False)
     torch.manual_seed(1)

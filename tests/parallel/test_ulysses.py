@@ -21,7 +21,8 @@ def groups(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 @given(groups())
 def test_every_query_head_is_on_one_rank_with_its_key_value_head(problem: tuple[tuple[int, ...], int, int]) -> None:
     lengths, heads, kv_heads = problem
-    assignments = [assign_heads(rank, lengths, heads, kv_heads) for rank in range(len(lengths))]
+    assignments = [assign_heads(rank, lengths, lengths, heads, kv_heads) for rank in range(len(lengths))]
+    assert assignments[0].qkv is not None
     query, key, value = assignments[0].qkv.heads
     assert [head for share in query for head in share] == list(range(heads))
     assert key == value and assignments[0].out.heads == (query,)
@@ -33,7 +34,7 @@ def test_every_query_head_is_on_one_rank_with_its_key_value_head(problem: tuple[
 @given(groups())
 def test_what_one_rank_sends_another_receives(problem: tuple[tuple[int, ...], int, int]) -> None:
     lengths, heads, kv_heads = problem
-    assignments = [assign_heads(rank, lengths, heads, kv_heads) for rank in range(len(lengths))]
+    assignments = [assign_heads(rank, lengths, lengths, heads, kv_heads) for rank in range(len(lengths))]
     for sender, theirs in enumerate(assignments):
         for reader, mine in enumerate(assignments):
             assert theirs.qkv.by_heads[reader] == mine.qkv.by_tokens[sender]
@@ -45,7 +46,7 @@ def test_what_one_rank_sends_another_receives(problem: tuple[tuple[int, ...], in
     [((8, 8), 4, 4, True), ((9, 8), 4, 4, True), ((8, 8), 5, 5, False), ((8, 8), 4, 2, False), ((8, 8), 2, 1, False)],
 )
 def test_what_is_even(lengths: tuple[int, ...], heads: int, kv_heads: int, even: bool) -> None:
-    assignment = assign_heads(0, lengths, heads, kv_heads)
+    assignment = assign_heads(0, lengths, lengths, heads, kv_heads)
     assert assignment.qkv.even is even
     assert assignment.out.even is (heads % 2 == 0)
-    assert assign_heads(0, lengths, heads, kv_heads) is assignment  # made once for all layers
+    assert assign_heads(0, lengths, lengths, heads, kv_heads) is assignment  # made once for all layers

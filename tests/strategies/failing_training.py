@@ -51,7 +51,7 @@ class Block(nn.Module):
             attended = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v))).transpose(1, 2)
         else:
             context = self.context
-            lengths = context.lengths_of(x.shape[1])
+            lengths = context.lengths()
             attended = sequence_parallel_attention(q, k, v, context.mesh, lengths=lengths, transport=context.transport)
         return x + self.out(attended.flatten(2))
 
@@ -77,7 +77,7 @@ def join_attention(model: nn.Module, context: SequenceContext) -> Callable[[], N
 
 
 def split_plan() -> SplitPlan:
-    return SplitPlan({"blocks.0": {"x": Split(1)}}, {}, {"blocks.1": 1}, join_attention)
+    return SplitPlan({"blocks.0": {"x": Split(1)}}, {}, {"blocks.1": {0: Split(1)}}, join_attention)
 
 
 class Module(pl.LightningModule):

@@ -50,7 +50,7 @@ class Module(pl.LightningModule):
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and what it starts, ignore it
-plan = SplitPlan({"": {"input": Split(1)}}, {}, {"": 1}, lambda model, context: lambda: None)
+plan = SplitPlan({"": {"input": Split(1)}}, {}, {"": {0: Split(1)}}, lambda model, context: lambda: None)
 pl.Trainer(
     strategy=SequenceParallelDDPStrategy(modules=["net"], plan=plan), accelerator="cpu", devices=2, max_epochs=1,
     logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -35,7 +35,7 @@ class Attention(nn.Module):
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)
         else:
-            lengths = self.context.lengths_of(x.shape[1])
+            lengths = self.context.lengths()
             out = sequence_parallel_attention(q, k, v, self.context.mesh, lengths=lengths)
         return x + out.flatten(2)
 
@@ -77,7 +77,7 @@ class SharedMean(nn.Module):
             return x - x.mean(1, keepdim=True)
         total = x.sum(1, keepdim=True)
         dist.all_reduce(total.detach(), group=self.context.mesh.sp.group)
-        return x - total.detach() / sum(self.context.lengths_of(x.shape[1]))
+        return x - total.detach() / sum(self.context.lengths())
 
 
 class Network(nn.Module):
@@ -103,7 +103,7 @@ def exchange(model: nn.Module, context: SequenceContext) -> Callable[[], None]:
 
 
 def plan(attention: Callable[[nn.Module, SequenceContext], Callable[[], None]] = exchange) -> SplitPlan:
-    return SplitPlan({"": {"x": Split(1)}}, {}, {"head": 1}, attention)
+    return SplitPlan({"": {"x": Split(1)}}, {}, {"head": {0: Split(1)}}, attention)
 
 
 def network(layer: Callable[[], nn.Module]) -> Network:

@@ -1,9 +1,8 @@
-"""Plans of diffusers' models: those that it declares are verified, families that are tested here are not."""
+"""Plans of diffusers' models: a user's own are verified, those of families that are tested here are not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from diffusers import LTXVideoTransformer3DModel, WanTransformer3DModel
 from torch import Tensor
 
-from lightning_videoscale.parallel import SequenceContext, Split, read_diffusers_plan, sequence_parallel_attention
+from lightning_videoscale.parallel import SequenceContext, Split, SplitPlan, sequence_parallel_attention
 from tests.distributed.pool import ProcessPool
 from tests.distributed.verification.networks import first_call
 from tests.models import tiny_wan
@@ -34,7 +33,7 @@ class ExchangedAttention:
         if self.context is None:
             out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
         else:
-            lengths = self.context.lengths_of(hidden_states.shape[1])
+            lengths = self.context.lengths()
             out = sequence_parallel_attention(q, k, v, self.context.mesh, lengths=lengths)
         return attn.to_out[1](attn.to_out[0](out.flatten(2)))
 
@@ -59,12 +58,17 @@ def ltx(exchanged: bool, text_is_split: bool) -> str:
     torch.manual_seed(0)
     sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 8}
     model = LTXVideoTransformer3DModel(in_channels=4, out_channels=4, num_layers=2, **sizes)
-    declared = read_diffusers_plan(model, ltx_attention(exchanged))
-    if not text_is_split:
-        declared = replace(declared, inputs={"": {"hidden_states": Split(1, 3)}})
+    text = Split(1, ("text",))
+    split_text = {"encoder_hidden_states": text, "encoder_attention_mask": text} if text_is_split else {}
+    plan = SplitPlan(
+        inputs={"": {"hidden_states": Split(1)} | split_text},
+        outputs={"rope": {0: Split(1), 1: Split(1)}},
+        gathers={"proj_out": {0: Split(1)}},
+        attention=ltx_attention(exchanged),
+    )
     return first_call(
         model,
-        declared,
+        plan,
         torch.randn(1, 12, 4),
         torch.randn(1, 6, 8),
         torch.tensor([500]),
@@ -93,7 +97,7 @@ def test_a_tested_family_costs_nothing(ranks: Ranks) -> None:
 
 
 def test_plans_of_ltx(ranks: Ranks) -> None:
-    """diffusers also splits the text, whose keys then must travel, too."""
+    """diffusers' own plan also splits the text, which then must be exchanged, too."""
     pool = ranks(2)
     for message in pool.run(ltx, exchanged=True, text_is_split=True):
         assert "transformer_blocks.0.attn2 (LTXAttention) calls scaled_dot_product_attention" in message

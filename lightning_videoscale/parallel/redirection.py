@@ -1,0 +1,181 @@
+"""Attention that exchanges over the group: `exchange_attention` makes a network's modules do so, as its plan says.
+
+Of modules that the plan names, calls of `scaled_dot_product_attention` are redirected.
+
+A module's own projections, norms and rotations run as they are, on this rank's tokens; only the attention itself is
+replaced. That holds for whatever reaches torch's function from inside the module, such as diffusers' processors with
+their native backend, and is traced by `torch.compile` without a graph break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_videoscale.parallel.attention import sequence_parallel_attention
+from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.plan import Attention, SplitPlan, submodules
+from lightning_videoscale.parallel.ulysses import check_heads
+from lightning_videoscale.undo import Undo
+
+_MASKED = -1e3
+"""A bias of this or less takes a key out: diffusers has -10 000, others the least number of a dtype."""
+
+
+def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceContext) -> Callable[[], None]:
+    """Makes a network's attention exchange over the group.
+
+    Args:
+        model: The network.
+        plan: Says which attention, see `SplitPlan.attention`.
+        context: The group and the tables of the pass.
+
+    Returns:
+        What takes it back.
+
+    Raises:
+        ValueError: If the network has no module of a path in the plan, or too few heads.
+    """
+    if not isinstance(plan.attention, Mapping):
+        return plan.attention(model, context)
+    undo = Undo()
+    for pattern, rule in plan.attention.items():
+        for path, module in submodules(model, pattern).items():
+            if isinstance(heads := getattr(module, "heads", None), int):  # as diffusers' attention has it
+                check_heads(heads, context.mesh.ulysses.size)
+            forward = _exchanging_forward(module.forward, path, rule, context)
+            undo.set(module, "forward", MethodType(forward, module))  # a copy of the module has it for its own
+    return undo
+
+
+def _exchanging_forward(
+    original: Callable[..., Any], path: str, rule: Attention, context: SequenceContext
+) -> Callable[..., Any]:
+    unbound = (
+        original.__func__ if isinstance(original, MethodType) else lambda _, *args, **kwargs: original(*args, **kwargs)
+    )
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _Exchange(path, rule, context) as exchange:  # type: ignore[no-untyped-call]
+            result = unbound(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            exchange.check_calls(type(self).__name__)
+        return result
+
+    return forward
+
+
+class _Exchange(TorchFunctionMode):
+    """Inside, attention is over the tokens of all ranks; one call of it is expected."""
+
+    def __init__(self, path: str, rule: Attention, context: SequenceContext) -> None:
+        super().__init__()
+        self._path, self._rule, self._context, self._calls = path, rule, context, 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls the function, or exchanges in its place."""
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def check_calls(self, name: str) -> None:
+        """Refuses a module that attended otherwise, or more than once."""
+        if self._calls != 1:
+            raise ValueError(
+                f"{self._path} ({name}) exchanges once in a forward pass, by scaled_dot_product_attention, and called "
+                f"it {self._calls} times. "
+                + ("Choose torch's own attention, in diffusers the backend 'native'." if not self._calls else "")
+            )
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """As torch's function, (B, H, s, D) of this rank's tokens; H and h are told apart without ``enable_gqa``."""
+        self._calls += 1
+        context, rule = self._context, self._rule
+        objection = self._objection(query, key, attn_mask, dropout_p, is_causal)
+        if context.on_exchange is not None:
+            if objection is None and attn_mask is not None:
+                objection = _biased(attn_mask)
+            context.on_exchange(self._path, objection)
+        if objection is not None:
+            raise ValueError(f"{self._path} cannot attend over a split sequence: {objection}")
+        mask = None if attn_mask is None else _key_mask(attn_mask, query.shape[0], rule.padded_rows)
+        missing = context.record.missing(rule.key_streams)
+        if missing is not None:
+            there = torch.tensor(missing, device=query.device).logical_not().expand(query.shape[0], -1)
+            mask = there if mask is None else mask & there
+        return sequence_parallel_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            context.mesh,
+            lengths=context.lengths(rule.queries),
+            key_lengths=None if rule.keys is None else context.lengths(rule.keys),
+            key_mask=mask,
+            transport=context.transport,
+            scale=scale,
+        ).transpose(1, 2)
+
+    def _objection(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool
+    ) -> str | None:
+        rule, rank = self._rule, self._context.mesh.sp.rank
+        for what, x, streams in (("query", query, rule.queries), ("key", key, rule.key_streams)):
+            mine = self._context.lengths(streams)[rank]
+            if x.ndim != 4 or x.shape[2] != mine:
+                return (
+                    f"its {what} is {tuple(x.shape)}, and this rank has {mine} tokens of {', '.join(streams)} in dim 2."
+                )
+        if is_causal:
+            return "it is causal."
+        if dropout_p:
+            return f"it drops attention weights, dropout_p={dropout_p}."
+        return None if mask is None else _mask_objection(mask, query, key, rule.padded_rows)
+
+
+def _mask_objection(mask: Tensor, query: Tensor, key: Tensor, padded_rows: bool) -> str | None:
+    """By what all ranks see alike: shapes and strides, no values."""
+    shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    if len(shape) != 4 or shape[3] != key.shape[2]:
+        return f"its mask is {tuple(mask.shape)}, for {key.shape[2]} keys of this rank."
+    expanded = [size == 1 or (size > 1 and mask.stride(dim - 4) == 0) for dim, size in enumerate(shape)]
+    if not expanded[1]:
+        return f"its mask {tuple(mask.shape)} has a dim of heads."
+    if not expanded[2] and not (padded_rows and shape[2] == shape[3]):
+        return (
+            f"its mask {tuple(mask.shape)} has a dim of queries. If these are rows of padding that nobody reads, the "
+            "plan may say so: Attention(padded_rows=True)."
+        )
+    return None
+
+
+def _key_mask(mask: Tensor, batch: int, padded_rows: bool) -> Tensor:
+    """(B, keys), True where a key may be attended."""
+    allowed = mask if mask.dtype is torch.bool else mask > _MASKED
+    allowed = allowed[(None,) * (4 - allowed.ndim)][:, 0]
+    keys = allowed.diagonal(dim1=-2, dim2=-1) if padded_rows and allowed.shape[1] > 1 else allowed[:, 0]
+    return keys.expand(batch, -1)
+
+
+def _biased(mask: Tensor) -> str | None:
+    """A look at values, which costs a synchronisation."""
+    if mask.dtype is torch.bool or bool(((mask == 0) | (mask <= _MASKED)).all()):
+        return None
+    return "its mask is a bias other than 0 for keys that count and -1000 or less for those that do not."

@@ -1,0 +1,164 @@
+"""A case of a model family: a tiny random model and its inputs, and how far its split self is from one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_videoscale.parallel import SequenceMesh, SplitPlan, parallelize, verify_plan
+from tests.models import gradient_error
+
+Inputs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What may matter of a call.
+
+    Attributes:
+        family: Key of `FAMILIES`.
+        mesh: Sizes (dp, ring, ulysses).
+        settings: Arguments of the family's `build` and `inputs`: variants of the model, lengths, batch size.
+        checkpointing: Whether the model's own activation checkpointing is on.
+        float32: Whether to compute in float32, with the model's own casts; else in float64 without them.
+    """
+
+    family: str
+    mesh: tuple[int, int, int] = (1, 1, 4)
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    checkpointing: bool = False
+    float32: bool = False
+
+    @property
+    def ranks(self) -> int:
+        dp, ring, ulysses = self.mesh
+        return dp * ring * ulysses
+
+
+class Family:
+    """One class of models.
+
+    Args:
+        build: Returns a tiny model, given settings that it knows; others are for `inputs`.
+        inputs: Returns what it is called with, by name, drawn from torch's generator.
+        variants: Settings of either that matter beside lengths and batch size.
+    """
+
+    def __init__(
+        self,
+        build: Callable[..., nn.Module],
+        inputs: Callable[..., Inputs],
+        variants: Sequence[Mapping[str, Any]] = ({},),
+    ) -> None:
+        self._build, self._inputs, self.variants = build, inputs, variants
+
+    def model(self, case: Case) -> nn.Module:
+        """Seeded; all parameters are random, also those that start at zero."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = self._build(**case.settings).train()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.1))
+                    if parameter.ndim == 1:
+                        parameter.add_(0.5)
+        if case.checkpointing:
+            model.enable_gradient_checkpointing()
+        return model if case.float32 else model.double()
+
+    def inputs(self, case: Case, dp_rank: int) -> Inputs:
+        """Different for each group, the same for its ranks."""
+        with torch.random.fork_rng():
+            torch.manual_seed(1 + dp_rank)
+            inputs = self._inputs(**case.settings)
+        return inputs if case.float32 else _doubled(inputs)
+
+
+@contextmanager
+def lifted_casts() -> Iterator[None]:
+    """Lets float64 through the casts to float32 and bfloat16 that diffusers' models have."""
+    to, as_float = Tensor.to, Tensor.float
+
+    def kept(argument: Any) -> Any:
+        narrow = argument.dtype if isinstance(argument, Tensor) else argument
+        return torch.float64 if narrow in (torch.float32, torch.bfloat16, torch.float16) else argument
+
+    def lifted_to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.dtype is torch.float64:
+            args, kwargs = tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
+        return to(x, *args, **kwargs)
+
+    def lifted_float(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x if x.dtype is torch.float64 else as_float(x, *args, **kwargs)
+
+    with patch.object(Tensor, "to", lifted_to), patch.object(Tensor, "float", lifted_float):
+        yield
+
+
+def errors_of(case: Case, family: Family, plan: SplitPlan | None = None) -> dict[str, float]:
+    """Relative errors of outputs, loss and gradients on this rank of a case's mesh."""
+    dp, ring, ulysses = case.mesh
+    assert dist.get_world_size() == case.ranks
+    mesh = SequenceMesh.create("cpu", ulysses_size=ulysses, ring_size=ring)
+    whole, sliced = family.model(case), family.model(case)
+    undo = parallelize(sliced, mesh, plan, verify_plan=False)
+    with ExitStack() as contexts:
+        contexts.callback(undo)
+        if not case.float32:
+            contexts.enter_context(lifted_casts())
+        everyone = [family.inputs(case, rank) for rank in range(dp)]
+        expected = [_run(whole, inputs) for inputs in everyone]
+        got = _run(sliced, everyone[mesh.dp.rank])
+        sum(loss for _, loss in expected).backward()
+        (got[1] * dp).backward()  # as the mean over groups takes back
+    gradients = {}
+    for name, parameter in sliced.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(gradient)
+        gradients[name] = gradient / case.ranks
+    reference = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in whole.named_parameters()}
+    outputs = zip(got[0], expected[mesh.dp.rank][0], strict=True)
+    return {
+        "outputs": max(float((x - y).norm() / y.norm()) for x, y in outputs),
+        "loss": abs(got[1].item() / expected[mesh.dp.rank][1].item() - 1),
+        "gradients": gradient_error(gradients, reference),
+        "norm": float(torch.stack([g.norm() for g in reference.values()]).norm()),
+    }
+
+
+def complaint(case: Case, family: Family, plan: SplitPlan) -> str:
+    """What is said of a plan when it is applied, at the first call, or by `verify_plan`; empty if nothing."""
+    mesh = SequenceMesh.create("cpu", ulysses_size=case.mesh[2], ring_size=case.mesh[1])
+    model = family.model(case)
+    with lifted_casts():
+        try:
+            verify_plan(model, mesh, plan, kwargs=family.inputs(case, 0))
+        except (ValueError, TypeError, RuntimeError) as error:
+            return str(error)
+    return ""
+
+
+def _run(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], Tensor]:
+    outputs = model(**inputs)
+    tensors = [x for x in (outputs.values() if hasattr(outputs, "values") else outputs) if isinstance(x, Tensor)]
+    loss = sum(
+        (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).mean() + 0.1 * x.square().mean()
+        for x in tensors
+    )
+    assert isinstance(loss, Tensor)
+    return [x.detach() for x in tensors], loss
+
+
+def _doubled(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _doubled(x) for name, x in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(map(_doubled, value))
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,0 +1,59 @@
+"""Every family on slices gives the outputs, the loss and the gradients of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from tests.distributed.families import hunyuan_video
+from tests.distributed.families.harness import Case, Family, errors_of
+from tests.distributed.pool import ProcessPool
+
+Ranks = Callable[[int], ProcessPool]
+
+FAMILIES: Mapping[str, Family] = {**hunyuan_video.FAMILIES}
+
+LENGTHS: list[dict[str, Any]] = [
+    {"text": 7, "frames": 3, "side": 3},
+    {"text": 1, "batch": 1},
+    {"text": 2, "batch": 3},
+    {"text": 16, "frames": 1, "side": 4, "batch": 1},  # as many tokens as the video
+]
+MESHES = [(1, 1, 4), (1, 2, 2), (2, 1, 2), (1, 1, 3)]
+
+
+def errors(cases: list[Case]) -> list[dict[str, float]]:
+    return [errors_of(case, FAMILIES[case.family]) for case in cases]
+
+
+def check(ranks: Ranks, cases: list[Case]) -> None:
+    for size in sorted({case.ranks for case in cases}):
+        some = [case for case in cases if case.ranks == size]
+        for of_rank in ranks(size).run(errors, some):
+            for case, found in zip(some, of_rank, strict=True):
+                bound = 1e-5 if case.float32 else 1e-10
+                assert found["norm"] > 1e-3, case
+                assert {name: e for name, e in found.items() if name != "norm" and not e <= bound} == {}, case
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_exact(ranks: Ranks, family: str) -> None:
+    check(ranks, [Case(family, (1, 2, 2), LENGTHS[0]), Case(family, (1, 1, 4), LENGTHS[1], checkpointing=True)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_exact_in_all_settings(ranks: Ranks, family: str) -> None:
+    check(
+        ranks,
+        [
+            Case(family, mesh, lengths | variant, checkpointing, float32)
+            for mesh in MESHES
+            for lengths in LENGTHS
+            for variant in FAMILIES[family].variants
+            for checkpointing in (False, True)
+            for float32 in (False, True)
+        ],
+    )
