@@ -57,13 +57,11 @@ def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceConte
 def _exchanging_forward(
     original: Callable[..., Any], path: str, rule: Attention, context: SequenceContext
 ) -> Callable[..., Any]:
-    unbound = (
-        original.__func__ if isinstance(original, MethodType) else lambda _, *args, **kwargs: original(*args, **kwargs)
-    )
+    unbound = original.__func__ if isinstance(original, MethodType) else None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _Exchange(path, rule, context) as exchange:  # type: ignore[no-untyped-call]
-            result = unbound(self, *args, **kwargs)
+        with _Exchange(path, rule, context) as exchange:
+            result = original(*args, **kwargs) if unbound is None else unbound(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             exchange.check_calls(type(self).__name__)
         return result

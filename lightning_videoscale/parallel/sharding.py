@@ -139,10 +139,14 @@ def _gathered(
         )
     pieces = x.split(mine, dim) if len(streams) > 1 else (x,)
     whole = [
-        function.apply(piece, dim, table, context).narrow(dim, 0, context.record.tokens(name))
+        _without_missing(function.apply(piece, dim, table, context), dim, context.record.tokens(name))
         for piece, table, name in zip(pieces, tables, streams, strict=True)
     ]
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim)
+
+
+def _without_missing(x: Tensor, dim: int, tokens: int) -> Tensor:
+    return x if x.shape[dim] == tokens else x.narrow(dim, 0, tokens)
 
 
 def whole_gradient(x: Tensor, context: SequenceContext) -> Tensor:
