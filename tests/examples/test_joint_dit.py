@@ -17,7 +17,7 @@ PAGE = EXAMPLES.parent / "docs" / "your-model.md"
 
 
 def test_the_script_trains_in_two_processes(run_example: Any) -> None:
-    assert "verified on its first call" in run_example("joint_dit.py", "--accelerator", "cpu", "--steps", 3)
+    assert "3/3" in run_example("joint_dit.py", "--accelerator", "cpu", "--steps", 3)
 
 
 def losses(strategy: str) -> list[float]:
