@@ -164,7 +164,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         paths = [*wanted, *split_plans(module, self.mesh, self._settings), *declared_networks(module)]
         networks = [
             path
-            for path in apart(paths)
+            for path in apart(module, paths)
             if path in wanted or any(parameter.requires_grad for parameter in module.get_submodule(path).parameters())
         ]
         units = plan_units(module, networks, self.precision_plugin, whole_step=module.automatic_optimization)

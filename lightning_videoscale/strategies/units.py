@@ -129,16 +129,20 @@ def declared_networks(root: nn.Module) -> list[str]:
     return found
 
 
-def apart(paths: Iterable[str]) -> list[str]:
-    """Returns the paths without those that contain, or lie in, one before: nothing can be sharded twice.
+def apart(root: nn.Module, paths: Iterable[str]) -> list[str]:
+    """Returns the paths without those whose module contains, or lies in, one before: nothing can be sharded twice.
 
-    An adapter around a network (peft's ``PeftModel``) declares the network's blocks as its own.
+    An adapter around a network (peft's ``PeftModel``) declares the network's blocks as its own, and one network may
+    have several paths, as where the LightningModule keeps both the adapter and what it is around.
     """
-    kept: list[str] = []
+    kept: dict[str, set[nn.Module]] = {}
     for path in paths:
-        if not any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") for other in kept):
-            kept.append(path)
-    return kept
+        mine = set(root.get_submodule(path).modules())
+        if not any(
+            root.get_submodule(other) in mine or root.get_submodule(path) in theirs for other, theirs in kept.items()
+        ):
+            kept[path] = mine
+    return list(kept)
 
 
 def sharded_modules(root: nn.Module) -> list[str]:
