@@ -23,6 +23,7 @@ from lightning_videoscale.compat.lightning import launched_processes, set_device
 from lightning_videoscale.parallel import Agreement, SequenceMesh, check_loss
 from lightning_videoscale.parallel.mesh import host_group
 from lightning_videoscale.parallel.transport import Transport, create_transport
+from lightning_videoscale.strategies.advice import OwnAdvice
 from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.buffers import SharedBuffers
@@ -35,7 +36,7 @@ from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.undo import Undo
 
 
-class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
+class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints, OwnAdvice):
     """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
 
     def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:
