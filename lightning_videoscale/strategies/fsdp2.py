@@ -179,6 +179,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         if isinstance(module, FSDPModule):
             for step in _STEPS:
                 register_fsdp_forward_method(module, step)
+        self._save_together(module)
         count = sum(bool(unit.parameters) for unit in units)
         rank_zero_info(f"FSDP2: {count} units over {self.world_size} ranks, {self._sharding.replicas} replica(s).")
 
