@@ -50,6 +50,7 @@ class Meeting:
             waited = time.monotonic() - start
             gone = [rank for rank in missing if self._store.check([f"{_KEY}/left/{rank}"])]
             if gone or waited > self._timeout:
+                self._store.add(f"{_KEY}/{self._rank}", -1)  # it did not take place
                 raise RuntimeError(
                     f"rank {self._rank} is in {self._call}, and rank(s) {gone or missing} "
                     + ("ended without it" if gone else f"did not come within {self._timeout:g} s")
