@@ -150,6 +150,11 @@ def sharded_modules(root: nn.Module) -> list[str]:
     return [path or type(root).__name__ for path, module in root.named_modules() if isinstance(module, FSDPModule)]
 
 
+def class_before_sharding(module: nn.Module) -> type[nn.Module]:
+    """The class of a module; ``fully_shard`` puts one of its own before it, whose name configurations would tell."""
+    return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+
+
 def shard_units(root: nn.Module, units: Iterable[Unit], mesh: DeviceMesh, device: torch.device) -> None:
     """Shards every unit over the mesh, starting from rank 0's values; collective over all ranks.
 

@@ -23,6 +23,7 @@ from lightning_videoscale.compat.deepspeed import is_partitioned
 from lightning_videoscale.compat.lightning import timeout_of
 from lightning_videoscale.strategies.checkpoints.zero_partitions import gather
 from lightning_videoscale.strategies.meeting import Meeting, note_exits
+from lightning_videoscale.strategies.units import class_before_sharding
 from lightning_videoscale.undo import Undo
 
 if TYPE_CHECKING:
@@ -124,11 +125,6 @@ class _SaveTogether:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> types.MethodType:
         return types.MethodType(getattr(type(self._network), self._name), copy.deepcopy(self._network, memo))
-
-
-def class_before_sharding(module: nn.Module) -> type[nn.Module]:
-    """The class of a module; ``fully_shard`` puts one of its own before it, whose name configurations would tell."""
-    return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
