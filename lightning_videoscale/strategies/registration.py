@@ -15,14 +15,14 @@ from lightning_videoscale.strategies.deepspeed import SequenceParallelDeepSpeedS
 from lightning_videoscale.strategies.fsdp2 import SequenceParallelFSDP2Strategy
 from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, ZERO_PRECISIONS, check_precision
 
-_LAYOUTS = {
+_LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ulysses": ("Ulysses sequence parallelism", {}),
     "usp": ("Ulysses in rings of two", {"ring_size": 2}),
 }
-_DDP = {
-    "": ("", {}),
-    "_find_unused_parameters_true": (", for parameters that not every loss uses", {"find_unused_parameters": True}),
-    "_notebook": (", forked from a notebook", {"start_method": "fork"}),
+_DDP: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
+    (): ("", {}),
+    ("find_unused_parameters_true",): (", for parameters that not every loss uses", {"find_unused_parameters": True}),
+    ("notebook",): (", forked from a notebook", {"start_method": "fork"}),
 }
 
 
@@ -31,9 +31,10 @@ def register_strategies() -> None:
     leave_precision_to(_checks_precision)
     for prefix, (split, sizes) in _LAYOUTS.items():
         over = f"with {split} over the devices of each node"
-        for suffix, (purpose, arguments) in _DDP.items():
-            _register(f"{prefix}_ddp{suffix}", SequenceParallelDDPStrategy, f"DDP {over}{purpose}", sizes | arguments)
-        _register(f"{prefix}_fsdp2", SequenceParallelFSDP2Strategy, f"FSDP2 {over}", sizes)
+        for variant, (purpose, arguments) in _DDP.items():
+            name = "_".join((prefix, "ddp", *variant))
+            _register(name, SequenceParallelDDPStrategy, f"DDP {over}{purpose}", sizes | arguments)
+        _register("_".join((prefix, "fsdp2")), SequenceParallelFSDP2Strategy, f"FSDP2 {over}", sizes)
     for stage in (1, 2, 3):
         _register(
             f"ulysses_deepspeed_stage_{stage}",
