@@ -103,7 +103,7 @@ def _save_adapted(
     """Builds a network with its adapters in the way of peft, whichever way they came, and saves one or the other."""
     import peft
 
-    configs = {name: peft.PeftConfig.from_peft_type(**config) for name, config in described["configs"].items()}
+    configs = {name: _adapter_config(config) for name, config in described["configs"].items()}
     names = list(configs)
     with torch.device("meta"):
         model = peft.get_peft_model(network, _without_values(described["configs"][names[0]]), names[0])
@@ -121,11 +121,16 @@ def _save_adapted(
             network.save_lora_adapter(output / name if len(names) > 1 else output, name)
 
 
-def _without_values(config: Mapping[str, Any]) -> Any:
-    """The configuration of an adapter that computes no initial values, as from the base's singular vectors."""
+def _adapter_config(config: Mapping[str, Any]) -> Any:
     import peft
 
-    built = peft.PeftConfig.from_peft_type(**config)
+    config_class: Any = peft.PeftConfig
+    return config_class.from_peft_type(**config)
+
+
+def _without_values(config: Mapping[str, Any]) -> Any:
+    """The configuration of an adapter that computes no initial values, as from the base's singular vectors."""
+    built = _adapter_config(config)
     if hasattr(built, "init_lora_weights"):
         built.init_lora_weights = False
     return built

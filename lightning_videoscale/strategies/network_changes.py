@@ -6,6 +6,7 @@ The transforms that callbacks and users registered, the split of the sequence, c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
@@ -96,7 +97,7 @@ def split_plans(
 
 def _planned_part(root: nn.Module, path: str, plan: SplitPlan | None) -> str:
     """The path of what a plan is for: of the part that is named, or of the network that it is wrapped around."""
-    named = root.get_submodule(path)
+    named: Any = root.get_submodule(path)
     if plan is None:
         inner = list(find_planned_modules(named))
     else:

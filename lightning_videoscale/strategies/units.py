@@ -152,7 +152,8 @@ def sharded_modules(root: nn.Module) -> list[str]:
 
 def class_before_sharding(module: nn.Module) -> type[nn.Module]:
     """The class of a module; ``fully_shard`` puts one of its own before it, whose name configurations would tell."""
-    return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+    bases = (base for base in type(module).__mro__ if issubclass(base, nn.Module))
+    return next(base for base in bases if not issubclass(base, FSDPModule))
 
 
 def shard_units(root: nn.Module, units: Iterable[Unit], mesh: DeviceMesh, device: torch.device) -> None:

@@ -154,7 +154,8 @@ def _replace(module: nn.Module, whole: dict[nn.Parameter, nn.Parameter | None], 
         if isinstance(child, FSDPModule):
             undo.add(_setter(child, "__class__", type(child)))
             undo.add(child.register_forward_pre_hook(_refuse_call, prepend=True).remove)
-            child.__class__ = class_before_sharding(child)
+            plain: Any = child
+            plain.__class__ = class_before_sharding(child)
 
 
 def _setter(owner: Any, name: str, value: Any) -> Any:
