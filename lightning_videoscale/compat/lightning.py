@@ -1,20 +1,20 @@
 """Lightning's loops, hooks and strategies, read in 2.6.6.
 
-Two classes stand between a strategy of Lightning's and ours, where Lightning calls a private method that we change.
+Classes stand between a strategy of Lightning's and ours, where Lightning calls a private method that we change.
 """
 
 from __future__ import annotations
 
 import subprocess
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.fit_loop import RestartStage
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +35,48 @@ WRAPPED_SAMPLERS = ("_batch_sampler", "_sampler")
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------
+
+
+class LaunchedStrategy(ParallelStrategy):
+    """With a public method that looks at the launcher before Lightning does; the parent makes it in a private one."""
+
+    def check_launcher(self) -> None:
+        """Called when the Trainer has made the launcher of the processes."""
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self.check_launcher()
+
+
+def is_interactive() -> bool:
+    """Whether Lightning takes this process for a notebook or a prompt, where it refuses scripts' launchers."""
+    return bool(LIGHTNING.get("lightning.pytorch.trainer.connectors.accelerator_connector", "_IS_INTERACTIVE"))
+
+
+def leave_precision_to(check: Callable[[Any, str], bool]) -> None:
+    """Lets a function check the precision of a Trainer before Lightning does; for the whole process.
+
+    Lightning compares the precision with what *its* strategies support, for objects of their subclasses too, and a
+    strategy has no say in it.
+
+    Args:
+        check: Called with a Trainer's strategy and the precision, such as ``"64-true"``. True leaves nothing to
+            Lightning, as for a strategy that is chosen by name. It may raise.
+    """
+    connector = LIGHTNING.get("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector")
+    parents = LIGHTNING.get(connector, "_validate_precision_choice")
+
+    def validate(self: Any) -> None:
+        given = LIGHTNING.get(self, "_strategy_flag")
+        by_name = check(self.strategy, LIGHTNING.get(self, "_precision_flag"))
+        try:
+            self._strategy_flag = type(given).__name__ if by_name else given
+            parents(self)
+        finally:
+            self._strategy_flag = given
+
+    LIGHTNING.put(connector, "_validate_precision_choice", validate)
 
 
 class WrappingDDPStrategy(DDPStrategy):

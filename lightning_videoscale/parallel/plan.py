@@ -169,10 +169,14 @@ def find_plan(model: nn.Module) -> SplitPlan | None:
 
 
 def find_planned_modules(root: nn.Module) -> dict[str, SplitPlan]:
-    """Returns the outermost modules under ``root`` that have a plan, by path."""
+    """Returns the outermost modules under ``root`` that have a plan, by path; each once, whatever paths it has."""
     found: dict[str, SplitPlan] = {}
+    visited: set[nn.Module] = set()
 
     def visit(module: nn.Module, path: str) -> None:
+        if module in visited:
+            return
+        visited.add(module)
         plan = find_plan(module)
         if plan is not None:
             found[path] = plan

@@ -1,6 +1,7 @@
 """What `Trainer(strategy=...)` receives.
 
-`SequenceParallelDDPStrategy`        registered as "ulysses_ddp" and "usp_ddp"
+`SequenceParallelDDPStrategy`        registered as "ulysses_ddp" and "usp_ddp", and with the suffixes
+                                     "_find_unused_parameters_true" and "_notebook"
 `SequenceParallelDeepSpeedStrategy`  registered as "ulysses_deepspeed_stage_1", "..._2" and "..._3"
 `SequenceParallelFSDP2Strategy`      registered as "ulysses_fsdp2" and "usp_fsdp2"
 `read_weights`                       the weights of a checkpoint, without a Trainer
@@ -9,12 +10,11 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_videoscale.strategies.checkpoints.folder import read_weights
 from lightning_videoscale.strategies.ddp import SequenceParallelDDPStrategy
 from lightning_videoscale.strategies.deepspeed import SequenceParallelDeepSpeedStrategy
 from lightning_videoscale.strategies.fsdp2 import SequenceParallelFSDP2Strategy
+from lightning_videoscale.strategies.registration import register_strategies
 
 __all__ = [
     "SequenceParallelDDPStrategy",
@@ -23,36 +23,3 @@ __all__ = [
     "read_weights",
     "register_strategies",
 ]
-
-
-def register_strategies() -> None:
-    """Registers the names by which a Trainer selects our strategies."""
-    StrategyRegistry.register(
-        "ulysses_ddp",
-        SequenceParallelDDPStrategy,
-        description="DDP with Ulysses sequence parallelism over the devices of each node",
-    )
-    StrategyRegistry.register(
-        "usp_ddp",
-        SequenceParallelDDPStrategy,
-        description="DDP with Ulysses in rings of two over the devices of each node",
-        ring_size=2,
-    )
-    StrategyRegistry.register(
-        "ulysses_fsdp2",
-        SequenceParallelFSDP2Strategy,
-        description="FSDP2 with Ulysses sequence parallelism over the devices of each node",
-    )
-    StrategyRegistry.register(
-        "usp_fsdp2",
-        SequenceParallelFSDP2Strategy,
-        description="FSDP2 with Ulysses in rings of two over the devices of each node",
-        ring_size=2,
-    )
-    for stage in (1, 2, 3):
-        StrategyRegistry.register(
-            f"ulysses_deepspeed_stage_{stage}",
-            SequenceParallelDeepSpeedStrategy,
-            description=f"DeepSpeed ZeRO-{stage} with Ulysses sequence parallelism over the devices of each node",
-            stage=stage,
-        )

@@ -24,7 +24,9 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
     The devices form a mesh dp × ring × ulysses. The ranks of a group receive the same batch and the same random
     numbers, each computes its slice of the sequence, and self-attention exchanges slices for heads (Ulysses), passes
     keys and values around (ring attention), or both (USP). Gradients are averaged over all ranks and equal those of
-    one device with the group's batch. Registered as ``"ulysses_ddp"``, and with ``ring_size=2`` as ``"usp_ddp"``.
+    one device with the group's batch. Registered as ``"ulysses_ddp"``, and with ``ring_size=2`` as ``"usp_ddp"``; with
+    ``find_unused_parameters=True`` the names end in ``"_find_unused_parameters_true"``, and with
+    ``start_method="fork"``, for notebooks, in ``"_notebook"``.
 
     Args:
         ulysses_size: Ranks that trade sequence slices for heads. Left out, ``ulysses_size * ring_size`` is the number

@@ -23,7 +23,7 @@ from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.network_changes import split_plans
-from lightning_videoscale.strategies.precision import check_precision
+from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, check_precision
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.units import (
     apart,
@@ -81,10 +81,10 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         timeout: As for `SequenceParallelDDPStrategy`.
 
     Raises:
-        ValueError: At the start of ``fit``, as `SequenceParallelDDPStrategy` does, or if the devices do not form whole
-            replicas, the precision is not supported, the model is sharded already, a callback of Lightning's averages
-            weights, or a LightningModule that optimizes manually has trainable parameters of its own rather than in a
-            child.
+        ValueError: By the Trainer, if its precision is not supported. At the start of ``fit``, as
+            `SequenceParallelDDPStrategy` does, or if the devices do not form whole replicas, the model is sharded
+            already, a callback of Lightning's averages weights, or a LightningModule that optimizes manually has
+            trainable parameters of its own rather than in a child.
         RuntimeError: As `SequenceParallelDDPStrategy` does.
     """
 
@@ -123,7 +123,8 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     @override
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
-        check_precision(self.precision_plugin, type(self).__name__)
+        plugin = self.precision_plugin  # which may be an object, of which the Trainer's precision says nothing
+        check_precision(getattr(plugin, "precision", type(plugin).__name__), type(self).__name__, FSDP2_PRECISIONS)
         check_weight_averaging(self.lightning_module.trainer, type(self).__name__)
         # Not the parent's: it would also build a mesh (data_parallel, tensor_parallel).
         set_up_processes(self)
@@ -164,7 +165,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         paths = [*wanted, *split_plans(module, self.mesh, self._settings), *declared_networks(module)]
         networks = [
             path
-            for path in apart(paths)
+            for path in apart(module, paths)
             if path in wanted or any(parameter.requires_grad for parameter in module.get_submodule(path).parameters())
         ]
         units = plan_units(module, networks, self.precision_plugin, whole_step=module.automatic_optimization)
@@ -178,6 +179,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         if isinstance(module, FSDPModule):
             for step in _STEPS:
                 register_fsdp_forward_method(module, step)
+        self._save_together(module)
         count = sum(bool(unit.parameters) for unit in units)
         rank_zero_info(f"FSDP2: {count} units over {self.world_size} ranks, {self._sharding.replicas} replica(s).")
 

@@ -23,6 +23,7 @@ from lightning_videoscale.compat.lightning import launched_processes, set_device
 from lightning_videoscale.parallel import Agreement, SequenceMesh, check_loss
 from lightning_videoscale.parallel.mesh import host_group
 from lightning_videoscale.parallel.transport import Transport, create_transport
+from lightning_videoscale.strategies.advice import OwnAdvice
 from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.buffers import SharedBuffers
@@ -32,10 +33,11 @@ from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.strategies.whole_parameters import WholeParameters
 from lightning_videoscale.undo import Undo
 
 
-class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
+class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints, WholeParameters, OwnAdvice):
     """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
 
     def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:
@@ -170,8 +172,9 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints):
     def setup(self, trainer: pl.Trainer) -> None:
         self._change_model()
         super().setup(trainer)
+        assert self.lightning_module is not None
+        self._save_together(self.lightning_module)
         if self.world_size > 1:
-            assert self.lightning_module is not None
             self._frozen = [(name, p) for name, p in self.lightning_module.named_parameters() if not p.requires_grad]
 
     def _change_model(self) -> None:

@@ -6,6 +6,7 @@ The transforms that callbacks and users registered, the split of the sequence, c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
@@ -70,6 +71,9 @@ def split_plans(
 ) -> Mapping[str, SplitPlan | None]:
     """The networks to split, by path, with their plans (None: the one registered for the class).
 
+    A part that is named and has no plan stands for the network in it that has one: peft's ``PeftModel``, for instance,
+    for what it adapts.
+
     Raises:
         ValueError: If the settings name a part that is not there, or name none and there is no or more than one.
     """
@@ -79,7 +83,7 @@ def split_plans(
         if missing:
             children = [name for name, _ in module.named_children()]
             raise ValueError(f"modules={modules} names {missing}, which the LightningModule lacks; it has {children}.")
-        return dict.fromkeys(modules, settings.plan)
+        return {_planned_part(module, path, settings.plan): settings.plan for path in modules}
     found = find_planned_modules(module)
     if mesh.sp.size > 1 and len(found) != 1:
         classes = {name: type(child).__name__ for name, child in module.named_children()}
@@ -89,6 +93,20 @@ def split_plans(
             + ("." if found else f" and plan=SplitPlan(...); models with a plan: {', '.join(known_models())}.")
         )
     return dict.fromkeys(found, None)
+
+
+def _planned_part(root: nn.Module, path: str, plan: SplitPlan | None) -> str:
+    """The path of what a plan is for: of the part that is named, or of the network that it is wrapped around."""
+    named: Any = root.get_submodule(path)
+    if plan is None:
+        inner = list(find_planned_modules(named))
+    else:
+        adapted = named.get_base_model() if hasattr(named, "get_base_model") else named
+        inner = [name for name, child in named.named_modules() if child is adapted]
+        described = {*plan.inputs, *plan.outputs, *plan.gathers} - {""}
+        if described and described <= {name for name, _ in named.named_modules()}:  # a plan for the wrapper itself
+            return path
+    return ".".join(filter(None, (path, inner[0]))) if len(inner) == 1 else path
 
 
 def _refuse_compiled(module: nn.Module) -> None:

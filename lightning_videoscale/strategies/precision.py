@@ -10,6 +10,8 @@ exist in bfloat16.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from lightning.pytorch.plugins import Precision
 from torch import nn
@@ -17,20 +19,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_videoscale.compat.diffusers import kept_in_float32
 
-_SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+FSDP2_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+ZERO_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 
 
-def check_precision(plugin: Precision, strategy: str) -> None:
-    """Raises a ``ValueError`` unless the Trainer's precision is one that sharded parameters support.
-
-    Lightning checks this only for strategies passed as objects, not for those selected by name.
-    """
-    precision = getattr(plugin, "precision", type(plugin).__name__)
-    if precision not in _SUPPORTED:
-        raise ValueError(
-            f"{strategy} does not support precision={precision!r}: choose one of {', '.join(_SUPPORTED)}."
-            + (" bf16-mixed needs no loss scaling." if precision == "16-mixed" else "")
-        )
+def check_precision(precision: str, strategy: str, supported: Sequence[str]) -> None:
+    """Raises a ``ValueError`` unless the Trainer's precision is one of those that a strategy supports."""
+    if precision in supported:
+        return
+    raise ValueError(
+        f"{strategy} does not support precision={precision!r}: choose one of {', '.join(supported)}."
+        + (" bf16-mixed needs no loss scaling." if precision == "16-mixed" else "")
+        + (" ulysses_ddp and ulysses_fsdp2 train in float64." if precision == "64-true" else "")
+    )
 
 
 def gathers_in_bfloat16(plugin: Precision) -> bool:

@@ -129,21 +129,31 @@ def declared_networks(root: nn.Module) -> list[str]:
     return found
 
 
-def apart(paths: Iterable[str]) -> list[str]:
-    """Returns the paths without those that contain, or lie in, one before: nothing can be sharded twice.
+def apart(root: nn.Module, paths: Iterable[str]) -> list[str]:
+    """Returns the paths without those whose module contains, or lies in, one before: nothing can be sharded twice.
 
-    An adapter around a network (peft's ``PeftModel``) declares the network's blocks as its own.
+    An adapter around a network (peft's ``PeftModel``) declares the network's blocks as its own, and one network may
+    have several paths, as where the LightningModule keeps both the adapter and what it is around.
     """
-    kept: list[str] = []
+    kept: dict[str, set[nn.Module]] = {}
     for path in paths:
-        if not any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") for other in kept):
-            kept.append(path)
-    return kept
+        mine = set(root.get_submodule(path).modules())
+        if not any(
+            root.get_submodule(other) in mine or root.get_submodule(path) in theirs for other, theirs in kept.items()
+        ):
+            kept[path] = mine
+    return list(kept)
 
 
 def sharded_modules(root: nn.Module) -> list[str]:
     """Returns the paths of the modules to which ``fully_shard`` was applied."""
     return [path or type(root).__name__ for path, module in root.named_modules() if isinstance(module, FSDPModule)]
+
+
+def class_before_sharding(module: nn.Module) -> type[nn.Module]:
+    """The class of a module; ``fully_shard`` puts one of its own before it, whose name configurations would tell."""
+    bases = (base for base in type(module).__mro__ if issubclass(base, nn.Module))
+    return next(base for base in bases if not issubclass(base, FSDPModule))
 
 
 def shard_units(root: nn.Module, units: Iterable[Unit], mesh: DeviceMesh, device: torch.device) -> None:

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.profilers import SimpleProfiler
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -60,6 +62,35 @@ def trainer(*callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet |= {"enable_model_summary": False, "limit_val_batches": 0, "max_epochs": 1}
     return pl.Trainer(accelerator="cpu", devices=1, callbacks=list(callbacks), **(quiet | kwargs))
+
+
+# -- strategies ------------------------------------------------------------------------------------------------------
+
+
+class Launched(private.LaunchedStrategy, DDPStrategy):
+    def check_launcher(self) -> None:
+        self.checked = self.launcher.is_interactive_compatible, private.is_interactive()
+
+
+def test_a_strategy_sees_its_launcher_before_lightning_judges_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    strategy = Launched()
+    with pytest.raises(MisconfigurationException, match="ddp_notebook"):
+        trainer(strategy=strategy)
+    assert strategy.checked == (False, True)
+
+
+def test_a_function_checks_the_precision_in_lightnings_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector"
+    monkeypatch.setattr(f"{connector}._validate_precision_choice", _AcceleratorConnector._validate_precision_choice)
+    seen: list[tuple[type, str]] = []
+    private.leave_precision_to(
+        lambda strategy, precision: bool(seen.append((type(strategy), precision))) or len(seen) > 1
+    )
+    with pytest.raises(ValueError, match=r"ModelParallelStrategy.*64-true"):
+        trainer(strategy=ModelParallelStrategy(), precision="64-true")
+    assert trainer(strategy=ModelParallelStrategy(), precision="64-true").precision == "64-true"
+    assert seen == [(ModelParallelStrategy, "64-true")] * 2
 
 
 # -- batches and hooks -------------------------------------------------------------------------------------------------

@@ -14,13 +14,12 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import Subset
 
 from lightning_videoscale.compat.lightning import WRAPPED_SAMPLERS
 from lightning_videoscale.parallel import Axis
-from lightning_videoscale.strategies.batches.sharing import BatchSharing, pickle_without_tensors
+from lightning_videoscale.strategies.batches.sharing import BatchSharing, bytes_in_memory, pickle_without_tensors
 
 END = "the end of the data"
 """Stands for what is read when there is no more."""
@@ -91,7 +90,8 @@ def digest(data: Any) -> int | None:
         return None
     state = hashlib.blake2b(b"" if tensors else structure, digest_size=8)
     for x in tensors:
-        state.update(str((x.dtype, x.shape)).encode() + x.cpu().view(-1).view(torch.uint8).numpy().tobytes())
+        contents = bytes_in_memory(x.cpu().contiguous())  # which an equal tensor may have in another order
+        state.update(str((x.dtype, x.shape)).encode() + contents.numpy().tobytes())
     return int.from_bytes(state.digest(), "little", signed=True)
 
 

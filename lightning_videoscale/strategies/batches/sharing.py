@@ -103,10 +103,10 @@ class BatchSharing:
                 with torch.cuda.stream(self._stream):
                     x = tensors[i].to(self._device, non_blocking=True) if tensors else spec.allocate(self._device)
                     x.record_stream(self._stream)
-                    dist.broadcast(_bytes(x), rank, group=self._transfers.group)
+                    dist.broadcast(bytes_in_memory(x), rank, group=self._transfers.group)
             else:
                 x = tensors[i] if tensors else spec.allocate(torch.device("cpu"))
-                work = dist.broadcast(_bytes(x), rank, group=self._messages.group, async_op=True)
+                work = dist.broadcast(bytes_in_memory(x), rank, group=self._messages.group, async_op=True)
                 assert work is not None
                 batch.works.append(work)
             batch.tensors.append(x)
@@ -164,11 +164,12 @@ class PendingBatch:
 
 class _TensorSpec(NamedTuple):
     shape: torch.Size
+    strides: tuple[int, ...]
     dtype: torch.dtype
     on_device: bool
 
     def allocate(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
 class _Description(NamedTuple):
@@ -188,9 +189,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> int | None:
         if type(obj) is not Tensor or obj.layout is not torch.strided:
             return None
-        x = obj.detach()
-        # A single element counts as contiguous with any stride, and its bytes could not be viewed.
-        self.tensors.append(x.clone(memory_format=torch.contiguous_format) if x.numel() == 1 else x.contiguous())
+        self.tensors.append(_dense(obj.detach()))
         return len(self.tensors) - 1
 
 
@@ -211,12 +210,12 @@ def _describe(
         structure, tensors = pickle_without_tensors(produce())
     except Exception as error:
         return _portable(error), [], error
-    specs = [_TensorSpec(x.shape, x.dtype, to_device or x.is_cuda) for x in tensors]
+    specs = [_TensorSpec(x.shape, x.stride(), x.dtype, to_device or x.is_cuda) for x in tensors]
     return _Description(structure, specs), tensors, None
 
 
 def pickle_without_tensors(batch: Any) -> tuple[bytes, list[Tensor]]:
-    """Returns a batch's pickle without its tensors, and these, contiguous."""
+    """Returns a batch's pickle without its tensors, and these, which fill their memory without gaps."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(batch)
@@ -238,6 +237,20 @@ def _portable(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _bytes(x: Tensor) -> Tensor:
-    """The same memory as bytes, which every backend can send whatever the dtype."""
-    return x.view(-1).view(torch.uint8)
+def _dense(x: Tensor) -> Tensor:
+    """The tensor if its elements fill its memory without gaps, in any order (channels_last), else a copy that does.
+
+    A copy has its dims in memory in the order that they had, and one of repeated elements is contiguous.
+    """
+    x = x.resolve_conj().resolve_neg()
+    strides = x.stride()
+    if any(stride == 0 and size > 1 for stride, size in zip(strides, x.shape, strict=True)):
+        return x.contiguous()
+    outermost_first = sorted(range(x.ndim), key=strides.__getitem__, reverse=True)
+    back = [outermost_first.index(dim) for dim in range(x.ndim)]
+    return x.permute(outermost_first).contiguous().permute(back)
+
+
+def bytes_in_memory(x: Tensor) -> Tensor:
+    """The bytes of a tensor without gaps, in the order of its memory: what every backend can send."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -7,7 +7,6 @@ or ``DTensor``; `zero` does the same for ZeRO's.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_videoscale.compat.diffusers import CLASS_NAME
 from lightning_videoscale.parallel import SequenceMesh
 from lightning_videoscale.strategies.checkpoints.folder import (
     CheckpointError,
@@ -30,6 +28,7 @@ from lightning_videoscale.strategies.checkpoints.folder import (
     remove,
     write_checkpoint,
 )
+from lightning_videoscale.strategies.checkpoints.networks import describe_networks
 from lightning_videoscale.strategies.checkpoints.optimizer_names import ParameterNames, from_names, to_names
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 from lightning_videoscale.strategies.generators import generator_states, set_generator_states
@@ -102,7 +101,8 @@ class PortableCheckpoints(_Parent):
                 tensors[f"optimizer_{index}"] = {name: found for name, (found, _) in states.items()}
                 others = {name: left for name, (_, left) in states.items()}
                 rest["optimizer_states"].append(optimizer | {"state": others})
-        rest[_OURS] = {"randomness": self._randomness(), "networks": self._networks()}
+        assert self.lightning_module is not None
+        rest[_OURS] = {"randomness": self._randomness(), **describe_networks(self.lightning_module)}
         write_checkpoint(path, tensors, _whole(rest))
 
     def _to_write(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,21 +205,6 @@ class PortableCheckpoints(_Parent):
                 f"{self.mesh.dp.size} now: the states of the random generators are not restored. Training steps seed "
                 "them anew, from the checkpoint's seed."
             )
-
-    def _networks(self) -> dict[str, str]:
-        """Class and configuration (JSON) of diffusers' models by path, from which `videoscale export` builds them."""
-        assert self.lightning_module is not None
-        found: dict[str, str] = {}
-        for path, module in self.lightning_module.named_modules():
-            outermost = not any(path.startswith(f"{outer}.") for outer in found)
-            if outermost and hasattr(module, "save_pretrained") and hasattr(module, "to_json_string"):
-                found[path] = json.dumps(json.loads(module.to_json_string()) | {CLASS_NAME: _own_class(module)})
-        return found
-
-
-def _own_class(module: nn.Module) -> str:
-    """The name of a diffusers model's class; `fully_shard` puts one of its own before it."""
-    return next(cls.__name__ for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
 
 
 def _split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

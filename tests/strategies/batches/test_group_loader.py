@@ -113,6 +113,36 @@ def test_any_nesting_of_any_tensors_arrives_as_it_was(ranks: Ranks) -> None:
         assert batch["record"].name == "clip" and torch.equal(batch["record"].x, x.double())
 
 
+def share_layouts() -> tuple[list[bool], list[bool]]:
+    draw = torch.Generator().manual_seed(1)
+    images, videos = torch.rand(2, 3, 4, 5, generator=draw), torch.rand(2, 3, 6, 4, 5, generator=draw)
+    dense = [
+        images.contiguous(memory_format=torch.channels_last),
+        videos.contiguous(memory_format=torch.channels_last_3d),
+        images.transpose(1, 3),
+        torch.complex(images, images).conj().mT,
+        images.as_strided((1, 3), (7, 1)),
+    ]
+    others = [
+        videos.contiguous(memory_format=torch.channels_last_3d)[:, :, 1::2],
+        images[:1, :, :1, 2:].expand(2, 3, 4, 3),
+        images[0, 0, ::3, :1],
+        images[1, 1, 1, 1:2].expand(3, 1)[1:2],
+    ]
+    shared = sharing_of_all()
+    arrived = shared.broadcast(1, lambda: dense + others, to_device=False).wait()
+    assert [x.stride() for x in arrived[: len(dense)]] == [x.stride() for x in dense]
+    formats = [torch.channels_last_3d] + [torch.contiguous_format] * 3
+    packed = [x.is_contiguous(memory_format=f) for x, f in zip(arrived[len(dense) :], formats, strict=True)]
+    return [torch.equal(x, y) for x, y in zip(arrived, dense + others, strict=True)], packed
+
+
+def test_tensors_keep_their_strides(ranks: Ranks) -> None:
+    for equal, packed in ranks(2).run(share_layouts):
+        assert all(equal)
+        assert all(packed), "neither gaps nor repetitions are sent"
+
+
 # -- who reads -----------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,38 +44,6 @@ def test_every_trained_parameter_gets_the_gradient_of_one_device(ranks: Ranks, r
         for got, wanted in zip(gradients, expected, strict=True):
             assert gradient_error(got, wanted) <= 1e-10
         assert gradient_error(trained, parameters) <= 1e-10
-
-
-class Adapted(RectifiedFlow):
-    """Its network is wrapped by peft, whose wrapper declares the network's blocks as its own."""
-
-    def __init__(self, dora: bool) -> None:
-        super().__init__()
-        self.dora = dora
-
-    def configure_model(self) -> None:
-        if isinstance(self.transformer, peft.PeftModel):
-            return
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=2, target_modules=["to_q", "net.2"], use_dora=self.dora, init_lora_weights=False)
-        self.transformer = peft.get_peft_model(self.transformer, config)
-
-
-def fit_adapted(strategy: Callable[..., Strategy], batch_size: int, dora: bool, size: int) -> list[dict[str, Tensor]]:
-    record = Record()
-    with lifted_float_casts():
-        runner = trainer(strategy(ulysses_size=size), plugins=[DoublePrecision()], callbacks=[record])
-        runner.fit(Adapted(dora), clips(torch.float64, batch_size))
-    return record.gradients
-
-
-@pytest.mark.parametrize("dora", [False, True])
-def test_adapters_around_a_network_are_sharded_with_it(ranks: Ranks, dora: bool) -> None:
-    expected = ranks(1).run(fit_adapted, ddp, 2, dora, 1)[0]
-    for gradients in ranks(4).run(fit_adapted, fsdp2, 1, dora, 2):
-        for got, wanted in zip(gradients, expected, strict=True):
-            assert got.keys() == wanted.keys() and any("lora_B" in name for name in got)
-            assert gradient_error(got, wanted) <= 1e-10
 
 
 class Teacher(RectifiedFlow):

@@ -1,0 +1,87 @@
+"""Which of our strategies to take where Lightning's messages name its own, which do not split sequences."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NoReturn
+
+from typing_extensions import override
+
+from lightning_videoscale.compat.lightning import LaunchedStrategy, is_interactive
+
+if TYPE_CHECKING:
+    from lightning_videoscale.strategies.settings import SequenceParallelSettings
+
+_SHOWN = 5  # names of parameters in a message
+
+
+class OwnAdvice(LaunchedStrategy):
+    """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`."""
+
+    _settings: SequenceParallelSettings
+
+    def __repr__(self) -> str:
+        # Fabric, and a Trainer of the package pytorch_lightning, print a strategy that they do not know.
+        return (
+            f"<{type(self).__name__}, a strategy for lightning.pytorch.Trainer; elsewhere "
+            "lightning_videoscale.parallel.parallelize splits a model>"
+        )
+
+    @override
+    def check_launcher(self) -> None:
+        """Refuses to start the script again where there is none.
+
+        Raises:
+            ValueError: In a notebook, unless the processes are forked.
+        """
+        if is_interactive() and self.launcher is not None and not self.launcher.is_interactive_compatible:
+            raise ValueError(
+                f"{type(self).__name__} starts its processes by running the script again, and a notebook is none: put "
+                f'the code into a script, or take strategy="{self._ddp_name()}_notebook", which forks the notebook '
+                '(SequenceParallelDDPStrategy(start_method="fork") with further arguments). Lightning\'s own '
+                '"ddp_notebook" would not split sequences.'
+            )
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        exception.args = tuple(self._own_words(arg) if isinstance(arg, str) else arg for arg in exception.args)
+        super().on_exception(exception)
+
+    def _own_words(self, message: str) -> str:
+        """What a message of DDP's says; Lightning would replace it by one that names a strategy of its own."""
+        if "Expected to have finished reduction in the prior iteration" not in message:
+            return message
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+        return (
+            f"The loss of a step does not depend on all trainable parameters{self._named(found)}, and DDP waits for "
+            "the gradients of all. Freeze what is not to train before fit. If it is to train in other steps, take "
+            f'strategy="{self._ddp_name()}_find_unused_parameters_true", or '
+            "SequenceParallelDDPStrategy(find_unused_parameters=True) with further arguments. Lightning's own "
+            '"ddp_find_unused_parameters_true" would not split sequences.'
+        )
+
+    def _named(self, indices: re.Match[str] | None) -> str:
+        """The parameters that DDP gives the numbers of, as far as it does."""
+        if indices is None or self.lightning_module is None:
+            return ""
+        trained = [name for name, parameter in self.lightning_module.named_parameters() if parameter.requires_grad]
+        unused = [trained[index] for index in map(int, indices[1].split()) if index < len(trained)]
+        more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
+        return f" (not on {', '.join(unused[:_SHOWN])}{more})"
+
+    def _ddp_name(self) -> str:
+        return "usp_ddp" if self._settings.ring_size > 1 else "ulysses_ddp"
+
+
+def refuse_fabric(name: str) -> NoReturn:
+    """What Fabric calls for one of our names, of which it would otherwise say that there is none.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        f"strategy={name!r} is one for lightning.pytorch.Trainer. Under Fabric, train with Fabric's own "
+        'strategy="ddp" and split the model yourself, between fabric.launch and fabric.setup: '
+        "lightning_videoscale.parallel.parallelize(model, SequenceMesh.create(fabric.device.type, ulysses_size=...)). "
+        "The ranks of a group must then get the same batch and noise."
+    )
