@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_videoscale.parallel.attention_with_lse import open_mask
+from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.ring import Ring, ring_attention
 from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
@@ -48,7 +49,10 @@ def sequence_parallel_attention(
     Raises:
         ValueError: If there are fewer query heads than Ulysses ranks, or the shapes fit neither each other nor
             ``lengths``.
+        NotImplementedError: Inside a transform of `torch.func` or under forward-mode differentiation.
     """
+    if mesh.sp.size > 1:
+        refuse_transforms("The sequence of this attention", (query, key, value))
     lengths = lengths if lengths is not None else (query.shape[1],) * mesh.sp.size
     _check_shapes(query, key, value, mesh, lengths, key_mask)
     transport = transport if transport is not None else DEFAULT_TRANSPORT

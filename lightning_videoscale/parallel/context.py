@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.region_randomness import RegionRandomness, RegionSeed
@@ -84,6 +84,7 @@ class SequenceContext:
         in_forward: Whether the model's forward runs; layers that run otherwise are recomputed for backward.
         suspended: Whether the model runs whole for now, as if it had never been split.
         on_split: Told of every slice that a split returns, while the model is watched.
+        network: Weak reference to the model that ran last: this context's, or a copy of it.
     """
 
     def __init__(self, mesh: SequenceMesh, transport: Transport | None = None) -> None:
@@ -94,6 +95,7 @@ class SequenceContext:
         self.in_forward = False
         self.suspended = False
         self.on_split: Callable[[Tensor], None] | None = None
+        self.network: Callable[[], nn.Module | None] = lambda: None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceContext:
         """Itself: a copy of a model (an average, a teacher) keeps its hooks, and is split as one more call would be."""

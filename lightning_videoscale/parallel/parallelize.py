@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from lightning_videoscale.compat.torch.trees import tree_leaves, tree_map_only
 from lightning_videoscale.parallel.auxiliary_loss import attach_context
 from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.plan import Split, SplitPlan, find_plan, known_models
 from lightning_videoscale.parallel.plan_verification import PlanReport, compare
@@ -129,8 +132,11 @@ def _install(model: nn.Module, plan: SplitPlan, context: SequenceContext) -> tup
     agreement = Agreement(context.mesh, context.transport)
     to_gather: set[str] = set()  # the region of a pass ends when it is empty, or with the pass
 
-    def begin(*_: Any) -> None:
+    def begin(module: nn.Module, *inputs: Any) -> None:
+        if not context.suspended:
+            _refuse_transforms(module, *inputs)
         context.begin_forward()
+        context.network = weakref.ref(module)
         to_gather.update(plan.gathers)
 
     with ExitStack() as undos:
@@ -166,6 +172,7 @@ def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Ca
         gradients = torch.is_grad_enabled()
         if module is not network.network or verified & {gradients, True}:  # a copy of the network is split likewise
             return
+        _refuse_transforms(module, args, kwargs)
         verified.add(gradients)
         try:
             report = compare(network, args, kwargs, gradients=gradients)
@@ -177,6 +184,11 @@ def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Ca
 
     uncompiled: Callable[..., None] = torch.compiler.disable(hook)
     return uncompiled
+
+
+def _refuse_transforms(module: nn.Module, *inputs: Any) -> None:
+    tensors = chain(tree_leaves(inputs), module.parameters())
+    refuse_transforms(f"The sequence of {type(module).__name__}", tensors)
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:

@@ -13,18 +13,24 @@ exactly the gradient it has on one rank.
 Nobody averages the gradient of a model's *input*. `whole_gradient` does, where one is asked for: for guidance, or
 because the input is what a split model returned, whose `gather` relies on equal gradients on all ranks.
 
+Backwards are autograd functions themselves, so that gradients of inputs can be differentiated again: a gradient penalty
+with respect to inputs. What a second backward computes of each follows from the same rule. All ranks compute the same
+penalty of whole gradients, hence the gradient of the mean over ranks is taken as it is, that of the padding is the
+rank's slice, and that of the scaled slice is gathered.
+
 Each autograd function of a split sequence has ``ctx.returns``, ``"slice"`` or ``"whole"``: `check_loss` reads it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.derivatives import refuse_sharded_parameters
+from lightning_videoscale.parallel.mesh import Axis
 
 
 def split_sizes(length: int, parts: int) -> tuple[int, ...]:
@@ -52,7 +58,7 @@ def split(x: Tensor, dim: int, context: SequenceContext) -> Tensor:
     """
     lengths = split_sizes(x.shape[dim], context.mesh.sp.size)
     context.record = context.record.with_table(lengths)
-    sliced: Tensor = _Split.apply(x, dim, lengths, context.mesh.sp.rank)  # type: ignore[no-untyped-call]
+    sliced: Tensor = _Split.apply(x, _Place(dim, lengths, context.mesh.sp, context))  # type: ignore[no-untyped-call]
     if context.on_split is not None:
         context.on_split(sliced)
     return sliced
@@ -72,7 +78,8 @@ def gather(x: Tensor, dim: int, context: SequenceContext) -> Tensor:
     record = context.record
     if x.grad_fn is not None:
         x.grad_fn.register_prehook(lambda _: context.resume(record))
-    whole: Tensor = _Gather.apply(x, dim, record.lengths_of(x.shape[dim]), context)  # type: ignore[no-untyped-call]
+    place = _Place(dim, record.lengths_of(x.shape[dim]), context.mesh.sp, context)
+    whole: Tensor = _Gather.apply(x, place)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -89,35 +96,75 @@ def whole_gradient(x: Tensor, context: SequenceContext) -> Tensor:
     return same
 
 
+class _Place(NamedTuple):
+    """Where the slices of a sequence are: its dim, the tokens of each rank, the ranks and what they share."""
+
+    dim: int
+    lengths: tuple[int, ...]
+    sp: Axis
+    context: SequenceContext
+
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """A view of this rank's slice."""
+        rank = self.sp.rank
+        return whole.narrow(self.dim, sum(self.lengths[:rank]), self.lengths[rank])
+
+
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], rank: int) -> Tensor:
-        ctx.dim, ctx.lengths, ctx.rank, ctx.returns = dim, lengths, rank, "slice"
+    def forward(ctx: Any, x: Tensor, place: _Place) -> Tensor:
+        ctx.place, ctx.returns = place, "slice"
         # A copy, not a view: a view would keep the whole sequence alive on every rank.
-        return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone(memory_format=torch.contiguous_format)
+        return place.slice_of(x).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Pad.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
+
+
+class _Pad(torch.autograd.Function):
+    """The gradient of a split."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, place: _Place) -> Tensor:
+        # Here a second backward will enter what was split.
+        ctx.place, ctx.record, ctx.returns = place, place.context.record, "slice"
         shape = list(grad.shape)
-        shape[ctx.dim] = sum(ctx.lengths)
+        shape[place.dim] = sum(place.lengths)
         padded = grad.new_zeros(shape)
-        padded.narrow(ctx.dim, sum(ctx.lengths[: ctx.rank]), ctx.lengths[ctx.rank]).copy_(grad)
-        return padded, None, None, None
+        place.slice_of(padded).copy_(grad)
+        return padded
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        refuse_sharded_parameters(ctx.place.context.network())
+        ctx.place.context.resume(ctx.record)
+        return _Split.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], context: SequenceContext) -> Tensor:
-        ctx.dim, ctx.lengths, ctx.sp, ctx.returns = dim, lengths, context.mesh.sp, "whole"
-        whole = context.transport.all_gather(x.movedim(dim, 0).contiguous(), lengths, ctx.sp)
-        return whole.movedim(0, dim).contiguous()
+    def forward(ctx: Any, x: Tensor, place: _Place) -> Tensor:
+        ctx.place, ctx.returns = place, "whole"
+        whole = place.context.transport.all_gather(x.movedim(place.dim, 0).contiguous(), place.lengths, place.sp)
+        return whole.movedim(0, place.dim).contiguous()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        piece = grad.narrow(ctx.dim, sum(ctx.lengths[: ctx.sp.rank]), ctx.lengths[ctx.sp.rank])
-        return piece * ctx.sp.size, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ScaledSlice.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
+
+
+class _ScaledSlice(torch.autograd.Function):
+    """The gradient of a gather."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, place: _Place) -> Tensor:
+        ctx.place, ctx.returns = place, "slice"
+        return place.slice_of(grad) * place.sp.size
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Gather.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
 
 
 class _WholeGradient(torch.autograd.Function):
@@ -127,8 +174,21 @@ class _WholeGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        sp = ctx.context.mesh.sp
-        grads = ctx.context.transport.all_gather(grad[None].contiguous(), (1,) * sp.size, sp)
-        return grads.mean(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype), None
+        return _Mean.apply(grad, ctx.context), None  # type: ignore[no-untyped-call]
+
+
+class _Mean(torch.autograd.Function):
+    """The gradient of `whole_gradient`: the mean over the ranks, which all of them have."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, context: SequenceContext) -> Tensor:
+        ctx.context, ctx.returns = context, "whole"
+        sp = context.mesh.sp
+        grads = context.transport.all_gather(grad[None].contiguous(), (1,) * sp.size, sp)
+        return grads.mean(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        refuse_sharded_parameters(ctx.context.network())
+        return _WholeGradient.apply(grad, ctx.context), None  # type: ignore[no-untyped-call]

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.sharding import split_sizes
@@ -158,7 +157,8 @@ def scatter_heads(query: Tensor, key: Tensor, value: Tensor, ulysses: Ulysses) -
     Returns:
         (B, h, S, D) of each, with tokens before heads in memory.
     """
-    tensors: tuple[Tensor, Tensor, Tensor] = _ScatterHeads.apply(ulysses, query, key, value)  # type: ignore[no-untyped-call]
+    shares = ulysses.heads.qkv
+    tensors: tuple[Tensor, Tensor, Tensor] = _ScatterHeads.apply(shares, ulysses, query, key, value)  # type: ignore[no-untyped-call]
     return tensors
 
 
@@ -172,7 +172,7 @@ def gather_heads(out: Tensor, ulysses: Ulysses) -> Tensor:
     Returns:
         (B, s, H, D), contiguous.
     """
-    gathered: Tensor = _GatherHeads.apply(ulysses, out)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _GatherHeads.apply(ulysses.heads.out, ulysses, out)[0]  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -193,26 +193,24 @@ def sum_heads(grad: Tensor, repeats: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ulysses, ctx.returns = ulysses, "slice"
-        return _scatter(tensors, ulysses.heads.qkv, ulysses)
+    def forward(ctx: Any, shares: HeadShares, ulysses: Ulysses, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.shares, ctx.ulysses, ctx.returns = shares, ulysses, "slice"
+        return _scatter(tensors, shares, ulysses)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *_gather(grads, ctx.ulysses.heads.qkv, ctx.ulysses)
+        return None, None, *_GatherHeads.apply(ctx.shares, ctx.ulysses, *grads)  # type: ignore[no-untyped-call]
 
 
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, out: Tensor) -> Tensor:
-        ctx.ulysses, ctx.returns = ulysses, "slice"
-        return _gather((out,), ulysses.heads.out, ulysses)[0]
+    def forward(ctx: Any, shares: HeadShares, ulysses: Ulysses, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.shares, ctx.ulysses, ctx.returns = shares, ulysses, "slice"
+        return _gather(tensors, shares, ulysses)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, _scatter((grad,), ctx.ulysses.heads.out, ctx.ulysses)[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *_ScatterHeads.apply(ctx.shares, ctx.ulysses, *grads)  # type: ignore[no-untyped-call]
 
 
 def _scatter(tensors: Sequence[Tensor], shares: HeadShares, ulysses: Ulysses) -> tuple[Tensor, ...]:
