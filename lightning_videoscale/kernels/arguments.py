@@ -36,11 +36,3 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         *others, last = (f'"{choice}"' for choice in choices)
         raise ValueError(f"{name} must be {', '.join(others)} or {last}; got {value!r}.")
-
-
-def not_while_capturing(what: str) -> RuntimeError:
-    """Returns the error for a kernel that would be compiled or loaded while a CUDA graph is captured."""
-    return RuntimeError(
-        f"{what} has not run yet for these dtypes and widths, and nothing can be compiled or loaded while a CUDA graph "
-        "is captured. Run the same forward and backward once before the capture."
-    )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_videoscale.compat.torch.cuda import current_raw_stream
-from lightning_videoscale.kernels.arguments import not_while_capturing
+from lightning_videoscale.kernels.capture import is_capturing, not_while_capturing
 from lightning_videoscale.kernels.cuda import toolkit
 from lightning_videoscale.kernels.cuda.compile import cubin
 
@@ -163,7 +163,7 @@ def load(
         CompilationError: If the source does not compile.
         RuntimeError: If a CUDA graph is being captured.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise not_while_capturing(f"The CUDA kernel {name}")
     return Kernel(cubin(source, constants, arch(device)), name, layout, device, shared_bytes, early=early)
 

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lightning_videoscale.kernels.arguments import not_while_capturing
+from lightning_videoscale.kernels.capture import is_capturing, not_while_capturing
 
 _SUMS_BYTES = 8 << 10  # of shared memory, for the sums over a row
 _INTERPRETED_PROGRAMS = 5  # so that groups and programs meet in every way at small sizes
@@ -84,7 +84,7 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants:
     Raises:
         RuntimeError: If it has not run there yet and a CUDA graph is being captured.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         compiled = kernel.warmup(*arguments, grid=grid, **constants)  # from the cache, or by the host alone
         if compiled.module is None:
             raise not_while_capturing(f"The Triton kernel {kernel.__name__}")
