@@ -5,6 +5,8 @@ Attributes that a model may lack are declarations: a model without them, of what
 
 from __future__ import annotations
 
+import copy
+import sys
 from typing import Any
 
 from torch import nn
@@ -39,3 +41,19 @@ def dispatch_settings(processor: Any) -> tuple[Any, Any]:
         return processor._attention_backend, processor._parallel_config
     except AttributeError as error:
         raise DIFFUSERS.missing(processor, "_attention_backend or _parallel_config") from error
+
+
+def declare_as(cls: type[nn.Module], base: type[nn.Module]) -> None:
+    """Lets caches (``enable_cache``) find what diffusers declares of a class of blocks for a subclass of it.
+
+    They look up a block's very class in a registry that is public by name, in a module that is not. A class that is
+    not in there has no caches, nor has its subclass.
+    """
+    if "diffusers" not in sys.modules:
+        return
+    registry = DIFFUSERS.get("diffusers.hooks._helpers", "TransformerBlockRegistry")
+    try:
+        declared = registry.get(base)
+    except ValueError:
+        return
+    registry.register(cls, copy.copy(declared))

@@ -34,6 +34,14 @@ def has_hooks(module: nn.Module) -> bool:
     return not all(str(hook.__module__).startswith("deepspeed.") for kind in kinds for hook in kind.values())
 
 
+def has_readers(module: nn.Module) -> bool:
+    """Whether hooks, or a forward put around its own, see what it returns; those of engines hand it on as it is."""
+    engines = ("deepspeed.", "torch.distributed.", "lightning_videoscale.")
+    kinds = hooks_of(module)
+    after = kinds[1].values() if kinds is not None else ()
+    return "forward" in vars(module) or not all(str(hook.__module__).startswith(engines) for hook in after)
+
+
 def changed(module: nn.Module, *helpers: str) -> str | None:
     """Returns what calling it, or its backward, does beyond what its class was written to do; None: nothing.
 

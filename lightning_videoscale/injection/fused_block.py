@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_videoscale.compat.diffusers import declare_as
 from lightning_videoscale.injection.methods import difference, replacement_of
 
 
@@ -112,6 +113,7 @@ def fused_class(base: type[nn.Module], block: FusedBlock) -> type[nn.Module]:
     }
     identity = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     fused: Any = type(base.__name__, (base,), members | identity)
+    declare_as(fused, base)
     return fused  # type: ignore[no-any-return]
 
 

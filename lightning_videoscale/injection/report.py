@@ -75,8 +75,8 @@ class InjectionReport:
         """Gives every replaced block its original class back; a second call finds nothing to do.
 
         Raises:
-            RuntimeError: If a block has got yet another class meanwhile (from ``fully_shard``, for example). Nothing
-                is undone then.
+            RuntimeError: If a block has got yet another class meanwhile (from ``fully_shard``, for example), or a
+                forward of its own (from a cache of diffusers). Nothing is undone then.
         """
         for path, module in self._fused.items():
             if fused_block_of(module) is None:
@@ -84,6 +84,13 @@ class InjectionReport:
                     f"{path} is a {class_path(type(module))} with bases {[b.__name__ for b in type(module).__bases__]} "
                     "now, no longer the fused class: undo what changed it since, then call undo() again."
                 )
+            if not _is_own_forward(module):
+                raise RuntimeError(
+                    f"{path} has got a forward of its own since, which calls the fused one: take it away first (caches "
+                    "of diffusers by disable_cache()), then call undo() again."
+                )
+        for module in self._fused.values():
+            vars(module).pop("forward", None)
         self._undo()
         self._fused.clear()
 
@@ -96,6 +103,12 @@ class InjectionReport:
         lines += [f"  replaced {line}" for line in _grouped(self.replaced)]
         lines += [f"  skipped {line}" for line in _grouped(self.skipped)]
         return "\n".join(lines)
+
+
+def _is_own_forward(module: nn.Module) -> bool:
+    """Whether a module's forward is its class's; a cache of diffusers, once disabled, leaves just that behind."""
+    own = vars(module).get("forward")
+    return own is None or getattr(own, "__func__", None) is type(module).forward
 
 
 def _grouped(entries: Iterable[tuple[str, str, str]]) -> list[str]:

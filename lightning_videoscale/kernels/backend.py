@@ -66,6 +66,9 @@ def resolve(device: int) -> KernelBackends:
 
     Args:
         device: Index of a GPU; -1 for the CPU.
+
+    Raises:
+        RuntimeError: If a CUDA graph is being captured, since kernels are tried out.
     """
     if device < 0:
         return KernelBackends(("reference",), ("reference",), ("reference",))

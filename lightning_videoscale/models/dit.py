@@ -73,6 +73,11 @@ def _objection(block: nn.Module) -> str | None:
     """The fused forward computes the norms itself, hence they must be what it takes them for."""
     for name in ("norm1", "norm2"):
         norm: Any = getattr(block, name, None)
+        if norm is None:
+            return (
+                f"there is no {name}, whose eps the fused forward reads: if it has no parameters, make it "
+                "nn.LayerNorm(D, elementwise_affine=False), or write a FusedBlock with a forward of your own"
+            )
         if (
             type(norm) is not nn.LayerNorm
             or len(norm.normalized_shape) != 1

@@ -20,7 +20,7 @@ from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.branch_bias import apply_detached, branch_and_bias, changed_linear, output_linear
-from lightning_videoscale.injection.bypassed import changed, unfused
+from lightning_videoscale.injection.bypassed import changed, has_readers, unfused
 from lightning_videoscale.injection.fused_block import FusedBlock, fused_block_of, original_forward
 from lightning_videoscale.injection.methods import difference, replacement_of
 from lightning_videoscale.injection.modulation import GroupedModulation, find_repeated, modulations
@@ -453,6 +453,8 @@ def _timesteps_forward(
     """The fused forward; the embedding of each token, for the model's head, is gathered, its modulation is not."""
     embed = original_forward(self)
     repeated = find_repeated(timestep, timestep_seq_len)
+    if repeated is not None and has_readers(self):
+        embed, repeated = unfused(self, "has hooks, which expect the modulation of every token"), None
     if repeated is None:
         embedded: Any = embed(timestep, encoder_hidden_states, encoder_hidden_states_image, timestep_seq_len)
     else:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_videoscale.parallel.attention_with_lse import open_mask
+from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.ring import Ring, ring_attention
 from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
@@ -52,7 +53,10 @@ def sequence_parallel_attention(
     Raises:
         ValueError: If there are fewer query heads than Ulysses ranks, the shapes fit neither each other nor the
             lengths, or a rank has no token.
+        NotImplementedError: Inside a transform of `torch.func` or under forward-mode differentiation.
     """
+    if mesh.sp.size > 1:
+        refuse_transforms("The sequence of this attention", (query, key, value))
     lengths = lengths if lengths is not None else (query.shape[1],) * mesh.sp.size
     key_lengths = key_lengths if key_lengths is not None else lengths
     _check_shapes(query, key, value, mesh)

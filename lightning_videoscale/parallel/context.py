@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.region_randomness import RegionRandomness, RegionSeed
@@ -103,6 +103,7 @@ class SequenceContext:
         on_split: Told of every slice that a split returns, while the model is watched.
         on_exchange: Told by what module attention is about to exchange, and what stands against it, while the model
             is watched.
+        network: Weak reference to the model that ran last: this context's, or a copy of it.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class SequenceContext:
         self.short_streams = short_streams
         self.on_split: Callable[[Tensor], None] | None = None
         self.on_exchange: Callable[[str, str | None], None] | None = None
+        self.network: Callable[[], nn.Module | None] = lambda: None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceContext:
         """Itself: a copy of a model (an average, a teacher) keeps its hooks, and is split as one more call would be."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_videoscale.compat.torch.trees import tree_leaves
 from lightning_videoscale.parallel.auxiliary_loss import attach_context
 from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_plan, known_models
 from lightning_videoscale.parallel.plan_verification import PlanReport, check_exchanges, compare
@@ -131,6 +135,13 @@ def _install(
     check_streams(plan, type(model).__name__)
     context = SequenceContext(mesh, transport, plan.short_streams)
     agreement = Agreement(context.mesh, context.transport)
+
+    def begin(module: nn.Module, *inputs: Any) -> None:
+        if not context.suspended:
+            _refuse_transforms(module, *inputs)
+        context.begin_forward()
+        context.network = weakref.ref(module)
+
     with ExitStack() as undos:
 
         def before(hook: Callable[..., Any]) -> None:
@@ -140,7 +151,7 @@ def _install(
         undos.callback(network.restore_attention)
         attach_context(model, context)
         undos.callback(attach_context, model, None)
-        before(lambda *_: context.begin_forward())
+        before(begin)
         before(compare_inputs(agreement))
         before(average_input_gradients(context))
         undos.callback(install_hooks(model, plan, context))
@@ -155,6 +166,7 @@ def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Ca
         gradients = torch.is_grad_enabled()
         if module is not network.network or verified & {gradients, True}:  # a copy of the network is split likewise
             return
+        _refuse_transforms(module, args, kwargs)
         verified.add(gradients)
         try:
             report = compare(network, args, kwargs, gradients=gradients)
@@ -166,6 +178,11 @@ def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Ca
 
     uncompiled: Callable[..., None] = torch.compiler.disable(hook)
     return uncompiled
+
+
+def _refuse_transforms(module: nn.Module, *inputs: Any) -> None:
+    tensors = chain(tree_leaves(inputs), module.parameters())
+    refuse_transforms(f"The sequence of {type(module).__name__}", tensors)
 
 
 def _check_first_call(network: SplitNetwork) -> Callable[..., None]:

@@ -21,12 +21,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_videoscale.parallel.attention_with_lse import attend, attend_backward
+from lightning_videoscale.parallel.derivatives import without_second_derivative
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.parallel.ulysses import repeat_heads, sum_heads
+
+_SECOND_DERIVATIVE = (
+    "Ring attention has no second derivative, as a penalty on gradients of inputs needs it. Take ring_size=1, and "
+    "attention that has one: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+)
 
 
 @dataclass(frozen=True)
@@ -82,33 +87,47 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, mask, out, lse = ctx.saved_tensors
-        ring: Ring = ctx.ring
-        dq: Tensor | None = None
-        gradient: Any = None  # of the block at hand, on its way here
-        for owner, k, v in _blocks(key, value, ring):
-            k, v = repeat_heads(k, ring.repeats), repeat_heads(v, ring.repeats)
-            mask_of_block = _mask_of(owner, mask, ring)
-            part, dk, dv = attend_backward(grad_out, query, k, v, out, lse, ring.scale, mask_of_block)
-            dq = part.to(lse.dtype) if dq is None else dq.add_(part)
-            dk, dv = (sum_heads(x, ring.repeats, lse.dtype).transpose(1, 2) for x in (dk, dv))
-            if gradient is None:
-                total = lse.new_empty(2, *dk.shape)
-                total[0].copy_(dk)
-                total[1].copy_(dv)
-            else:
-                total = ring.transport.wait(gradient).view(2, *dk.shape)
-                total[0].add_(dk)
-                total[1].add_(dv)
-            # What arrives belongs to the block that arrives next; after the last step that is this rank's own.
-            gradient = _pass_on(total.view(-1), _elements(key, owner - 1, ring), ring)
-        assert dq is not None
-        batch, heads, tokens, dim = key.shape
-        total = ring.transport.wait(gradient).view(2, batch, tokens, heads, dim).to(key.dtype)
-        dk, dv = total.transpose(2, 3)
-        return dq.to(query.dtype), dk, dv, None, None
+        with torch.no_grad():
+            gradients = _backward(grad_out, query, key, value, mask, out, lse, ctx.ring)
+        dq, dk, dv = without_second_derivative(gradients, (grad_out, query, key, value), _SECOND_DERIVATIVE)
+        return dq, dk, dv, None, None
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    ring: Ring,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq: Tensor | None = None
+    gradient: Any = None  # of the block at hand, on its way here
+    for owner, k, v in _blocks(key, value, ring):
+        k, v = repeat_heads(k, ring.repeats), repeat_heads(v, ring.repeats)
+        mask_of_block = _mask_of(owner, mask, ring)
+        part, dk, dv = attend_backward(grad_out, query, k, v, out, lse, ring.scale, mask_of_block)
+        dq = part.to(lse.dtype) if dq is None else dq.add_(part)
+        dk, dv = (sum_heads(x, ring.repeats, lse.dtype).transpose(1, 2) for x in (dk, dv))
+        if gradient is None:
+            total = lse.new_empty(2, *dk.shape)
+            total[0].copy_(dk)
+            total[1].copy_(dv)
+        else:
+            total = ring.transport.wait(gradient).view(2, *dk.shape)
+            total[0].add_(dk)
+            total[1].add_(dv)
+        # What arrives belongs to the block that arrives next; after the last step that is this rank's own.
+        gradient = _pass_on(total.view(-1), _elements(key, owner - 1, ring), ring)
+    assert dq is not None
+    batch, heads, tokens, dim = key.shape
+    total = ring.transport.wait(gradient).view(2, batch, tokens, heads, dim).to(key.dtype)
+    dk, dv = total.transpose(2, 3)
+    return dq.to(query.dtype), dk, dv
 
 
 def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -15,19 +15,25 @@ exactly the gradient it has on one rank.
 Nobody averages the gradient of a model's *input*. `whole_gradient` does, where one is asked for: for guidance, or
 because the input is what a split model returned, whose `gather` relies on equal gradients on all ranks.
 
+Backwards are autograd functions themselves, so that gradients of inputs can be differentiated again: a gradient penalty
+with respect to inputs. What a second backward computes of each follows from the same rule. All ranks compute the same
+penalty of whole gradients, hence the gradient of the mean over ranks is taken as it is, that of the padding is the
+rank's slice, and that of the scaled slice is gathered.
+
 Each autograd function of a split sequence has ``ctx.returns``, ``"slice"`` or ``"whole"``: `check_loss` reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.derivatives import refuse_sharded_parameters
+from lightning_videoscale.parallel.mesh import Axis
 
 
 def split_sizes(length: int, parts: int) -> tuple[int, ...]:
@@ -78,7 +84,7 @@ def split(
     context.record = record
     pieces = x.split(totals, dim) if len(streams) > 1 else (x,)
     slices = [
-        _Split.apply(_padded(piece, dim, sum(table)), dim, table, context.mesh.sp.rank)  # type: ignore[no-untyped-call]
+        _Split.apply(_padded(piece, dim, sum(table)), _Place(dim, table, context.mesh.sp, context))  # type: ignore[no-untyped-call]
         for piece, table in zip(pieces, (record.tables[name] for name in streams), strict=True)
     ]
     sliced: Tensor = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
@@ -129,7 +135,8 @@ def gather_inside(x: Tensor, dim: int, context: SequenceContext, streams: Sequen
 def _gathered(
     function: type[torch.autograd.Function], x: Tensor, dim: int, context: SequenceContext, streams: Sequence[str]
 ) -> Tensor:
-    tables = [context.record.lengths((name,)) for name in streams]
+    record = context.record
+    tables = [record.lengths((name,)) for name in streams]
     mine = [table[context.mesh.sp.rank] for table in tables]
     if x.shape[dim] != sum(mine):
         expected = " + ".join(f"{count} of {name}" for count, name in zip(mine, streams, strict=True))
@@ -139,7 +146,7 @@ def _gathered(
         )
     pieces = x.split(mine, dim) if len(streams) > 1 else (x,)
     whole = [
-        _without_missing(function.apply(piece, dim, table, context), dim, context.record.tokens(name))
+        _without_missing(function.apply(piece, _Place(dim, table, context.mesh.sp, context)), dim, record.tokens(name))
         for piece, table, name in zip(pieces, tables, streams, strict=True)
     ]
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim)
@@ -162,54 +169,106 @@ def whole_gradient(x: Tensor, context: SequenceContext) -> Tensor:
     return same
 
 
+class _Place(NamedTuple):
+    """Where the slices of a sequence are: its dim, the tokens of each rank, the ranks and what they share."""
+
+    dim: int
+    lengths: tuple[int, ...]
+    sp: Axis
+    context: SequenceContext
+
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """A view of this rank's slice."""
+        rank = self.sp.rank
+        return whole.narrow(self.dim, sum(self.lengths[:rank]), self.lengths[rank])
+
+
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], rank: int) -> Tensor:
-        ctx.dim, ctx.lengths, ctx.rank, ctx.returns = dim, lengths, rank, "slice"
+    def forward(ctx: Any, x: Tensor, place: _Place) -> Tensor:
+        ctx.place, ctx.returns = place, "slice"
         # A copy, not a view: a view would keep the whole sequence alive on every rank.
-        return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone(memory_format=torch.contiguous_format)
+        return place.slice_of(x).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Pad.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
+
+
+class _Pad(torch.autograd.Function):
+    """The gradient of a split."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, place: _Place) -> Tensor:
+        # Here a second backward will enter what was split.
+        ctx.place, ctx.record, ctx.returns = place, place.context.record, "slice"
         shape = list(grad.shape)
-        shape[ctx.dim] = sum(ctx.lengths)
+        shape[place.dim] = sum(place.lengths)
         padded = grad.new_zeros(shape)
-        padded.narrow(ctx.dim, sum(ctx.lengths[: ctx.rank]), ctx.lengths[ctx.rank]).copy_(grad)
-        return padded, None, None, None
+        place.slice_of(padded).copy_(grad)
+        return padded
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        refuse_sharded_parameters(ctx.place.context.network())
+        ctx.place.context.resume(ctx.record)
+        return _Split.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], context: SequenceContext) -> Tensor:
-        ctx.dim, ctx.lengths, ctx.sp, ctx.returns = dim, lengths, context.mesh.sp, "whole"
-        whole = context.transport.all_gather(x.movedim(dim, 0).contiguous(), lengths, ctx.sp)
-        return whole.movedim(0, dim).contiguous()
+    def forward(ctx: Any, x: Tensor, place: _Place) -> Tensor:
+        ctx.place, ctx.returns = place, "whole"
+        whole = place.context.transport.all_gather(x.movedim(place.dim, 0).contiguous(), place.lengths, place.sp)
+        return whole.movedim(0, place.dim).contiguous()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        piece = grad.narrow(ctx.dim, sum(ctx.lengths[: ctx.sp.rank]), ctx.lengths[ctx.sp.rank])
-        return piece * ctx.sp.size, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ScaledSlice.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
+
+
+class _ScaledSlice(torch.autograd.Function):
+    """The gradient of a gather."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, place: _Place) -> Tensor:
+        ctx.place, ctx.returns = place, "slice"
+        return place.slice_of(grad) * place.sp.size
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Gather.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
 
 
 class _GatherInside(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], context: SequenceContext) -> Tensor:
-        ctx.dim, ctx.lengths, ctx.context, ctx.returns = dim, lengths, context, "slice"  # losses of it would differ
-        whole = context.transport.all_gather(x.movedim(dim, 0).contiguous(), lengths, context.mesh.sp)
-        return whole.movedim(0, dim).contiguous()
+    def forward(ctx: Any, x: Tensor, place: _Place) -> Tensor:
+        ctx.place, ctx.returns = place, "slice"  # a loss of it would be counted by every rank
+        whole = place.context.transport.all_gather(x.movedim(place.dim, 0).contiguous(), place.lengths, place.sp)
+        return whole.movedim(0, place.dim).contiguous()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        sp, tokens_first = ctx.context.mesh.sp, grad.movedim(ctx.dim, 0).contiguous()
-        per_token, mine = tokens_first[0].numel(), ctx.lengths[sp.rank]
-        send, receive = [length * per_token for length in ctx.lengths], [mine * per_token] * sp.size
-        received = ctx.context.transport.exchange(tokens_first.view(-1), send, receive, sp)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumOfSlices.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
+
+
+class _SumOfSlices(torch.autograd.Function):
+    """The gradient of `gather_inside`: of each rank's tokens, what all ranks' gradients are together."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, place: _Place) -> Tensor:
+        ctx.place, ctx.returns = place, "slice"
+        sp, tokens_first = place.sp, grad.movedim(place.dim, 0).contiguous()
+        per_token, mine = tokens_first[0].numel(), place.lengths[sp.rank]
+        send, receive = [length * per_token for length in place.lengths], [mine * per_token] * sp.size
+        received = place.context.transport.exchange(tokens_first.view(-1), send, receive, sp)
         wide = torch.promote_types(grad.dtype, torch.float32)
         summed = received.view(sp.size, mine, *tokens_first.shape[1:]).sum(0, dtype=wide).to(grad.dtype)
-        return summed.movedim(0, ctx.dim), None, None, None
+        return summed.movedim(0, place.dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _GatherInside.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
 
 
 class _WholeGradient(torch.autograd.Function):
@@ -219,8 +278,21 @@ class _WholeGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        sp = ctx.context.mesh.sp
-        grads = ctx.context.transport.all_gather(grad[None].contiguous(), (1,) * sp.size, sp)
-        return grads.mean(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype), None
+        return _Mean.apply(grad, ctx.context), None  # type: ignore[no-untyped-call]
+
+
+class _Mean(torch.autograd.Function):
+    """The gradient of `whole_gradient`: the mean over the ranks, which all of them have."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, context: SequenceContext) -> Tensor:
+        ctx.context, ctx.returns = context, "whole"
+        sp = context.mesh.sp
+        grads = context.transport.all_gather(grad[None].contiguous(), (1,) * sp.size, sp)
+        return grads.mean(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        refuse_sharded_parameters(ctx.context.network())
+        return _WholeGradient.apply(grad, ctx.context), None  # type: ignore[no-untyped-call]

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.sharding import split_sizes
@@ -170,10 +169,10 @@ def scatter_heads(query: Tensor, key: Tensor, value: Tensor, ulysses: Ulysses) -
     heads = ulysses.heads
     tensors: tuple[Tensor, Tensor, Tensor]
     if heads.qkv is not None:
-        tensors = _ScatterHeads.apply(ulysses, heads.qkv, query, key, value)  # type: ignore[no-untyped-call]
+        tensors = _ScatterHeads.apply(heads.qkv, ulysses, query, key, value)  # type: ignore[no-untyped-call]
     else:
-        queries: tuple[Tensor] = _ScatterHeads.apply(ulysses, heads.out, query)  # type: ignore[no-untyped-call]
-        tensors = *queries, *_ScatterHeads.apply(ulysses, heads.kv, key, value)  # type: ignore[no-untyped-call]
+        queries: tuple[Tensor] = _ScatterHeads.apply(heads.out, ulysses, query)  # type: ignore[no-untyped-call]
+        tensors = *queries, *_ScatterHeads.apply(heads.kv, ulysses, key, value)  # type: ignore[no-untyped-call]
     return tensors
 
 
@@ -187,7 +186,7 @@ def gather_heads(out: Tensor, ulysses: Ulysses) -> Tensor:
     Returns:
         (B, s, H, D), contiguous.
     """
-    gathered: Tensor = _GatherHeads.apply(ulysses, out)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _GatherHeads.apply(ulysses.heads.out, ulysses, out)[0]  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -208,26 +207,24 @@ def sum_heads(grad: Tensor, repeats: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, shares: HeadShares, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ulysses, ctx.shares, ctx.returns = ulysses, shares, "slice"
+    def forward(ctx: Any, shares: HeadShares, ulysses: Ulysses, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.shares, ctx.ulysses, ctx.returns = shares, ulysses, "slice"
         return _scatter(tensors, shares, ulysses)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *_gather(grads, ctx.shares, ctx.ulysses)
+        return None, None, *_GatherHeads.apply(ctx.shares, ctx.ulysses, *grads)  # type: ignore[no-untyped-call]
 
 
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, out: Tensor) -> Tensor:
-        ctx.ulysses, ctx.returns = ulysses, "slice"
-        return _gather((out,), ulysses.heads.out, ulysses)[0]
+    def forward(ctx: Any, shares: HeadShares, ulysses: Ulysses, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.shares, ctx.ulysses, ctx.returns = shares, ulysses, "slice"
+        return _gather(tensors, shares, ulysses)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, _scatter((grad,), ctx.ulysses.heads.out, ctx.ulysses)[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *_ScatterHeads.apply(ctx.shares, ctx.ulysses, *grads)  # type: ignore[no-untyped-call]
 
 
 def _scatter(tensors: Sequence[Tensor], shares: HeadShares, ulysses: Ulysses) -> tuple[Tensor, ...]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers.hooks._helpers import TransformerBlockRegistry
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import nn
 
 from lightning_videoscale.compat.diffusers import (
     CLASS_NAME,
     block_classes,
+    declare_as,
     dispatch_settings,
     kept_in_float32,
 )
@@ -38,6 +41,16 @@ def test_a_processor_tells_the_backend_that_was_chosen() -> None:
     assert dispatch_settings(wan.blocks[0].attn1.processor) == (AttentionBackendName.NATIVE, None)
     with pytest.raises(MissingNameError, match=r"0\.37"):
         dispatch_settings(torch.nn.Identity())
+
+
+def test_a_subclass_of_a_block_is_declared_as_the_block_is() -> None:
+    block = type(tiny_wan().blocks[0])
+    subclass, unknown = type("Subclass", (block,), {}), type("Unknown", (nn.Identity,), {})
+    declare_as(subclass, block)
+    declare_as(unknown, nn.Identity)
+    assert TransformerBlockRegistry.get(subclass) == replace(TransformerBlockRegistry.get(block), _cls=subclass)
+    with pytest.raises(ValueError, match="Unknown"):
+        TransformerBlockRegistry.get(unknown)
 
 
 def test_a_configuration_file_names_the_class(tmp_path: Path) -> None:

@@ -56,6 +56,19 @@ def test_past_autograd_nothing_is_recorded() -> None:
     assert (2 * x).grad_fn is not None
 
 
+def test_transforms_of_functions_are_noticed() -> None:
+    inside: list[bool] = []
+
+    def f(x: Tensor) -> Tensor:
+        inside.append(autograd.function_transforms_active())
+        return x.sum()
+
+    for transform in (torch.func.grad, torch.func.vmap):
+        transform(f)(torch.ones(2))
+    assert inside == [True, True]
+    assert not autograd.function_transforms_active()
+
+
 def test_forward_mode_is_noticed() -> None:
     assert not autograd.in_forward_mode()
     with forward_ad.dual_level():

@@ -37,8 +37,8 @@ dist.destroy_process_group()
 """
 
 
-def start(code: str, *arguments: str, cache: str | None = None) -> subprocess.Popen[str]:
-    environment = os.environ | ({} if cache is None else {"LIGHTNING_VIDEOSCALE_CACHE": cache})
+def start(code: str, *arguments: str, cache: str | None = None, **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | ({} if cache is None else {"LIGHTNING_VIDEOSCALE_CACHE": cache}) | variables
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -56,6 +56,22 @@ def test_triton_where_no_kernel_can_be_kept() -> None:
     assert process.returncode == 0, said
     assert "norms and gates on triton, GELU on triton, qk_norm_rope on triton" in said, said
     assert "LIGHTNING_VIDEOSCALE_CACHE" in said
+
+
+def test_plain_pytorch_where_triton_cannot_keep_its_kernels_either() -> None:
+    process = start(ONE, cache="/proc/nothing/here", TRITON_CACHE_DIR="/proc/nothing/here")
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert "norms and gates on reference, GELU on reference, qk_norm_rope on reference" in said, said
+    assert "LIGHTNING_VIDEOSCALE_CACHE" in said and "triton: a first kernel failed" in said
+
+
+def test_a_kernel_that_the_cache_cannot_keep_runs_nevertheless(tmp_path: Path) -> None:
+    """A folder that can be written when the backend is chosen, and no longer when a kernel is compiled."""
+    folder = str(tmp_path / "cache")
+    gone = f"import shutil\nresolve(0)\nshutil.rmtree({folder!r})\nopen({folder!r}, 'w').close()\nx, q ="
+    said, _ = (process := start(ONE.replace("x, q =", gone), cache=folder)).communicate(timeout=200)
+    assert process.returncode == 0 and "norms and gates on cuda" in said, said
 
 
 def test_ranks_take_what_all_can_run(tmp_path: Path) -> None:

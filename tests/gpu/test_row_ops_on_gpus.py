@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_videoscale import kernels
 from lightning_videoscale.kernels import norm_modulate
 from lightning_videoscale.kernels.row_ops import RowCall
 from tests.kernels.row_cases import Case, all_variants, assert_close_to_oracle, gradients
@@ -53,6 +54,26 @@ def test_rows_so_wide_that_few_are_under_way_at_once(d: int, operation: str) -> 
     for rows in (1, 293):
         assert_close_to_oracle(Case(operation, s=293, d=d, rows=rows, tables=True), "triton", "cuda")
         assert_close_to_oracle(Case(operation, s=293, d=d, rows=rows, tables=True), "auto", "cuda")
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("operation", ["norm_modulate", "fork_norm_modulate", "gate_residual_norm_modulate"])
+def test_wide_rows_with_values_of_their_own_fit_shared_memory(operation: str, affine: bool) -> None:
+    """Each row reads the norm's bias again, and takes room for it."""
+    d, rows = 8184, 37
+    t = Case(s=rows, d=d, rows=rows, affine=affine, tables=True).tensors("cuda")
+    if operation != "gate_residual_norm_modulate":
+        of_branch = ("residual", "branch", "branch_bias", "gate", "gate_table")
+        t = {"x": t["residual"]} | {name: x for name, x in t.items() if name not in of_branch}
+    t = {name: x for name, x in t.items() if x is not None}
+    function: Any = getattr(kernels, operation)
+    found = []
+    for backend in ("triton", "reference"):
+        outputs = function(**t, eps=1e-6, backend=backend)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        found.append(torch.autograd.grad(sum(out.square().mean() for out in outputs), list(t.values())))
+    for ours, reference in zip(*found, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

@@ -50,3 +50,10 @@ def test_a_call_beyond_the_limits_runs_on_the_next_and_the_log_says_so_once(capl
             module = choose("rows", FAST.setting, "norm_modulate", variant, -1)
     assert module.__name__.endswith("reference.rows")
     assert len(caplog.records) == 1 and "norm_modulate runs on reference" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would do")
+def test_triton_is_tried_out_before_it_is_chosen() -> None:
+    pytest.importorskip("triton")
+    reason = backend.unusable("triton", "rows", 0)
+    assert reason is not None and "first kernel failed" in reason

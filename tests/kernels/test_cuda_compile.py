@@ -151,3 +151,21 @@ def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(toolkit.CudaUnavailableError, match=r"cuda_bf16\.h.*found in none of") as raised:
         toolkit.include_folder.__wrapped__()
     assert str(tmp_path) in str(raised.value)
+
+
+def test_what_cannot_be_kept_or_read_is_compiled_by_each_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    (tmp_path / "folder.cubin").mkdir()
+    for path in (file / "a.cubin", tmp_path / "folder.cubin"):
+        made: list[bytes] = []
+
+        def make(made: list[bytes] = made) -> bytes:
+            made.append(b"code")
+            return made[-1]
+
+        caplog.clear()
+        assert nvrtc.cached(path, make, timeout=1) == b"code"
+        assert len(made) == 1 and nvrtc.CACHE_VARIABLE in caplog.text

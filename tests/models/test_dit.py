@@ -96,6 +96,14 @@ def test_a_norm_that_is_something_else_is_skipped() -> None:
         assert not inject_fused_kernels(block, extra_blocks=[MINE]).replaced
 
 
+def test_a_block_without_a_norm_is_told_what_to_do() -> None:
+    block = a_block(torch.float32)
+    block.norm1 = None  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="elementwise_affine=False"):
+        report = inject_fused_kernels(block, extra_blocks=[dit_block(f"{__name__}.Block")])
+    assert "norm1" in report.skipped[0].reason and "NoneType" not in report.skipped[0].reason
+
+
 def test_the_published_one_is_known_by_its_source() -> None:
     published = FUSED_BLOCKS["models.DiTBlock"]
     assert published.known_forwards  # its module is called "models" like many others

@@ -117,3 +117,17 @@ def test_it_stays_as_it_is_beside_a_block_that_is_not_fused() -> None:
             report = inject_fused_kernels(model)
         assert "condition_embedder" not in [replaced.path for replaced in report.replaced]
         run(model, inputs)
+
+
+def test_a_hook_that_computes_with_the_modulation_is_given_that_of_every_token() -> None:
+    """As TeaCache does, which compares it from step to step."""
+    seen: list[Tensor] = []
+    with prepared(image_to_video, torch.float64) as (model, inputs):
+        model.condition_embedder.register_forward_hook(lambda *call: seen.append((call[-1][1] * 2).abs().mean()))
+        output, gradients = run(model, inputs)
+        inject_fused_kernels(model)
+        with pytest.warns(UserWarning, match="WanTimeTextImageEmbedding"):
+            fused_output, fused_gradients = run(model, inputs)
+    torch.testing.assert_close(seen[0], seen[-1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(fused_output, output, rtol=1e-12, atol=1e-12)
+    assert gradient_error(fused_gradients, gradients) < 1e-10

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, WanTransformer3DModel
 from diffusers.models.attention_dispatch import attention_backend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -27,6 +28,36 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         assert torch.equal(run(loaded, inputs)[0], output)  # no trace of the kernels in what was saved
         inject_fused_kernels(loaded)
         assert torch.equal(run(loaded, inputs)[0], output)
+
+
+CACHES = [
+    pytest.param(lambda: FirstBlockCacheConfig(threshold=10.0), id="FirstBlockCache"),
+    pytest.param(lambda: MagCacheConfig(threshold=10.0, num_inference_steps=6, mag_ratios=[1.0] * 6), id="MagCache"),
+]
+
+
+@pytest.mark.parametrize("config", CACHES)
+def test_caches_of_diffusers_after_the_injection(config: Callable[[], Any]) -> None:
+    found = []
+    for fused in (False, True):
+        with prepared(text_to_video, torch.float64) as (model, inputs), torch.no_grad():
+            model.eval()
+            report = inject_fused_kernels(model) if fused else None
+            model.enable_cache(config())
+            calls: list[str] = []
+            model.blocks[1].ffn.register_forward_pre_hook(lambda *_, calls=calls: calls.append("ffn"))
+            with model.cache_context("sampling"):
+                steps = [model(**inputs).sample for _ in range(6)]
+            found.append((torch.stack(steps), len(calls)))
+            if report is not None:
+                with pytest.raises(RuntimeError, match=r"disable_cache\(\)"):
+                    report.undo()
+                model.disable_cache()
+                report.undo()
+                again = model(**inputs).sample
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(again, found[0][0][0], rtol=1e-12, atol=1e-12)
+    assert 0 < found[0][1] == found[1][1] < 6  # it did skip blocks, and the same ones
 
 
 def test_in_float16() -> None:

@@ -29,6 +29,10 @@ def in_forward_mode() -> bool:
         raise TORCH.missing("torch.autograd.forward_ad", "_current_level") from error
 
 
+function_transforms_active: Callable[[], bool] = TORCH.function("torch._C", "_are_functorch_transforms_active")
+"""Whether a transform of ``torch.func`` is under way; no public function says so."""
+
+
 def saved_tensors_pack_hook() -> Callable[[Tensor], Any] | None:
     """Returns the innermost hook on tensors saved for backward, None without one; only setting one is public."""
     hooks: Any = TORCH.get("torch._C._autograd", "_top_saved_tensors_default_hooks")(True)

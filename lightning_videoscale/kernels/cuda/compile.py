@@ -60,15 +60,29 @@ def cubin(
 def cached(path: Path, make: Callable[[], bytes], timeout: float) -> bytes:
     """What a file holds; where there is none, one process makes it while all others wait.
 
+    Where the file can be neither kept nor read (a folder that others may only read, a full disk), each process makes
+    its own, and the log says so.
+
     Raises:
         TimeoutError: If another process did not finish within ``timeout`` seconds.
     """
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path.with_suffix(".lock"), timeout):
-            if not path.exists():
-                _write(path, make())
-    return path.read_bytes()
+    made = None
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _lock(path.with_suffix(".lock"), timeout):
+                if not path.exists():
+                    made = make()
+                    _write(path, made)
+        return path.read_bytes()
+    except TimeoutError:
+        raise
+    except OSError as error:
+        _log.warning(
+            "A compiled kernel cannot be kept or read (%s), so that each process compiles its own. Set %s to a folder "
+            "on a local disk.", error, CACHE_VARIABLE,
+        )  # fmt: skip
+        return make() if made is None else made
 
 
 def check_cache(arch: str, folder: Path | None = None) -> None:
@@ -77,14 +91,14 @@ def check_cache(arch: str, folder: Path | None = None) -> None:
     Raises:
         CudaUnavailableError: If not; the message says what failed.
     """
-    folder = folder or cache_folder()
-    if any(folder.glob(f"*-{arch}-*.cubin")) and not os.access(folder, os.W_OK):
-        return
     try:
+        folder = folder or cache_folder()
+        if any(folder.glob(f"*-{arch}-*.cubin")) and not os.access(folder, os.W_OK):
+            return
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix="probe") as probe:
             fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter where a user has no home
         raise toolkit.CudaUnavailableError(
             f"The cache folder of compiled kernels cannot be written or locked ({error}). "
             f"Set {CACHE_VARIABLE} to a folder on a local disk."
@@ -144,7 +158,12 @@ def _compile(source: str, constants: Mapping[str, str | int], arch: str) -> byte
 
 def _write(path: Path, data: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, delete=False) as file:
-        file.write(data)
+        try:
+            file.write(data)
+            file.flush()
+        except OSError:
+            os.unlink(file.name)
+            raise
     os.replace(file.name, path)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_videoscale.compat.torch.cuda import current_raw_stream
+from lightning_videoscale.kernels.capture import is_capturing, not_while_capturing
 from lightning_videoscale.kernels.cuda import toolkit
 from lightning_videoscale.kernels.cuda.compile import cubin
 
@@ -160,7 +161,10 @@ def load(
     Raises:
         CudaUnavailableError: If NVRTC or its headers are missing, or the driver refuses.
         CompilationError: If the source does not compile.
+        RuntimeError: If a CUDA graph is being captured.
     """
+    if is_capturing():
+        raise not_while_capturing(f"The CUDA kernel {name}")
     return Kernel(cubin(source, constants, arch(device)), name, layout, device, shared_bytes, early=early)
 
 

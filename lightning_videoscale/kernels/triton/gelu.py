@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_videoscale.kernels.gelu import GeluVariant
 from lightning_videoscale.kernels.triton.finalize import finalize_kernel
 from lightning_videoscale.kernels.triton.gelu_kernels import backward_kernel, forward_kernel
-from lightning_videoscale.kernels.triton.launch import on_device_of
+from lightning_videoscale.kernels.triton.launch import on_device_of, run_kernel
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROWS, _WIDEST, _WARPS = 4, 512, 4  # a tile: two vectors of 16 bytes per thread and tensor in half precision
@@ -29,9 +29,10 @@ def forward(x: Tensor) -> Tensor:
     (n, f), y = x.shape, x.new_empty(x.shape)
     columns, shares = _launch(x)
     with on_device_of(x):
-        forward_kernel[(triton.cdiv(f, columns), shares)](
-            x, y, x.stride(0), n, shares, F=f, ROWS=_ROWS, COLUMNS=columns, num_warps=_WARPS
-        )
+        run_kernel(
+            forward_kernel, (triton.cdiv(f, columns), shares),
+            x, y, x.stride(0), n, shares, F=f, ROWS=_ROWS, COLUMNS=columns, num_warps=_WARPS,
+        )  # fmt: skip
     return y
 
 
@@ -42,14 +43,16 @@ def backward(dy: Tensor, x: Tensor, *, sums: bool, again: bool) -> tuple[Tensor,
     columns, shares = _launch(x)
     partials = x.new_empty(shares, f, dtype=torch.float32) if sums else None
     with on_device_of(x):
-        backward_kernel[(triton.cdiv(f, columns), shares)](
+        run_kernel(
+            backward_kernel, (triton.cdiv(f, columns), shares),
             dy, x, dx, y, partials, dy.stride(0), x.stride(0), n, shares,
             F=f, ROWS=_ROWS, COLUMNS=columns, num_warps=_WARPS,
         )  # fmt: skip
         if partials is None:
             return dx, None, y
         total = x.new_empty(f, dtype=torch.float32)
-        finalize_kernel[(1, triton.cdiv(f, _FINALIZE_COLUMNS), 1)](
+        run_kernel(
+            finalize_kernel, (1, triton.cdiv(f, _FINALIZE_COLUMNS), 1),
             partials, total, *[None] * 5, None, shares, _ROWS, n, shares,
             D=f, COLUMNS=_FINALIZE_COLUMNS, LINES=_FINALIZE_LINES, ALL_ROWS=True,
         )  # fmt: skip

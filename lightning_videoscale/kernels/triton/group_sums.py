@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_videoscale.kernels.row_types import RowMap
 from lightning_videoscale.kernels.triton.finalize import finalize_kernel
-from lightning_videoscale.kernels.triton.launch import Launch
+from lightning_videoscale.kernels.triton.launch import Launch, run_kernel
 
 _COLUMNS, _LINES, _MOST_KINDS = 64, 32, 6
 
@@ -71,7 +71,8 @@ class Partials:
             return {}
         walk, (_, slots, d) = self.walk, self.slots.shape
         sums = [self.slots.new_empty(walk.groups, d) for _ in self.kinds]
-        finalize_kernel[(walk.groups, triton.cdiv(d, _COLUMNS), len(sums))](
+        run_kernel(
+            finalize_kernel, (walk.groups, triton.cdiv(d, _COLUMNS), len(sums)),
             self.slots, *sums, *[None] * (_MOST_KINDS - len(sums)), walk.offsets, slots, walk.launch.rows_per_program,
             walk.rows_per_group, walk.launch.programs, D=d, COLUMNS=_COLUMNS, LINES=_LINES, ALL_ROWS=walk.all_rows,
         )  # fmt: skip

@@ -11,6 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
+from lightning_videoscale.kernels.capture import is_capturing, not_while_capturing
+
+_SUMS_BYTES = 8 << 10  # of shared memory, for the sums over a row
 _INTERPRETED_PROGRAMS = 5  # so that groups and programs meet in every way at small sizes
 
 
@@ -35,7 +38,7 @@ class Launch(NamedTuple):
 
 
 def launch_for(x: Tensor, tensors: Sequence[Tensor | None], *, backward: bool) -> Launch:
-    """Returns the launch over the rows of x (N, D), N > 0, that reads these tensors of its shape row by row."""
+    """Returns the launch over the rows of x (N, D), N > 0, that loads D elements of each of these tensors per row."""
     rows, channels = x.shape
     tiles, block = _tiling(channels)
     # 16 bytes of bf16 per thread and tile; backward holds twice as many rows in registers.
@@ -43,7 +46,7 @@ def launch_for(x: Tensor, tensors: Sequence[Tensor | None], *, backward: bool) -
     most = _programs(x.device, warps)
     # Rows under way lie in shared memory, but for the one that is computed with.
     bytes_per_row = tiles * block * sum(t.element_size() for t in tensors if t is not None)
-    stages = max(1, min(3, 1 + _shared_bytes(x.device) // bytes_per_row))
+    stages = max(1, min(3, 1 + (shared_bytes(x.device) - _SUMS_BYTES) // bytes_per_row))
     rows_per_program = triton.cdiv(rows, min(rows, most))
     return Launch(triton.cdiv(rows, rows_per_program), rows_per_program, tiles, block, warps, stages)
 
@@ -68,11 +71,24 @@ def _programs(device: torch.device, warps: int) -> int:
 
 
 @functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    """Of one program, less what its sums over a row take; 64 KiB where the device does not say."""
+def shared_bytes(device: torch.device) -> int:
+    """The most that a program may have on a device; 64 KiB where that does not say."""
     if device.type != "cuda":
         return 1 << 30
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 1 << 16) - (8 << 10)
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 1 << 16)
+
+
+def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Launches a kernel on the current device.
+
+    Raises:
+        RuntimeError: If it has not run there yet and a CUDA graph is being captured.
+    """
+    if is_capturing():
+        compiled = kernel.warmup(*arguments, grid=grid, **constants)  # from the cache, or by the host alone
+        if compiled.module is None:
+            raise not_while_capturing(f"The Triton kernel {kernel.__name__}")
+    kernel[grid](*arguments, **constants)
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:

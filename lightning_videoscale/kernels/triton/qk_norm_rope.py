@@ -17,7 +17,7 @@ from lightning_videoscale.kernels.head_types import (
     SideOutputs,
     as_rows,
 )
-from lightning_videoscale.kernels.triton.launch import on_device_of
+from lightning_videoscale.kernels.triton.launch import on_device_of, run_kernel
 from lightning_videoscale.kernels.triton.qk_norm_rope_kernels import backward_kernel, forward_kernel, square_sums_kernel
 
 _TILE = 2048  # channels that a program holds at once, where heads are independent
@@ -104,9 +104,10 @@ def square_sums(variant: HeadVariant, xs: tuple[Tensor, Tensor]) -> tuple[Tensor
         if rows.shape[0]:
             block = triton.next_power_of_2(rows.shape[1])
             with on_device_of(x):
-                square_sums_kernel[(rows.shape[0],)](
-                    rows, out, rows.stride(0), rows.shape[1], block, num_warps=_warps(block)
-                )
+                run_kernel(
+                    square_sums_kernel, (rows.shape[0],),
+                    rows, out, rows.stride(0), rows.shape[1], block, num_warps=_warps(block),
+                )  # fmt: skip
         sums.append(out)
     return sums[0], sums[1]
 
@@ -151,7 +152,8 @@ def _launch(
     if not sum(programs):
         return
     with on_device_of(q):
-        kernel[(sum(programs),)](
+        run_kernel(
+            kernel, (sum(programs),),
             *arguments, _table(rotation), *scalars, programs[0], q.shape[2], k.shape[2], q.shape[3],
             pairs, *blocks, channels, NORM=op.norm, PER_HEAD=op.per_head,
             HALF=pairs > 0 and op.layout == "half", TABLE_HEADS=table_heads > 1,

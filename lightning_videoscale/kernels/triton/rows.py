@@ -9,7 +9,7 @@ from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowInp
 from lightning_videoscale.kernels.triton.backward import backward_kernel
 from lightning_videoscale.kernels.triton.forward import forward_kernel
 from lightning_videoscale.kernels.triton.group_sums import Partials, Walk
-from lightning_videoscale.kernels.triton.launch import launch_for, on_device_of
+from lightning_videoscale.kernels.triton.launch import launch_for, on_device_of, run_kernel
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_CHANNELS = 16384
@@ -36,7 +36,8 @@ def forward(variant: RowVariant, inputs: RowInputs) -> RowOutputs:
     rstd = x.new_empty(n, dtype=torch.float32) if op.norm else None
     launch = launch_for(x, (x, branch), backward=False)
     with on_device_of(x):
-        forward_kernel[(launch.programs,)](
+        run_kernel(
+            forward_kernel, (launch.programs,),
             x, branch, h, y, mean, rstd,
             *_pointers(gate), *_pointers(scale), *_pointers(shift), weight, bias, rows.index,
             _stride(x), _stride(branch), *(0 if o is None else _stride(o.values) for o in (gate, scale, shift)),
@@ -52,16 +53,18 @@ def backward(variant: RowVariant, inputs: RowInputs, dh: Tensor | None, dy: Tens
     """Computes the gradients in one pass and one small launch that adds the sums; see `RowBackend`."""
     op, per_row, (h, branch, gate, scale, _, weight, bias, rows, eps, mean, rstd) = variant.op, variant.per_row, inputs
     n, d = h.shape
-    launch = launch_for(h, (dh, dy, h, branch), backward=True)
-    walk = Walk.over(rows, launch, all_rows=per_row)
     by_row = _by_row(gate if op.sums and per_row else None, scale if op.sums and per_row else None, n)
+    # Of dscale's rows, each reads the bias again.
+    launch = launch_for(h, (dh, dy, h, branch, None if by_row[1] is None else bias), backward=True)
+    walk = Walk.over(rows, launch, all_rows=per_row)
     kinds = _kinds(gate, scale, weight, bias, per_row) if op.sums else ()
     kinds += ("branch",) if op.branch_sum else ()
     partials = Partials(kinds, walk, h)
     dx = h.new_empty(n, d) if op.norm else None
     dbranch = None if branch is None else branch.new_empty(n, d)
     with on_device_of(h):
-        backward_kernel[(launch.programs,)](
+        run_kernel(
+            backward_kernel, (launch.programs,),
             dh, dy, h, branch, dx, dbranch, mean, rstd,
             *_pointers(gate), *_pointers(scale), weight, bias, rows.index, walk.order, *by_row,
             *partials.slots_of(_KINDS),
