@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but missing from the type hints
 from typing_extensions import override
@@ -205,7 +205,7 @@ class StopsOnSignals(_Parent):
             self._save_and_requeue()
         else:
             trainer.save_checkpoint(scheduler_checkpoint(trainer))
-        rank_zero_warn(
+        rank_zero_info(
             f"The job was asked to end. All ranks stopped after step {trainer.global_step} and saved a checkpoint in "
             f"{trainer.default_root_dir}: continue with fit(..., ckpt_path='hpc'), which SLURM's jobs do by themselves."
         )

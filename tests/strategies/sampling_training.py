@@ -46,6 +46,7 @@ class Samples(Callback):
 
 def on_one_rank(module: RectifiedFlow, rank: int) -> None:
     if module.global_rank == rank:
+        print(f"\nsamples at {time.time()}")
         sample(module)
 
 
@@ -55,7 +56,9 @@ def on_all_ranks(module: RectifiedFlow, late: int, seconds: float) -> None:
     sample(module)
 
 
-def train(strategy: str, sp: int, function: Callable[[RectifiedFlow], None], hook: str) -> None:
+def train(
+    strategy: str, sp: int, function: Callable[[RectifiedFlow], None], hook: str, validate: bool = False
+) -> None:
     trainer = pl.Trainer(
         strategy=STRATEGIES[strategy](ulysses_size=sp, timeout=timedelta(seconds=120)), accelerator="cpu", devices=2,
         max_epochs=2, limit_train_batches=3, limit_val_batches=2, num_sanity_val_steps=1, logger=False,
@@ -63,11 +66,18 @@ def train(strategy: str, sp: int, function: Callable[[RectifiedFlow], None], hoo
         callbacks=[Samples(hook, function)],
     )  # fmt: skip
     loader = DataLoader(Clips((2, 4, 4), torch.float32), batch_size=1)
-    trainer.fit(RectifiedFlow(), loader, loader)
+    if validate:
+        trainer.validate(RectifiedFlow(), loader)
+    else:
+        trainer.fit(RectifiedFlow(), loader, loader)
 
 
 def train_and_sample_alone(strategy: str, sp: int, rank: int, hook: str) -> None:
     train(strategy, sp, partial(on_one_rank, rank=rank), hook)
+
+
+def validate_and_sample_alone(strategy: str, sp: int, rank: int, hook: str) -> None:
+    train(strategy, sp, partial(on_one_rank, rank=rank), hook, validate=True)
 
 
 def train_and_sample_late(strategy: str, sp: int, late: int, seconds: float, hook: str) -> None:
