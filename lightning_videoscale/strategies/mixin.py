@@ -181,9 +181,10 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints, St
 
     def _change_model(self) -> None:
         """What comes before wrapping; for strategies whose ``setup`` does not go through their parent's."""
+        assert self.lightning_module is not None
+        self._refuse_remote_folders(self.lightning_module.trainer)
         self._seed = self._agree_on_seed()
         if self._undo_changes is None:
-            assert self.lightning_module is not None
             self._undo_changes = self._change_networks(self.lightning_module)
 
     def _count_calls(self) -> None:

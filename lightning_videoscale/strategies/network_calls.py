@@ -154,11 +154,7 @@ class NetworkCalls:
         """Whether a peer samples while this rank trains: its own detector will say so, and name the right rank."""
         if entry.name.endswith(_SAMPLING):
             return False
-        return any(
-            count > self.counts.get(name, 0)
-            for name, count in state.calls.items()
-            if name.endswith(_SAMPLING)
-        )
+        return any(count > self.counts.get(name, 0) for name, count in state.calls.items() if name.endswith(_SAMPLING))
 
     def _awaited(self, states: Mapping[int, RankState]) -> tuple[_Entry | None, dict[int, RankState]]:
         """The first call of this rank that peers have not come to, and these peers."""

@@ -56,9 +56,7 @@ def on_all_ranks(module: RectifiedFlow, late: int, seconds: float) -> None:
     sample(module)
 
 
-def train(
-    strategy: str, sp: int, function: Callable[[RectifiedFlow], None], hook: str, validate: bool = False
-) -> None:
+def train(strategy: str, sp: int, function: Callable[[RectifiedFlow], None], hook: str, validate: bool = False) -> None:
     trainer = pl.Trainer(
         strategy=STRATEGIES[strategy](ulysses_size=sp, timeout=timedelta(seconds=120)), accelerator="cpu", devices=2,
         max_epochs=2, limit_train_batches=3, limit_val_batches=2, num_sanity_val_steps=1, logger=False,
