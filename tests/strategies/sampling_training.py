@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -46,7 +47,7 @@ class Samples(Callback):
 
 def on_one_rank(module: RectifiedFlow, rank: int) -> None:
     if module.global_rank == rank:
-        print(f"\nsamples at {time.time()}")
+        sys.stdout.write(f"\nsamples at {time.time()}\n")
         sample(module)
 
 

@@ -74,12 +74,11 @@ class PortableCheckpoints(_Parent):
         """Before hours of training rather than at the first checkpoint."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        folders = {
-            "default_root_dir of the Trainer, for the checkpoint of a job that is ended": trainer.default_root_dir
-        }
+        # Where the checkpoint of a job that a scheduler ends belongs.
+        folders: dict[str, Any] = {"default_root_dir of the Trainer": trainer.default_root_dir}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
-            if isinstance(callback, Checkpoint) and getattr(callback, "dirpath", None) is not None:
-                folders[f"dirpath of {type(callback).__name__}"] = callback.dirpath
+            if isinstance(callback, Checkpoint):
+                folders[f"dirpath of {type(callback).__name__}"] = getattr(callback, "dirpath", None) or ""
         remote = {name: str(folder) for name, folder in folders.items() if is_remote(folder)}
         if remote:
             raise CheckpointError(
