@@ -157,7 +157,7 @@ def test_ctrl_c_ends_all(jobs: dict[str, Future[Ended]], receiver: str) -> None:
 
 def test_sigterm_ends_what_lightning_has_launched(jobs: dict[str, Future[Ended]]) -> None:
     ended = jobs["sigterm, launcher"].result()
-    assert ended.seconds < 20
+    assert ended.seconds < 60
     # Lightning kills rank 0 if a child has ended some seconds before it.
     assert ended.status in (EXIT_CODE, -signal.SIGKILL), ended.output
     assert "saved a checkpoint in" in ended.output
