@@ -5,6 +5,7 @@ Classes stand between a strategy of Lightning's and ours, where Lightning calls 
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -180,12 +181,60 @@ def _is_recorder(sampler: Any) -> bool:
     return isinstance(sampler, LIGHTNING.get("lightning.pytorch.overrides.distributed", "_IndexBatchSamplerWrapper"))
 
 
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def replace_signal_handlers(
+    trainer: pl.Trainer, on_sigterm: Callable[[], None], on_requeue: Callable[[], None]
+) -> Callable[[], None]:
+    """Gives a Trainer other handlers, which it registers when a run begins; a user's own for SIGTERM stays beside.
+
+    Lightning's begin collectives where the signal meets a rank: a broadcast on SIGTERM, a checkpoint on SLURM's signal.
+
+    Args:
+        trainer: Before its handlers are registered.
+        on_sigterm: Called on SIGTERM.
+        on_requeue: Called on the signal that ``SLURMEnvironment(requeue_signal=)`` names.
+
+    Returns:
+        What Lightning does on the latter: saves a checkpoint on all ranks and has SLURM queue the job again.
+    """
+    connector = LIGHTNING.get(trainer, "_signal_connector")
+    save_and_requeue = LIGHTNING.get(type(connector), "_slurm_sigusr_handler_fn")
+    LIGHTNING.put(connector, "_sigterm_notifier_fn", lambda *_: on_sigterm())
+    LIGHTNING.put(connector, "_slurm_sigusr_handler_fn", lambda *_: on_requeue())
+    return lambda: save_and_requeue(connector, signal.SIGUSR1, None)
+
+
+def note_sigterm(trainer: pl.Trainer) -> None:
+    """Makes ``trainer.received_sigterm`` true."""
+    LIGHTNING.put(LIGHTNING.get(trainer, "_signal_connector"), "received_sigterm", True)
+
+
+def scheduler_checkpoint(trainer: pl.Trainer) -> str:
+    """Returns where the next checkpoint of a job that a scheduler ends belongs, for ``ckpt_path="hpc"``."""
+    path: str = LIGHTNING.get(trainer, "_checkpoint_connector").hpc_save_path(trainer.default_root_dir)
+    return path
+
+
 # -- the training loop -------------------------------------------------------------------------------------------------
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
     """Whether the micro-batch under way is not the last of its optimizer step."""
     return bool(LIGHTNING.get(trainer.fit_loop, "_should_accumulate")())
+
+
+def before_each_batch(trainer: pl.Trainer, function: Callable[[], None]) -> None:
+    """Calls a function before the training loop turns to a batch; every hook comes when the batch is fetched."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    advance = loop.advance
+
+    def turned(*args: Any) -> None:
+        function()
+        advance(*args)
+
+    patch(loop, "advance", turned)
 
 
 def waits_between_batches(trainer: pl.Trainer) -> list[Method]:

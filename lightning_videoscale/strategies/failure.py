@@ -11,19 +11,21 @@ import atexit
 import faulthandler
 import logging
 import os
-import re
-import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but missing from the type hints
 
+from lightning_videoscale.strategies.endings import end_by_alarm, is_broken_connection, is_timeout
+from lightning_videoscale.strategies.network_calls import NetworkCalls
 from lightning_videoscale.strategies.rank_state import (
     Process,
     RankState,
@@ -32,6 +34,7 @@ from lightning_videoscale.strategies.rank_state import (
     members_of,
     timeouts_of_groups,
 )
+from lightning_videoscale.undo import Undo
 
 _PERIOD = 0.25  # s between looks at the processes of this machine
 _BEAT = 1.0  # s between looks at the store
@@ -50,18 +53,27 @@ class FailureDetector:
 
     - a rank that raised, by the store;
     - a rank that was killed, on its machine by the process and elsewhere by the store;
+    - a rank that calls a network which its peers have passed by, after seconds (see `NetworkCalls`);
     - a rank that does not come to a collective, shortly before that collective's timeout, by how many collectives each
       rank has begun.
 
     Args:
         host: Address of rank 0, as all ranks reach it.
         place: Says where this rank is in the run; called by the thread.
+        each_look: Called with the store by the thread, every second.
         before_exit: Called before the thread ends the process.
     """
 
-    def __init__(self, host: str, place: Callable[[], str], before_exit: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        place: Callable[[], str],
+        each_look: Callable[[TCPStore], None],
+        before_exit: Callable[[], None],
+    ) -> None:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._place, self._before_exit = place, before_exit
+        self._place, self._each_look, self._before_exit = place, each_look, before_exit
+        self._calls: NetworkCalls | None = None
         # What went before is no concern of this job's: an earlier one in this process may have left a rank behind.
         self._earlier = begun_collectives()
         self._cause: str | None = None
@@ -69,6 +81,7 @@ class FailureDetector:
         self._progress: dict[str, tuple[int, float]] = {}
         self._complete: dict[str, int] = {}
         self._farewell = threading.Lock()
+        self._has_left = False
         self._stop = threading.Event()
         timeout = timedelta(seconds=30)
         # A store of its own: torch offers no public access to the one that the process group was started with.
@@ -84,6 +97,22 @@ class FailureDetector:
 
     # -- the main thread -----------------------------------------------------------------------------------------
 
+    def count_calls(self, networks: Mapping[str, nn.Module], peers: Sequence[int]) -> Undo:
+        """Watches the calls of networks that this rank and its peers must make together; see `NetworkCalls`.
+
+        Args:
+            networks: By name, wrapped already; the same on all of these ranks.
+            peers: Global ranks.
+
+        Returns:
+            A function that ends it.
+        """
+        self._calls = calls = NetworkCalls(self._rank, peers, self._begun)
+        undo = Undo()
+        for name, network in networks.items():
+            undo.add(calls.count(network, name))
+        return undo
+
     def report(self, exception: BaseException) -> None:
         """Notes this rank's error for all ranks, or learns what came before it and adds that to the exception.
 
@@ -94,8 +123,9 @@ class FailureDetector:
         # The thread needs the interpreter's lock, which a main thread that frees memory of a failed GPU does not give.
         faulthandler.dump_traceback_later(_TEARDOWN + 4 * _PERIOD, exit=True)
         if isinstance(exception, torch.AcceleratorError):
-            atexit.register(_end_by_alarm)
+            atexit.register(partial(end_by_alarm, _TEARDOWN))
         if self._cause is None:
+            self._add_calls(exception)
             try:
                 self._cause = self._await_cause(exception)
                 if self._cause is None:
@@ -113,6 +143,8 @@ class FailureDetector:
         if self._stop.is_set():
             return
         try:
+            self._has_left = True
+            self._publish()
             self._store.set(f"left/{self._rank}", "")
             self._say_farewell()
             deadline = time.monotonic() + 5 * _BEAT
@@ -124,17 +156,28 @@ class FailureDetector:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _add_calls(self, exception: BaseException) -> None:
+        """Adds who is in a network without its peers, whose other messages may have met this rank's."""
+        if self._calls is None or not (is_timeout(exception) or is_broken_connection(exception)):
+            return
+        try:
+            states = self._read(self._calls.peers)
+        except dist.DistError:
+            states = {}
+        if apart := self._calls.explain(self._state(), states):
+            exception.add_note(apart)
+
     def _await_cause(self, exception: BaseException) -> str | None:
         """What failed before this error, which a broken connection shows earlier than anything else does."""
         cause = self._failed_elsewhere()
         deadline = time.monotonic() + 3 * _BEAT
-        while cause is None and _is_broken_connection(exception) and time.monotonic() < deadline:
+        while cause is None and is_broken_connection(exception) and time.monotonic() < deadline:
             time.sleep(_PERIOD / 2)
             cause = self._failed_elsewhere()
         return cause
 
     def _note_first(self, exception: BaseException) -> None:
-        if _is_timeout(exception) and (late := self._describe_late(self._begun())):
+        if is_timeout(exception) and (late := self._describe_late(self._begun())):
             exception.add_note(late)
         notes = getattr(exception, "__notes__", [])
         mine = "\n".join([f"rank {self._rank}: {type(exception).__name__}: {exception}", *notes])
@@ -164,16 +207,26 @@ class FailureDetector:
 
     def _describe_late(self, counts: Mapping[str, int]) -> str:
         """Who has not come to the collectives that this rank has begun; empty if nobody is missing."""
-        texts = self._store.multi_get([f"state/{rank}" for rank in range(self._size)])
-        states = {rank: RankState.load(text.decode()) for rank, text in enumerate(texts)}
-        mine = states[self._rank]
-        states[self._rank] = RankState(mine.place, mine.line, dict(counts), mine.time)
+        states = self._read(range(self._size))
+        states[self._rank] = replace(states[self._rank], collectives=dict(counts))
         late = late_members(self._rank, states)
         missing = sorted({rank for ranks in late.values() for rank in ranks})
         if not missing:
             return ""
         ranks = ", ".join(f"rank {rank} ({states[rank]})" for rank in missing)
         return f"Missing in a collective of ranks {members_of(next(iter(late)))}: {ranks}."
+
+    def _apart(self) -> str | None:
+        """Names who is in a network that its peers have passed by; warns of peers that may yet come."""
+        if self._calls is None:
+            return None
+        what, is_certain = self._calls.look(self._state(), self._read)
+        if what and not is_certain:
+            _log.warning(f"[rank {self._rank}] {what}")
+        if not is_certain:
+            return None
+        first: str = self._store.compare_set("first_error", "", f"rank {self._rank}: {what}").decode()
+        return f"The first error of the job was on {first}"
 
     def _overdue(self) -> str | None:
         """Names who is missing in a collective that will soon have waited as long as its group allows."""
@@ -216,7 +269,8 @@ class FailureDetector:
 
     def _look(self) -> None:
         self._publish()
-        if cause := self._failed_elsewhere() or self._overdue():
+        self._each_look(self._store)
+        if cause := self._failed_elsewhere() or self._apart() or self._overdue():
             self._fail(cause)
             self._say_farewell()
         elif self._store.check(["left/0"]):
@@ -237,7 +291,18 @@ class FailureDetector:
         os._exit(1)
 
     def _publish(self) -> None:
-        self._store.set(f"state/{self._rank}", RankState.current(self._place(), self._begun()).dump())
+        self._store.set(f"state/{self._rank}", self._state().dump())
+
+    def _state(self) -> RankState:
+        # The collectives first: were a call entered in between, this rank would seem to have passed it by.
+        begun = self._begun()
+        calls = self._calls.counts if self._calls is not None else {}
+        return RankState.current("after its run" if self._has_left else self._place(), begun, calls, self._has_left)
+
+    def _read(self, ranks: Iterable[int]) -> dict[int, RankState]:
+        ranks = list(ranks)
+        texts = self._store.multi_get([f"state/{rank}" for rank in ranks])
+        return {rank: RankState.load(text.decode()) for rank, text in zip(ranks, texts, strict=True)}
 
     def _begun(self) -> dict[str, int]:
         """How many collectives this rank has begun in each of its groups since the watch began."""
@@ -247,32 +312,3 @@ class FailureDetector:
         """Once for each rank: that it has left, or knows that rank 0 has."""
         if self._farewell.acquire(blocking=False):
             self._store.add("farewells", 1)
-
-
-def _end_by_alarm() -> None:
-    """Has the kernel end this process if it does not end by itself: on a failed GPU, libraries may wait for ever."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(round(_TEARDOWN))
-
-
-def _is_timeout(exception: BaseException) -> bool:
-    return isinstance(exception, (RuntimeError, TimeoutError)) and bool(
-        re.search(r"timed? ?out", str(exception), re.IGNORECASE)
-    )
-
-
-def _is_broken_connection(exception: BaseException) -> bool:
-    return isinstance(exception, (RuntimeError, OSError)) and bool(
-        re.search(r"connection (closed|reset)|broken pipe|remote process|aborted", str(exception), re.IGNORECASE)
-    )
-
-
-def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
-    """Ends processes, after waiting ``grace`` seconds in which they may end by themselves."""
-    deadline = time.monotonic() + grace
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

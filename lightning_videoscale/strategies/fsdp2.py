@@ -144,6 +144,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         if self.lightning_module not in self._sharded:
             self._shard(self.lightning_module)
             self._sharded.add(self.lightning_module)
+        self._count_calls()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

@@ -28,16 +28,20 @@ from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.buffers import SharedBuffers
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
-from lightning_videoscale.strategies.failure import FailureDetector, end_processes
+from lightning_videoscale.strategies.endings import end_processes
+from lightning_videoscale.strategies.failure import FailureDetector
 from lightning_videoscale.strategies.generators import seed_generators
-from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks
+from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks, split_plans
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.strategies.stopping import StopsOnSignals
 from lightning_videoscale.strategies.whole_parameters import WholeParameters
 from lightning_videoscale.undo import Undo
 
 
-class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints, WholeParameters, OwnAdvice):
+class SequenceParallelMixin(
+    GroupBatches, SharedBuffers, PortableCheckpoints, WholeParameters, OwnAdvice, StopsOnSignals
+):
     """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
 
     def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:
@@ -47,6 +51,7 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints, Wh
         self._transforms: list[ModelTransform] = []
         self._undo_changes: Undo | None = None
         self._watch: FailureDetector | None = None
+        self._uncount_calls = Undo()
         self._sharing: BatchSharing | None = None
         self._losses: Agreement | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
@@ -134,9 +139,10 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints, Wh
         """To be called at the end of a strategy's ``setup_environment``; collective over all ranks."""
         assert self.lightning_module is not None
         assert self.cluster_environment is not None
+        self._listen(self.lightning_module.trainer)
         if self.world_size > 1:
             self._watch = FailureDetector(
-                self.cluster_environment.main_address, self._place, lambda: self._end_processes(0.0)
+                self.cluster_environment.main_address, self._place, self._stop.look, lambda: self._end_processes(0.0)
             )
         self._settings.check_agreement()
         ulysses_size, ring_size = self._settings.sizes(devices_per_node)
@@ -174,15 +180,29 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints, Wh
         super().setup(trainer)
         assert self.lightning_module is not None
         self._save_together(self.lightning_module)
+        self._count_calls()
         if self.world_size > 1:
             self._frozen = [(name, p) for name, p in self.lightning_module.named_parameters() if not p.requires_grad]
 
     def _change_model(self) -> None:
         """What comes before wrapping; for strategies whose ``setup`` does not go through their parent's."""
+        assert self.lightning_module is not None
+        self._refuse_remote_folders(self.lightning_module.trainer)
         self._seed = self._agree_on_seed()
         if self._undo_changes is None:
-            assert self.lightning_module is not None
             self._undo_changes = self._change_networks(self.lightning_module)
+
+    def _count_calls(self) -> None:
+        """Watches the networks that ranks call together; to be called when the model is wrapped."""
+        assert self.lightning_module is not None
+        # Where parameters are gathered, all ranks wait for each other; who is apart is so from its neighbours too.
+        peers = list(self.mesh.sp.ranks)
+        if len(peers) == 1 and self._gathers_in_forward:
+            peers = [(self.global_rank + step) % self.world_size for step in (-1, 1)]
+        if self._watch is not None and len(peers) > 1:
+            paths = split_plans(self.lightning_module, self.mesh, self._settings)
+            networks = {path: self.lightning_module.get_submodule(path) for path in paths}
+            self._uncount_calls = self._watch.count_calls(networks, sorted(set(peers)))
 
     def _change_networks(self, module: nn.Module) -> Undo:
         transforms, self._transforms = self._transforms, []
@@ -253,6 +273,7 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints, Wh
 
     @override
     def teardown(self) -> None:
+        self._uncount_calls()
         try:
             super().teardown()
             if self._undo_changes is not None:
@@ -273,8 +294,10 @@ class SequenceParallelMixin(GroupBatches, SharedBuffers, PortableCheckpoints, Wh
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
+        self._failed = not self._is_stopping
         super().on_exception(exception)
+        if self._is_stopping:  # every rank alike
+            return
         if isinstance(exception, KeyboardInterrupt):  # every rank receives it, and Lightning ends the processes
             return
         if self.transport is not None and self.transport.failure is not None:

@@ -1,7 +1,7 @@
 """What a rank publishes about itself, so that one that fails can be named.
 
 `Process`        an operating system's process; whether it still runs can be asked from the same machine
-`RankState`      where a rank is, and how many collectives it has begun in each of its groups
+`RankState`      where a rank is, how many collectives it has begun in each of its groups, which networks it has called
 `late_members`   compares the states of ranks: who has not come to a collective that others have begun
 """
 
@@ -79,18 +79,22 @@ class RankState:
         place: The loop and the batch.
         line: The line that its main thread executes, the innermost one that is not of an installed package.
         collectives: How many collectives it has begun in each of its groups, by the group's name.
+        calls: How often it has entered each network that ranks call together, by the network's name.
+        has_left: Whether its run of the Trainer has ended.
         time: When this was so, in seconds since the epoch.
     """
 
     place: str
     line: str
     collectives: dict[str, int]
+    calls: dict[str, int]
+    has_left: bool
     time: float
 
     @classmethod
-    def current(cls, place: str, collectives: dict[str, int]) -> RankState:
+    def current(cls, place: str, collectives: dict[str, int], calls: dict[str, int], has_left: bool) -> RankState:
         """The state of this rank now."""
-        return cls(place, _line_of_main_thread(), collectives, time.time())
+        return cls(place, _line_of_main_thread(), collectives, dict(calls), has_left, time.time())
 
     def dump(self) -> str:
         """As text, for `load`."""

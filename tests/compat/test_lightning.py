@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.profilers import SimpleProfiler
@@ -166,6 +170,40 @@ def test_the_loop_tells_the_profiler_that_it_fetches() -> None:
 def test_where_ranks_wait_between_batches() -> None:
     [method] = private.waits_between_batches(trainer())
     assert callable(getattr(*method))
+
+
+def test_a_function_is_called_before_each_batch_is_fetched() -> None:
+    seen: list[tuple[int, bool]] = []
+    runner = trainer(limit_train_batches=2)
+    progress = runner.fit_loop.epoch_loop.batch_progress
+    private.before_each_batch(runner, lambda: seen.append((progress.current.ready, private.accumulates(runner))))
+    runner.fit(BoringModel())
+    assert seen == [(0, False), (1, False)]
+
+
+def test_signals_reach_other_handlers_and_where_a_scheduler_finds_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $@ > {tmp_path}/requeued\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    numbers = [signal.SIGTERM, signal.SIGUSR1]
+    before = [signal.getsignal(number) for number in numbers]
+    send = Recorder(lambda *_: [os.kill(os.getpid(), number) for number in numbers])
+    runner = trainer(send, plugins=[SLURMEnvironment()], limit_train_batches=1, default_root_dir=tmp_path)
+    requeue = private.replace_signal_handlers(runner, lambda: heard.append("end"), lambda: heard.append("requeue"))
+    runner.fit(BoringModel())
+    assert heard == ["end", "requeue"]
+    assert [signal.getsignal(number) for number in numbers] == before
+    first = private.scheduler_checkpoint(runner)
+    requeue()
+    assert Path(first).exists() and private.scheduler_checkpoint(runner) != first
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    private.note_sigterm(runner)
+    assert runner.received_sigterm
 
 
 @pytest.mark.parametrize(("limit", "left"), [(1.0, 10), (0.5, 5), (3, 3), (100, 10), (None, 10)])

@@ -4,6 +4,7 @@ import os
 
 import lightning.pytorch  # noqa: F401
 from diffusers.models.transformers import transformer_wan  # noqa: F401
+from diffusers.pipelines.wan import pipeline_wan  # noqa: F401
 
 import lightning_videoscale  # noqa: F401
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, failure
+from lightning_videoscale.strategies.stopping import EXIT_CODE
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import RectifiedFlow
 from tests.strategies.fsdp2.training import clips, trainer
@@ -67,6 +68,7 @@ def start(folder: Path, *args: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        cwd=folder,  # where the checkpoint of a job that is ended goes
         env=environment | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,  # a process group of its own, as a terminal gives it
     )
@@ -101,16 +103,16 @@ def fail(folder: Path, *args: str) -> Ended:
     return Ended(process.returncode, output)
 
 
-def interrupt(folder: Path, receiver: str) -> Ended:
+def interrupt(folder: Path, receiver: str, number: int = signal.SIGINT) -> Ended:
     process = start(folder, "nobody")
     assert process.stdout is not None
     while "step 3 on rank" not in process.stdout.readline():
         assert process.poll() is None
     started = time.monotonic()
     if receiver == "group":
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
     else:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
     output = wait_until_all_ended(process, seconds=5)
     return Ended(process.returncode, output, time.monotonic() - started)
 
@@ -118,11 +120,12 @@ def interrupt(folder: Path, receiver: str) -> Ended:
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
     """Two jobs at a time, since each mostly imports, on one core."""
-    cases: dict[str, tuple[Callable[..., Ended], *tuple[str, ...]]] = {
+    cases: dict[str, tuple[Callable[..., Ended], *tuple[Any, ...]]] = {
         "a child": (fail, "1"),
         "the launcher": (fail, "0", "and_sleep"),
         "ctrl-c, group": (interrupt, "group"),
         "ctrl-c, launcher": (interrupt, "launcher"),
+        "sigterm, launcher": (interrupt, "launcher", signal.SIGTERM),
     }
     with ThreadPoolExecutor(2) as threads:
         yield {
@@ -150,6 +153,15 @@ def test_ctrl_c_ends_all(jobs: dict[str, Future[Ended]], receiver: str) -> None:
     assert ended.seconds < 20
     assert ended.status == 1
     assert "Detected KeyboardInterrupt, attempting graceful shutdown" in ended.output
+
+
+def test_sigterm_ends_what_lightning_has_launched(jobs: dict[str, Future[Ended]]) -> None:
+    ended = jobs["sigterm, launcher"].result()
+    assert ended.seconds < 60
+    # Lightning kills rank 0 if a child has ended some seconds before it.
+    assert ended.status in (EXIT_CODE, -signal.SIGKILL), ended.output
+    assert "saved a checkpoint in" in ended.output
+    assert "Error" not in ended.output
 
 
 def train_after_a_failed_collective() -> list[str]:

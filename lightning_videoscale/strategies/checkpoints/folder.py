@@ -60,7 +60,8 @@ def write_checkpoint(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) 
     Raises:
         CheckpointError: If a rank does not see the folder that rank 0 made.
     """
-    folder = path.with_name(f".{path.name}.partial")
+    # Lightning takes any name with ``hpc_ckpt_`` in it for a checkpoint to resume from.
+    folder = path.with_name(f".{path.name.replace('_', '-')}.partial")
     first = not dist.is_initialized() or dist.get_rank() == 0
     if first:
         remove(folder)

@@ -7,13 +7,17 @@ or ``DTensor``; `zero` does the same for ZeRO's.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -64,6 +68,22 @@ class PortableCheckpoints(_Parent):
         return True
 
     # -- saving --------------------------------------------------------------------------------------------------
+
+    def _refuse_remote_folders(self, trainer: pl.Trainer) -> None:
+        """Before hours of training rather than at the first checkpoint."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        # Where the checkpoint of a job that a scheduler ends belongs.
+        folders: dict[str, Any] = {"default_root_dir of the Trainer": trainer.default_root_dir}
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+            if isinstance(callback, Checkpoint):
+                folders[f"dirpath of {type(callback).__name__}"] = getattr(callback, "dirpath", None) or ""
+        remote = {name: str(folder) for name, folder in folders.items() if is_remote(folder)}
+        if remote:
+            raise CheckpointError(
+                f"Checkpoints of {type(self).__name__} are folders on a file system that all ranks see, and "
+                f"{remote} are none: name a mounted folder, and copy to a remote store from there."
+            )
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -224,7 +244,12 @@ def _whole(value: Any) -> Any:
     return value
 
 
+def is_remote(path: str | Path) -> bool:
+    """Whether a path is a URL; ``pathlib`` makes ``s3:/bucket`` of ``s3://bucket``."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
+
+
 def _local(path: str | Path) -> Path:
-    if "://" in str(path):
+    if is_remote(path):
         raise CheckpointError(f"Checkpoints are folders on a file system that all ranks see; {path} is not.")
     return Path(path)

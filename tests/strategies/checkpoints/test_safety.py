@@ -16,8 +16,9 @@ from torch import nn
 
 from lightning_videoscale.strategies.checkpoints import folder as checkpoint_folder
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointError, CheckpointFolder, read_weights
+from lightning_videoscale.strategies.checkpoints.portable import is_remote
 from tests.distributed.pool import ProcessPool
-from tests.strategies.checkpoints.checkpointing import Module, fit, message
+from tests.strategies.checkpoints.checkpointing import Module, Stateful, fit, message, trainer
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -64,6 +65,38 @@ def test_messages_say_what_does_not_fit(ranks: Ranks, tmp_path: Path) -> None:
     assert "nothing is there" in nothing
     assert "it has no 'state_dict'" in other
     assert "s3://bucket/one.ckpt" in remote
+
+
+def train_with_remote_folders(folder: Path) -> list[tuple[str, int]]:
+    """The message for each, and the steps that were trained before it."""
+    said = []
+    for kwargs in (
+        {"default_root_dir": "memory://runs", "enable_checkpointing": False},
+        {"default_root_dir": folder, "callbacks": [ModelCheckpoint("memory://checkpoints", every_n_train_steps=1)]},
+    ):
+        runner = trainer(1, **{"enable_checkpointing": True} | kwargs)
+        text = message(lambda runner=runner: runner.fit(Module(), datamodule=Stateful()))
+        said.append((text, runner.global_step))
+    return said
+
+
+def test_remote_folders_are_refused_before_training(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2).run(train_with_remote_folders, tmp_path):
+        root, model_checkpoint = said
+        assert "default_root_dir" in root[0] and "memory://runs" in root[0]
+        assert "'dirpath of ModelCheckpoint': 'memory://checkpoints" in model_checkpoint[0]
+        assert all("CheckpointError" in text and steps == 0 for text, steps in said)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/a", "s3:/bucket/a", "gs://bucket", "memory://a", "file:///a"])
+def test_urls_are_no_folders(path: str) -> None:
+    assert is_remote(path)
+    assert is_remote(Path(path))
+
+
+@pytest.mark.parametrize("path", ["/a/b", "a/b:c", "C:/a", "", "."])
+def test_folders_are_no_urls(path: str) -> None:
+    assert not is_remote(path)
 
 
 class Unsafe:
