@@ -45,13 +45,13 @@ def test_a_family_is_exact(ranks: Ranks, family: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_exact_in_all_settings(ranks: Ranks, family: str) -> None:
+def test_a_family_is_exact_in_all_settings(ranks: Ranks, family: str, mesh: tuple[int, int, int]) -> None:
     check(
         ranks,
         [
             Case(family, mesh, lengths | variant, checkpointing, float32)
-            for mesh in MESHES
             for lengths in LENGTHS
             for variant in FAMILIES[family].variants
             for checkpointing in (False, True)
