@@ -125,9 +125,9 @@ def first_call(model: nn.Module, inputs: Any) -> str:
     return ""
 
 
-def said(habits: list[Attend], subclass: bool) -> list[tuple[str, float]]:
+def said(habits: list[Attend], subclass: bool, name: str = "hunyuan_video") -> list[tuple[str, float]]:
     """Of each, the error, and how far a call is from one on a rank after the processor was put back."""
-    family, case, found = FAMILIES["hunyuan_video"], Case("hunyuan_video", float32=True), []
+    family, case, found = FAMILIES[name], Case(name, float32=True), []
     inputs = family.inputs(case, 0)
     expected = family.model(case)(**inputs).sample.detach()
     with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh:
@@ -151,6 +151,18 @@ def test_changed_attention_is_refused_on_all_ranks(ranks: Ranks, subclass: bool)
         for (message, error), (habit, expected) in zip(of_rank, HABITS.items(), strict=True):
             assert expected in message and "gloo" not in message, habit
             assert error < 1e-5, habit
+
+
+def masked_by_rows_and_padding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """As that of HunyuanVideo-1.5, which gets a mask (B, T) of its text, but for the rows."""
+    keys = F.pad(mask.bool(), (key.shape[2] - mask.shape[1], 0), value=True)
+    return masked_by_rows(query, key, value, keys[:, None, :, None] & keys[:, None, None])
+
+
+def test_rows_that_are_no_padding_are_refused(ranks: Ranks) -> None:
+    for ((message, error),) in ranks(2).run(said, [masked_by_rows_and_padding], False, "hunyuan_video_15"):
+        assert "differs between queries that are no padding" in message
+        assert error < 1e-5
 
 
 def said_of_backends(backends: list[str]) -> list[str]:
