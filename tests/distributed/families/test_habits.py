@@ -165,6 +165,20 @@ def test_rows_that_are_no_padding_are_refused(ranks: Ranks) -> None:
         assert error < 1e-5
 
 
+def said_of_a_dropped_token() -> str:
+    family, case = FAMILIES["hunyuan_video"], Case("hunyuan_video", float32=True)
+    model: Any = family.model(case)
+    model.proj_out.register_forward_hook(lambda _, __, x: x[:, dist.get_rank() :])
+    with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh:
+        parallelize(model, mesh)
+        return first_call(model, family.inputs(case, 0))
+
+
+def test_a_rank_that_has_too_few_tokens_to_gather(ranks: Ranks) -> None:
+    for message in ranks(2).run(said_of_a_dropped_token):
+        assert "To be gathered are 12 tokens" in message and "13 of video" in message
+
+
 def said_of_backends(backends: list[str]) -> list[str]:
     family, case, found = FAMILIES["hunyuan_video"], Case("hunyuan_video", float32=True), []
     inputs = family.inputs(case, 0)
