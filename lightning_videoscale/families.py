@@ -23,6 +23,8 @@ _Value = TypeVar("_Value")
 FAMILIES = {
     "diffusers.models.transformers.transformer_wan": "wan",
     "diffusers.models.transformers.transformer_hunyuan_video": "hunyuan_video",
+    "diffusers.models.transformers.transformer_hunyuan_video15": "hunyuan_video",
+    "diffusers.models.transformers.transformer_hunyuan_video_framepack": "hunyuan_video",
     "diffusers.models.transformers.cogvideox_transformer_3d": "cogvideox",
     "diffusers.models.transformers.transformer_ltx": "ltx",
     "diffusers.models.attention": "feed_forward",

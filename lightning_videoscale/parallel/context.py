@@ -101,8 +101,8 @@ class SequenceContext:
         in_forward: Whether the model's forward runs; layers that run otherwise are recomputed for backward.
         suspended: Whether the model runs whole for now, as if it had never been split.
         on_split: Told of every slice that a split returns, while the model is watched.
-        on_exchange: Told by what module attention is about to exchange, and what stands against it, while the model
-            is watched.
+        on_exchange: Told what is about to exchange, a module's attention or a gather, and what stands against it, while
+            the model is watched.
         network: Weak reference to the model that ran last: this context's, or a copy of it.
     """
 

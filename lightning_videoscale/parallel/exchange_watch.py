@@ -56,12 +56,14 @@ class ExchangeWatch:
         dist.all_gather_object(everyone, (path, objection), group=self._group)
         if path == _END or len(set(everyone)) > 1 or objection is not None:
             self._over = True  # all ranks have heard the same, and none will ask again
+        if path == _END and objection is not None:  # this rank's own error is raised already
+            return
         said = [
             (dist.get_global_rank(self._group, rank) if self._group else rank, *what)
             for rank, what in enumerate(everyone)
         ]
         objections = [f"rank {rank} at {where}: {why}" for rank, where, why in said if why is not None]
-        if objections and not (path == _END and objection is not None):  # whose own error is raised already
+        if objections:
             raise ValueError(
                 f"{self._name} does not run where its sequence is split. {'; '.join(dict.fromkeys(objections))}"
             )

@@ -110,7 +110,7 @@ class _Exchange(TorchFunctionMode):
         objection = self._objection(query, key, attn_mask, dropout_p, is_causal)
         if context.on_exchange is not None:
             if objection is None and attn_mask is not None:
-                objection = _biased(attn_mask)
+                objection = _biased(attn_mask) or (_uneven(attn_mask) if rule.padded_rows else None)
             context.on_exchange(self._path, objection)
         if objection is not None:
             raise ValueError(f"{self._path} cannot attend over a split sequence: {objection}")
@@ -177,3 +177,14 @@ def _biased(mask: Tensor) -> str | None:
     if mask.dtype is torch.bool or bool(((mask == 0) | (mask <= _MASKED)).all()):
         return None
     return "its mask is a bias other than 0 for keys that count and -1000 or less for those that do not."
+
+
+def _uneven(mask: Tensor) -> str | None:
+    """A look at values, too, of (B, 1, tokens, tokens) or what broadcasts to it."""
+    allowed = (mask if mask.dtype is torch.bool else mask > _MASKED)[(None,) * (4 - mask.ndim)]
+    if allowed.shape[2] == 1:
+        return None
+    keys = allowed.diagonal(dim1=-2, dim2=-1)
+    if bool(((allowed == keys[..., None, :]) | ~keys[..., None]).all()):
+        return None
+    return "its mask differs between queries that are no padding; padding are those that it masks as keys, too."

@@ -138,12 +138,17 @@ def _gathered(
     record = context.record
     tables = [record.lengths((name,)) for name in streams]
     mine = [table[context.mesh.sp.rank] for table in tables]
+    objection = None
     if x.shape[dim] != sum(mine):
         expected = " + ".join(f"{count} of {name}" for count, name in zip(mine, streams, strict=True))
-        raise ValueError(
+        objection = (
             f"To be gathered are {x.shape[dim]} tokens along dim {dim}; this rank's share of the forward pass is "
             f"{expected}."
         )
+    if context.on_exchange is not None:
+        context.on_exchange(f"a gather of {', '.join(streams)}", objection)
+    if objection is not None:
+        raise ValueError(objection)
     pieces = x.split(mine, dim) if len(streams) > 1 else (x,)
     whole = [
         _without_missing(function.apply(piece, _Place(dim, table, context.mesh.sp, context)), dim, record.tokens(name))

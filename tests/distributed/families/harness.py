@@ -136,14 +136,22 @@ def errors_of(case: Case, family: Family, plan: SplitPlan | None = None) -> dict
 
 def complaint(case: Case, family: Family, plan: SplitPlan) -> str:
     """What is said of a plan when it is applied, at the first call, or by `verify_plan`; empty if nothing."""
-    mesh = SequenceMesh.create("cpu", ulysses_size=case.mesh[2], ring_size=case.mesh[1])
-    model = family.model(case)
-    with lifted_casts():
-        try:
-            verify_plan(model, mesh, plan, kwargs=family.inputs(case, 0))
-        except (ValueError, TypeError, RuntimeError) as error:
-            return str(error)
-    return ""
+    return complaints(case, family, {"": plan})[""]
+
+
+def complaints(case: Case, family: Family, plans: Mapping[str, SplitPlan]) -> dict[str, str]:
+    """As `complaint`, of several plans by name. A rank that waited in vain for another raises."""
+    found = {}
+    with SequenceMesh.create("cpu", ulysses_size=case.mesh[2], ring_size=case.mesh[1]) as mesh, lifted_casts():
+        for name, plan in plans.items():
+            found[name] = ""
+            try:
+                verify_plan(family.model(case), mesh, plan, kwargs=family.inputs(case, mesh.dp.rank))
+            except Exception as error:
+                if "gloo" in str(error):
+                    raise
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def _run(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], Tensor]:

@@ -1,0 +1,79 @@
+"""What is said of HunyuanVideo, Framepack and HunyuanVideo-1.5 beside their split plans."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_videoscale.cost import TRANSFORMERS, TransformerFlops
+from lightning_videoscale.cost.geometry import GEOMETRIES
+from lightning_videoscale.families import known
+from lightning_videoscale.strategies.blocks import find_blocks
+from tests.distributed.families.harness import Case
+from tests.distributed.families.hunyuan_video import FAMILIES
+
+NAMES = {
+    "hunyuan_video": "hunyuanvideo",
+    "hunyuan_video_framepack": "hunyuanvideo-framepack",
+    "hunyuan_video_15": "hunyuanvideo-1.5",
+}
+BLOCKS = {
+    "hunyuan_video": ["transformer_blocks.0", "single_transformer_blocks.0", "single_transformer_blocks.1"],
+    "hunyuan_video_framepack": ["transformer_blocks.0", "single_transformer_blocks.0", "single_transformer_blocks.1"],
+    "hunyuan_video_15": ["transformer_blocks.0", "transformer_blocks.1"],
+}
+TOKENS = {  # of text and video, the history included
+    "hunyuan_video": lambda frames: 7 + 9 * frames,
+    "hunyuan_video_framepack": lambda frames: 7 + 3 + 9 * (frames + 1) + 4 + 2,
+    "hunyuan_video_15": lambda frames: 7 + 9 * frames,
+}
+
+
+def model(family: str, **settings: Any) -> nn.Module:
+    return FAMILIES[family].model(Case(family, settings=settings, float32=True))
+
+
+def forward_flops(family: str, frames: int) -> int:
+    """Counted in the blocks."""
+    network, case = model(family), Case(family, settings={"frames": frames}, float32=True)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(**FAMILIES[family].inputs(case, 0))
+    counts = counter.get_flop_counts()
+    return sum(sum(counts[f"{type(network).__name__}.{path}"].values()) for path in find_blocks(network))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_are_neither_patch_embeddings_nor_refiners(family: str) -> None:
+    assert list(find_blocks(model(family))) == BLOCKS[family]
+
+
+def test_a_model_with_a_list_of_blocks_that_is_empty() -> None:
+    assert list(find_blocks(model("hunyuan_video_framepack", singles=0))) == ["transformer_blocks.0"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_are_those_of_the_blocks(family: str) -> None:
+    """Between two lengths, so that what blocks compute once a sample, their modulation, does not count."""
+    network, batch, (few, many) = model(family), 2, (TOKENS[family](frames) for frames in (2, 5))
+    flops = TransformerFlops.of_module(network)
+    expected = batch * (flops.per_token * (many - few) + flops.per_pair * (many**2 - few**2)) / 4  # 3, and recomputed
+    assert forward_flops(family, 5) - forward_flops(family, 2) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_sizes(family: str) -> None:
+    """The published models have the defaults of their classes."""
+    cls = type(model(family))
+    defaults = {name: each.default for name, each in inspect.signature(cls.__init__).parameters.items()}
+    assert known("FLOPS", cls)(defaults) == TRANSFORMERS[NAMES[family]]
+
+
+def test_tokens_of_a_clip() -> None:
+    assert GEOMETRIES["hunyuanvideo-1.5"].sequence_length(121, 720, 1280) == 31 * 45 * 80 + 1000 + 256 + 729
+    assert GEOMETRIES["hunyuanvideo"].sequence_length(129, 720, 1280) == 33 * 45 * 80 + 256
