@@ -2,8 +2,8 @@
 
 With diffusion forcing each latent frame has a timestep. The model repeats what it makes of them over a frame's tokens,
 (B, 6, S, D) for the blocks and (B, S, D) for the output, which it modulates outside of any module: hence the gather
-after the last block. Attention that is causal by blocks of frames (``num_frame_per_block > 1``) is an error at the first
-call: its mask differs between queries.
+after the last block. Attention that is causal by blocks of frames (``num_frame_per_block > 1``) is an error at the
+first call: its mask differs between queries.
 """
 
 from __future__ import annotations

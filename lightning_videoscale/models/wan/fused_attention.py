@@ -104,3 +104,4 @@ FUSED_ATTENTION = FusedBlock(
     known_forwards={"46c9d3f08be4d196-eb6a2e": TRIED},
     objection=_object_to_attention,
     last_linear=_last_linear,
+)

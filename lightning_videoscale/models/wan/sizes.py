@@ -22,6 +22,7 @@ TRANSFORMERS = {
 
 
 def flops(config: Mapping[str, Any]) -> TransformerFlops:
+    """Reads the configuration of a Wan, or of a model with Wan's blocks."""
     return TransformerFlops(
         config["num_layers"], config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"]
     )

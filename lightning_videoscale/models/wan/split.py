@@ -50,9 +50,7 @@ class SequenceParallelWanAttention:
         if encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError("Sequence-parallel Wan self-attention takes neither other tokens nor an attention mask.")
         fused = fused_block_of(attn) is FUSED_ATTENTION and changed_attention(attn) is None
-        return attend(
-            attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias
-        )
+        return attend(attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias)
 
     def _exchange(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
         lengths, transport = self.context.lengths(), self.context.transport
