@@ -16,7 +16,10 @@ from torch import nn
 from lightning_videoscale.compat.torch.modules import hooks_of
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.fused_block import original_forward
-from lightning_videoscale.injection.methods import replacement_of
+from lightning_videoscale.injection.methods import replacement_among
+
+
+_METHODS = "forward", "__call__"
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -27,7 +30,7 @@ def has_hooks(module: nn.Module) -> bool:
     if "forward" in module.__dict__:
         return True
     kinds = hooks_of(module)
-    if not any(kinds):  # nearly always: fused forwards ask of every module in every call
+    if kinds is None:  # nearly always: fused forwards ask of every module in every call
         return False
     return not all(str(hook.__module__).startswith("deepspeed.") for kind in kinds for hook in kind.values())
 
@@ -39,11 +42,12 @@ def changed(module: nn.Module, *helpers: str) -> str | None:
         module: One that a fused forward does not call.
         helpers: Methods of it that its forward calls.
     """
-    for method in ("forward", "__call__", *helpers):
-        if method in vars(module):
+    own, methods = module.__dict__, _METHODS + helpers
+    for method in methods:
+        if method in own:
             return f"has a {method} that was replaced on the instance"
-        if (replacement := replacement_of(type(module), method)) is not None:
-            return f"has a {method} that was replaced by {replacement}"
+    if (replacement := replacement_among(type(module), methods)) is not None:
+        return f"has a {replacement}"
     return "has hooks, which would not be called" if has_hooks(module) else None
 
 

@@ -14,6 +14,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -46,7 +47,13 @@ def replacement_of(cls: type, name: str) -> str | None:
 
     A decorator in the class's own body looks the same as a wrapper put around the method later.
     """
-    return _replacement(cls, name, getattr(cls, name))  # by what it is now: fused forwards ask for it in every call
+    return _replacement(cls, name, getattr(cls, name))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def replacement_among(cls: type, names: tuple[str, ...]) -> str | None:
+    """Returns the first of a class's methods that was replaced, and by what, see `replacement_of`; None if none was."""
+    return _among(cls, names, _getter(names)(cls))  # by what they are now: fused forwards ask in every call
 
 
 def difference(cls: type, name: str, known: Collection[str]) -> str | None:
@@ -135,6 +142,15 @@ def _form(node: Any) -> str:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+_getter = functools.cache(lambda names: attrgetter(*names))
+
+
+@functools.cache
+def _among(cls: type, names: tuple[str, ...], methods: tuple[Any, ...]) -> str | None:
+    replaced = {name: _replacement(cls, name, method) for name, method in zip(names, methods, strict=True)}
+    return next((f"{name} that was replaced by {what}" for name, what in replaced.items() if what is not None), None)
 
 
 @functools.cache

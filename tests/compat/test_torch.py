@@ -95,12 +95,12 @@ def test_an_unsafe_view_is_no_view() -> None:
 
 def test_hooks_of_every_kind_are_seen() -> None:
     module = nn.Identity()
-    assert not any(modules.hooks_of(module))
+    assert modules.hooks_of(module) is None
     for register in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
         handle = getattr(module, f"register_{register}_hook")(lambda *_: None)
         assert sum(map(len, modules.hooks_of(module))) == 1
         handle.remove()
-    assert not any(modules.hooks_of(module))
+    assert modules.hooks_of(module) is None
 
 
 def test_compiled_modules_are_known() -> None:

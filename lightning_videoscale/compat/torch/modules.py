@@ -10,14 +10,19 @@ from torch import Tensor, nn
 from lightning_videoscale.compat.torch import TORCH
 
 
-def hooks_of(module: nn.Module) -> tuple[Mapping[int, Callable[..., Any]], ...]:
-    """Returns the module's own hooks before and after forward and backward, one mapping for each kind.
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, Callable[..., Any]], ...] | None:
+    """Returns the module's own hooks before and after forward and backward, one mapping for each kind; None for none.
 
     Hooks can be registered and removed in public, but not be asked for.
     """
+    own = module.__dict__
     try:
-        return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-    except AttributeError as error:
+        before, after = own["_forward_pre_hooks"], own["_forward_hooks"]
+        before_backward, after_backward = own["_backward_pre_hooks"], own["_backward_hooks"]
+        if before or after or before_backward or after_backward:
+            return before, after, before_backward, after_backward
+        return None
+    except KeyError as error:
         raise TORCH.missing(module, "_forward_pre_hooks, or one of its like,") from error
 
 
