@@ -10,6 +10,8 @@ VIDEOS ?=
 # make test-gpu FILES=tests/gpu/test_gelu_on_gpus.py runs a part; COMMIT=sha says what is tested where there is no git.
 FILES ?= tests/gpu
 COMMIT ?= HEAD
+# How many test files run at a time; each may start up to four processes, which mostly wait for each other.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -38,10 +40,10 @@ demo: $(INSTALLED) ## Train a small Wan video transformer on real clips, split o
 test test-full test-gpu: export OMP_NUM_THREADS ?= 1
 
 test: $(INSTALLED) ## Run the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 test-full: $(INSTALLED) ## Run the suite with the exhaustive matrices, long kill tests and downloads
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m ""
 
 test-gpu: $(INSTALLED) ## Run the tests that need GPUs, and record the result in tests/gpu/last_result.json
 	$(BIN)/python -m pytest $(FILES) --record $(COMMIT)

@@ -18,7 +18,6 @@ from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.fused_block import original_forward
 from lightning_videoscale.injection.methods import replacement_among
 
-
 _METHODS = "forward", "__call__"
 
 

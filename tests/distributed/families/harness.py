@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, parallelize, verify_plan
+from lightning_videoscale.strategies.blocks import checkpoint_activations
 from tests.models import gradient_error
 
 Inputs = Mapping[str, Any]
@@ -26,7 +27,7 @@ class Case:
         family: Key of `FAMILIES`.
         mesh: Sizes (dp, ring, ulysses).
         settings: Arguments of the family's `build` and `inputs`: variants of the model, lengths, batch size.
-        checkpointing: Whether the model's own activation checkpointing is on.
+        checkpointing: Whether activation checkpointing is on, the model's own if it has one.
         float32: Whether to compute in float32, with the model's own casts; else in float64 without them.
     """
 
@@ -70,7 +71,7 @@ class Family:
                     if parameter.ndim == 1:
                         parameter.add_(0.5)
         if case.checkpointing:
-            model.enable_gradient_checkpointing()
+            getattr(model, "enable_gradient_checkpointing", lambda: checkpoint_activations(model))()
         return model if case.float32 else model.double()
 
     def inputs(self, case: Case, dp_rank: int) -> Inputs:
@@ -147,7 +148,9 @@ def complaint(case: Case, family: Family, plan: SplitPlan) -> str:
 
 def _run(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], Tensor]:
     outputs = model(**inputs)
-    tensors = [x for x in (outputs.values() if hasattr(outputs, "values") else outputs) if isinstance(x, Tensor)]
+    if isinstance(outputs, Tensor):
+        outputs = (outputs,)
+    tensors = [x for x in (outputs.values() if isinstance(outputs, Mapping) else outputs) if isinstance(x, Tensor)]
     loss = sum(
         (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).mean() + 0.1 * x.square().mean()
         for x in tensors
