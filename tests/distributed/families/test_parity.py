@@ -21,7 +21,7 @@ LENGTHS: list[dict[str, Any]] = [
     {"text": 2, "batch": 3},
     {"text": 16, "frames": 1, "side": 4, "batch": 1},  # as many tokens as the video
 ]
-AT_ONCE = 24
+AT_ONCE = 12
 """Cases of one call of a pool."""
 
 MESHES = [(1, 1, 4), (1, 2, 2), (2, 1, 2), (1, 1, 3)]
