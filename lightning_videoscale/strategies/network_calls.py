@@ -18,8 +18,6 @@ from torch import nn
 
 from lightning_videoscale.parallel.mesh import host_group
 
-_BACKWARD = "backward"
-
 
 class NetworkCalls:
     """Compares what ranks call: before each call where that gathers parameters, and before each backward.
@@ -38,7 +36,7 @@ class NetworkCalls:
         with ExitStack() as undo:
             self._group = undo.enter_context(host_group(timeout))
             for path, network in networks.items():
-                undo.callback(network.register_forward_pre_hook(self._hook(path), prepend=True).remove)
+                undo.callback(network.register_forward_pre_hook(self._hook(path, network), prepend=True).remove)
             self._undo = undo.pop_all()
 
     def close(self) -> None:
@@ -48,14 +46,16 @@ class NetworkCalls:
     def check_backward(self) -> None:
         """Raises a ``ValueError`` on all ranks if they have called different networks since the last backward."""
         called, self._called = list(self._called), {}
-        self._compare(f"{_BACKWARD} through {', '.join(called) or 'none of them'}")
+        self._compare(f"backward through {', '.join(called) or 'none of them'}")
 
     def forget(self) -> None:
         """A backward that nobody waits for."""
         self._called = {}
 
-    def _hook(self, path: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+    def _hook(self, path: str, network: nn.Module) -> Callable[..., None]:
+        def hook(called: nn.Module, _: Any) -> None:
+            if called is not network:  # a copy, such as an average, which has the hook too
+                return
             if torch.is_grad_enabled():
                 self._called[path] = None
             if self._before_calls:
