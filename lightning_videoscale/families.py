@@ -22,6 +22,10 @@ _Value = TypeVar("_Value")
 
 FAMILIES = {
     "diffusers.models.transformers.transformer_wan": "wan",
+    "diffusers.models.transformers.transformer_wan_vace": "wan_vace",
+    "diffusers.models.transformers.transformer_chronoedit": "chronoedit",
+    "diffusers.models.transformers.transformer_skyreels_v2": "skyreels_v2",
+    "diffusers.models.transformers.transformer_wan_animate": "wan_animate",
     "diffusers.models.transformers.transformer_hunyuan_video": "hunyuan_video",
     "diffusers.models.transformers.transformer_hunyuan_video15": "hunyuan_video",
     "diffusers.models.transformers.transformer_hunyuan_video_framepack": "hunyuan_video",

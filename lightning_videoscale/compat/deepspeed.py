@@ -99,6 +99,21 @@ def own_piece(parameter: Any, value: Tensor) -> Tensor:
     return padded.narrow(0, size * dist.get_rank(group), size)
 
 
+def forget_gradients(optimizer: Any) -> None:
+    """Zeroes what stage 3 holds of an earlier step's gradients, if the next backward is the first of a step.
+
+    DeepSpeed writes there what a backward gives and steps by all of it: a parameter that takes no part in a step, such
+    as those of an expert that its timestep does not choose, would be trained by its last gradient once more.
+    """
+    buffer: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if buffer is None or optimizer.micro_step_id > 0:
+        return
+    buffer.zero_()
+    for flat in optimizer.fp32_partitioned_groups_flat:
+        if flat.grad is not None:  # the copy of an offloaded optimizer
+            flat.grad.zero_()
+
+
 def data_parallel_group() -> dist.ProcessGroup:
     """Returns the group that ZeRO's reductions run in, which DeepSpeed makes for itself."""
     group: dist.ProcessGroup = DEEPSPEED.get("deepspeed.utils.groups", "_get_data_parallel_group")()

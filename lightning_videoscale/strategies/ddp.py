@@ -95,6 +95,13 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         if ddp_arguments(self).get("broadcast_buffers", True):
             super()._share_buffers()
 
+    @property
+    @override
+    def _averages_what_was_called(self) -> bool:
+        # Else DDP itself learns what no rank has called, and averages the rest with zeros.
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model.require_backward_grad_sync and not ddp_arguments(self).get("find_unused_parameters", False)
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_videoscale.compat.deepspeed import data_parallel_group
+from lightning_videoscale.compat.deepspeed import data_parallel_group, forget_gradients
 from lightning_videoscale.compat.lightning import (
     SettledDeepSpeedStrategy,
     accumulates,
@@ -165,6 +165,10 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
     def _gathers_in_forward(self) -> bool:
         return self.zero_stage_3
 
+    @override
+    def _shares_parameters(self, network: nn.Module) -> bool:
+        return self.zero_stage_3 or super()._shares_parameters(network)
+
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
@@ -194,6 +198,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         self._refuse_manual_accumulation(self.lightning_module)
         is_due = not accumulates(self.lightning_module.trainer)
         self.deepspeed_engine.set_gradient_accumulation_boundary(is_due)
+        forget_gradients(self.deepspeed_engine.optimizer)
         # Lightning has divided the loss by the number of accumulated micro-batches, and DeepSpeed would do so again.
         return super().backward(closure_loss, *args, **({"scale_wrt_gas": False} | kwargs))
 

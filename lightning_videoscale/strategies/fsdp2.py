@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from typing_extensions import override
@@ -145,6 +146,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             self._shard(self.lightning_module)
             self._sharded.add(self.lightning_module)
         self._count_calls()
+        self._agree_on_calls()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -188,6 +190,10 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     @override
     def _gathers_in_forward(self) -> bool:
         return True
+
+    @override
+    def _shares_parameters(self, network: nn.Module) -> bool:
+        return bool(sharded_modules(network))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

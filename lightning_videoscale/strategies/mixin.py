@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_videoscale.compat.lightning import launched_processes, set_device_mesh, transferred
+from lightning_videoscale.compat.lightning import launched_processes, set_device_mesh, timeout_of, transferred
 from lightning_videoscale.parallel import Agreement, SequenceMesh, check_loss
 from lightning_videoscale.parallel.mesh import host_group
 from lightning_videoscale.parallel.transport import Transport, create_transport
@@ -27,6 +27,7 @@ from lightning_videoscale.strategies.advice import OwnAdvice
 from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.buffers import SharedBuffers
+from lightning_videoscale.strategies.call_agreement import CallAgreement
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.endings import end_processes
 from lightning_videoscale.strategies.failure import FailureDetector
@@ -54,6 +55,7 @@ class SequenceParallelMixin(
         self._uncount_calls = Undo()
         self._sharing: BatchSharing | None = None
         self._losses: Agreement | None = None
+        self._calls: CallAgreement | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._seed = self._micro_batch = self._stream = 0
         self._loss_weight = 1.0
@@ -181,6 +183,7 @@ class SequenceParallelMixin(
         assert self.lightning_module is not None
         self._save_together(self.lightning_module)
         self._count_calls()
+        self._agree_on_calls()
         if self.world_size > 1:
             self._frozen = [(name, p) for name, p in self.lightning_module.named_parameters() if not p.requires_grad]
 
@@ -203,6 +206,25 @@ class SequenceParallelMixin(
             paths = split_plans(self.lightning_module, self.mesh, self._settings)
             networks = {path: self.lightning_module.get_submodule(path) for path in paths}
             self._uncount_calls = self._watch.count_calls(networks, sorted(set(peers)))
+
+    def _agree_on_calls(self) -> None:
+        """To be called once the model is wrapped: the ranks tell each other what they call before they wait."""
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        networks = {path: module.get_submodule(path) for path in split_plans(module, self.mesh, self._settings)}
+        shared = {path: network for path, network in networks.items() if self._shares_parameters(network)}
+        if self.mesh.dp.size > 1 and len(shared) > 1 and self._calls is None:
+            timeout = timeout_of(self) or default_pg_timeout
+            self._calls = CallAgreement(shared, before_calls=self._gathers_in_forward, timeout=timeout)
+
+    def _shares_parameters(self, network: nn.Module) -> bool:
+        """Whether ranks wait for each other when they call the network or go backward through it."""
+        return any(parameter.requires_grad for parameter in network.parameters())
+
+    @property
+    def _averages_what_was_called(self) -> bool:
+        """Whether the next backward needs all ranks to have called the same networks."""
+        return True
 
     def _change_networks(self, module: nn.Module) -> Undo:
         transforms, self._transforms = self._transforms, []
@@ -256,6 +278,8 @@ class SequenceParallelMixin(
             check_loss(closure_loss)
             self._losses.check("losses", {"loss": closure_loss})
         self._refuse_unfrozen()
+        if self._calls is not None:
+            (self._calls.check_backward if self._averages_what_was_called else self._calls.forget)()
         super().pre_backward(closure_loss)
 
     def _refuse_unfrozen(self) -> None:
@@ -280,6 +304,9 @@ class SequenceParallelMixin(
                 self._undo_changes()
                 self._undo_changes = None
         finally:
+            if self._calls is not None:
+                self._calls.close()
+                self._calls = None
             if self._watch is not None:  # it counts the collectives of the groups that are now closed
                 self._watch.close()
                 self._watch = None

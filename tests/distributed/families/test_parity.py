@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.families import hunyuan_video, own_model
+from tests.distributed.families import hunyuan_video, own_model, wan
 from tests.distributed.families.harness import Case, Family, errors_of
 from tests.distributed.pool import ProcessPool
 
 Ranks = Callable[[int], ProcessPool]
 
-FAMILIES: Mapping[str, Family] = {**hunyuan_video.FAMILIES, **own_model.FAMILIES}
+FAMILIES: Mapping[str, Family] = {**hunyuan_video.FAMILIES, **own_model.FAMILIES, **wan.FAMILIES}
 
 LENGTHS: list[dict[str, Any]] = [
     {"text": 7, "frames": 3, "side": 3},
@@ -21,6 +21,9 @@ LENGTHS: list[dict[str, Any]] = [
     {"text": 2, "batch": 3},
     {"text": 16, "frames": 1, "side": 4, "batch": 1},  # as many tokens as the video
 ]
+AT_ONCE = 12
+"""Cases of one call of a pool."""
+
 MESHES = [(1, 1, 4), (1, 2, 2), (2, 1, 2), (1, 1, 3)]
 
 
@@ -31,7 +34,8 @@ def errors(cases: list[Case]) -> list[dict[str, float]]:
 def check(ranks: Ranks, cases: list[Case]) -> None:
     for size in sorted({case.ranks for case in cases}):
         of_size = [case for case in cases if case.ranks == size]
-        for some in (of_size[first : first + 12] for first in range(0, len(of_size), 12)):  # a run has its timeout
+        for start in range(0, len(of_size), AT_ONCE):
+            some = of_size[start : start + AT_ONCE]
             for of_rank in ranks(size).run(errors, some):
                 for case, found in zip(some, of_rank, strict=True):
                     bound = 1e-5 if case.float32 else 1e-10
@@ -46,6 +50,7 @@ def test_a_family_is_exact(ranks: Ranks, family: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_exact_in_all_settings(ranks: Ranks, family: str, mesh: tuple[int, int, int]) -> None:
     check(

@@ -1,0 +1,32 @@
+"""ChronoEdit as diffusers has it (`ChronoEditTransformer3DModel`).
+
+A Wan whose rotary table of two latent frames puts them apart, made of copies of Wan's classes. Their attention is
+redirected; fused kernels know none of them.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_videoscale.cost.flops import TransformerFlops
+from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.wan.sizes import flops
+from lightning_videoscale.parallel import Attention, Split, SplitPlan
+
+_MODEL = "diffusers.models.transformers.transformer_chronoedit.ChronoEditTransformer3DModel"
+
+GEOMETRIES = {"chronoedit": ModelGeometry()}
+TRANSFORMERS = {"chronoedit-14b": TransformerFlops(40, 5120, 13824)}  # transformer/config.json of nvidia's release
+FLOPS = {_MODEL: flops}
+
+
+def _split_plan(model: nn.Module) -> SplitPlan:
+    return SplitPlan(
+        inputs={"": {"timestep": Split(1, ndim=2)}, "blocks.0": {"hidden_states": Split(1)}},
+        outputs={"rope": {0: Split(1), 1: Split(1)}},
+        gathers={"proj_out": {0: Split(1)}},
+        attention={"blocks.*.attn1": Attention()},
+    )
+
+
+SPLIT_PLANS = {_MODEL: _split_plan}

@@ -1,0 +1,88 @@
+"""The split plan of Wan, and the attention that exchanges.
+
+Cross-attention reads text (and image) tokens that every rank holds whole, so nothing is exchanged there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_videoscale.injection.fused_block import fused_block_of
+from lightning_videoscale.models.wan.attention import Rotary, attend
+from lightning_videoscale.models.wan.fused_attention import FUSED_ATTENTION, changed_attention, foreign
+from lightning_videoscale.parallel import (
+    SequenceContext,
+    Split,
+    SplitPlan,
+    check_heads,
+    sequence_parallel_attention,
+)
+from lightning_videoscale.parallel.plan import submodules
+from lightning_videoscale.undo import Undo
+
+
+class SequenceParallelWanAttention:
+    """Attention processor for the self-attention of a Wan block whose hidden states are split.
+
+    Args:
+        context: The group and the split tables.
+    """
+
+    detaches_bias = True  # where it is asked to, as the fused attention is
+
+    def __init__(self, context: SequenceContext) -> None:
+        self.context = context
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Rotary = None,
+        detach_bias: bool = False,
+    ) -> Tensor:
+        """Attends from and to all tokens of the group; (B, s, dim) in and out."""
+        if encoder_hidden_states is not None or attention_mask is not None:
+            raise ValueError("Sequence-parallel Wan self-attention takes neither other tokens nor an attention mask.")
+        fused = fused_block_of(attn) is FUSED_ATTENTION and changed_attention(attn) is None
+        return attend(attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias)
+
+    def _exchange(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
+        lengths, transport = self.context.lengths(), self.context.transport
+        return sequence_parallel_attention(query, key, value, self.context.mesh, lengths=lengths, transport=transport)
+
+
+def split_plan(model: nn.Module) -> SplitPlan:
+    """The plan of a `WanTransformer3DModel`, whose timesteps may be those of samples, (B,), or of tokens, (B, S)."""
+    return SplitPlan(
+        inputs={"": {"timestep": Split(1, ndim=2)}, "blocks.0": {"hidden_states": Split(1)}},
+        outputs={"rope": {0: Split(1), 1: Split(1)}},
+        gathers={"proj_out": {0: Split(1)}},
+        attention=partial(split_attention, paths=("blocks.*.attn1",)),
+    )
+
+
+def split_attention(model: nn.Module, context: SequenceContext, paths: Sequence[str]) -> Undo:
+    """Gives Wan's self-attention modules of these paths, as a `SplitPlan` has them, the processor that exchanges.
+
+    Raises:
+        ValueError: If a path names none, a processor is not diffusers' own, or the heads are too few.
+    """
+    layers: list[Any] = [layer for path in paths for layer in submodules(model, path).values()]
+    for layer in layers:
+        check_heads(layer.heads, context.mesh.ulysses.size)
+        if (other := foreign(layer.processor)) is not None:
+            raise ValueError(
+                f"The model's self-attention has the processor {type(layer.processor).__name__}, {other}, whose "
+                "computation is unknown here; sequence parallelism replaces only diffusers' own WanAttnProcessor."
+            )
+    undo = Undo()
+    for layer in layers:
+        undo.add(partial(layer.set_processor, layer.processor))
+        layer.set_processor(SequenceParallelWanAttention(context))
+    return undo

@@ -1,0 +1,60 @@
+"""What is peculiar to Wan's kin: masks that are refused, fused kernels inside, blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lightning_videoscale.injection import inject_fused_kernels
+from lightning_videoscale.parallel import SequenceMesh, parallelize
+from lightning_videoscale.strategies.blocks import find_blocks
+from tests.distributed.families.harness import Case
+from tests.distributed.families.wan import FAMILIES
+from tests.distributed.pool import ProcessPool
+
+Ranks = Callable[[int], ProcessPool]
+
+
+def said_of_causal_skyreels() -> str:
+    case = Case("skyreels_v2", settings={"frames": 4}, float32=True)
+    model = FAMILIES["skyreels_v2"].model(case)
+    model._set_ar_attention(2)
+    parallelize(model, SequenceMesh.create("cpu", ulysses_size=2))
+    try:
+        model(**FAMILIES["skyreels_v2"].inputs(case, 0))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_block_causal_attention_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    for said in ranks(2).run(said_of_causal_skyreels):
+        assert "blocks.0.attn1" in said
+        assert "its mask is (1, 1, 36, 36), for 18 keys of this rank" in said
+
+
+def fused_vace() -> tuple[str, torch.Tensor, torch.Tensor]:
+    """What was fused, and outputs on slices and on one device."""
+    family, case = FAMILIES["wan_vace"], Case("wan_vace", float32=True)
+    whole, fused = family.model(case), family.model(case)
+    report = inject_fused_kernels(fused)
+    parallelize(fused, SequenceMesh.create("cpu", ulysses_size=2))
+    inputs = family.inputs(case, 0)
+    with torch.no_grad():
+        return str(report), fused(**inputs).sample, whole(**inputs).sample
+
+
+def test_wan_blocks_inside_vace_are_fused_and_split(ranks: Ranks) -> None:
+    for said, got, expected in ranks(2).run(fused_vace):
+        assert "WanTransformerBlock" in said and "WanAttention" in said
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_control_blocks_and_face_adapters_are_blocks() -> None:
+    def blocks(name: str) -> list[str]:
+        return list(find_blocks(FAMILIES[name].model(Case(name))))
+
+    assert blocks("wan_vace") == ["vace_blocks.0", "vace_blocks.1", "blocks.0", "blocks.1"]
+    assert blocks("wan_animate") == [f"{kind}.{n}" for kind in ("blocks", "face_adapter") for n in range(3)]
+    assert blocks("skyreels_v2") == blocks("chronoedit") == ["blocks.0", "blocks.1"]
