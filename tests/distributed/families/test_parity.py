@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.families import hunyuan_video
+from tests.distributed.families import cogvideox, hunyuan_video, ltx
 from tests.distributed.families.harness import Case, Family, errors_of
 from tests.distributed.pool import ProcessPool
 
 Ranks = Callable[[int], ProcessPool]
 
-FAMILIES: Mapping[str, Family] = {**hunyuan_video.FAMILIES}
+FAMILIES: Mapping[str, Family] = {**cogvideox.FAMILIES, **hunyuan_video.FAMILIES, **ltx.FAMILIES}
 
 LENGTHS: list[dict[str, Any]] = [
     {"text": 7, "frames": 3, "side": 3},
