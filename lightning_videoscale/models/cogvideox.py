@@ -1,8 +1,8 @@
 """CogVideoX 1.0, 1.5 and I2V, and ConsisID, as diffusers has them.
 
-Text and video are streams of their own and attend together, text first. Rotary tables, where a model has them, come from
-its caller and cover the video. Between blocks ConsisID's video attends to a face, which every rank holds whole. What its
-last block returns is gathered, as the model counts text tokens then; attention to the face behind it is computed whole.
+Text and video are streams of their own and attend together, text first. Rotary tables, where a model has them, are made
+by its caller and cover the video. Between blocks ConsisID's video attends to a face, which every rank holds whole. What
+its last block returns is gathered, as the model counts text tokens then; attention to the face behind it runs whole.
 """
 
 from __future__ import annotations
