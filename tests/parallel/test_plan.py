@@ -28,4 +28,4 @@ def test_the_outermost_networks_with_a_plan_are_found() -> None:
     module = nn.ModuleDict({"vae": nn.Linear(2, 2), "nets": nn.ModuleDict({"student": tiny_wan()})})
     assert list(find_planned_modules(module)) == ["nets.student"]
     assert find_planned_modules(nn.Linear(2, 2)) == {}
-    assert known_models() == ["WanTransformer3DModel"]
+    assert {"HunyuanVideoTransformer3DModel", "WanTransformer3DModel"} < set(known_models())
