@@ -70,10 +70,16 @@ def inputs(
 
 
 def build_consisid(
-    text: int = 7, frames: int = 3, side: int = 3, face: bool = True, interval: int = 2, **_: Any
+    text: int = 7,
+    frames: int = 3,
+    side: int = 3,
+    face: bool = True,
+    interval: int = 2,
+    learned: bool = True,
+    **_: Any,
 ) -> ConsisIDTransformer3DModel:
     return ConsisIDTransformer3DModel(
-        **_sizes(text, frames, side, learned=True, rotary=True),
+        **_sizes(text, frames, side, learned, rotary=True),
         num_layers=2,
         is_train_face=face,
         cross_attn_interval=interval,
