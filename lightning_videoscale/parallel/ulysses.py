@@ -208,7 +208,10 @@ def sum_heads(grad: Tensor, repeats: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, shares: HeadShares, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        # Named arguments before the tensors would mislead `torch.compile` without gradients: it drops ``ctx`` where
+        # there is one argument more than parameters.
+        ulysses, shares, *tensors = inputs
         ctx.ulysses, ctx.shares, ctx.returns = ulysses, shares, "slice"
         return _scatter(tensors, shares, ulysses)
 

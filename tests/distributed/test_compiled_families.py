@@ -64,7 +64,10 @@ def compiled(family: str, mesh_sizes: tuple[int, int], settings: dict[str, Any])
 def check(ranks: Ranks, family: str, mesh_sizes: tuple[int, int], settings: dict[str, Any]) -> None:
     for errors, graphs in ranks(2).run(compiled, family, mesh_sizes, settings):
         assert max(errors) <= 1e-5
-        assert graphs == [1, 2, 3]  # one for each length, shared by all blocks
+        # One for each length, shared by all blocks of a class and a layout of inputs: of HunyuanVideo's blocks of joint
+        # tokens, those behind the first are given slices of a joint tensor, with other strides.
+        each = 3 if family == "hunyuan_video" else 1
+        assert graphs == [each, 2 * each, 3 * each]
 
 
 @pytest.mark.parametrize("family", ["cogvideox", "hunyuan_video"])
