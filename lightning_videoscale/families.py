@@ -30,7 +30,9 @@ FAMILIES = {
     "diffusers.models.transformers.transformer_hunyuan_video15": "hunyuan_video",
     "diffusers.models.transformers.transformer_hunyuan_video_framepack": "hunyuan_video",
     "diffusers.models.transformers.cogvideox_transformer_3d": "cogvideox",
+    "diffusers.models.transformers.consisid_transformer_3d": "cogvideox",
     "diffusers.models.transformers.transformer_ltx": "ltx",
+    "diffusers.models.transformers.transformer_ltx2": "ltx",
     "diffusers.models.attention": "feed_forward",
     "models": "dit",
 }

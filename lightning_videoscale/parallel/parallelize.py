@@ -167,6 +167,7 @@ def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Ca
         if module is not network.network or verified & {gradients, True}:  # a copy of the network is split likewise
             return
         _refuse_transforms(module, args, kwargs)
+        _refuse_transforms(module, args, kwargs)
         verified.add(gradients)
         try:
             report = compare(network, args, kwargs, gradients=gradients)
@@ -191,6 +192,7 @@ def _check_first_call(network: SplitNetwork) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal checked
         if not checked and module is network.network:
+            _refuse_transforms(module, args, kwargs)
             checked = True  # before, since the hook runs again within
             try:
                 check_exchanges(network, args, kwargs)

@@ -10,6 +10,7 @@ their native backend, and is traced by `torch.compile` without a graph break.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -49,18 +50,25 @@ def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceConte
         for path, module in submodules(model, pattern).items():
             if isinstance(heads := getattr(module, "heads", None), int):  # as diffusers' attention has it
                 check_heads(heads, context.mesh.ulysses.size)
-            forward = _exchanging_forward(module.forward, path, rule, context)
+            forward = _exchanging_forward(module.forward, _Place(path, rule, context))
             undo.set(module, "forward", MethodType(forward, module))  # a copy of the module has it for its own
     return undo
 
 
-def _exchanging_forward(
-    original: Callable[..., Any], path: str, rule: Attention, context: SequenceContext
-) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class _Place:
+    """Where attention exchanges. Compiled code never reads the path, so that all blocks may share it."""
+
+    path: str
+    rule: Attention
+    context: SequenceContext
+
+
+def _exchanging_forward(original: Callable[..., Any], place: _Place) -> Callable[..., Any]:
     unbound = original.__func__ if isinstance(original, MethodType) else None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _Exchange(path, rule, context) as exchange:
+        with _Exchange(place) as exchange:
             result = original(*args, **kwargs) if unbound is None else unbound(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             exchange.check_calls(type(self).__name__)
@@ -72,9 +80,9 @@ def _exchanging_forward(
 class _Exchange(TorchFunctionMode):
     """Inside, attention is over the tokens of all ranks; one call of it is expected."""
 
-    def __init__(self, path: str, rule: Attention, context: SequenceContext) -> None:
+    def __init__(self, place: _Place) -> None:
         super().__init__()
-        self._path, self._rule, self._context, self._calls = path, rule, context, 0
+        self._place, self._calls = place, 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -82,14 +90,16 @@ class _Exchange(TorchFunctionMode):
         """Calls the function, or exchanges in its place."""
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
+        if func is Tensor.unflatten:
+            func = torch.unflatten  # the same, and traced inside a mode, where the method's super() is not
         return func(*args, **(kwargs or {}))
 
     def check_calls(self, name: str) -> None:
         """Refuses a module that attended otherwise, or more than once."""
         if self._calls != 1:
             raise ValueError(
-                f"{self._path} ({name}) exchanges once in a forward pass, by scaled_dot_product_attention, and called "
-                f"it {self._calls} times. "
+                f"{self._place.path} ({name}) exchanges once in a forward pass, by scaled_dot_product_attention, and "
+                f"called it {self._calls} times. "
                 + ("Choose torch's own attention, in diffusers the backend 'native'." if not self._calls else "")
             )
 
@@ -106,14 +116,14 @@ class _Exchange(TorchFunctionMode):
     ) -> Tensor:
         """As torch's function, (B, H, s, D) of this rank's tokens; H and h are told apart without ``enable_gqa``."""
         self._calls += 1
-        context, rule = self._context, self._rule
+        context, rule = self._place.context, self._place.rule
         objection = self._objection(query, key, attn_mask, dropout_p, is_causal)
         if context.on_exchange is not None:
             if objection is None and attn_mask is not None:
                 objection = _biased(attn_mask) or (_uneven(attn_mask) if rule.padded_rows else None)
-            context.on_exchange(self._path, objection)
+            context.on_exchange(self._place.path, objection)
         if objection is not None:
-            raise ValueError(f"{self._path} cannot attend over a split sequence: {objection}")
+            raise ValueError(f"{self._place.path} cannot attend over a split sequence: {objection}")
         mask = None if attn_mask is None else _key_mask(attn_mask, query.shape[0], rule.padded_rows)
         missing = context.record.missing(rule.key_streams)
         if missing is not None:
@@ -134,9 +144,9 @@ class _Exchange(TorchFunctionMode):
     def _objection(
         self, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool
     ) -> str | None:
-        rule, rank = self._rule, self._context.mesh.sp.rank
+        rule, context = self._place.rule, self._place.context
         for what, x, streams in (("query", query, rule.queries), ("key", key, rule.key_streams)):
-            mine = self._context.lengths(streams)[rank]
+            mine = context.lengths(streams)[context.mesh.sp.rank]
             if x.ndim != 4 or x.shape[2] != mine:
                 return (
                     f"its {what} is {tuple(x.shape)}, and this rank has {mine} tokens of {', '.join(streams)} in dim 2."

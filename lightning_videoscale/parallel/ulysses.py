@@ -207,7 +207,10 @@ def sum_heads(grad: Tensor, repeats: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shares: HeadShares, ulysses: Ulysses, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        # Named arguments before the tensors would mislead `torch.compile` without gradients: it drops ``ctx`` where
+        # there is one argument more than parameters.
+        shares, ulysses, *tensors = inputs
         ctx.shares, ctx.ulysses, ctx.returns = shares, ulysses, "slice"
         return _scatter(tensors, shares, ulysses)
 

@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.families import hunyuan_video, own_model, wan
+from tests.distributed.families import cogvideox, hunyuan_video, ltx, own_model, wan
 from tests.distributed.families.harness import Case, Family, errors_of
 from tests.distributed.pool import ProcessPool
 
 Ranks = Callable[[int], ProcessPool]
 
-FAMILIES: Mapping[str, Family] = {**hunyuan_video.FAMILIES, **own_model.FAMILIES, **wan.FAMILIES}
+FAMILIES: Mapping[str, Family] = {
+    **cogvideox.FAMILIES,
+    **hunyuan_video.FAMILIES,
+    **ltx.FAMILIES,
+    **own_model.FAMILIES,
+    **wan.FAMILIES,
+}
 
 LENGTHS: list[dict[str, Any]] = [
     {"text": 7, "frames": 3, "side": 3},

@@ -41,7 +41,7 @@ def verify(strategy: str, plant_a_bug: bool, **arguments: Any) -> ParityReport:
 
         def unscaled(ctx: Any, grad: torch.Tensor) -> Any:
             piece, *rest = original(ctx, grad)
-            return piece / ctx.sp.size, *rest
+            return piece / ctx.place.sp.size, *rest
 
         sharding._Gather.backward = unscaled
     classes = {"ddp": SequenceParallelDDPStrategy, "fsdp2": SequenceParallelFSDP2Strategy}

@@ -1,0 +1,85 @@
+"""Blocks whose streams are split by a plan are one graph each, and few of them serve all lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lightning_videoscale.parallel import SequenceMesh, parallelize
+from lightning_videoscale.strategies.compilation import compile_blocks
+from tests.distributed.families.harness import Case
+from tests.distributed.families.test_parity import FAMILIES
+from tests.distributed.pool import ProcessPool
+from tests.models import gradient_error
+
+Ranks = Callable[[int], ProcessPool]
+
+LENGTHS: list[dict[str, Any]] = [{"frames": 3, "text": 7}, {"frames": 4, "text": 5}, {"frames": 5, "text": 9}]
+"""Of three buckets; over two ranks video and text are uneven."""
+
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "cogvideox": [{}, {"rotary": False}],
+    "consisid": [{"face": False}],
+    "hunyuan_video": [{}],
+    "ltx": [{"times": "token"}],
+    "ltx2": [{}, {"rope": "split", "times": "token"}],
+}
+
+
+def run(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model.zero_grad()
+    outputs = [x for x in model(**inputs).values() if isinstance(x, Tensor)]
+    torch.stack([x.square().mean() for x in outputs]).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return [x.detach() for x in outputs], gradients
+
+
+def compiled(family: str, mesh_sizes: tuple[int, int], settings: dict[str, Any]) -> tuple[list[float], list[int]]:
+    """Errors of output and gradients at each length, and how many graphs there are after it."""
+    torch._dynamo.reset()
+    ring, ulysses = mesh_sizes
+    mesh = SequenceMesh.create("cpu", ring_size=ring, ulysses_size=ulysses)
+    cases = [Case(family, (1, ring, ulysses), length | settings, float32=True) for length in LENGTHS]
+    eager, model = (FAMILIES[family].model(cases[0]) for _ in range(2))
+    compiler = CompileCounterWithBackend("aot_eager")
+    for network in (eager, model):
+        parallelize(network, mesh)
+    compile_blocks(model, {"backend": compiler, "fullgraph": True})
+    errors, graphs = [], []
+    for case in cases:
+        inputs = dict(FAMILIES[family].inputs(case, 0))
+        expected, got = run(eager, inputs), run(model, inputs)
+        errors += [float((x - y).norm() / y.norm()) for x, y in zip(got[0], expected[0], strict=True)]
+        errors.append(gradient_error(got[1], expected[1]))
+        graphs.append(compiler.frame_count)
+    return errors, graphs
+
+
+def check(ranks: Ranks, family: str, mesh_sizes: tuple[int, int], settings: dict[str, Any]) -> None:
+    for errors, graphs in ranks(2).run(compiled, family, mesh_sizes, settings):
+        assert max(errors) <= 1e-5
+        # One for each length, shared by all blocks of a class and a layout of inputs: of HunyuanVideo's blocks of joint
+        # tokens, those behind the first are given slices of a joint tensor, with other strides.
+        each = 3 if family == "hunyuan_video" else 1
+        assert graphs == [each, 2 * each, 3 * each]
+
+
+@pytest.mark.parametrize("family", ["cogvideox", "hunyuan_video"])
+def test_split_blocks_share_one_graph_of_each_length(ranks: Ranks, family: str) -> None:
+    check(ranks, family, (1, 2), SETTINGS[family][0])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", SETTINGS)
+@pytest.mark.parametrize("mesh_sizes", [(1, 2), (2, 1)])
+def test_split_blocks_share_one_graph_of_each_length_in_all_families(
+    ranks: Ranks, family: str, mesh_sizes: tuple[int, int]
+) -> None:
+    for settings in SETTINGS[family]:
+        check(ranks, family, mesh_sizes, settings)

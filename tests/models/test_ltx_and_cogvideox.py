@@ -1,0 +1,74 @@
+"""What is said of LTX-Video, LTX-2, CogVideoX and ConsisID beside their split plans."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_videoscale.cost import TRANSFORMERS, TransformerFlops
+from lightning_videoscale.cost.geometry import GEOMETRIES
+from lightning_videoscale.families import known
+from lightning_videoscale.strategies.blocks import find_blocks
+from tests.distributed.families import cogvideox, ltx
+from tests.distributed.families.harness import Case, Family
+
+FAMILIES: dict[str, Family] = {**cogvideox.FAMILIES, **ltx.FAMILIES}
+
+
+def model(family: str, **settings: Any) -> nn.Module:
+    return FAMILIES[family].model(Case(family, settings=settings, float32=True))
+
+
+def forward_flops(family: str, frames: int) -> int:
+    """Counted in the blocks; a cross-attention's keys and values of text do not change with the video's length."""
+    settings = {"frames": frames, "face": False}
+    network, case = model(family, **settings), Case(family, settings=settings, float32=True)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(**FAMILIES[family].inputs(case, 0))
+    counts = counter.get_flop_counts()
+    return sum(sum(counts[f"{type(network).__name__}.{path}"].values()) for path in find_blocks(network))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_are_neither_patch_embeddings_nor_faces(family: str) -> None:
+    assert list(find_blocks(model(family))) == ["transformer_blocks.0", "transformer_blocks.1"]
+
+
+@pytest.mark.parametrize(("family", "text"), [("cogvideox", 7), ("consisid", 7), ("ltx", 0)])
+def test_flops_are_those_of_the_blocks(family: str, text: int) -> None:
+    """Between two lengths, so that what blocks compute once a sample, their modulation, does not count."""
+    batch, few, many = 2, 9 * 2 + text, 9 * 5 + text
+    flops = TransformerFlops.of_module(model(family, face=False))
+    expected = batch * (flops.per_token * (many - few) + flops.per_pair * (many**2 - few**2)) / 4  # 3, and recomputed
+    of_text = 0 if text else 2 * batch * 2 * 2 * 7 * 32 * 27  # two products, two blocks: video that attends to text
+    assert forward_flops(family, 5) - forward_flops(family, 2) - of_text == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "sizes"),
+    [
+        ("ltx", "ltx-video", {}),
+        ("ltx2", "ltx-2", {}),
+        ("cogvideox", "cogvideox-2b", {}),
+        ("cogvideox", "cogvideox-5b", {"num_layers": 42, "num_attention_heads": 48}),
+    ],
+)
+def test_published_sizes(family: str, name: str, sizes: dict[str, int]) -> None:
+    """Those of the classes' defaults, and what diffusers' scripts of conversion say for the larger CogVideoX."""
+    cls = type(model(family))
+    defaults = {name: each.default for name, each in inspect.signature(cls.__init__).parameters.items()}
+    assert known("FLOPS", cls)(defaults | sizes) == TRANSFORMERS[name]
+
+
+def test_tokens_of_a_clip() -> None:
+    assert GEOMETRIES["ltx-2"].sequence_length(121, 512, 768) == 16 * 16 * 24
+    assert GEOMETRIES["cogvideox"].sequence_length(49, 480, 720) == 13 * 30 * 45 + 226
+    assert GEOMETRIES["cogvideox1.5"].sequence_length(77, 768, 1360) == 10 * 48 * 85 + 224
+    with pytest.raises(ValueError, match=r"cannot be cut into patches of \(2, 2, 2\)"):
+        GEOMETRIES["cogvideox1.5"].sequence_length(81, 768, 1360)
