@@ -53,7 +53,11 @@ class Dropping(RectifiedFlow):
             for layer in (block.attn1.to_out[1], block.ffn.net[1]):
                 assert isinstance(layer, nn.Dropout)
                 layer.p = 0.5
-                layer.register_forward_hook(lambda _, __, out: self.masks.append((out.detach() == 0).cpu()))
+                layer.register_forward_hook(self.note)
+
+    def note(self, _: nn.Module, __: Any, out: Tensor) -> None:
+        if torch.is_grad_enabled():  # not when the network is looked at before its first call
+            self.masks.append((out.detach() == 0).cpu())
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         loss = super().loss(batch)
