@@ -29,13 +29,13 @@ from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.buffers import SharedBuffers
 from lightning_videoscale.strategies.call_agreement import CallAgreement
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
-from lightning_videoscale.strategies.endings import end_processes
-from lightning_videoscale.strategies.failure import FailureDetector
+from lightning_videoscale.strategies.failures.detector import FailureDetector
+from lightning_videoscale.strategies.failures.endings import end_processes
+from lightning_videoscale.strategies.failures.stopping import StopsOnSignals
 from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks, split_plans
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
-from lightning_videoscale.strategies.stopping import StopsOnSignals
 from lightning_videoscale.strategies.whole_parameters import WholeParameters
 from lightning_videoscale.undo import Undo
 

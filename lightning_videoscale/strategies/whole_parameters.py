@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from lightning_videoscale.compat.deepspeed import is_partitioned
 from lightning_videoscale.compat.lightning import timeout_of
 from lightning_videoscale.strategies.checkpoints.zero_partitions import gather
-from lightning_videoscale.strategies.meeting import Meeting, note_exits
+from lightning_videoscale.strategies.failures.rendezvous import Rendezvous, note_exits
 from lightning_videoscale.strategies.units import class_before_sharding
 from lightning_videoscale.undo import Undo
 
@@ -66,8 +66,8 @@ class WholeParameters(_Parent):
         if self.world_size == 1 and not any(map(_is_sharded, module.parameters())):
             yield
             return
-        meeting = Meeting("whole_parameters", timeout_of(self) or default_pg_timeout)
-        meeting.wait()
+        rendezvous = Rendezvous("whole_parameters", timeout_of(self) or default_pg_timeout)
+        rendezvous.wait()
         sharded = [parameter for parameter in module.parameters() if _is_sharded(parameter)]
         before, undo = self._gathered, Undo()
         try:
@@ -79,11 +79,11 @@ class WholeParameters(_Parent):
         except Exception as error:
             undo()
             self._gathered = before
-            meeting.wait(error)
+            rendezvous.wait(error)
             raise
         undo()
         self._gathered = before
-        meeting.wait()
+        rendezvous.wait()
 
     @torch.no_grad()
     def _on_first(self, parameter: nn.Parameter) -> nn.Parameter | None:

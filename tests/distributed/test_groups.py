@@ -27,7 +27,7 @@ from lightning_videoscale.parallel import SequenceMesh, parallelize
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
 from tests.distributed.pool import ProcessPool
 from tests.models import tiny_wan
-from tests.strategies.failing_training import Module, split_plan
+from tests.strategies.failures.failing_training import Module, split_plan
 
 Ranks = Callable[[int], ProcessPool]
 STRATEGIES: dict[str, Any] = {"ddp": SequenceParallelDDPStrategy, "fsdp2": SequenceParallelFSDP2Strategy}

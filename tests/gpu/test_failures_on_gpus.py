@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.pool import ProcessPool
-from tests.strategies.failing_training import FAILING_STEP, STEPS, Module, train
+from tests.strategies.failures.failing_training import FAILING_STEP, STEPS, Module, train
 from tests.strategies.test_failures_in_training import MARGIN, Job, check_messages
 
 pytestmark = [

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
-from tests.strategies.failing_training import STEPS, Module, split_plan
+from tests.strategies.failures.failing_training import STEPS, Module, split_plan
 
 
 class Watched(Module):

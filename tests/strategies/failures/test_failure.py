@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, failure
-from lightning_videoscale.strategies.stopping import EXIT_CODE
+from lightning_videoscale.strategies.failures.stopping import EXIT_CODE
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import RectifiedFlow
 from tests.strategies.fsdp2.training import clips, trainer

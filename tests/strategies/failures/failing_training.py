@@ -1,4 +1,4 @@
-"""A training run in which one rank fails: `python -m tests.strategies.failing_training folder --fault kill`."""
+"""Training in which one rank fails: `python -m tests.strategies.failures.failing_training folder --fault kill`."""
 
 from __future__ import annotations
 

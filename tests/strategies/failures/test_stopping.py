@@ -14,11 +14,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder
-from lightning_videoscale.strategies.stopping import EXIT_CODE, StopAgreement
+from lightning_videoscale.strategies.failures.stopping import EXIT_CODE, StopAgreement
 from tests.data.clips import write_shards
 from tests.data.ledger import check_once, check_steps, lineage
-from tests.strategies.jobs import Job
-from tests.strategies.stopped_training import newest, train
+from tests.strategies.failures.jobs import Job
+from tests.strategies.failures.stopped_training import newest, train
 
 SAMPLES = 61
 WITHIN = 60.0  # s to stop, on a machine that has other things to do

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.strategies.jobs import Job
-from tests.strategies.sampling_training import (
+from tests.strategies.failures.jobs import Job
+from tests.strategies.failures.sampling_training import (
     train_and_sample_alone,
     train_and_sample_late,
     validate_and_sample_alone,

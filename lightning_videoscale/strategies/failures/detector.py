@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but missing from the type hints
 
-from lightning_videoscale.strategies.endings import end_by_alarm, is_broken_connection, is_timeout
-from lightning_videoscale.strategies.network_calls import NetworkCalls
-from lightning_videoscale.strategies.rank_state import (
+from lightning_videoscale.strategies.failures.endings import end_by_alarm, is_broken_connection, is_timeout
+from lightning_videoscale.strategies.failures.network_calls import NetworkCalls
+from lightning_videoscale.strategies.failures.rank_state import (
     Process,
     RankState,
     begun_collectives,

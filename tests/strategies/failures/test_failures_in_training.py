@@ -14,7 +14,7 @@ import pytest
 
 from tests.distributed.pool import ProcessPool
 from tests.distributed.zero import needs_deepspeed
-from tests.strategies.failing_training import FAILING_STEP, STEPS, Module, train
+from tests.strategies.failures.failing_training import FAILING_STEP, STEPS, Module, train
 
 Ranks = Callable[[int], ProcessPool]
 LAUNCHERS = {
@@ -25,12 +25,12 @@ MARGIN = 15.0  # s in which the ranks have ended after an error, or after a coll
 
 
 class Job:
-    """`python -m tests.strategies.failing_training` with a fault, in processes of its own."""
+    """`python -m tests.strategies.failures.failing_training` with a fault, in processes of its own."""
 
     def __init__(self, folder: Path, launcher: str, *args: str) -> None:
         self.folder = folder
         self.log = folder / "log.txt"
-        command = [sys.executable, *LAUNCHERS[launcher], "-m", "tests.strategies.failing_training"]
+        command = [sys.executable, *LAUNCHERS[launcher], "-m", "tests.strategies.failures.failing_training"]
         kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -38,7 +38,7 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=kept | {"OMP_NUM_THREADS": "1"},
-                cwd=Path(__file__).parents[2],
+                cwd=Path(__file__).parents[3],
                 start_new_session=True,
             )
 

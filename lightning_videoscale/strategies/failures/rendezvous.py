@@ -13,12 +13,12 @@ import torch.distributed as dist
 from lightning_videoscale.compat.torch.distributed import store_of
 
 _WARN = 20.0  # s after which a rank that waits says for whom
-_KEY = "lightning_videoscale/meetings"
+_KEY = "lightning_videoscale/rendezvous"
 
 _log = logging.getLogger(__name__)
 
 
-class Meeting:
+class Rendezvous:
     """All ranks of the job, which come to the same call; needs no process group but the store of the default one.
 
     Args:
@@ -40,7 +40,7 @@ class Meeting:
         Raises:
             RuntimeError: If a rank does not come, has left the job, or comes with an error.
         """
-        number = self._store.add(f"{_KEY}/{self._rank}", 1)  # counts over all meetings of the job
+        number = self._store.add(f"{_KEY}/{self._rank}", 1)  # counts over all of the job
         if error is not None:
             self._store.set(f"{_KEY}/error/{number}/{self._rank}", f"{type(error).__name__}: {error}")
             self._store.add(f"{_KEY}/errors/{number}", 1)
@@ -74,7 +74,7 @@ class Meeting:
 
 
 def note_exits() -> None:
-    """Lets this rank say, when its process ends, that it comes to no more meetings."""
+    """Lets this rank say, when its process ends, that it comes to no other."""
     store, rank = store_of(dist.group.WORLD), dist.get_rank()
 
     def leave() -> None:

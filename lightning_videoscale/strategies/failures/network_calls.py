@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lightning_videoscale.strategies.rank_state import RankState
+from lightning_videoscale.strategies.failures.rank_state import RankState
 from lightning_videoscale.undo import Undo
 
 _SURE = 5.0  # s without any progress on both sides: threads of a user's own may begin collectives in any order
