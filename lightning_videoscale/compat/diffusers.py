@@ -32,6 +32,15 @@ def kept_in_float32(network: nn.Module) -> set[str]:
     return set(getattr(network, "_keep_in_fp32_modules", None) or ())
 
 
+def cache_by_values(network: nn.Module) -> str | None:
+    """Returns the configuration's class of a cache that decides by hidden states what is computed; None without one.
+
+    ``enable_cache`` sets it, and the public ``is_cache_enabled`` says only that there is one.
+    """
+    name = type(getattr(network, "_cache_config", None)).__name__
+    return name if name in ("FirstBlockCacheConfig", "SeaCacheConfig") else None
+
+
 def dispatch_settings(processor: Any) -> tuple[Any, Any]:
     """Returns the attention backend and the parallel configuration that a processor hands to ``dispatch_attention_fn``.
 

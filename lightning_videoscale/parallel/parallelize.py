@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_videoscale.compat.diffusers import cache_by_values
 from lightning_videoscale.compat.torch.trees import tree_leaves
 from lightning_videoscale.parallel.auxiliary_loss import attach_context
 from lightning_videoscale.parallel.context import SequenceContext
@@ -139,6 +140,7 @@ def _install(
     def begin(module: nn.Module, *inputs: Any) -> None:
         if not context.suspended:
             _refuse_transforms(module, *inputs)
+            _refuse_cache(module)
         context.begin_forward()
         context.network = weakref.ref(module)
 
@@ -181,6 +183,15 @@ def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Ca
     return uncompiled
 
 
+def _refuse_cache(module: nn.Module) -> None:
+    if (cache := cache_by_values(module)) is not None:
+        raise ValueError(
+            f"{type(module).__name__} has a cache ({cache}) that decides by hidden states which blocks run. Each rank "
+            "has a slice of them, so ranks would decide differently and wait for each other. Call disable_cache(), or "
+            "take a cache that decides by the step, such as MagCache."
+        )
+
+
 def _refuse_transforms(module: nn.Module, *inputs: Any) -> None:
     tensors = chain(tree_leaves(inputs), module.parameters())
     refuse_transforms(f"The sequence of {type(module).__name__}", tensors)
@@ -193,6 +204,7 @@ def _check_first_call(network: SplitNetwork) -> Callable[..., None]:
         nonlocal checked
         if not checked and module is network.network:
             _refuse_transforms(module, args, kwargs)
+            _refuse_cache(module)
             checked = True  # before, since the hook runs again within
             try:
                 check_exchanges(network, args, kwargs)

@@ -74,7 +74,7 @@ class TokenMixing(TorchFunctionMode):
         if from_slices and self._mixes(getattr(func, "__name__", ""), args, kwargs):
             self.found.append(f"{self._path[-1] if self._path else 'the network'} calls {func.__name__}")
         result = func(*args, **kwargs)
-        if from_slices:
+        if from_slices and not _takes_no_values(func):  # a message from other ranks is received in such a tensor
             for x in tree_leaves(result):
                 if isinstance(x, Tensor):
                     self._follow(x)
@@ -109,3 +109,8 @@ class TokenMixing(TorchFunctionMode):
         if name in ("layer_norm", "rms_norm"):
             return self._has_tokens(x, range(-len(argument(1, "normalized_shape")), -1))
         return name in _RECURRENT and self._has_tokens(x, range(x.ndim - 1))
+
+
+def _takes_no_values(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.startswith("new_") or name.endswith("_like")

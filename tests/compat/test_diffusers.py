@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import FirstBlockCacheConfig, MagCacheConfig
 from diffusers.hooks._helpers import TransformerBlockRegistry
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from lightning_videoscale.compat.diffusers import (
     CLASS_NAME,
     block_classes,
+    cache_by_values,
     declare_as,
     dispatch_settings,
     kept_in_float32,
@@ -56,3 +58,13 @@ def test_a_subclass_of_a_block_is_declared_as_the_block_is() -> None:
 def test_a_configuration_file_names_the_class(tmp_path: Path) -> None:
     tiny_wan().save_config(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())[CLASS_NAME] == "WanTransformer3DModel"
+
+
+def test_a_cache_that_decides_by_values_is_known() -> None:
+    wan = tiny_wan()
+    assert cache_by_values(wan) is None
+    wan.enable_cache(MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4))
+    assert cache_by_values(wan) is None
+    wan.disable_cache()
+    wan.enable_cache(FirstBlockCacheConfig())
+    assert cache_by_values(wan) == "FirstBlockCacheConfig"

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from diffusers import FirstBlockCacheConfig
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -350,3 +351,16 @@ def undone_wan_is_unchanged() -> bool:
 
 def test_a_split_wan_keeps_its_state_dict_and_can_be_undone(ranks: Ranks) -> None:
     assert all(ranks(4).run(undone_wan_is_unchanged))
+
+
+def cached_message() -> str:
+    model = tiny_wan().eval()
+    parallelize(model, SequenceMesh.create("cpu", ulysses_size=2))
+    model.enable_cache(FirstBlockCacheConfig())
+    with torch.no_grad(), pytest.raises(ValueError) as caught:
+        model(torch.randn(1, 4, 1, 4, 4), torch.tensor([7.0]), torch.randn(1, 3, 16))
+    return str(caught.value)
+
+
+def test_a_cache_that_decides_by_what_a_rank_has_is_refused(ranks: Ranks) -> None:
+    assert all("FirstBlockCacheConfig" in message for message in ranks(2).run(cached_message))
