@@ -40,10 +40,10 @@ demo: $(INSTALLED) ## Train a small Wan video transformer on real clips, split o
 test test-full test-gpu: export OMP_NUM_THREADS ?= 1
 
 test: $(INSTALLED) ## Run the test suite
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-full: $(INSTALLED) ## Run the suite with the exhaustive matrices, long kill tests and downloads
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m ""
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m ""
 
 test-gpu: $(INSTALLED) ## Run the tests that need GPUs, and record the result in tests/gpu/last_result.json
 	$(BIN)/python -m pytest $(FILES) --record $(COMMIT)

@@ -22,7 +22,6 @@ _CONSISID = "diffusers.models.transformers.consisid_transformer_3d.ConsisIDTrans
 # Text as long as its pipelines' default; 1.5 has patches of two latent frames and a multiple of 16 text tokens.
 GEOMETRIES = {
     "cogvideox": ModelGeometry(text_tokens=226),
-    "cogvideox1.5": ModelGeometry(patch_size=(2, 2, 2), text_tokens=224),
     "consisid": ModelGeometry(text_tokens=226),
 }
 

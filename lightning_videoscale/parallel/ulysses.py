@@ -205,11 +205,13 @@ def sum_heads(grad: Tensor, repeats: tuple[int, ...], dtype: torch.dtype) -> Ten
     return torch.stack([copies.sum(1, dtype=dtype) for copies in grad.split(repeats, 1)], 1)
 
 
+# Their inputs are not named: without gradients `torch.compile` drops ``ctx`` where there is one argument more than
+# parameters.
+
+
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        # Named arguments before the tensors would mislead `torch.compile` without gradients: it drops ``ctx`` where
-        # there is one argument more than parameters.
         shares, ulysses, *tensors = inputs
         ctx.shares, ctx.ulysses, ctx.returns = shares, ulysses, "slice"
         return _scatter(tensors, shares, ulysses)
@@ -221,7 +223,8 @@ class _ScatterHeads(torch.autograd.Function):
 
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shares: HeadShares, ulysses: Ulysses, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        shares, ulysses, *tensors = inputs
         ctx.shares, ctx.ulysses, ctx.returns = shares, ulysses, "slice"
         return _gather(tensors, shares, ulysses)
 

@@ -70,7 +70,7 @@ def check(ranks: Ranks, family: str, mesh_sizes: tuple[int, int], settings: dict
         assert graphs == [each, 2 * each, 3 * each]
 
 
-@pytest.mark.parametrize("family", ["cogvideox", "hunyuan_video"])
+@pytest.mark.parametrize("family", ["cogvideox", pytest.param("hunyuan_video", marks=pytest.mark.full)])
 def test_split_blocks_share_one_graph_of_each_length(ranks: Ranks, family: str) -> None:
     check(ranks, family, (1, 2), SETTINGS[family][0])
 

@@ -16,6 +16,7 @@ from tests.examples.conftest import EXAMPLES
 PAGE = EXAMPLES.parent / "docs" / "your-model.md"
 
 
+@pytest.mark.full
 def test_the_script_trains_in_two_processes(run_example: Any) -> None:
     assert "3/3" in run_example("joint_dit.py", "--accelerator", "cpu", "--steps", 3)
 

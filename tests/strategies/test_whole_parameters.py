@@ -184,6 +184,7 @@ if runner.is_global_zero:
 """
 
 
+@pytest.mark.full
 def test_saving_on_rank_0_alone_is_an_error_at_once(tmp_path: Path) -> None:
     script = tmp_path / "save.py"
     script.write_text(SAVE_ON_RANK_0)

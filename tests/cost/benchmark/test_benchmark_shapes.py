@@ -297,4 +297,5 @@ def test_the_recalibrator_observes_what_the_benchmark_measures(ranks: Ranks, tmp
     shard = write_shard(tmp_path / "000.tar", [clip(i, (4, 3, 8, 8)) for i in range(4)])
     for measured, observed in ranks(2).run(_measured_and_observed, str(shard)):
         assert 4 * 0.1 <= measured < 0.8, "two exchanges of forward and two of backward"
-        assert np.median(observed) == pytest.approx(measured, rel=0.25)
+        # The shortest: what else the machine does makes single micro-batches longer.
+        assert min(observed) == pytest.approx(measured, rel=0.25)

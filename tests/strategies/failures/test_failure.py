@@ -125,7 +125,6 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
         "the launcher": (fail, "0", "and_sleep"),
         "ctrl-c, group": (interrupt, "group"),
         "ctrl-c, launcher": (interrupt, "launcher"),
-        "sigterm, launcher": (interrupt, "launcher", signal.SIGTERM),
     }
     with ThreadPoolExecutor(2) as threads:
         yield {
@@ -155,8 +154,9 @@ def test_ctrl_c_ends_all(jobs: dict[str, Future[Ended]], receiver: str) -> None:
     assert "Detected KeyboardInterrupt, attempting graceful shutdown" in ended.output
 
 
-def test_sigterm_ends_what_lightning_has_launched(jobs: dict[str, Future[Ended]]) -> None:
-    ended = jobs["sigterm, launcher"].result()
+@pytest.mark.full
+def test_sigterm_ends_what_lightning_has_launched(tmp_path: Path) -> None:
+    ended = interrupt(tmp_path, "launcher", signal.SIGTERM)
     assert ended.seconds < 60
     # Lightning kills rank 0 if a child has ended some seconds before it.
     assert ended.status in (EXIT_CODE, -signal.SIGKILL), ended.output

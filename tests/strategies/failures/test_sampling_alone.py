@@ -30,8 +30,9 @@ class Case(NamedTuple):
     hook: str
 
 
-CASES = [*(Case("ddp", 2, 0, hook) for hook in HOOKS), Case("fsdp2", 2, 1, "on_train_batch_end")]
+CASES = [Case("ddp", 2, 0, "on_train_start"), Case("fsdp2", 2, 1, "on_train_batch_end")]
 MORE = [
+    *(Case("ddp", 2, 0, hook) for hook in HOOKS[1:]),
     *(Case("fsdp2", 2, 0, hook) for hook in HOOKS),
     *(Case("fsdp2", 1, 1, hook) for hook in HOOKS),
     *(Case("ddp", 2, 1, hook) for hook in HOOKS),
