@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_videoscale.compat.torch.versions import ring_attention_is_traced
 from lightning_videoscale.parallel.attention_with_lse import attend, attend_backward
 from lightning_videoscale.parallel.derivatives import without_second_derivative
 from lightning_videoscale.parallel.mesh import Axis
@@ -68,8 +69,16 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, mask: 
     Returns:
         (B, H, S, D); zeros for a sample of which no key may be attended.
     """
+    return _apply(query, key, value, mask, ring)
+
+
+def _apply(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
     out: Tensor = _RingAttention.apply(query, key, value, mask, ring)  # type: ignore[no-untyped-call]
     return out
+
+
+if not ring_attention_is_traced():  # a graph break there, rather than gradients of zero
+    _apply = torch.compiler.disable(_apply)
 
 
 class _RingAttention(torch.autograd.Function):

@@ -209,6 +209,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, release: str, is_wrong: bool,
     monkeypatch.setattr(torch, "__version__", release)
     assert versions.mix_order_reduction_is_wrong() is is_wrong
     assert versions.autocast_widens_norms() is widens
+    assert versions.ring_attention_is_traced() is release.startswith("2.13")
 
 
 def test_a_checkpoints_metadata_names_the_known_classes_only(tmp_path: Path) -> None:

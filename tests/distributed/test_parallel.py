@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from lightning_videoscale.compat.torch.versions import ring_attention_is_traced
 from lightning_videoscale.parallel import (
     CollectiveTransport,
     SequenceContext,
@@ -36,6 +37,7 @@ from tests.distributed.pool import ProcessPool
 from tests.models import tiny_wan
 
 Ranks = Callable[[int], ProcessPool]
+traces_ring = pytest.mark.skipif(not ring_attention_is_traced(), reason="this torch leaves ring attention uncompiled")
 
 
 # -- the mesh ------------------------------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ def compiled_errors(ring: int, ulysses: int, lengths: tuple[int, ...], heads: in
     return [float((got - expected).abs().max()) for expected, got in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), pytest.param(2, 1, marks=traces_ring)])
 def test_a_layer_compiles_to_one_graph(ranks: Ranks, ring: int, ulysses: int) -> None:
     for problem in (((3, 3), 4, 4), ((4, 3), 5, 1)):
         assert max(map(max, ranks(2).run(compiled_errors, ring, ulysses, *problem))) <= 1e-12
