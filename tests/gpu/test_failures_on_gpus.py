@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed.pool import ProcessPool
 from tests.strategies.failures.failing_training import FAILING_STEP, STEPS, Module, train
-from tests.strategies.test_failures_in_training import MARGIN, Job, check_messages
+from tests.strategies.failures.test_failures_in_training import MARGIN, Job, check_messages
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_videoscale.strategies import SequenceParallelDDPStrategy, failure
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from lightning_videoscale.strategies.failures import detector
 from lightning_videoscale.strategies.failures.stopping import EXIT_CODE
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import RectifiedFlow
@@ -181,7 +182,7 @@ def train_after_a_failed_collective() -> list[str]:
             return super().training_step(batch)
 
     said: list[str] = []
-    with patch.object(failure._log, "error", said.append):
+    with patch.object(detector._log, "error", said.append):
         trainer(SequenceParallelDDPStrategy(), max_steps=3).fit(Slow(), clips())
     return said
 
