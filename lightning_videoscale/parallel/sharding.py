@@ -84,7 +84,7 @@ def split(
     context.record = record
     pieces = x.split(totals, dim) if len(streams) > 1 else (x,)
     slices = [
-        _Split.apply(_padded(piece, dim, sum(table)), _Place(dim, table, context.mesh.sp, context))  # type: ignore[no-untyped-call]
+        _Split.apply(_padded(piece, dim, sum(table)), _Place(dim, table, context))  # type: ignore[no-untyped-call]
         for piece, table in zip(pieces, (record.tables[name] for name in streams), strict=True)
     ]
     sliced: Tensor = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
@@ -151,7 +151,7 @@ def _gathered(
         raise ValueError(objection)
     pieces = x.split(mine, dim) if len(streams) > 1 else (x,)
     whole = [
-        _without_missing(function.apply(piece, _Place(dim, table, context.mesh.sp, context)), dim, record.tokens(name))
+        _without_missing(function.apply(piece, _Place(dim, table, context)), dim, record.tokens(name))
         for piece, table, name in zip(pieces, tables, streams, strict=True)
     ]
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim)
@@ -175,17 +175,26 @@ def whole_gradient(x: Tensor, context: SequenceContext) -> Tensor:
 
 
 class _Place(NamedTuple):
-    """Where the slices of a sequence are: its dim, the tokens of each rank, the ranks and what they share."""
+    """Where the slices of a sequence are: its dim, the tokens of each rank, and what the ranks share."""
 
     dim: int
     lengths: tuple[int, ...]
-    sp: Axis
     context: SequenceContext
+
+    @property
+    def sp(self) -> Axis:
+        """The ranks."""
+        return self.context.mesh.sp
 
     def slice_of(self, whole: Tensor) -> Tensor:
         """A view of this rank's slice."""
         rank = self.sp.rank
         return whole.narrow(self.dim, sum(self.lengths[:rank]), self.lengths[rank])
+
+    def whole_of(self, x: Tensor) -> Tensor:
+        """All ranks' slices, one behind the other."""
+        whole = self.context.transport.all_gather(x.movedim(self.dim, 0).contiguous(), self.lengths, self.sp)
+        return whole.movedim(0, self.dim).contiguous()
 
 
 class _Split(torch.autograd.Function):
@@ -224,8 +233,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: _Place) -> Tensor:
         ctx.place, ctx.returns = place, "whole"
-        whole = place.context.transport.all_gather(x.movedim(place.dim, 0).contiguous(), place.lengths, place.sp)
-        return whole.movedim(0, place.dim).contiguous()
+        return place.whole_of(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -249,8 +257,7 @@ class _GatherInside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: _Place) -> Tensor:
         ctx.place, ctx.returns = place, "slice"  # a loss of it would be counted by every rank
-        whole = place.context.transport.all_gather(x.movedim(place.dim, 0).contiguous(), place.lengths, place.sp)
-        return whole.movedim(0, place.dim).contiguous()
+        return place.whole_of(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -70,15 +70,21 @@ def test_images_and_latents() -> None:
 
 def test_tokens_of_the_model_families() -> None:
     lengths = {name: g.sequence_length(81, 704, 1280) for name, g in GEOMETRIES.items()}
-    expected = {
+    assert lengths == {
         "wan2.1": 21 * 44 * 80,
         "wan2.2": 21 * 44 * 80,
+        "wan2.1-vace": 21 * 44 * 80,
+        "wan2.2-animate": 21 * 44 * 80,
+        "chronoedit": 21 * 44 * 80,
+        "skyreels-v2": 21 * 44 * 80,
         "wan2.2-ti2v-5b": 21 * 22 * 40,
         "hunyuanvideo": 21 * 44 * 80 + 256,
+        "hunyuanvideo-1.5": 21 * 44 * 80 + 1000 + 256 + 729,
         "cogvideox": 21 * 44 * 80 + 226,
+        "consisid": 21 * 44 * 80 + 226,
         "ltx-video": 11 * 22 * 40,
+        "ltx-2": 11 * 22 * 40,
     }
-    assert lengths | expected == lengths
     with pytest.raises(ValueError, match=r"\(5, 8, 7\) .*\(1, 2, 2\)"):
         WAN.sequence_length(np.array([5, 5]), np.array([8, 8]), np.array([8, 7]), latents=True)
 
