@@ -31,15 +31,22 @@ Row = dict[str, Any]
 
 
 class Checkout:
-    """A process that runs steps with the package of one checkout when it is told to."""
+    """A process that runs steps with the package of one checkout when it is told to.
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+    Args:
+        folder: The checkout.
+        options: Those of the command line.
+        cores: What the process may run on: its own, so that none is moved to a core that another has just left.
+    """
+
+    def __init__(self, folder: Path, options: argparse.Namespace, cores: set[int]) -> None:
         command = [sys.executable, __file__, "--serve", "--layers", str(options.layers)]
         command += ["--tiny"] if options.tiny else []
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
         self._process = subprocess.Popen(
             command, env=environment, cwd=folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        os.sched_setaffinity(self._process.pid, cores)
         package = Path(self.ask())
         if package != folder.resolve() / "lightning_videoscale":
             raise RuntimeError(f"{folder} was to be measured, and {package} was imported.")
@@ -158,8 +165,11 @@ def main() -> None:
     checkouts: dict[str, Checkout] = {}
     rows = []
     try:
-        for name in TURNS:
-            checkouts[name] = Checkout(ROOT if name == "after" else options.before.resolve(), options)
+        cores = sorted(os.sched_getaffinity(0))
+        each = max(len(cores) // len(TURNS), 1)
+        for number, name in enumerate(TURNS):
+            own = set(cores[number * each :][:each] or cores)
+            checkouts[name] = Checkout(ROOT if name == "after" else options.before.resolve(), options, own)
         for tokens in options.tokens:
             rows.append(compare(checkouts, tokens, options.rounds, options.repeats))
             print(json.dumps(rows[-1], indent=2), flush=True)

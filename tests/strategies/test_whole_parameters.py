@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,16 +50,18 @@ def zero3() -> SequenceParallelDeepSpeedStrategy:
     return SequenceParallelDeepSpeedStrategy(stage=3)
 
 
-def save_after_fit(strategy: Callable[..., Strategy], adapter: str | None, folder: Path) -> dict[str, Tensor]:
+def save_after_fit(
+    strategy: Callable[..., Strategy], adapter: str | None, folder: Path, accelerator: str = "cpu"
+) -> dict[str, Tensor]:
     """Returns the weights by the names that one device gives them."""
     module = Adapted(adapter)
-    with deepspeed_on_cpu():
-        runner = trainer(strategy())
+    with deepspeed_on_cpu() if accelerator == "cpu" else nullcontext():
+        runner = trainer(strategy(), accelerator=accelerator)
         runner.fit(module, clips())
         save = module.transformer.save_lora_adapter if adapter == "diffusers" else module.transformer.save_pretrained
         save(folder)
     assert isinstance(module.transformer, FSDPModule) == (strategy is fsdp2 and adapter != "peft"), "sharded as before"
-    return {name: x.detach().clone() for name, x in module.state_dict().items()}
+    return {name: x.detach().cpu().clone() for name, x in module.state_dict().items()}
 
 
 def load_saved(adapter: str | None, folder: Path) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class Job:
         function: At the top level of a module.
         *args: Its arguments.
         environment: Set in all of them, instead of what torchrun sets.
+        backend: ``"gloo"``, or ``"nccl"`` with a GPU for each rank; CUDA does not live through a fork.
     """
 
     def __init__(
@@ -34,15 +36,18 @@ class Job:
         function: Callable[..., Any],
         *args: Any,
         environment: Mapping[str, str] | None = None,
+        backend: str = "gloo",
     ) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.preloaded"])
+        context = get_context("forkserver" if backend == "gloo" else "spawn")
+        if backend == "gloo":
+            context.set_forkserver_preload(["tests.distributed.preloaded"])
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
         # Ranks meet in a file: of a port that is free now, nobody knows whether it is when the ranks have started.
         meeting = str(Path(tempfile.mkdtemp(prefix="ranks-")) / "store")
+        work = partial(function, *args)
         self.processes = [
-            context.Process(target=_work, args=(rank, ranks, meeting, environment, self.logs[rank], function, args))
+            context.Process(target=_work, args=(self.logs[rank], backend, meeting, rank, ranks, environment, work))
             for rank in range(ranks)
         ]
         for process in self.processes:
@@ -79,13 +84,13 @@ class Job:
 
 
 def _work(
+    log: Path,
+    backend: str,
+    meeting: str,
     rank: int,
     ranks: int,
-    meeting: str,
     environment: Mapping[str, str] | None,
-    log: Path,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    function: Callable[[], Any],
 ) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -98,5 +103,8 @@ def _work(
     torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "tests"}
     os.environ |= {name: str(value) for name, value in (places | torchrun).items()} if environment is None else {}
     os.environ |= {name: value.format(rank=rank) for name, value in (environment or {}).items()}
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
-    function(*args)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=ranks, device_id=device)
+    function()

@@ -25,7 +25,7 @@ def sample(module: RectifiedFlow) -> None:
     """A small video by diffusers' pipeline, whose text is encoded already."""
     pipeline = WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), module.transformer)
     pipeline.set_progress_bar_config(disable=True)
-    text = torch.zeros(1, 5, 16)
+    text = torch.zeros(1, 5, 16, device=module.device)
     pipeline(
         prompt_embeds=text, negative_prompt_embeds=text, height=32, width=32, num_frames=5, num_inference_steps=2,
         output_type="latent", generator=torch.Generator().manual_seed(0),
@@ -57,10 +57,17 @@ def on_all_ranks(module: RectifiedFlow, late: int, seconds: float) -> None:
     sample(module)
 
 
-def train(strategy: str, sp: int, function: Callable[[RectifiedFlow], None], hook: str, validate: bool = False) -> None:
+def train(
+    strategy: str,
+    sp: int,
+    function: Callable[[RectifiedFlow], None],
+    hook: str,
+    validate: bool = False,
+    accelerator: str = "cpu",
+) -> None:
     trainer = pl.Trainer(
-        strategy=STRATEGIES[strategy](ulysses_size=sp, timeout=timedelta(seconds=120)), accelerator="cpu", devices=2,
-        max_epochs=2, limit_train_batches=3, limit_val_batches=2, num_sanity_val_steps=1, logger=False,
+        strategy=STRATEGIES[strategy](ulysses_size=sp, timeout=timedelta(seconds=120)), accelerator=accelerator,
+        devices=2, max_epochs=2, limit_train_batches=3, limit_val_batches=2, num_sanity_val_steps=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[Samples(hook, function)],
     )  # fmt: skip
@@ -71,8 +78,8 @@ def train(strategy: str, sp: int, function: Callable[[RectifiedFlow], None], hoo
         trainer.fit(RectifiedFlow(), loader, loader)
 
 
-def train_and_sample_alone(strategy: str, sp: int, rank: int, hook: str) -> None:
-    train(strategy, sp, partial(on_one_rank, rank=rank), hook)
+def train_and_sample_alone(strategy: str, sp: int, rank: int, hook: str, accelerator: str = "cpu") -> None:
+    train(strategy, sp, partial(on_one_rank, rank=rank), hook, accelerator=accelerator)
 
 
 def validate_and_sample_alone(strategy: str, sp: int, rank: int, hook: str) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,19 +67,20 @@ def check_all_trained_once(folder: Path, runs: int, micro_batches: int) -> None:
     check_once(steps, [f"{i % 3:03}.tar/clip{i:05}" for i in range(SAMPLES)])
 
 
-def stop_and_go_on(folder: Path, case: Case, seed: int) -> None:
+def stop_and_go_on(folder: Path, case: Case, seed: int, backend: str = "gloo") -> None:
     """One rank or both are asked to end, at different times, anywhere; then another run trains what is left."""
     strategy, sp = case
     draw = random.Random(seed)
     prepare(folder)
-    job = Job(folder / "logs0", 2, train, strategy, sp, 0, folder)
+    run = partial(train, strategy, sp, accelerator="cpu" if backend == "gloo" else "gpu")
+    job = Job(folder / "logs0", 2, run, 0, folder, backend=backend)
     await_training(job, folder, 0)
     time.sleep(draw.uniform(0, 1.2))
     for rank in draw.choice([[0], [1], [0, 1], [1, 0]]):
         job.signal(rank)
         time.sleep(draw.uniform(0, 0.2))
     check_stopped(job, folder)
-    last = Job(folder / "logs1", 2, train, strategy, sp, 1, folder)
+    last = Job(folder / "logs1", 2, run, 1, folder, backend=backend)
     assert last.wait(90) == [0, 0], last.output()
     check_all_trained_once(folder, runs=2, micro_batches=2 // sp * 2)
 

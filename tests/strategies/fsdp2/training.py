@@ -17,6 +17,7 @@ from tests.distributed.wan_training import Clips, RectifiedFlow
 
 def trainer(strategy: Strategy | str, **kwargs: Any) -> pl.Trainer:
     defaults = {
+        "accelerator": "cpu",
         "max_steps": 2,
         "logger": False,
         "enable_checkpointing": False,
@@ -24,7 +25,7 @@ def trainer(strategy: Strategy | str, **kwargs: Any) -> pl.Trainer:
         "enable_model_summary": False,
         "devices": dist.get_world_size() if dist.is_initialized() else 1,
     }
-    return pl.Trainer(strategy=strategy, accelerator="cpu", **(defaults | kwargs))
+    return pl.Trainer(strategy=strategy, **(defaults | kwargs))
 
 
 def clips(dtype: torch.dtype = torch.float32, batch_size: int = 1) -> DataLoader[Any]:
