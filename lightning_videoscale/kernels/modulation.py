@@ -92,9 +92,14 @@ def contiguous(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.contiguous()
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `Tensor.to`, without its way through PyTorch's dispatcher where there is nothing to do."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def gradient_rows(gradient: Tensor | None, like: Tensor) -> Tensor | None:
     """Returns a gradient as `as_rows`, in the dtype of ``like``, in which the kernels read it."""
-    return None if gradient is None else as_rows(gradient.to(like.dtype))
+    return None if gradient is None else as_rows(in_dtype(gradient, like.dtype))
 
 
 def row_map(x: Tensor, values: Tensor | None, index: Tensor | None) -> RowMap:

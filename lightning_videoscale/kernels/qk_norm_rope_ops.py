@@ -28,7 +28,7 @@ from lightning_videoscale.kernels.head_types import (
     variant_of,
     wide_dtype,
 )
-from lightning_videoscale.kernels.modulation import contiguous
+from lightning_videoscale.kernels.modulation import contiguous, in_dtype
 
 _NAMES = ("qk_norm_rope", "qk_norm_rope_backward", "qk_square_sums", "qk_gradient_sums")
 _FORWARD, _BACKWARD, _SQUARE_SUMS, _GRADIENT_SUMS = (f"{NAMESPACE}::{name}" for name in _NAMES)
@@ -138,11 +138,11 @@ def _backward(*arguments: Any) -> list[Tensor]:
     row_means = None if call.q_row_means is None or call.k_row_means is None else (call.q_row_means, call.k_row_means)
     dx_sums = any(dtype is not None for dtype in bias_dtypes)
     variant = variant_of(op, "backward", sides, rotation, outside=row_means is not None, dx_sums=dx_sums)
-    dys = call.dq.to(call.q.dtype), call.dk.to(call.q.dtype)
+    dys = in_dtype(call.dq, call.q.dtype), in_dtype(call.dk, call.q.dtype)
     q, k = _backend(settings.backend, variant, call.q).backward(variant, dys, sides, rotation, row_means)
     gradients = [t for t in (q.dx, k.dx, q.dweight, k.dweight, q.dbias, k.dbias) if t is not None]
     sums = zip((q.dx_sum, k.dx_sum), bias_dtypes, strict=True)
-    return gradients + [total.to(dtype) for total, dtype in sums if total is not None and dtype is not None]
+    return gradients + [in_dtype(total, dtype) for total, dtype in sums if total is not None and dtype is not None]
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
@@ -177,7 +177,7 @@ def _gradient_sums(
     op, rotation = HeadOp("rms", False, layout, False), _rotation(cos, sin, start)
     sides = Side(q, contiguous(q_weight), None, rstd=q_rstd), Side(k, contiguous(k_weight), None, rstd=k_rstd)
     variant = variant_of(op, "backward", sides, rotation, sums_only=True)
-    dys = dq.to(q.dtype), dk.to(q.dtype)
+    dys = in_dtype(dq, q.dtype), in_dtype(dk, q.dtype)
     return _backend(backend, variant, q).gradient_sums(variant, dys, sides, rotation)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_videoscale.compat.torch.autograd import unsafe_view
 from lightning_videoscale.kernels.autograd import NAMESPACE, refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import choose
-from lightning_videoscale.kernels.modulation import as_rows, contiguous, gradient_rows, operand, row_map
+from lightning_videoscale.kernels.modulation import as_rows, contiguous, gradient_rows, in_dtype, operand, row_map
 from lightning_videoscale.kernels.row_types import (
     Activation,
     Norm,
@@ -214,9 +214,10 @@ def _as_parameter(found: RowGradients, name: str, call: RowBackwardCall) -> Tens
     assert gradient is not None, f"{name} has no gradient here"
     if name == "branch_bias":
         assert call.bias_dtype is not None
-        return gradient.to(call.bias_dtype)
+        return in_dtype(gradient, call.bias_dtype)
     like = _parameter(call, name)
-    return gradient.to(like.dtype).view(like.shape)
+    gradient = in_dtype(gradient, like.dtype)
+    return gradient if gradient.shape == like.shape else gradient.view(like.shape)
 
 
 def _parameter(call: RowBackwardCall, name: str) -> Tensor:
