@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,9 +24,14 @@ from lightning_videoscale.parallel import (
     parallelize,
     sequence_parallel_attention,
 )
-from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
+from lightning_videoscale.strategies import (
+    SequenceParallelDDPStrategy,
+    SequenceParallelDeepSpeedStrategy,
+    SequenceParallelFSDP2Strategy,
+)
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips, RectifiedFlow
+from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
 
 Ranks = Callable[[int], ProcessPool]
@@ -172,32 +179,58 @@ class WithGradientPenalty(RectifiedFlow):
         return loss + (of_noise.square().sum() * 1e3 - 1).square()
 
 
-def trained(strategy: str, sp: int) -> dict[str, Tensor]:
-    with lifted_float_casts(), sdpa_kernel(SDPBackend.MATH):
-        module = WithGradientPenalty(compute_dtype=torch.float64).double()
-        kind = {"ddp": SequenceParallelDDPStrategy, "fsdp2": SequenceParallelFSDP2Strategy}[strategy]
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "ddp": SequenceParallelDDPStrategy,
+    "fsdp2": SequenceParallelFSDP2Strategy,
+    "zero": SequenceParallelDeepSpeedStrategy,
+}
+
+
+def trained(strategy: str, dtype: torch.dtype = torch.float64, **arguments: int) -> dict[str, Tensor]:
+    with (
+        lifted_float_casts(),
+        sdpa_kernel(SDPBackend.MATH),
+        deepspeed_on_cpu() if strategy == "zero" else nullcontext(),
+    ):
+        module = WithGradientPenalty(compute_dtype=dtype).to(dtype)
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=dist.get_world_size(),
-            strategy=kind(ulysses_size=sp),
+            strategy=STRATEGIES[strategy](**arguments),
             max_steps=2,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(module, DataLoader(Clips(SHAPE, torch.float64), batch_size=2))
+        trainer.fit(module, DataLoader(Clips(SHAPE, dtype), batch_size=2))
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
 def test_ddp_trains_with_a_gradient_penalty(ranks: Ranks) -> None:
-    split, whole = ranks(2).run(trained, "ddp", 2), ranks(1).run(trained, "ddp", 1)[0]
+    split, whole = ranks(2).run(trained, "ddp", ulysses_size=2), ranks(1).run(trained, "ddp")[0]
     initial = dict(tiny_wan().double().named_parameters())
     assert any((whole[f"transformer.{name}"] - p).abs().max() > 1e-4 for name, p in initial.items())
     for found in split:
         assert max(float((found[name] - whole[name]).abs().max()) for name in whole) < 1e-8
 
 
-def test_a_second_backward_through_sharded_parameters_is_refused(ranks: Ranks) -> None:
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_zero_trains_with_a_gradient_penalty(ranks: Ranks, stage: int) -> None:
+    """In float32, the only precision of ZeRO's optimizer states."""
+    split = ranks(2).run(trained, "zero", torch.float32, stage=stage, ulysses_size=2)
+    whole = ranks(1).run(trained, "ddp", torch.float32)[0]
+    for found in split:
+        assert gradient_error(found, whole) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments"),
+    [("fsdp2", {}), pytest.param("zero", {"stage": 3}, marks=needs_deepspeed)],
+)
+def test_a_second_backward_through_sharded_parameters_is_refused(
+    ranks: Ranks, strategy: str, arguments: dict[str, int]
+) -> None:
     with pytest.raises(AssertionError, match=r"(?s)NotImplementedError: .*WanTransformer3DModel.*ulysses_ddp"):
-        ranks(2).run(trained, "fsdp2", 2)
+        ranks(2).run(trained, strategy, torch.float32, ulysses_size=2, **arguments)
