@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     commit = config.getoption("--record", default=None)  # not known when this folder was not named
-    if commit is None:
+    if commit is None or hasattr(config, "workerinput"):  # of pytest-xdist's processes the first one counts
         return
     if not torch.cuda.is_available():
         raise pytest.UsageError("There is no GPU here, so every test would be skipped.")
