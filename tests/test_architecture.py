@@ -151,7 +151,7 @@ def test_a_forbidden_import_is_found(folder: str, source: str, found: list[str])
     assert violations(source, folder) == [f"{PACKAGE}.{name}" for name in found]
 
 
-PARTS = ("planning", "shards", "encoding", "loading")
+PARTS = ("planning", "shards", "packing", "encoding", "loading")
 """Of the room ``data``; each imports those before it."""
 
 

@@ -1,6 +1,7 @@
 """The command line `videoscale`. One command per file.
 
 `videoscale doctor`   checks versions, GPUs and links, and says what to do about what it finds
+`videoscale pack`     packs a folder of videos, images and captions into shards
 `videoscale index`    looks at shards, and keeps a table of what is in them and of what cannot be used
 `videoscale encode`   turns shards of videos into shards of latents with a VAE of diffusers
 `videoscale benchmark-shapes`  measures time and memory of training steps over the shapes of some data
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 
-from lightning_videoscale.cli import benchmark_shapes, doctor, encode, export, index, plan, report
+from lightning_videoscale.cli import benchmark_shapes, doctor, encode, export, index, pack, plan, report
 
 
 def main(args: list[str] | None = None) -> int:
@@ -28,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="videoscale", description="Tools around lightning-videoscale.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_command(commands)
+    pack.add_command(commands)
     index.add_command(commands)
     encode.add_command(commands)
     benchmark_shapes.add_command(commands)

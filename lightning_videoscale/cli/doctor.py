@@ -18,13 +18,26 @@ from typing import Literal
 import torch
 from packaging.version import Version
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_videoscale.compat.torch.versions import mix_order_reduction_is_wrong
 from lightning_videoscale.parallel.transport import what_lacks
 
 _REQUIRED = ("lightning-videoscale", "torch", "lightning", "torchmetrics", "webdataset", "triton")
-_OPTIONAL = ("diffusers", "av", "deepspeed", "tensorboard")
+_OPTIONAL = {
+    "diffusers": ("Wan and other models of diffusers, and their VAEs", "diffusers"),
+    "accelerate": ("loading models of diffusers that keep parts in float32, as Wan does", "diffusers"),
+    "av": ("videos and images", "video"),
+    "pillow": ("animated WebP and TIFF", "video"),
+    "transformers": ("encoding captions", "text"),
+    "peft": ("LoRA and other adapters", "peft"),
+    "deepspeed": ("ulysses_deepspeed_stage_1, _2 and _3", "zero"),
+    "jsonargparse": ("LightningCLI and videoscale benchmark-shapes", "cli"),
+    "tensorboard": ("Lightning's TensorBoardLogger", "tensorboard"),
+    "matplotlib": ("pictures in TensorBoard", "tensorboard"),
+}
+"""What each optional package is for, and the extra that brings it."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +89,12 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "missing", "not installed; kernels run as their reference in PyTorch")
         else:
             yield Finding(name, "bad", "not installed", f"pip install {name}")
-    for name in _OPTIONAL:
+    for name, (purpose, extra) in _OPTIONAL.items():
         found = _version(name)
-        yield Finding(name, "ok" if found else "missing", found or "not installed, optional")
+        if found is not None:
+            yield Finding(name, "ok", found)
+        else:
+            yield Finding(name, "missing", f"without it no {purpose}", f"pip install 'lightning-videoscale[{extra}]'")
 
 
 def _known_bad_packages() -> Iterator[Finding]:
@@ -196,5 +212,5 @@ def _table(findings: list[Finding]) -> Table:
         table.add_column(column, overflow="fold")
     for finding in findings:
         colour = colours[finding.status]
-        table.add_row(finding.subject, f"[{colour}]{finding.status}[/]", finding.detail, finding.remedy)
+        table.add_row(finding.subject, f"[{colour}]{finding.status}[/]", escape(finding.detail), escape(finding.remedy))
     return table

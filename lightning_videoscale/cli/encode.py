@@ -15,8 +15,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from lightning_videoscale.cli.arguments import positive
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.encoding.encode_shards import EncodeReport, EncodeSettings, encode_shards
+from lightning_videoscale.data.encoding.text import TransformersText
 from lightning_videoscale.data.encoding.vae import DiffusersVae
 from lightning_videoscale.data.planning.shapes import ShapePolicy
 from lightning_videoscale.data.shards.errors import ShardError
@@ -38,6 +40,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--output", type=Path, required=True, help="folder of the new shards")
     parser.add_argument("--vae", required=True, help="folder of a saved VAE, or its name on the Hugging Face Hub")
     parser.add_argument("--subfolder", help="folder of the VAE within it, such as vae")
+    parser.add_argument(
+        "--text-encoder",
+        metavar="NAME",
+        help="embeddings of the captions beside the latents: folder of a saved pipeline with text_encoder and "
+        "tokenizer, or its name on the Hugging Face Hub",
+    )
+    parser.add_argument("--max-length", type=positive, default=512, help="tokens of a caption (default 512, as Wan)")
     parser.add_argument("--model", choices=sorted(GEOMETRIES), default="wan2.1", help="which model it is for")
     parser.add_argument("--sizes", type=_area, nargs="+", default=[480 * 832], help="HEIGHTxWIDTH, an area each")
     parser.add_argument("--fps", type=float, default=16.0, help="frames per second (default 16)")
@@ -59,11 +68,16 @@ def _run(options: argparse.Namespace) -> int:
         policy = ShapePolicy(areas=tuple(options.sizes), fps=options.fps, max_frames=options.max_frames,
                              crop_min_frames=min(17, options.max_frames))  # fmt: skip
         vae = DiffusersVae(options.vae, GEOMETRIES[options.model], options.subfolder, _device(), _DTYPES[options.dtype])
+        text = None
+        if options.text_encoder is not None:
+            text = TransformersText(options.text_encoder, options.max_length)
+            text.to(_device())
         report = encode_shards(
             index,
             vae,
             options.output,
             EncodeSettings(policy, options.seed, options.samples_per_shard),
+            text=text,
             rank=rank,
             world_size=world_size,
             workers=options.workers,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from lightning_videoscale.cli.arguments import cores, positive
 from lightning_videoscale.data.loading.data_warnings import check_caption_key
 from lightning_videoscale.data.planning.shapes import Media
 from lightning_videoscale.data.shards.errors import ShardError
@@ -32,7 +32,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser("index", help="what is in some shards", description=description)
     parser.add_argument("shards", nargs="+", help="tars: paths or URLs, with {000..099} and * as in WebDataset")
     parser.add_argument("--index", type=Path, help="where to keep the table (default: beside the first shard)")
-    parser.add_argument("--workers", type=_positive, default=_cores(), help="threads (default: one per core)")
+    parser.add_argument("--workers", type=positive, default=cores(), help="threads (default: one per core)")
     parser.add_argument("--caption-key", help="field of .json that holds the captions (default: .txt, or the usual)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=_run)
@@ -104,13 +104,3 @@ def _print_rows(console: Console, title: str, rows: list[dict[str, str]]) -> Non
         reason = row["reason"]
     if len(rows) > _SHOWN:
         console.print("  … (--json lists all)")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number

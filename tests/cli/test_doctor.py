@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from lightning_videoscale.cli import doctor, main
 from lightning_videoscale.cli.doctor import examine
@@ -47,7 +49,9 @@ def test_withdrawn_releases_of_lightning_are_bad(monkeypatch: pytest.MonkeyPatch
 def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, webdataset=None, deepspeed=None)
     assert findings("webdataset") == [("bad", "not installed", "pip install webdataset")]
-    assert findings("deepspeed") == [("missing", "not installed, optional", "")]
+    ((status, detail, remedy),) = findings("deepspeed")
+    assert status == "missing" and "ulysses_deepspeed_stage_1" in detail
+    assert remedy == "pip install 'lightning-videoscale[zero]'"
     assert main(["doctor"]) == 1
 
 
@@ -108,3 +112,10 @@ def test_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--json"])
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert {"subject", "status", "detail", "remedy"} == set(report["findings"][0])
+
+
+def test_every_optional_package_is_in_the_extra_that_is_named() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for name, (_, extra) in doctor._OPTIONAL.items():
+        names = {Requirement(line).name for line in project["optional-dependencies"][extra]}
+        assert name in names, f"{name} is not in the extra {extra}"

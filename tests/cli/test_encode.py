@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
+from safetensors.torch import load_file
 
 from lightning_videoscale.cli import main
+from lightning_videoscale.cost.budget import BucketBudget
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.data import ShardError
+from lightning_videoscale.data import ShardError, VideoDataModule
 from lightning_videoscale.data.encoding.encode_shards import EncodeReport, EncodeSettings, encode_shards
+from lightning_videoscale.data.encoding.text import TransformersText
 from lightning_videoscale.data.encoding.vae import DiffusersVae
 from lightning_videoscale.data.planning.shapes import ClipShape, ShapePolicy
 from lightning_videoscale.data.shards import storage
@@ -25,6 +28,7 @@ from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.indexing import index_shards
 from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from tests.data.clips import clip, write_shard
+from tests.data.encoders import MAX_LENGTH, save_pipeline
 from tests.data.films import film, numbered
 from tests.data.servers import serving
 
@@ -230,3 +234,32 @@ def test_what_a_server_did_not_send_is_not_left_out_for_good(
         server.broken = None
         _encode(index, tmp_path / "there")
     assert _content(tmp_path / "there") == _content(tmp_path / "here")
+
+
+def test_embeddings_beside_the_latents(tmp_path: Path) -> None:
+    """As `OnlineEncoder` makes them, but stored without what fills them up."""
+    pipeline, captions = save_pipeline(tmp_path / "pipeline"), ["1 2 3", "", "1 2 3 4 5 6 7"]
+    films = [film([numbered(i, 32, 48)]) for i in range(3)]
+    samples: list[dict[str, Any]] = [
+        {"__key__": f"film{i}", "mp4": data, "json": json.dumps({"prompt": caption}).encode()}
+        for i, (data, caption) in enumerate(zip(films, captions, strict=True))
+    ]
+    shard, output = write_shard(tmp_path / "films/000.tar", samples), tmp_path / "latents"
+    arguments = ["--vae", str(pipeline), "--subfolder", "vae", "--sizes", "32x48", "--workers", "0"]
+    text_arguments = ["--text-encoder", str(pipeline), "--max-length", str(MAX_LENGTH)]
+    assert main(["encode", str(shard), "--output", str(output), *arguments, *text_arguments]) == 0
+
+    text = TransformersText(str(pipeline), MAX_LENGTH)
+    expected, empty = text.encode(captions), text.encode([""])
+    data = VideoDataModule(str(output / "*.tar"), budget=BucketBudget(m_mem=10_000, m_comp=1e9))
+    data.prepare_data()
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    order = [int(name[-1]) for name in batch["sample_ids"]]
+    assert batch["text_embeds"].dtype == torch.bfloat16 and torch.equal(batch["text_embeds"], expected.embeds[order])
+    assert torch.equal(batch["text_mask"], expected.mask[order])
+    saved = load_file(output / "empty_prompt.safetensors")
+    assert torch.equal(saved["text_embeds"], empty.embeds[0]) and torch.equal(saved["text_mask"], empty.mask[0])
+    with pytest.raises(ShardError, match="text_encoder"):
+        latents = DiffusersVae(str(pipeline), GEOMETRIES["wan2.1"], subfolder="vae")
+        encode_shards(index_shards([str(shard)]), latents, output, EncodeSettings(POLICY))

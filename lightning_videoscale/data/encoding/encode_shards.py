@@ -13,33 +13,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
-from torch import Tensor
+from safetensors.torch import save
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped]
 from webdataset import TarWriter
 
-from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.data.encoding.encode_sample import (
+    Encoder,
+    LeftOutError,
+    ReadSample,
+    SampleEncoder,
+    TextEncoder,
+    only_row,
+)
 from lightning_videoscale.data.planning.shapes import Media, ShapedClips, ShapePolicy
 from lightning_videoscale.data.shards.errors import MemberError, ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 
+EMPTY_PROMPT = "empty_prompt.safetensors"
 _SETTINGS = "encoded.json"
-_PIXEL_FIELDS = ("frames", "height", "width")
-
-
-class Encoder(Protocol):
-    """What makes latents of pixels."""
-
-    name: str
-    geometry: ModelGeometry
-
-    def encode(self, video: Tensor) -> Tensor:
-        """Encodes pixels (3, F, H, W) uint8 to latents (C, f, h, w)."""
-        ...
 
 
 class Refused(NamedTuple):
@@ -95,6 +90,7 @@ def encode_shards(
     output: Path,
     settings: EncodeSettings,
     *,
+    text: TextEncoder | None = None,
     rank: int = 0,
     world_size: int = 1,
     workers: int = 0,
@@ -103,13 +99,17 @@ def encode_shards(
     """Encodes the videos and images of an index.
 
     A sample of the result has ``latents.npy`` (float16), the members that the source has beside its video, and in its
-    ``json`` under ``pixels`` what was encoded: frames, height, width, fps, and the second at which it starts.
+    ``json`` under ``pixels`` what was encoded: frames, height, width, fps, and the second at which it starts. With a
+    text encoder it has also ``text_embeds.safetensors``, the rows (n, D) of its caption's n tokens in the encoder's
+    type, and ``text_mask.npy`` (L,), by which reading fills them up with zeros; the embeddings of the empty prompt are
+    in the folder's ``empty_prompt.safetensors`` as ``text_embeds`` (L, D) and ``text_mask`` (L,).
 
     Args:
         index: The samples.
         encoder: Makes latents of them.
         output: Folder of the pieces.
         settings: Which pixels.
+        text: Makes embeddings of their captions; None: captions stay text.
         rank: This rank's number.
         world_size: How many ranks there are; each calls this, none waits for another.
         workers: Processes that decode ahead; 0 decodes in this one.
@@ -121,32 +121,25 @@ def encode_shards(
     """
     if (index.samples.clips.media == Media.LATENTS).any():
         raise ShardError("The shards hold latents already; encode those with videos and images only.")
-    _check_settings(output, index, encoder, settings)
+    _check_settings(output, index, encoder, text, settings)
+    if text is not None and rank == 0 and not (output / EMPTY_PROMPT).exists():
+        empty = only_row(text.encode([""]))
+        _write_whole(output / EMPTY_PROMPT, save(empty))
     size = settings.samples_per_shard
     pieces = range((len(index) + size - 1) // size)
     mine = [piece for piece in pieces[rank::world_size] if not _name(output, piece).exists()]
     shaped = settings.policy.shape(index.samples.clips, encoder.geometry, settings.seed)
     numbers = [n for piece in mine for n in range(piece * size, min(len(index), (piece + 1) * size))]
     cuts = _Cuts(index, shaped, numbers, settings.policy.fps)
-    loader: DataLoader[_Read] = DataLoader(cuts, batch_size=None, num_workers=workers, collate_fn=_unchanged)
+    loader: DataLoader[ReadSample] = DataLoader(cuts, batch_size=None, num_workers=workers, collate_fn=_unchanged)
     refused: list[Refused] = []
     with tqdm(desc="encoding", total=len(numbers), unit=" clips", disable=not progress) as bar:
         for piece, reads in groupby(loader, key=lambda read: read.number // size):
-            refused += _write_piece(_name(output, piece), reads, index, encoder, bar)
+            refused += _write_piece(_name(output, piece), reads, index, SampleEncoder(encoder, text), bar)
     return EncodeReport(len(mine), len(pieces[rank::world_size]) - len(mine), tuple(refused))
 
 
-class _Read(NamedTuple):
-    """A sample that a worker has read, or the reason why not."""
-
-    number: int
-    cut: Cut
-    video: Tensor | None
-    members: dict[str, bytes]
-    reason: str = ""
-
-
-class _Cuts(Dataset[_Read]):
+class _Cuts(Dataset[ReadSample]):
     """Samples as the encoder wants them, to be read by workers."""
 
     def __init__(self, index: ShardIndex, shaped: ShapedClips, numbers: Sequence[int], fps: float) -> None:
@@ -158,21 +151,28 @@ class _Cuts(Dataset[_Read]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __getitem__(self, place: int) -> _Read:
+    def __getitem__(self, place: int) -> ReadSample:
         number = self._numbers[place]
         sample, shape_id = self._reader.index.samples[number], int(self._shaped.shape_id[number])
         fps = min(self._fps, sample.fps) if sample.media == Media.VIDEO else 0.0
         cut = Cut(self._shaped.shapes[max(shape_id, 0)], float(self._shaped.start[number]), fps)
         if shape_id < 0:
             size = f"{sample.width} x {sample.height}"
-            return _Read(number, cut, None, {}, f"its {size} pixels are fewer than the model makes into one token")
+            return ReadSample(
+                number, cut, None, {}, "", f"its {size} pixels are fewer than the model makes into one token"
+            )
         try:
-            return _Read(number, cut, self._reader.pixels(number, cut), self._reader.beside(number))
+            beside = self._reader.beside(number)
+            return ReadSample(
+                number, cut, self._reader.pixels(number, cut), beside, self._reader.caption(number, beside)
+            )
         except MemberError as error:
-            return _Read(number, cut, None, {}, str(error))
+            return ReadSample(number, cut, None, {}, "", str(error))
 
 
-def _write_piece(file: Path, reads: Iterator[_Read], index: ShardIndex, encoder: Encoder, bar: tqdm) -> list[Refused]:
+def _write_piece(
+    file: Path, reads: Iterator[ReadSample], index: ShardIndex, encode: SampleEncoder, bar: tqdm
+) -> list[Refused]:
     for left in file.parent.glob(f".{file.name}.*"):
         left.unlink(missing_ok=True)
     draft = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
@@ -182,8 +182,8 @@ def _write_piece(file: Path, reads: Iterator[_Read], index: ShardIndex, encoder:
             for read in reads:
                 key = index.sample_id(read.number)
                 try:
-                    writer.write({"__key__": key.lstrip("/"), **_encoded(read, encoder)})
-                except _LeftOutError as error:
+                    writer.write({"__key__": key.lstrip("/"), **encode(read)})
+                except LeftOutError as error:
                     refused.append(Refused(key, str(error)))
                 bar.update()
         stream.flush()
@@ -192,45 +192,30 @@ def _write_piece(file: Path, reads: Iterator[_Read], index: ShardIndex, encoder:
     return refused
 
 
-class _LeftOutError(ValueError):
-    pass
-
-
-def _encoded(read: _Read, encoder: Encoder) -> dict[str, Any]:
-    if read.video is None:
-        raise _LeftOutError(read.reason)
-    members = {extension: content for extension, content in read.members.items() if extension != "json"}
-    frames, height, width, _ = read.cut.shape
-    pixels = {"frames": frames, "height": height, "width": width, "fps": read.cut.fps, "start": read.cut.start}
-    try:
-        fields = json.loads(read.members.get("json", b"{}").decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise _LeftOutError(f"its .json cannot be read: {error}") from error
-    if not isinstance(fields, dict):
-        raise _LeftOutError(f"its .json holds a {type(fields).__name__}; it must hold an object")
-    # In a shard of latents these names speak of the latents.
-    fields = {f"source_{name}" if name in _PIXEL_FIELDS else name: value for name, value in fields.items()}
-    latents = encoder.encode(read.video).half().numpy()
-    if not np.isfinite(latents).all():
-        raise _LeftOutError("its latents are not finite in float16")
-    return {**members, "latents.npy": latents, "json": fields | {"pixels": pixels}}
-
-
-def _check_settings(output: Path, index: ShardIndex, encoder: Encoder, settings: EncodeSettings) -> None:
+def _check_settings(
+    output: Path, index: ShardIndex, encoder: Encoder, text: TextEncoder | None, settings: EncodeSettings
+) -> None:
     """Notes what the folder is made of, or compares it with what it was made of before."""
-    wanted = json.loads(json.dumps({"samples": index.digest, "vae": encoder.name, **asdict(settings)}))
+    made_by: dict[str, Any] = {"samples": index.digest, "vae": encoder.name}
+    if text is not None:
+        made_by |= {"text_encoder": text.name, "max_length": text.max_length}
+    wanted = json.loads(json.dumps(made_by | asdict(settings)))
     file = output / _SETTINGS
     if not file.exists():
         output.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
-        draft.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
-        draft.replace(file)
+        _write_whole(file, json.dumps(wanted, indent=1).encode())
     found = json.loads(file.read_text(encoding="utf-8"))
-    if different := [name for name in wanted if found.get(name) != wanted[name]]:
+    if different := [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]:
         was, now = ({name: of.get(name) for name in different} for of in (found, wanted))
         raise ShardError(
             f"{output} was begun with {was}, and now they are {now}: choose another folder, or the same settings."
         )
+
+
+def _write_whole(file: Path, content: bytes) -> None:
+    draft = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
+    draft.write_bytes(content)
+    draft.replace(file)
 
 
 def _name(output: Path, piece: int) -> Path:

@@ -34,6 +34,10 @@ class TransformersText:
         tokenizer: Folder of the tokenizer within ``name``.
         dtype: Floating-point type to encode in, and of the embeddings.
 
+    Attributes:
+        name: As given.
+        max_length: As given.
+
     Raises:
         ModuleNotFoundError: If transformers is not installed.
         OSError: If there is no such encoder or tokenizer.
@@ -53,7 +57,7 @@ class TransformersText:
             raise ModuleNotFoundError(
                 "Encoding captions needs transformers: pip install 'lightning-videoscale[text]'."
             ) from error
-        self._max_length = max_length
+        self.name, self.max_length = name, max_length
         self._tokenizer: Any = AutoTokenizer.from_pretrained(name, subfolder=tokenizer)
         model = AutoModelForTextEncoding.from_pretrained(name, subfolder=subfolder, dtype=dtype, use_safetensors=True)
         self._model: Any = model.eval().requires_grad_(False)
@@ -66,7 +70,7 @@ class TransformersText:
     def encode(self, captions: Sequence[str]) -> EncodedText:
         """Encodes B captions; the result lies on the encoder's device."""
         tokens = self._tokenizer(
-            list(captions), padding="max_length", max_length=self._max_length, truncation=True, return_tensors="pt"
+            list(captions), padding="max_length", max_length=self.max_length, truncation=True, return_tensors="pt"
         ).to(self._model.device)
         mask: Tensor = tokens.attention_mask.bool()
         embeds: Tensor = self._model(tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state

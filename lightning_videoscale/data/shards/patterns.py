@@ -10,6 +10,7 @@ from webdataset.shardlists import expand_urls
 
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.location import SCHEME, identity, is_remote
+from lightning_videoscale.data.shards.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from lightning_videoscale.data.shards.remote import matching
 
 Patterns = str | Path | list[str | Path] | list[str] | list[Path]
@@ -63,6 +64,23 @@ def _shards_of(url: str) -> list[str]:
             f"The shard {url!r} {why}; only files are read. Give a path, or a URL such as 's3://bucket/000.tar' "
             f"(a local name that holds a colon is written './{url}')."
         )
-    if any(c in url for c in "*?[") and not Path(url).exists():
-        return sorted(glob.glob(url))
-    return [url]
+    found = sorted(glob.glob(url)) if any(c in url for c in "*?[") and not Path(url).exists() else [url]
+    for path in found:
+        _check_local(Path(path))
+    return found
+
+
+def _check_local(path: Path) -> None:
+    """Raises ShardError for a folder and for a video or image, with the command that was meant."""
+    if path.is_dir():
+        if any(path.glob("*.tar")):
+            raise ShardError(f"{path} is a folder; name the shards in it: '{path}/*.tar'.")
+        raise ShardError(
+            f"{path} is a folder without shards. Videos and images are packed into shards first: "
+            f"videoscale pack '{path}' OUTPUT"
+        )
+    if path.is_file() and path.suffix[1:].lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES:
+        raise ShardError(
+            f"{path} is a video or an image, and no shard. Those of a folder are packed into shards first: "
+            f"videoscale pack '{path.parent}' OUTPUT"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +110,8 @@ class SampleReader:
             "latents" if e == main else batch_name(e): _decode(entry, f"{sample.key}.{e}", e, data)
             for e, data in content.items()
         }
+        if "text_embeds" in read and "text_mask" in read:
+            read["text_embeds"] = _filled_up(read["text_embeds"], read["text_mask"])
         caption = find_caption(read.get("caption", ""), read.get("json"), entry.caption_key).text
         if caption or "text_embeds" not in read:
             read["caption"] = caption
@@ -144,11 +147,28 @@ class SampleReader:
         """
         return self._content(number, with_main=False)
 
+    def caption(self, number: int, beside: Mapping[str, bytes]) -> str:
+        """The caption of a sample, by its members beside the main one.
+
+        Raises:
+            MemberError: If they cannot be decoded.
+        """
+        entry, key = self.index.shard_of(number), self.index.samples[number].key
+        read = {e: _decode(entry, f"{key}.{e}", e, beside[e]) for e in ("txt", "json") if e in beside}
+        return find_caption(read.get("txt", ""), read.get("json"), entry.caption_key).text
+
     def _content(self, number: int, with_main: bool) -> dict[str, bytes]:
         members = self.index.samples[number].members
         wanted = list(members)[0 if with_main else 1 :]
         shard = self._shards[self.index.shard_of(number)]
         return dict(zip(wanted, shard.read_all([members[extension] for extension in wanted]), strict=True))
+
+
+def _filled_up(embeds: Any, mask: Any) -> Any:
+    """Embeddings (n, D) with zeros behind them up to the length of their mask (L,), as `videoscale encode` means it."""
+    if isinstance(embeds, torch.Tensor) and embeds.ndim == 2 and mask.ndim == 1 and len(embeds) < len(mask):
+        return torch.nn.functional.pad(embeds, (0, 0, 0, len(mask) - len(embeds)))
+    return embeds
 
 
 def _check_version(entry: ShardEntry, stat: ShardStat) -> None:

@@ -53,7 +53,7 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
         expand_shards(f"{tmp_path}/{{000..002}}.tar")
     with pytest.raises(ShardError, match=r"\['.*/\*\.zip'\] match no file"):
         expand_shards(f"{tmp_path}/*.zip")
-    with pytest.raises(ShardError, match=r"'folder/\*\.tar'"):
+    with pytest.raises(ShardError, match=r"/\*\.tar'"):
         expand_shards(str(tmp_path))
     with pytest.raises(ShardError, match=r"000\.tar is named twice"):
         expand_shards([f"{tmp_path}/000.tar", f"{tmp_path}/../{tmp_path.name}/000.tar"])

@@ -1,0 +1,213 @@
+"""Captions as trainers keep them: a table with a row for each file, or a text beside it.
+
+A row names its file by an absolute path, by a path from the folder of the videos or from that of the table, or by its
+bare name; with or without the extension. Accents are compared in one form (Unicode's NFC), as macOS writes another.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_videoscale.data.shards.errors import ShardError
+
+FILE_COLUMNS = (
+    *("file_name", "filename", "file", "path", "media_path", "file_path", "filepath"),
+    *("video", "video_path", "videopath", "video_file", "image", "image_path", "image_file", "clip", "clip_path"),
+    *("name", "key", "videoid", "video_id", "id"),
+)
+"""Columns that are looked for, in this order and in any case, where none is named: what names a row's file."""
+
+CAPTION_COLUMNS = ("caption", "captions", "cap", "text", "prompt", "description", "sentence")
+"""Likewise: what describes it."""
+
+TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json")
+"""Names under which a table is found in the folder of the videos."""
+
+_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
+
+
+class Caption(NamedTuple):
+    """A file's caption, and all that its row says beside it."""
+
+    text: str
+    fields: Mapping[str, Any]
+
+
+class Captions(NamedTuple):
+    """What a table says of some files.
+
+    Attributes:
+        by_file: The captions of the files that it names, by path from the folder.
+        strangers: What rows name and no file is, in the order of the table.
+    """
+
+    by_file: dict[str, Caption]
+    strangers: list[str]
+
+
+def read_captions(
+    table: Path, folder: Path, files: Sequence[str], file_column: str | None = None, caption_column: str | None = None
+) -> Captions:
+    """Reads a table of captions.
+
+    Args:
+        table: ``.csv``, ``.tsv``, ``.jsonl`` or ``.ndjson``, or ``.json``: a list of objects, or an object with a
+            caption, or an object that holds it, for every file.
+        folder: The folder of the files.
+        files: Their paths from the folder, as POSIX paths.
+        file_column: The column that names the file. None: the first of `FILE_COLUMNS`.
+        caption_column: Likewise, of `CAPTION_COLUMNS`.
+
+    Raises:
+        ShardError: If the table cannot be read, lacks such a column, names a file twice, or names none of the files.
+    """
+    columns, rows = _rows(table)
+    if not columns:
+        raise ShardError(f"The table of captions {table} is empty.")
+    file_column = _column(table, columns, file_column, FILE_COLUMNS, "the file of a row", "--file-column")
+    caption_column = _column(table, columns, caption_column, CAPTION_COLUMNS, "its caption", "--caption-column")
+    find = _Finder(folder, table.parent, files)
+    found = Captions({}, [])
+    for row in rows:
+        name = str(row.get(file_column) or "")
+        file = find(name)
+        if file is None:
+            found.strangers.append(name)
+        elif file in found.by_file:
+            raise ShardError(f"{table} has two rows for {file!r} (the second names it {name!r}); keep one of them.")
+        else:
+            others = {key: value for key, value in row.items() if key not in (file_column, caption_column)}
+            found.by_file[file] = Caption(*_text_of(row.get(caption_column), caption_column, others))
+    if not found.by_file:
+        holds = repr(found.strangers[0]) if rows else "nothing"
+        raise ShardError(
+            f"{table} names none of the {len(files)} videos and images in {folder}: its column {file_column!r} holds "
+            f"{holds}, and the first file is {files[0]!r}. Paths may start at that folder, at the "
+            "table's, or be bare names; --file-column names another column."
+        )
+    return found
+
+
+def caption_beside(path: Path) -> Caption:
+    """The caption in the text file beside a video (``clip.mp4``, ``clip.txt``); empty where there is none.
+
+    Raises:
+        ShardError: If it is no UTF-8.
+    """
+    beside = path.with_suffix(".txt")
+    return Caption(_read(beside).strip() if beside.is_file() else "", {})
+
+
+class _Finder:
+    """Finds the file that a row names."""
+
+    def __init__(self, folder: Path, beside: Path, files: Sequence[str]) -> None:
+        self._folders = (folder, beside)
+        self._root = folder.resolve()
+        names = [(unicodedata.normalize("NFC", file), file) for file in files]
+        self._paths = dict(names)
+        # From the longest to the shortest form; forms that several files have mean none of them.
+        self._stems = _unique((_stem(name), file) for name, file in names)
+        self._names = _unique((name.rpartition("/")[2], file) for name, file in names)
+        self._bare = _unique((_stem(name.rpartition("/")[2]), file) for name, file in names)
+
+    def __call__(self, name: str) -> str | None:
+        name = unicodedata.normalize("NFC", name.strip().replace("\\", "/"))
+        for folder in self._folders:  # an absolute path stays what it is
+            path = _inside(folder / name, self._root)
+            if path is not None and (found := self._paths.get(path) or self._stems.get(path)):
+                return found
+        last = name.rpartition("/")[2]
+        return self._names.get(last) or self._bare.get(last) or self._bare.get(_stem(last))
+
+
+def _inside(path: Path, root: Path) -> str | None:
+    try:
+        return unicodedata.normalize("NFC", path.resolve().relative_to(root).as_posix())
+    except (ValueError, OSError):  # elsewhere; or no path at all
+        return None
+
+
+def _unique(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    pairs = list(pairs)
+    counts = Counter(form for form, _ in pairs)
+    return {form: file for form, file in pairs if counts[form] == 1}
+
+
+def _stem(name: str) -> str:
+    stem, dot, suffix = name.rpartition(".")
+    return stem if dot and "/" not in suffix else name
+
+
+def _column(
+    table: Path, columns: Sequence[str], wanted: str | None, usual: Sequence[str], what: str, option: str
+) -> str:
+    if wanted is not None:
+        if wanted not in columns:
+            raise ShardError(f"{table} has no column {wanted!r}; it has {columns}.")
+        return wanted
+    by_name = {column.strip().lower(): column for column in columns}
+    for name in usual:
+        if name in by_name:
+            return by_name[name]
+    raise ShardError(
+        f"{table} has the columns {columns}, none of which is known to hold {what} ({', '.join(usual)}): name it "
+        f"with {option}. A CSV file begins with a line of column names."
+    )
+
+
+def _text_of(value: Any, column: str, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The caption that a cell holds; of a list of captions the first, and all of them as a field."""
+    if isinstance(value, list):
+        texts = [str(text).strip() for text in value]
+        return next(filter(None, texts), ""), fields | {column: texts}
+    return ("" if value is None else str(value).strip()), fields
+
+
+def _rows(table: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """The columns of a table, and its rows."""
+    suffix = table.suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise ShardError(f"{table} is no table of captions: its name must end in one of {', '.join(_SUFFIXES)}.")
+    text = _read(table)
+    if suffix in (".csv", ".tsv"):
+        reader = csv.DictReader(text.splitlines(keepends=True), delimiter="\t" if suffix == ".tsv" else ",")
+        return list(reader.fieldnames or ()), [{name: row[name] for name in row if name} for row in reader]
+    try:
+        if suffix == ".json":
+            rows = list(_objects(table, json.loads(text)))
+        else:
+            rows = [_object(table, json.loads(line)) for line in text.splitlines() if line.strip()]
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ShardError(f"The table of captions {table} is damaged: {error}") from error
+    return list(dict.fromkeys(name for row in rows for name in row)), rows
+
+
+def _objects(table: Path, content: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(content, dict):
+        for name, value in content.items():
+            yield {"file_name": name} | (value if isinstance(value, dict) else {"caption": value})
+    elif isinstance(content, list):
+        for row in content:
+            yield _object(table, row)
+    else:
+        raise ShardError(f"{table} holds a {type(content).__name__}; it must hold a list of objects, or an object.")
+
+
+def _object(table: Path, row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ShardError(f"{table} holds {row!r} where an object with a file and its caption must be.")
+    return row
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ShardError(f"{file} is not UTF-8 ({error}); save it as UTF-8.") from error

@@ -1,0 +1,53 @@
+"""`videoscale pack`, as a newcomer types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_videoscale.cli import main
+from tests.data.films import film, numbered
+
+
+def test_from_films_and_a_table_to_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my videos").mkdir()
+    for number in range(3):
+        (tmp_path / "my videos" / f"{number}.mp4").write_bytes(film([numbered(number, 32, 48)] * 5))
+    (tmp_path / "my videos" / "3.mp4").write_bytes(b"no film")
+    (tmp_path / "captions.csv").write_text("video,caption\n0.mp4,zero\n1.mp4,one\n7.mp4,seven\n")
+    arguments = [str(tmp_path / "my videos"), str(tmp_path / "shards"), "--captions", str(tmp_path / "captions.csv")]
+    assert main(["pack", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "3 samples in 1 shards (1 written now)" in said and "1 samples have none" in said
+    assert "3.mp4: it does not decode" in said and "7.mp4" in said
+    command = said.partition("next: videoscale ")[2].strip().replace("'", "").split(" ", 1)
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["without_caption"] == 1
+
+    assert main(["pack", *arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["samples"], report["written"], report["strangers"]) == (3, 0, ["7.mp4"])
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", str(tmp_path / "videos"), str(tmp_path / "shards")]) == 1
+    assert "videos is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [["index"], ["encode", "--output", "latents", "--vae", "wan"]], ids=["index", "encode"]
+)
+def test_videos_where_shards_belong_lead_to_the_right_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    (tmp_path / "0.mp4").write_bytes(film([numbered(0, 32, 48)]))
+    name, *options = command
+    for wrong in (tmp_path, tmp_path / "0.mp4", tmp_path / "*.mp4"):
+        assert main([name, str(wrong), *options]) == 1
+        assert f"videoscale pack '{tmp_path}' OUTPUT" in capsys.readouterr().err
+    assert main(["pack", str(tmp_path), str(tmp_path / "shards")]) == 0
+    capsys.readouterr()
+    assert main([name, str(tmp_path / "shards"), *options]) == 1
+    assert f"'{tmp_path}/shards/*.tar'" in capsys.readouterr().err

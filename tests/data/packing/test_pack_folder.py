@@ -1,0 +1,186 @@
+"""A folder of videos as users have them, packed; and captions as the common trainers keep them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_videoscale.data import ShardError, ShardIndex
+from lightning_videoscale.data.packing import pack_folder as module
+from lightning_videoscale.data.packing.pack_folder import PackReport, pack_folder
+from lightning_videoscale.data.shards.indexing import index_shards
+from lightning_videoscale.data.shards.sample_reader import SampleReader
+from tests.data.films import film, numbered, picture
+
+FILES = ["a/ride.mp4", "a/walk.v1.0.mp4", "b/ride.mp4", "höhe.mp4", "still.jpg"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Films of three frames that say their place in FILES, and a photograph that says 4."""
+    for number, name in enumerate(FILES):
+        file = tmp_path / "videos" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        is_film = name.endswith("mp4")
+        file.write_bytes(film([numbered(number, 32, 48)] * 3) if is_film else picture(number))
+    return tmp_path / "videos"
+
+
+def contents(report: PackReport) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Captions and fields of all samples by their source, read as training reads them."""
+    reader = SampleReader(index_shards([str(shard) for shard in report.shards]))
+    assert isinstance(reader.index, ShardIndex) and not reader.index.refused
+    found = {}
+    for number in range(len(reader.index)):
+        beside = reader.beside(number)
+        fields = json.loads(beside["json"])
+        found[fields.pop("source")] = beside.get("txt", b"").decode(), fields
+    return found
+
+
+def test_texts_beside_the_files(folder: Path, tmp_path: Path) -> None:
+    (folder / "a/ride.txt").write_text("a ride\n")
+    (folder / "höhe.txt").write_text("von oben 🏔")
+    (folder / "notes.pdf").write_bytes(b"")
+    report = pack_folder(folder, tmp_path / "shards")
+    assert (report.samples, report.without_caption, report.written, len(report.shards)) == (5, 3, 1, 1)
+    assert report.ignored == {"pdf": 1} and report.table is None
+    expected = dict.fromkeys(FILES, ("", {})) | {"a/ride.mp4": ("a ride", {}), "höhe.mp4": ("von oben 🏔", {})}
+    assert contents(report) == expected
+
+
+def table_of(kind: str, file: Path, rows: dict[str, str]) -> None:
+    """Writes captions in the way of a trainer."""
+    paths = list(rows)
+    with file.open("w", encoding="utf-8") as stream:
+        if kind == "diffusers":
+            stream.writelines(json.dumps({"file_name": path, "text": rows[path], "fps": 24}) + "\n" for path in paths)
+        elif kind == "musubi":
+            stream.writelines(
+                json.dumps({"video_path": str(file.parent / p), "caption": rows[p]}) + "\n" for p in paths
+            )
+        elif kind == "FastVideo":
+            json.dump([{"path": path.rpartition("/")[2], "cap": [rows[path], "another"]} for path in paths], stream)
+        elif kind == "by file":
+            json.dump(rows, stream, ensure_ascii=False)
+        else:
+            write = csv.writer(stream, delimiter="\t" if kind == "tsv" else ",")
+            write.writerows([["Video", "Prompt"], *([path.removesuffix(".mp4"), rows[path]] for path in paths)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix"),
+    [
+        ("csv", "csv"),
+        ("tsv", "tsv"),
+        ("diffusers", "jsonl"),
+        ("musubi", "jsonl"),
+        ("FastVideo", "json"),
+        ("by file", "json"),
+    ],
+)
+def test_tables_of_captions(folder: Path, tmp_path: Path, kind: str, suffix: str) -> None:
+    rows = {"a/walk.v1.0.mp4": 'says "go", then\nwalks', unicodedata.normalize("NFD", "höhe.mp4"): "von oben"}
+    (folder / "höhe.txt").write_text("not this one")
+    table = folder / f"captions.{suffix}"
+    table_of(kind, table, rows)
+    found = contents(pack_folder(folder, tmp_path / "shards", table))
+    fields = {"diffusers": {"fps": 24}}.get(kind, {})
+    for (name, text), file in zip(rows.items(), ("a/walk.v1.0.mp4", "höhe.mp4"), strict=True):
+        more = {"cap": [text, "another"]} if kind == "FastVideo" else fields
+        assert found[file] == (text, more), name
+    assert found["a/ride.mp4"] == ("", {})
+
+
+def test_a_table_in_the_folder_is_found(folder: Path, tmp_path: Path) -> None:
+    table_of("csv", folder / "metadata.csv", {"a/ride.mp4": "a ride", "gone.mp4": "gone"})
+    report = pack_folder(folder, tmp_path / "shards")
+    assert report.table == folder / "metadata.csv" and report.strangers == ("gone",)
+    assert contents(report)["a/ride.mp4"] == ("a ride", {})
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("file_name,text\nzebra.mp4,x\n", "zebra.mp4"),
+        ("a/ride.mp4,a ride\n", "--file-column"),
+        ("file_name,wording\na/ride.mp4,x\n", "--caption-column"),
+        ("file_name,text\na/ride.mp4,x\na/ride,y\n", "a/ride.mp4"),
+        ("file_name,text\nride.mp4,x\n", "ride.mp4"),
+        ("", "is empty"),
+    ],
+    ids=["no such file", "no names of columns", "no caption", "twice", "two files of that name", "empty"],
+)
+def test_a_table_that_does_not_fit(folder: Path, tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "table.csv").write_text(content)
+    with pytest.raises(ShardError, match=says):
+        pack_folder(folder, tmp_path / "shards", tmp_path / "table.csv")
+    assert not (tmp_path / "shards").exists()
+
+
+def test_files_that_cannot_be_opened_are_listed(folder: Path, tmp_path: Path) -> None:
+    whole = (folder / "a/ride.mp4").read_bytes()
+    (folder / "cut.mp4").write_bytes(whole[: len(whole) // 2])
+    (folder / "page.mp4").write_text("<html>404</html>")
+    (folder / "gone.mp4").symlink_to("nowhere.mp4")
+    (folder / "a/again").symlink_to(folder)
+    report = pack_folder(folder, tmp_path / "shards")
+    assert report.samples == 5
+    assert {name for name, _ in report.left_out} == {"cut.mp4", "page.mp4", "gone.mp4"}
+    again = pack_folder(folder, tmp_path / "shards")
+    assert again.written == 0 and again.left_out == report.left_out
+
+
+def test_a_run_that_was_stopped_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, calls = module._write, []
+
+    def fails(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError("No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(module, "_write", fails)
+    with pytest.raises(OSError, match="No space"):
+        pack_folder(folder, tmp_path / "shards", samples_per_shard=1)
+    monkeypatch.undo()
+    report = pack_folder(folder, tmp_path / "shards", samples_per_shard=1, workers=3)
+    assert (report.written, len(report.shards)) == (3, 5) and set(contents(report)) == set(FILES)
+    assert not [
+        path for path in (tmp_path / "shards").iterdir() if path.suffix != ".tar" and path.name != "packed.json"
+    ]
+
+
+def test_only_what_changed_is_packed_again(folder: Path, tmp_path: Path) -> None:
+    first = pack_folder(folder, tmp_path / "shards", samples_per_shard=2)
+    before = {shard: shard.stat().st_mtime_ns for shard in first.shards}
+    (folder / "höhe.txt").write_text("von oben")
+    os.remove(folder / "still.jpg")
+    report = pack_folder(folder, tmp_path / "shards", samples_per_shard=2)
+    assert report.written == 1 and set(contents(report)) == set(FILES[:4])
+    assert report.shards[0].stat().st_mtime_ns == before[report.shards[0]]
+    assert sorted((tmp_path / "shards").glob("*.tar")) == list(report.shards), "the third shard is gone"
+
+
+def test_shards_keep_within_their_bytes(folder: Path, tmp_path: Path) -> None:
+    largest = max((folder / name).stat().st_size for name in FILES)
+    report = pack_folder(folder, tmp_path / "shards", bytes_per_shard=largest)
+    assert len(report.shards) > 1 and set(contents(report)) == set(FILES)
+
+
+def test_what_is_not_its_own_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match=r"packed\.json"):
+        pack_folder(folder, tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ShardError, match="no video or image"):
+        pack_folder(tmp_path / "empty", tmp_path / "shards")
+    shards = tmp_path / "shards"
+    pack_folder(folder, shards)
+    with pytest.raises(ShardError, match="videoscale index"):
+        pack_folder(shards, tmp_path / "again")
