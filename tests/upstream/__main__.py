@@ -1,0 +1,30 @@
+"""Runs diffusers' own tests with every model split: `python -m tests.upstream --diffusers FOLDER`; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.upstream.checkout import FAMILIES
+from tests.upstream.verdict import run_family
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.upstream", description=__doc__)
+    parser.add_argument("families", nargs="*", metavar="family", default=sorted(FAMILIES), help=", ".join(FAMILIES))
+    parser.add_argument("--diffusers", type=Path, required=True, help="a checkout of diffusers, or its folder tests")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks that share each sequence (default: 2)")
+    parser.add_argument("-k", dest="select", default="", help="run the tests that match, as pytest's -k")
+    arguments = parser.parse_args()
+    wrong = []
+    for family in arguments.families:
+        verdict = run_family(arguments.diffusers, family, arguments.ranks, arguments.select)
+        print(f"{family}: {verdict.summary}", flush=True)
+        wrong += [f"{test}\n{reason}" for test, reason in verdict.wrong.items()]
+    print("\n\n".join(["", *wrong]))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""One rank's part: pytest over files of diffusers' tests, every model split as it is constructed.
+
+Ranks run the same tests in the same order. After each one they tell each other how it ended, through a store and not
+through the groups that a failure may have left behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_videoscale.families import AllFamilies
+from lightning_videoscale.parallel import SequenceMesh, parallelize
+from tests.upstream.checkout import PACKAGE
+
+WAIT = timedelta(seconds=60)
+"""How long a rank waits for another, in an exchange or at the end of a test."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a test ended on all ranks.
+
+    Attributes:
+        result: ``"passed"``, ``"failed"`` or ``"skipped"``; what each rank says if they differ.
+        message: Rank 0's reason or traceback, or that of the first rank that failed.
+        calls: Calls of split models on rank 0.
+    """
+
+    result: str
+    message: str
+    calls: int
+
+
+def run_in_step(parent: Path, files: Sequence[str], select: str) -> dict[str, Outcome]:
+    """Runs files on this rank, all ranks together.
+
+    Args:
+        parent: The folder in which `PACKAGE` lies. Ranks meet in it.
+        files: Paths from there.
+        select: As pytest's ``-k``.
+
+    Returns:
+        How each test ended, by its name as pytest writes it.
+
+    Raises:
+        RuntimeError: If pytest could not run the tests, with what it printed.
+    """
+    rank = dist.get_rank()
+    store = dist.FileStore(str(parent / f"store-{'-'.join(Path(file).stem for file in files)}"), dist.get_world_size())
+    store.set_timeout(WAIT)
+    plugin = InStep(store)
+    arguments = [*(str(parent / file) for file in files), "-k", select, "--rootdir", str(parent), "-c", "/dev/null"]
+    arguments += ["--basetemp", str(parent / f"files-{rank}"), "-p", "no:cacheprovider", "--timeout", "240", "-q"]
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        code = pytest.main(arguments, plugins=[plugin])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(f"pytest ended with {code!r}:\n{printed.getvalue()}")
+    return plugin.outcomes
+
+
+class InStep:
+    """A plugin of pytest: splits models, seeds tests, and compares how they end on all ranks."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.outcomes: dict[str, Outcome] = {}
+        self._store, self._number = store, 0
+        self._reports: list[pytest.TestReport] = []
+        self._mesh: SequenceMesh | None = None
+        self._calls = 0
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        mixins = import_module(f"{PACKAGE}.models.testing_utils")
+        wanted = (mixins.ModelTesterMixin, mixins.TrainingTesterMixin, mixins.AttentionTesterMixin)
+        items[:] = [item for item in items if issubclass(getattr(item, "cls", None) or object, wanted)]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        # What a test draws beside its own seeds must agree, as in training under our strategies.
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        self._reports, self._calls = [], 0
+        if self._mesh is None:
+            self._mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size(), timeout=WAIT)
+        with self._split(self._mesh):
+            result = yield
+        self._agree(item.nodeid)
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._reports.append(report)
+
+    def pytest_sessionfinish(self) -> None:
+        if self._mesh is not None:
+            self._mesh.close()
+
+    def _agree(self, test: str) -> None:
+        failed = [report for report in self._reports if report.failed]
+        skipped = [report for report in self._reports if report.skipped]
+        result = "failed" if failed else "skipped" if skipped else "passed"
+        message = "\n".join(report.longreprtext for report in failed or skipped)
+        self._store.set(f"{self._number}-{dist.get_rank()}", "\n".join((test, result, message)))
+        said = [self._said(rank).split("\n", 2) for rank in range(dist.get_world_size())]
+        self._number += 1
+        if len({name for name, _, _ in said}) > 1:
+            raise RuntimeError(f"Ranks ran different tests: {[name for name, _, _ in said]}.")
+        results = [result for _, result, _ in said]
+        worst = results.index("failed") if "failed" in results else 0
+        same = len(set(results)) == 1
+        self.outcomes[test] = Outcome(results[0] if same else ", ".join(results), said[worst][2], self._calls)
+        if "failed" in results and self._mesh is not None:  # messages may be under way that nobody takes
+            self._mesh.close(after_failure=True)
+            self._mesh = None
+
+    def _said(self, rank: int) -> str:
+        return self._store.get(f"{self._number}-{rank}").decode()
+
+    @contextmanager
+    def _split(self, mesh: SequenceMesh) -> Iterator[None]:
+        """Every model of a class with a plan is split when it has been constructed, however that is done."""
+        with ExitStack() as patches:
+            for model_class in split_classes():
+                patches.enter_context(patch.object(model_class, "__init__", self._splitting(model_class, mesh)))
+            yield
+
+    def _splitting(self, model_class: type[nn.Module], mesh: SequenceMesh) -> Any:
+        construct = model_class.__init__
+
+        def count(*_: Any) -> None:  # a function, which copies of the model share
+            self._calls += 1
+
+        @functools.wraps(construct)
+        def __init__(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            construct(model, *args, **kwargs)
+            if type(model) is model_class:
+                parallelize(model, mesh)
+                model.register_forward_hook(count)
+
+        return __init__
+
+
+def split_classes() -> list[type[nn.Module]]:
+    """The classes of diffusers that have a plan."""
+    paths = (path.rpartition(".") for path in AllFamilies[Any]("SPLIT_PLANS") if path.startswith("diffusers."))
+    return [getattr(import_module(module), name) for module, _, name in paths]

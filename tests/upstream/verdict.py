@@ -1,0 +1,57 @@
+"""What the ranks found in a family's tests, held against what is known to fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.distributed.pool import ProcessPool
+from tests.upstream.checkout import PACKAGE, files_of, linked
+from tests.upstream.in_step import Outcome, run_in_step
+from tests.upstream.known_failures import KNOWN_FAILURES
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a family's tests ended.
+
+    Attributes:
+        outcomes: By test, without the folders of its file.
+        wrong: By test, what is not as `KNOWN_FAILURES` has it.
+    """
+
+    outcomes: Mapping[str, Outcome]
+    wrong: Mapping[str, str]
+
+    @property
+    def summary(self) -> str:
+        """Numbers of tests by result, and of calls of split models."""
+        counts = Counter(outcome.result for outcome in self.outcomes.values())
+        results = ", ".join(f"{count} {result}" for result, count in sorted(counts.items()))
+        return f"{results}; {sum(outcome.calls for outcome in self.outcomes.values())} calls of split models"
+
+
+def run_family(diffusers: Path, family: str, ranks: int = 2, select: str = "", timeout: float = 1800.0) -> Verdict:
+    """Runs a family's tests on ranks in step."""
+    pool = ProcessPool(ranks, timeout=timeout)
+    try:
+        with linked(diffusers) as parent:
+            found = pool.run(run_in_step, parent, files_of(family), select)
+    finally:
+        pool.stop()
+    prefix = f"{PACKAGE}/models/transformers/"
+    outcomes = {name.removeprefix(prefix): outcome for name, outcome in found[0].items()}
+    return Verdict(outcomes, wrong(outcomes, KNOWN_FAILURES))
+
+
+def wrong(outcomes: Mapping[str, Outcome], known: Mapping[str, str]) -> dict[str, str]:
+    """By test, what is not as it is known to be."""
+    found = {}
+    for test, outcome in outcomes.items():
+        if test in known and "failed" not in outcome.result:
+            found[test] = f"{outcome.result}, though known to fail: {known[test]}"
+        elif test not in known and outcome.result not in ("passed", "skipped"):
+            found[test] = f"{outcome.result}\n{outcome.message}"
+    return found
