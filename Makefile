@@ -34,7 +34,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED) ## Train a small Wan video transformer on real clips, split over two processes (VIDEOS=folder for yours)
 	$(BIN)/python examples/prepare_videos.py --output demo_data/shards $(if $(VIDEOS),--videos "$(VIDEOS)")
-	$(BIN)/python examples/train_wan.py fit --config examples/configs/demo.yaml
+	$(BIN)/python examples/train.py fit --config examples/configs/demo.yaml
 
 # The distributed tests start up to four processes: one thread each keeps them from fighting over the cores.
 test test-full test-gpu: export OMP_NUM_THREADS ?= 1
