@@ -2,7 +2,7 @@
 
 It is an ordinary module: how a batch is built, split over ranks and weighted is the business of the DataModule and the
 strategy, and how each transformer is called that of `video_transformers`. Wan, HunyuanVideo and LTX-Video were trained
-this way. CogVideoX was not: it predicts v, of diffusion. From scratch it learns by this objective as well, but published
+this way. CogVideoX was not: it predicts v, of diffusion. From scratch it learns by this objective, too; published
 weights need their own.
 """
 

@@ -13,6 +13,10 @@ settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--diffusers", metavar="FOLDER", help="a checkout of diffusers, whose tests tests/upstream runs")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], ProcessPool]]:
     """`ranks(4)` is a pool of four gloo processes."""

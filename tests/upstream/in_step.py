@@ -28,9 +28,6 @@ from lightning_videoscale.families import AllFamilies
 from lightning_videoscale.parallel import SequenceMesh, parallelize
 from tests.upstream.checkout import PACKAGE
 
-WAIT = timedelta(seconds=60)
-"""How long a rank waits for another, in an exchange or at the end of a test."""
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -38,7 +35,7 @@ class Outcome:
 
     Attributes:
         result: ``"passed"``, ``"failed"`` or ``"skipped"``; what each rank says if they differ.
-        message: Rank 0's reason or traceback, or that of the first rank that failed.
+        message: The traceback of each rank that failed, or rank 0's reason to skip.
         calls: Calls of split models on rank 0.
     """
 
@@ -47,13 +44,14 @@ class Outcome:
     calls: int
 
 
-def run_in_step(parent: Path, files: Sequence[str], select: str) -> dict[str, Outcome]:
+def run_in_step(parent: Path, files: Sequence[str], select: str = "", wait: float = 60.0) -> dict[str, Outcome]:
     """Runs files on this rank, all ranks together.
 
     Args:
         parent: The folder in which `PACKAGE` lies. Ranks meet in it.
         files: Paths from there.
         select: As pytest's ``-k``.
+        wait: Seconds that an exchange may wait for the other ranks.
 
     Returns:
         How each test ended, by its name as pytest writes it.
@@ -63,8 +61,8 @@ def run_in_step(parent: Path, files: Sequence[str], select: str) -> dict[str, Ou
     """
     rank = dist.get_rank()
     store = dist.FileStore(str(parent / f"store-{'-'.join(Path(file).stem for file in files)}"), dist.get_world_size())
-    store.set_timeout(WAIT)
-    plugin = InStep(store)
+    store.set_timeout(timedelta(seconds=3 * wait))  # for a rank whose exchange waits in vain
+    plugin = InStep(store, timedelta(seconds=wait))
     arguments = [*(str(parent / file) for file in files), "-k", select, "--rootdir", str(parent), "-c", "/dev/null"]
     arguments += ["--basetemp", str(parent / f"files-{rank}"), "-p", "no:cacheprovider", "--timeout", "240", "-q"]
     printed = io.StringIO()
@@ -78,9 +76,9 @@ def run_in_step(parent: Path, files: Sequence[str], select: str) -> dict[str, Ou
 class InStep:
     """A plugin of pytest: splits models, seeds tests, and compares how they end on all ranks."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, wait: timedelta) -> None:
         self.outcomes: dict[str, Outcome] = {}
-        self._store, self._number = store, 0
+        self._store, self._wait, self._number = store, wait, 0
         self._reports: list[pytest.TestReport] = []
         self._mesh: SequenceMesh | None = None
         self._calls = 0
@@ -98,7 +96,7 @@ class InStep:
         random.seed(0)
         self._reports, self._calls = [], 0
         if self._mesh is None:
-            self._mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size(), timeout=WAIT)
+            self._mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size(), timeout=self._wait)
         with self._split(self._mesh):
             result = yield
         self._agree(item.nodeid)
@@ -122,9 +120,9 @@ class InStep:
         if len({name for name, _, _ in said}) > 1:
             raise RuntimeError(f"Ranks ran different tests: {[name for name, _, _ in said]}.")
         results = [result for _, result, _ in said]
-        worst = results.index("failed") if "failed" in results else 0
-        same = len(set(results)) == 1
-        self.outcomes[test] = Outcome(results[0] if same else ", ".join(results), said[worst][2], self._calls)
+        tracebacks = [f"rank {rank}: {text}" for rank, (_, result, text) in enumerate(said) if result == "failed"]
+        result = results[0] if len(set(results)) == 1 else ", ".join(results)
+        self.outcomes[test] = Outcome(result, "\n".join(tracebacks) or said[0][2], self._calls)
         if "failed" in results and self._mesh is not None:  # messages may be under way that nobody takes
             self._mesh.close(after_failure=True)
             self._mesh = None

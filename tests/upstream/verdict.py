@@ -33,12 +33,12 @@ class Verdict:
         return f"{results}; {sum(outcome.calls for outcome in self.outcomes.values())} calls of split models"
 
 
-def run_family(diffusers: Path, family: str, ranks: int = 2, select: str = "", timeout: float = 1800.0) -> Verdict:
-    """Runs a family's tests on ranks in step."""
-    pool = ProcessPool(ranks, timeout=timeout)
+def run_family(diffusers: Path, family: str, ranks: int = 2, select: str = "", wait: float = 60.0) -> Verdict:
+    """Runs a family's tests on ranks in step; for the arguments see `run_in_step`."""
+    pool = ProcessPool(ranks, timeout=3000.0)
     try:
         with linked(diffusers) as parent:
-            found = pool.run(run_in_step, parent, files_of(family), select)
+            found = pool.run(run_in_step, parent, files_of(family), select, wait)
     finally:
         pool.stop()
     prefix = f"{PACKAGE}/models/transformers/"
