@@ -21,6 +21,8 @@ def main() -> int:
     for family in arguments.families:
         verdict = run_family(arguments.diffusers, family, arguments.ranks, arguments.select)
         print(f"{family}: {verdict.summary}", flush=True)
+        for reason, count in verdict.skips.most_common():
+            print(f"  {count} {reason}", flush=True)
         wrong += [f"{test}\n{reason}" for test, reason in verdict.wrong.items()]
     print("\n\n".join(["", *wrong]))
     return 1 if wrong else 0

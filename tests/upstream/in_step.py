@@ -113,7 +113,7 @@ class InStep:
         failed = [report for report in self._reports if report.failed]
         skipped = [report for report in self._reports if report.skipped]
         result = "failed" if failed else "skipped" if skipped else "passed"
-        message = "\n".join(report.longreprtext for report in failed or skipped)
+        message = "\n".join(_text(report) for report in failed or skipped)
         self._store.set(f"{self._number}-{dist.get_rank()}", "\n".join((test, result, message)))
         said = [self._said(rank).split("\n", 2) for rank in range(dist.get_world_size())]
         self._number += 1
@@ -152,6 +152,11 @@ class InStep:
                 model.register_forward_hook(count)
 
         return __init__
+
+
+def _text(report: pytest.TestReport) -> str:
+    """The traceback, or of what is skipped the reason without the place."""
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
 
 
 def split_classes() -> list[type[nn.Module]]:

@@ -32,6 +32,11 @@ class Verdict:
         results = ", ".join(f"{count} {result}" for result, count in sorted(counts.items()))
         return f"{results}; {sum(outcome.calls for outcome in self.outcomes.values())} calls of split models"
 
+    @property
+    def skips(self) -> Counter[str]:
+        """Numbers of skipped tests by reason."""
+        return Counter(outcome.message for outcome in self.outcomes.values() if outcome.result == "skipped")
+
 
 def run_family(diffusers: Path, family: str, ranks: int = 2, select: str = "", wait: float = 60.0) -> Verdict:
     """Runs a family's tests on ranks in step; for the arguments see `run_in_step`."""
