@@ -8,14 +8,16 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
 from PIL import Image
 from prepare_videos import main as prepare_videos
-from rectified_flow import HashedWords
+from rectified_flow import HashedWords, RectifiedFlow
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train import main as train
 from video_transformers import build, from_tokens, to_tokens
 
+from lightning_videoscale.cost.geometry import ModelGeometry
 from tests.examples.conftest import EXAMPLES
 
 CONFIGS = EXAMPLES / "configs"
@@ -93,6 +95,25 @@ def test_a_family_trains_on_two_ranks_as_on_one(ranks, prepared, name):
     assert alone[0][0] != alone[0][1]
     for rank in split:
         assert rank == pytest.approx(alone[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["demo", "demo_hunyuan_video", "demo_ltx", "demo_cogvideox"])
+def test_the_planner_counts_the_tokens_that_attend(name, monkeypatch):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    keys = []
+
+    def counted(query, key, *args, **kwargs):
+        keys.append(key.shape[-2])
+        return attend(query, key, *args, **kwargs)
+
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    module = RectifiedFlow(**config["model"])
+    module.configure_model()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    velocity = module(torch.randn(2, 48, 3, 8, 12), torch.rand(2), ["a dog runs", ""])
+    assert velocity.shape == (2, 48, 3, 8, 12)
+    geometry = ModelGeometry(**config["data"].get("geometry", {}))
+    assert geometry.sequence_length(3, 8, 12, latents=True) == max(keys)
 
 
 def test_a_family_that_is_not_written_is_named():
