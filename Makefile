@@ -51,7 +51,7 @@ test-full: $(INSTALLED) ## Run the suite with the exhaustive matrices, long kill
 
 test-upstream: $(INSTALLED) ## Run diffusers' own tests with every model split (DIFFUSERS=checkout, see tests/upstream)
 	$(if $(DIFFUSERS),,$(error Name a checkout of diffusers: make test-upstream DIFFUSERS=folder))
-	$(BIN)/python -m pytest tests/upstream --diffusers "$(DIFFUSERS)" -m ""
+	$(BIN)/python -m pytest tests/upstream --diffusers="$(DIFFUSERS)" -m ""
 
 test-gpu: $(INSTALLED) ## Run the tests that need GPUs, and record the result in tests/gpu/last_result.json
 	$(BIN)/python -m pytest $(FILES) --record $(COMMIT)

@@ -14,7 +14,8 @@ settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--diffusers", metavar="FOLDER", help="a checkout of diffusers, whose tests tests/upstream runs")
+    # With `=`: pytest would take a folder that stands alone for one of ours, before it knows this option.
+    parser.addoption("--diffusers", metavar="FOLDER", help="--diffusers=checkout, whose tests tests/upstream runs")
 
 
 @pytest.fixture(scope="session")

@@ -37,4 +37,9 @@ def families_in(file: str) -> dict[str, Family]:
 
 
 def family_of(config: Any) -> Family:
-    return Family(lambda: config.model_class(**config.get_init_dict()), config.get_dummy_inputs)
+    def inputs() -> dict[str, Any]:
+        # Framepack's numbers of frames are floats there. In float64 they would not go with its other positions.
+        found = config.get_dummy_inputs()
+        return {name: x.long() if name.startswith("indices_") else x for name, x in found.items()}
+
+    return Family(lambda: config.model_class(**config.get_init_dict()), inputs)

@@ -1,4 +1,4 @@
-"""diffusers' own tests on ranks, where `--diffusers FOLDER` says where they are; and how their results are judged."""
+"""diffusers' own tests on ranks, where `--diffusers=FOLDER` says where they are; and how their results are judged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.upstream.verdict import run_family, wrong
 def diffusers(request: pytest.FixtureRequest) -> Path:
     folder = request.config.getoption("--diffusers")
     if folder is None:
-        pytest.skip("needs diffusers' tests: --diffusers FOLDER, a checkout as tests/upstream/README.md says")
+        pytest.skip("needs a checkout of diffusers: --diffusers=FOLDER, as tests/upstream/README.md says")
     return Path(folder)
 
 
