@@ -14,12 +14,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.upstream", description=__doc__)
     parser.add_argument("families", nargs="*", metavar="family", default=sorted(FAMILIES), help=", ".join(FAMILIES))
     parser.add_argument("--diffusers", type=Path, required=True, help="a checkout of diffusers, or its folder tests")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks that share each sequence (default: 2)")
     parser.add_argument("-k", dest="select", default="", help="run the tests that match, as pytest's -k")
     arguments = parser.parse_args()
     wrong = []
     for family in arguments.families:
-        verdict = run_family(arguments.diffusers, family, arguments.ranks, arguments.select)
+        verdict = run_family(arguments.diffusers, family, arguments.select)
         print(f"{family}: {verdict.summary}", flush=True)
         for reason, count in verdict.skips.most_common():
             print(f"  {count} {reason}", flush=True)

@@ -85,7 +85,7 @@ class InStep:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         mixins = import_module(f"{PACKAGE}.models.testing_utils")
-        wanted = (mixins.ModelTesterMixin, mixins.TrainingTesterMixin, mixins.AttentionTesterMixin)
+        wanted = tuple(getattr(mixins, f"{kind}TesterMixin") for kind in ("Model", "Training", "Attention", "Lora"))
         items[:] = [item for item in items if issubclass(getattr(item, "cls", None) or object, wanted)]
 
     @pytest.hookimpl(wrapper=True)

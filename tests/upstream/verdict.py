@@ -38,9 +38,9 @@ class Verdict:
         return Counter(outcome.message for outcome in self.outcomes.values() if outcome.result == "skipped")
 
 
-def run_family(diffusers: Path, family: str, ranks: int = 2, select: str = "", wait: float = 60.0) -> Verdict:
-    """Runs a family's tests on ranks in step; for the arguments see `run_in_step`."""
-    pool = ProcessPool(ranks, timeout=3000.0)
+def run_family(diffusers: Path, family: str, select: str = "", wait: float = 60.0) -> Verdict:
+    """Runs a family's tests on two ranks in step, as many as their models have heads; see `run_in_step`."""
+    pool = ProcessPool(2, timeout=3000.0)
     try:
         with linked(diffusers) as parent:
             found = pool.run(run_in_step, parent, files_of(family), select, wait)
