@@ -68,7 +68,8 @@ def run_in_step(parent: Path, files: Sequence[str], select: str = "", wait: floa
     printed = io.StringIO()
     with redirect_stdout(printed):
         code = pytest.main(arguments, plugins=[plugin])
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    nothing_selected = select and code == pytest.ExitCode.NO_TESTS_COLLECTED
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not nothing_selected:
         raise RuntimeError(f"pytest ended with {code!r}:\n{printed.getvalue()}")
     return plugin.outcomes
 
