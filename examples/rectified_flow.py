@@ -76,13 +76,14 @@ class RectifiedFlow(pl.LightningModule):
         if self.transformer is not None:
             return
         self.transformer = build(self.hparams.transformer, self.hparams.config)
-        self.caption_embedding = HashedWords(text_dim(self.transformer))
+        self.caption_embedding = HashedWords(text_dim(self.hparams.transformer, self.transformer.config))
         if self.hparams.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
 
     def forward(self, noisy: Tensor, time: Tensor, captions: list[str]) -> Tensor:
         """Predicts the velocity of latents (B, C, F, H, W) at times (B,) in [0, 1]."""
-        return predict(self.transformer, noisy, time * TIMESTEPS, self.caption_embedding(captions))
+        text = self.caption_embedding(captions)
+        return predict(self.hparams.transformer, self.transformer, noisy, time * TIMESTEPS, text)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = self._loss(batch)

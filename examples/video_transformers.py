@@ -108,14 +108,14 @@ def build(name: str, config: dict[str, Any]) -> nn.Module:
     return getattr(diffusers, name)(**config)
 
 
-def text_dim(transformer: nn.Module) -> int:
-    """Size of the text embeddings that a transformer takes."""
-    return transformer.config[FAMILIES[type(transformer).__name__][0]]
+def text_dim(name: str, config: dict[str, Any]) -> int:
+    """Size of the text embeddings that a transformer of that class and configuration takes."""
+    return config[FAMILIES[name][0]]
 
 
-def predict(transformer: nn.Module, noisy: Tensor, timestep: Tensor, text: Text) -> Tensor:
-    """What a transformer makes of noisy latents (B, C, F, H, W), in the same shape."""
-    return FAMILIES[type(transformer).__name__][1](transformer, noisy, timestep, text)
+def predict(name: str, transformer: nn.Module, noisy: Tensor, timestep: Tensor, text: Text) -> Tensor:
+    """What a transformer of class ``name`` makes of noisy latents (B, C, F, H, W), in the same shape."""
+    return FAMILIES[name][1](transformer, noisy, timestep, text)
 
 
 def to_tokens(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
