@@ -34,7 +34,7 @@ class Outcome:
     """How a test ended on all ranks.
 
     Attributes:
-        result: ``"passed"``, ``"failed"`` or ``"skipped"``; what each rank says if they differ.
+        result: ``"passed"``, ``"failed"`` or ``"skipped"``; what each rank says if they differ, as ``"passed/failed"``.
         message: The traceback of each rank that failed, or rank 0's reason to skip.
         calls: Calls of split models on rank 0.
     """
@@ -122,7 +122,7 @@ class InStep:
             raise RuntimeError(f"Ranks ran different tests: {[name for name, _, _ in said]}.")
         results = [result for _, result, _ in said]
         tracebacks = [f"rank {rank}: {text}" for rank, (_, result, text) in enumerate(said) if result == "failed"]
-        result = results[0] if len(set(results)) == 1 else ", ".join(results)
+        result = results[0] if len(set(results)) == 1 else "/".join(results)
         self.outcomes[test] = Outcome(result, "\n".join(tracebacks) or said[0][2], self._calls)
         if "failed" in results and self._mesh is not None:  # messages may be under way that nobody takes
             self._mesh.close(after_failure=True)
