@@ -7,6 +7,10 @@ PYTHON ?= python3
 VENV ?= .venv
 # make demo VIDEOS=folder trains on your own clips instead of the bundled ones.
 VIDEOS ?=
+# make demo CONFIG=demo_ltx trains another family, see examples/configs.
+CONFIG ?= demo
+# make test-upstream DIFFUSERS=folder
+DIFFUSERS ?=
 # make test-gpu FILES=tests/gpu/test_gelu_on_gpus.py runs a part; COMMIT=sha says what is tested where there is no git.
 FILES ?= tests/gpu
 COMMIT ?= HEAD
@@ -17,10 +21,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-gpu lint format build clean
+.PHONY: help install demo test test-full test-upstream test-gpu lint format build clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Create the virtual environment with the pinned versions
 
@@ -34,16 +38,20 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED) ## Train a small Wan video transformer on real clips, split over two processes (VIDEOS=folder for yours)
 	$(BIN)/python examples/prepare_videos.py --output demo_data/shards $(if $(VIDEOS),--videos "$(VIDEOS)")
-	$(BIN)/python examples/train_wan.py fit --config examples/configs/demo.yaml
+	$(BIN)/python examples/train.py fit --config examples/configs/$(CONFIG).yaml
 
 # The distributed tests start up to four processes: one thread each keeps them from fighting over the cores.
-test test-full test-gpu: export OMP_NUM_THREADS ?= 1
+test test-full test-upstream test-gpu: export OMP_NUM_THREADS ?= 1
 
 test: $(INSTALLED) ## Run the test suite
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-full: $(INSTALLED) ## Run the suite with the exhaustive matrices, long kill tests and downloads
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m ""
+
+test-upstream: $(INSTALLED) ## Run diffusers' own tests with every model split (DIFFUSERS=checkout, see tests/upstream)
+	$(if $(DIFFUSERS),,$(error Name a checkout of diffusers: make test-upstream DIFFUSERS=folder))
+	$(BIN)/python -m pytest tests/upstream --diffusers="$(DIFFUSERS)" -m ""
 
 test-gpu: $(INSTALLED) ## Run the tests that need GPUs, and record the result in tests/gpu/last_result.json
 	$(BIN)/python -m pytest $(FILES) --record $(COMMIT)

@@ -7,8 +7,8 @@ import lightning.pytorch as pl
 import torch
 from latent_codec import load_codec
 from PIL import Image, ImageDraw, ImageFont
+from rectified_flow import interpolate
 from torch import Tensor
-from wan_module import interpolate
 
 COLUMNS = 5
 FRAME_HEIGHT = 200  # pixels in the picture

@@ -13,6 +13,11 @@ settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # With `=`: pytest would take a folder that stands alone for one of ours, before it knows this option.
+    parser.addoption("--diffusers", metavar="FOLDER", help="--diffusers=checkout, whose tests tests/upstream runs")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], ProcessPool]]:
     """`ranks(4)` is a pool of four gloo processes."""

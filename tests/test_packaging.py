@@ -152,7 +152,7 @@ def test_the_source_distribution_holds_what_a_reader_needs(archives: tuple[Path,
     with tarfile.open(sdist) as archive:
         names = {name.removeprefix(prefix) for name in archive.getnames()}
     assert {f"lightning_videoscale/{name}" for name in package_files()} <= names
-    assert {"tests/test_packaging.py", "examples/train_wan.py", "README.md", "CHANGELOG.md", "Makefile"} <= names
+    assert {"tests/test_packaging.py", "examples/train.py", "README.md", "CHANGELOG.md", "Makefile"} <= names
     assert not [name for name in names if ".venv" in name or "demo_data" in name]
 
 

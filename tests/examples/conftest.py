@@ -25,7 +25,7 @@ def footage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_example(tmp_path: Path) -> Callable[..., str]:
-    """`run_example("train_wan.py", "fit", ...)` runs a script in an empty folder and returns what it prints."""
+    """`run_example("train.py", "fit", ...)` runs a script in an empty folder and returns what it prints."""
 
     def run(script: str, *arguments: str | Path) -> str:
         command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]

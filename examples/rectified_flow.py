@@ -1,7 +1,9 @@
-"""A LightningModule that trains diffusers' Wan transformer with rectified flow.
+"""A LightningModule that trains a video transformer of diffusers with rectified flow.
 
 It is an ordinary module: how a batch is built, split over ranks and weighted is the business of the DataModule and the
-strategy.
+strategy, and how each transformer is called that of `video_transformers`. Wan, HunyuanVideo and LTX-Video were trained
+this way. CogVideoX was not: it predicts v, of diffusion. From scratch it learns by this objective, too; published
+weights need their own.
 """
 
 from typing import Any
@@ -10,20 +12,21 @@ from zlib import crc32
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from diffusers import WanTransformer3DModel
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from video_transformers import Text, build, predict, text_dim
 
-TIMESTEPS = 1000  # Wan counts time from 0 (data) to 1000 (noise)
+TIMESTEPS = 1000  # transformers count time from 0 (data) to 1000 (noise)
 
 
 class HashedWords(nn.Module):
-    """A trainable embedding of words by their hash: a small stand-in for Wan's text encoder, which is a download.
+    """A trainable embedding of words by their hash: a small stand-in for a text encoder, which is a download.
 
     Args:
-        dim: Size of a word's embedding, the transformer's `text_dim`.
+        dim: Size of a word's embedding, which the transformer decides.
         buckets: Number of embeddings; words whose hashes collide share one.
-        length: Number of words kept; shorter captions are padded with zeros.
+        length: Number of words kept; shorter captions are padded with zeros. Where text attends together with the
+            video, the DataModule's geometry has as many text tokens.
     """
 
     def __init__(self, dim: int, buckets: int = 1024, length: int = 8) -> None:
@@ -31,21 +34,25 @@ class HashedWords(nn.Module):
         self.length = length
         self.embedding = nn.Embedding(buckets, dim, padding_idx=0)
 
-    def forward(self, captions: list[str]) -> Tensor:
-        """Embeds B captions as (B, length, dim)."""
+    def forward(self, captions: list[str]) -> Text:
+        """Embeds B captions as (B, length, dim). One without words has a token all the same, of zeros."""
         ids = torch.zeros(len(captions), self.length, dtype=torch.long)
         for row, caption in zip(ids, captions, strict=True):
             for position, word in enumerate(caption.lower().split()[: self.length]):
                 row[position] = 1 + crc32(word.encode()) % (self.embedding.num_embeddings - 1)
-        return self.embedding(ids.to(self.embedding.weight.device))
+        ids = ids.to(self.embedding.weight.device)
+        mask = ids != 0
+        mask[:, 0] = True
+        return Text(self.embedding(ids), mask)
 
 
-class WanRectifiedFlow(pl.LightningModule):
+class RectifiedFlow(pl.LightningModule):
     """Rectified flow: on the straight line x_t = (1 - t) x + t ε, predict its velocity ε - x.
 
     Args:
-        config: Arguments of `diffusers.WanTransformer3DModel`. Its width (heads x head dimension) must not be below the
-            channels of a patch of latents, else the noise cannot pass through.
+        transformer: Name of the transformer's class in diffusers, one of `video_transformers.FAMILIES`.
+        config: Arguments of that class. Its width (heads x head dimension) must not be below the channels of a patch of
+            latents, else the noise cannot pass through.
         learning_rate: AdamW's, after warm-up.
         warmup_steps: Steps over which the learning rate rises linearly.
         weight_decay: AdamW's.
@@ -54,6 +61,7 @@ class WanRectifiedFlow(pl.LightningModule):
 
     def __init__(
         self,
+        transformer: str,
         config: dict[str, Any],
         learning_rate: float = 1e-4,
         warmup_steps: int = 100,
@@ -62,24 +70,20 @@ class WanRectifiedFlow(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.transformer: WanTransformer3DModel | None = None
+        self.transformer: nn.Module | None = None
 
     def configure_model(self) -> None:
         if self.transformer is not None:
             return
-        self.transformer = WanTransformer3DModel(**self.hparams.config)
-        self.caption_embedding = HashedWords(self.transformer.config.text_dim)
+        self.transformer = build(self.hparams.transformer, self.hparams.config)
+        self.caption_embedding = HashedWords(text_dim(self.hparams.transformer, self.transformer.config))
         if self.hparams.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
 
     def forward(self, noisy: Tensor, time: Tensor, captions: list[str]) -> Tensor:
         """Predicts the velocity of latents (B, C, F, H, W) at times (B,) in [0, 1]."""
-        return self.transformer(
-            hidden_states=noisy,
-            timestep=time * TIMESTEPS,
-            encoder_hidden_states=self.caption_embedding(captions),
-            return_dict=False,
-        )[0]
+        text = self.caption_embedding(captions)
+        return predict(self.hparams.transformer, self.transformer, noisy, time * TIMESTEPS, text)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = self._loss(batch)

@@ -1,0 +1,143 @@
+"""Every config trains, in the processes and with the command that a user would start."""
+
+import re
+from contextlib import chdir
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
+from PIL import Image
+from prepare_videos import main as prepare_videos
+from rectified_flow import HashedWords, RectifiedFlow
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from train import main as train
+from video_transformers import build, from_tokens, to_tokens
+
+from lightning_videoscale.cost.geometry import ModelGeometry
+from tests.examples.conftest import EXAMPLES
+
+CONFIGS = EXAMPLES / "configs"
+SMALL_MODEL = ["--model.config.num_layers=1", "--model.config.ffn_dim=64"]
+
+
+CLIPS = ["--clips", "16", "--side", "32"]
+
+
+def test_the_demo_trains_in_two_processes(tmp_path, run_example, footage):
+    run_example("prepare_videos.py", "--output", "demo_data/shards", "--videos", footage, *CLIPS)
+    short = ["--trainer.max_steps=8", "--trainer.log_every_n_steps=2", "--model.warmup_steps=1"]
+    validate = ["--trainer.val_check_interval=4", "--trainer.limit_val_batches=1"]
+    printed = run_example("train.py", "fit", "--config", CONFIGS / "demo.yaml", *short, *validate, *SMALL_MODEL)
+
+    table = dict(re.findall(r"│ (\S[^│]*?) +│ (\S[^│]*?) +│", printed))
+    assert float(table["loss, mean of the first tenth"]) > float(table["loss, mean of the last tenth"]) > 0
+    assert table["batch streams x ranks per sequence"] == "1 x 2"
+    assert int(table["samples seen"]) >= 8
+    assert {"last / first", "wall time", "tokens/s", "CV_step", "Compute CV"} < table.keys()
+    paths = {name: tmp_path / path for name, path in re.findall(r"^(\w+): (demo_runs/.*?)\s*$", printed, re.MULTILINE)}
+    assert paths["checkpoint"].suffix == ".ckpt"
+    assert (paths["checkpoint"] / "meta.pt").is_file()
+    with Image.open(paths["picture"]) as picture:
+        assert min(picture.size) > 500
+    assert "8 steps in" in paths["report"].read_text()
+    events = EventAccumulator(str(paths["TensorBoard"])).Reload()
+    assert {"train/loss", "val/loss", "balance/cv_step", "throughput/tokens_per_second"} <= set(
+        events.Tags()["scalars"]
+    )
+
+
+def test_wan_1_3b_trains(tmp_path, run_example, footage):
+    prepare_videos(["--output", str(tmp_path / "data" / "shards"), "--videos", str(footage), *CLIPS])
+    on_this_machine = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy.ulysses_size=1"]
+    patch_codec = ["--model.config.in_channels=48", "--model.config.out_channels=48"]
+    shrunk = ["--trainer.fast_dev_run=2", "--data.num_workers=0", "--model.config.num_attention_heads=2", *SMALL_MODEL]
+    printed = run_example(
+        "train.py", "fit", "--config", CONFIGS / "wan_1_3b.yaml", *on_this_machine, *patch_codec, *shrunk
+    )
+    assert "RectifiedFlow after 1 steps" in printed
+
+
+class Losses(pl.Callback):
+    """Of this rank's training steps, in order."""
+
+    found: ClassVar[list[float]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        self.found.append(float(outputs["loss"]))
+
+
+def losses(config: Path, folder: Path, devices: int, *others: str) -> list[float]:
+    Losses.found = []
+    run = [f"--trainer.devices={devices}", f"--trainer.default_root_dir={mkdtemp(dir=folder)}"]
+    callbacks = "--trainer.callbacks=[{class_path: tests.examples.test_train.Losses}]"
+    quiet = ["--trainer.logger=false", "--trainer.enable_progress_bar=false", "--trainer.enable_checkpointing=false"]
+    steps = ["--trainer.max_steps=2", "--trainer.limit_val_batches=0", "--model.warmup_steps=1"]
+    with chdir(folder):
+        train(["fit", "--config", str(config), callbacks, *run, *quiet, *steps, *others])
+    return Losses.found
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, footage):
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare_videos(["--output", str(folder / "demo_data/shards"), "--videos", str(footage), *CLIPS])
+    return folder
+
+
+@pytest.mark.parametrize("name", ["demo_hunyuan_video.yaml", "demo_ltx.yaml", "demo_cogvideox.yaml"])
+def test_a_family_trains_on_two_ranks_as_on_one(ranks, prepared, name):
+    alone = ranks(1).run(losses, CONFIGS / name, prepared, 1)
+    assert len(alone[0]) == 2
+    assert alone[0][0] != alone[0][1]
+    split = ranks(2).run(losses, CONFIGS / name, prepared, 2)
+    sharded = ranks(2).run(losses, CONFIGS / name, prepared, 2, "--trainer.strategy=ulysses_fsdp2")
+    for rank in split + sharded:
+        assert rank == pytest.approx(alone[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["demo", "demo_hunyuan_video", "demo_ltx", "demo_cogvideox"])
+def test_the_planner_counts_the_tokens_that_attend(name, monkeypatch):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    keys = []
+
+    def counted(query, key, *args, **kwargs):
+        keys.append(key.shape[-2])
+        return attend(query, key, *args, **kwargs)
+
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    module = RectifiedFlow(**config["model"])
+    module.configure_model()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    velocity = module(torch.randn(2, 48, 3, 8, 12), torch.rand(2), ["a dog runs", ""])
+    assert velocity.shape == (2, 48, 3, 8, 12)
+    geometry = ModelGeometry(**config["data"].get("geometry", {}))
+    assert geometry.sequence_length(3, 8, 12, latents=True) == max(keys)
+
+
+def test_a_family_that_is_not_written_is_named():
+    with pytest.raises(ValueError, match=r"UNet.*WanTransformer3DModel, HunyuanVideoTransformer3DModel"):
+        build("UNet3DConditionModel", {})
+
+
+def test_tokens_are_those_of_ltx():
+    latents = torch.randn(2, 3, 4, 6, 8)
+    for patch in [(1, 2, 2), (2, 2, 2), (1, 1, 1)]:
+        tokens = to_tokens(latents, patch)
+        assert torch.equal(tokens, LTXPipeline._pack_latents(latents, patch[1], patch[0]))
+        assert torch.equal(from_tokens(tokens, patch, latents.shape), latents)
+
+
+def test_a_caption_without_words_has_a_token():
+    text = HashedWords(4)(["", "two words"])
+    assert text.mask.sum(1).tolist() == [1, 2]
+    assert torch.equal(text.pooled[1], text.embeddings[1, :2].mean(0))
+
+
+def test_every_config_is_tested():
+    tested = Path(__file__).read_text()
+    assert all(f'"{config.name}"' in tested for config in CONFIGS.glob("*.yaml"))

@@ -1,0 +1,31 @@
+"""Runs diffusers' own tests with every model split: `python -m tests.upstream --diffusers FOLDER`; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.upstream.checkout import FAMILIES
+from tests.upstream.verdict import run_family
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.upstream", description=__doc__)
+    parser.add_argument("families", nargs="*", metavar="family", default=sorted(FAMILIES), help=", ".join(FAMILIES))
+    parser.add_argument("--diffusers", type=Path, required=True, help="a checkout of diffusers, or its folder tests")
+    parser.add_argument("-k", dest="select", default="", help="run the tests that match, as pytest's -k")
+    arguments = parser.parse_args()
+    wrong = []
+    for family in arguments.families:
+        verdict = run_family(arguments.diffusers, family, arguments.select)
+        print(f"{family}: {verdict.summary}", flush=True)
+        for reason, count in verdict.skips.most_common():
+            print(f"  {count} {reason}", flush=True)
+        wrong += [f"{test}\n{reason}" for test, reason in verdict.wrong.items()]
+    print("\n\n".join(["", *wrong]))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

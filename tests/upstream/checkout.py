@@ -1,0 +1,49 @@
+"""Where diffusers' tests are found, and which files hold those of which family."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+COMMIT = "58eb52c0803ea9af3abec60841c2a093bdf1f951"
+"""Of huggingface/diffusers, whose tests `KNOWN_FAILURES` speaks of."""
+
+PACKAGE = "diffusers_tests"
+"""What the checkout's folder `tests` is imported as, since `tests` is ours."""
+
+FAMILIES = {
+    "wan": ("wan",),
+    "wan_vace": ("wan_vace",),
+    "wan_animate": ("wan_animate",),
+    "chronoedit": ("chronoedit",),
+    "skyreels_v2": ("skyreels_v2",),
+    "hunyuan_video": ("hunyuan_video", "hunyuan_video_framepack", "hunyuan_1_5"),
+    "ltx": ("ltx", "ltx2"),
+    "cogvideox": ("cogvideox", "consisid"),
+}
+"""By family, the models that its files of tests are named after."""
+
+
+def files_of(family: str) -> list[str]:
+    """Files of a family's tests, as paths from the folder that holds `PACKAGE`."""
+    return [f"{PACKAGE}/models/transformers/test_models_transformer_{model}.py" for model in FAMILIES[family]]
+
+
+@contextmanager
+def linked(diffusers: Path) -> Iterator[Path]:
+    """A folder in which the tests of a checkout lie as `PACKAGE`, for a while.
+
+    Raises:
+        FileNotFoundError: If they are not in the checkout.
+    """
+    tests = next((folder for folder in (diffusers / "tests", diffusers) if (folder / "models").is_dir()), None)
+    if tests is None:
+        raise FileNotFoundError(
+            f"{diffusers} has no folder tests/models. Give a checkout of diffusers: git clone "
+            f"https://github.com/huggingface/diffusers && git -C diffusers checkout {COMMIT}"
+        )
+    with tempfile.TemporaryDirectory(prefix="upstream-") as folder:
+        (Path(folder) / PACKAGE).symlink_to(tests.resolve(), target_is_directory=True)
+        yield Path(folder)

@@ -1,0 +1,166 @@
+"""One rank's part: pytest over files of diffusers' tests, every model split as it is constructed.
+
+Ranks run the same tests in the same order. After each one they tell each other how it ended, through a store and not
+through the groups that a failure may have left behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_videoscale.families import AllFamilies
+from lightning_videoscale.parallel import SequenceMesh, parallelize
+from tests.upstream.checkout import PACKAGE
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a test ended on all ranks.
+
+    Attributes:
+        result: ``"passed"``, ``"failed"`` or ``"skipped"``; what each rank says if they differ, as ``"passed/failed"``.
+        message: The traceback of each rank that failed, or rank 0's reason to skip.
+        calls: Calls of split models on rank 0.
+    """
+
+    result: str
+    message: str
+    calls: int
+
+
+def run_in_step(parent: Path, files: Sequence[str], select: str = "", wait: float = 60.0) -> dict[str, Outcome]:
+    """Runs files on this rank, all ranks together.
+
+    Args:
+        parent: The folder in which `PACKAGE` lies. Ranks meet in it.
+        files: Paths from there.
+        select: As pytest's ``-k``.
+        wait: Seconds that an exchange may wait for the other ranks.
+
+    Returns:
+        How each test ended, by its name as pytest writes it.
+
+    Raises:
+        RuntimeError: If pytest could not run the tests, with what it printed.
+    """
+    rank = dist.get_rank()
+    store = dist.FileStore(str(parent / f"store-{'-'.join(Path(file).stem for file in files)}"), dist.get_world_size())
+    store.set_timeout(timedelta(seconds=3 * wait))  # for a rank whose exchange waits in vain
+    plugin = InStep(store, timedelta(seconds=wait))
+    arguments = [*(str(parent / file) for file in files), "-k", select, "--rootdir", str(parent), "-c", "/dev/null"]
+    arguments += ["--basetemp", str(parent / f"files-{rank}"), "-p", "no:cacheprovider", "--timeout", "240", "-q"]
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        code = pytest.main(arguments, plugins=[plugin])
+    nothing_selected = select and code == pytest.ExitCode.NO_TESTS_COLLECTED
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not nothing_selected:
+        raise RuntimeError(f"pytest ended with {code!r}:\n{printed.getvalue()}")
+    return plugin.outcomes
+
+
+class InStep:
+    """A plugin of pytest: splits models, seeds tests, and compares how they end on all ranks."""
+
+    def __init__(self, store: dist.Store, wait: timedelta) -> None:
+        self.outcomes: dict[str, Outcome] = {}
+        self._store, self._wait, self._number = store, wait, 0
+        self._reports: list[pytest.TestReport] = []
+        self._mesh: SequenceMesh | None = None
+        self._calls = 0
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        mixins = import_module(f"{PACKAGE}.models.testing_utils")
+        wanted = tuple(getattr(mixins, f"{kind}TesterMixin") for kind in ("Model", "Training", "Attention", "Lora"))
+        items[:] = [item for item in items if issubclass(getattr(item, "cls", None) or object, wanted)]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        # What a test draws beside its own seeds must agree, as in training under our strategies.
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        self._reports, self._calls = [], 0
+        if self._mesh is None:
+            self._mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size(), timeout=self._wait)
+        with self._split(self._mesh):
+            result = yield
+        self._agree(item.nodeid)
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._reports.append(report)
+
+    def pytest_sessionfinish(self) -> None:
+        if self._mesh is not None:
+            self._mesh.close()
+
+    def _agree(self, test: str) -> None:
+        failed = [report for report in self._reports if report.failed]
+        skipped = [report for report in self._reports if report.skipped]
+        result = "failed" if failed else "skipped" if skipped else "passed"
+        message = "\n".join(_text(report) for report in failed or skipped)
+        self._store.set(f"{self._number}-{dist.get_rank()}", "\n".join((test, result, message)))
+        said = [self._said(rank).split("\n", 2) for rank in range(dist.get_world_size())]
+        self._number += 1
+        if len({name for name, _, _ in said}) > 1:
+            raise RuntimeError(f"Ranks ran different tests: {[name for name, _, _ in said]}.")
+        results = [result for _, result, _ in said]
+        tracebacks = [f"rank {rank}: {text}" for rank, (_, result, text) in enumerate(said) if result == "failed"]
+        result = results[0] if len(set(results)) == 1 else "/".join(results)
+        self.outcomes[test] = Outcome(result, "\n".join(tracebacks) or said[0][2], self._calls)
+        if "failed" in results and self._mesh is not None:  # messages may be under way that nobody takes
+            self._mesh.close(after_failure=True)
+            self._mesh = None
+
+    def _said(self, rank: int) -> str:
+        return self._store.get(f"{self._number}-{rank}").decode()
+
+    @contextmanager
+    def _split(self, mesh: SequenceMesh) -> Iterator[None]:
+        """Every model of a class with a plan is split when it has been constructed, however that is done."""
+        with ExitStack() as patches:
+            for model_class in split_classes():
+                patches.enter_context(patch.object(model_class, "__init__", self._splitting(model_class, mesh)))
+            yield
+
+    def _splitting(self, model_class: type[nn.Module], mesh: SequenceMesh) -> Any:
+        construct = model_class.__init__
+
+        def count(*_: Any) -> None:  # a function, which copies of the model share
+            self._calls += 1
+
+        @functools.wraps(construct)
+        def __init__(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            construct(model, *args, **kwargs)
+            if type(model) is model_class:
+                parallelize(model, mesh)
+                model.register_forward_hook(count)
+
+        return __init__
+
+
+def _text(report: pytest.TestReport) -> str:
+    """The traceback, or of what is skipped the reason without the place."""
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+
+
+def split_classes() -> list[type[nn.Module]]:
+    """The classes of diffusers that have a plan."""
+    paths = (path.rpartition(".") for path in AllFamilies[Any]("SPLIT_PLANS") if path.startswith("diffusers."))
+    return [getattr(import_module(module), name) for module, _, name in paths]

@@ -1,0 +1,64 @@
+"""What the ranks found in a family's tests, held against what is known to fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.distributed.pool import ProcessPool
+from tests.upstream.checkout import PACKAGE, files_of, linked
+from tests.upstream.in_step import Outcome, run_in_step
+from tests.upstream.known_failures import KNOWN_FAILURES
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a family's tests ended.
+
+    Attributes:
+        outcomes: By test, without the folders of its file.
+        wrong: By test, what is not as `KNOWN_FAILURES` has it.
+    """
+
+    outcomes: Mapping[str, Outcome]
+    wrong: Mapping[str, str]
+
+    @property
+    def summary(self) -> str:
+        """Numbers of tests by result, and of calls of split models."""
+        counts = Counter(outcome.result for outcome in self.outcomes.values())
+        results = ", ".join(f"{count} {result}" for result, count in sorted(counts.items()))
+        return f"{results}; {sum(outcome.calls for outcome in self.outcomes.values())} calls of split models"
+
+    @property
+    def skips(self) -> Counter[str]:
+        """Numbers of skipped tests by reason."""
+        return Counter(outcome.message for outcome in self.outcomes.values() if outcome.result == "skipped")
+
+
+def run_family(diffusers: Path, family: str, select: str = "", wait: float = 60.0) -> Verdict:
+    """Runs a family's tests on two ranks in step, as many as their models have heads; see `run_in_step`."""
+    pool = ProcessPool(2, timeout=3000.0)
+    try:
+        with linked(diffusers) as parent:
+            found = pool.run(run_in_step, parent, files_of(family), select, wait)
+    finally:
+        pool.stop()
+    files = [Path(file).name for file in files_of(family)]
+    folder = f"{PACKAGE}/models/transformers/"
+    outcomes = {name.removeprefix(folder): outcome for name, outcome in found[0].items()}
+    known = {test: reason for test, reason in KNOWN_FAILURES.items() if test.partition("::")[0] in files}
+    return Verdict(outcomes, wrong(outcomes, known, some=bool(select)))
+
+
+def wrong(outcomes: Mapping[str, Outcome], known: Mapping[str, str], some: bool = False) -> dict[str, str]:
+    """By test, what is not as it is known to be; where only some were run, others may be named."""
+    found = {test: f"is not there, though known to fail: {known[test]}" for test in known.keys() - outcomes if not some}
+    for test, outcome in outcomes.items():
+        if test in known and "failed" not in outcome.result:
+            found[test] = f"{outcome.result}, though known to fail: {known[test]}"
+        elif test not in known and outcome.result not in ("passed", "skipped"):
+            found[test] = f"{outcome.result}\n{outcome.message}"
+    return found
