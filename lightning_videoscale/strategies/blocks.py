@@ -29,6 +29,10 @@ def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: If nothing in the network looks like a list of blocks.
     """
+    adapted = network.get_base_model() if hasattr(network, "get_base_model") else network  # of peft's PeftModel
+    if adapted is not network:
+        prefix = next(path for path, module in network.named_modules() if module is adapted)
+        return {f"{prefix}.{path}": block for path, block in find_blocks(adapted).items()}
     names, patterns = block_classes(network), known("BLOCKS", type(network))
     if patterns is not None:
         return {path: block for pattern in patterns for path, block in matching_modules(network, pattern).items()}

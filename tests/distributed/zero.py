@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -47,6 +48,11 @@ def float64_inside() -> Iterator[None]:
 
         return call
 
-    names = ("linear", "conv3d", "layer_norm", "rms_norm")
-    with lifted_float_casts(), patch.multiple(F, **{name: widened(getattr(F, name)) for name in names}):
+    names = ("linear", "conv1d", "conv2d", "conv3d", "layer_norm", "rms_norm")
+    with (
+        lifted_float_casts(),
+        patch.multiple(F, **{name: widened(getattr(F, name)) for name in names}),
+        patch.object(Tensor, "__matmul__", widened(Tensor.__matmul__)),
+        patch.object(torch, "matmul", widened(torch.matmul)),
+    ):
         yield

@@ -30,12 +30,13 @@ class SequenceParallelWanAttention:
 
     Args:
         context: The group and the split tables.
+        path: The module's, for messages.
     """
 
     detaches_bias = True  # where it is asked to, as the fused attention is
 
-    def __init__(self, context: SequenceContext) -> None:
-        self.context = context
+    def __init__(self, context: SequenceContext, path: str) -> None:
+        self.context, self._path = context, path
 
     def __call__(
         self,
@@ -53,6 +54,8 @@ class SequenceParallelWanAttention:
         return attend(attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias)
 
     def _exchange(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
+        if self.context.on_exchange is not None:  # compiled code never reads the path, so that blocks may share it
+            self.context.on_exchange(self._path, None)
         lengths, transport = self.context.lengths(), self.context.transport
         return sequence_parallel_attention(query, key, value, self.context.mesh, lengths=lengths, transport=transport)
 
@@ -73,8 +76,8 @@ def split_attention(model: nn.Module, context: SequenceContext, paths: Sequence[
     Raises:
         ValueError: If a path names none, a processor is not diffusers' own, or the heads are too few.
     """
-    layers: list[Any] = [layer for path in paths for layer in submodules(model, path).values()]
-    for layer in layers:
+    layers: dict[str, Any] = {path: layer for each in paths for path, layer in submodules(model, each).items()}
+    for layer in layers.values():
         check_heads(layer.heads, context.mesh.ulysses.size)
         if (other := foreign(layer.processor)) is not None:
             raise ValueError(
@@ -82,7 +85,7 @@ def split_attention(model: nn.Module, context: SequenceContext, paths: Sequence[
                 "computation is unknown here; sequence parallelism replaces only diffusers' own WanAttnProcessor."
             )
     undo = Undo()
-    for layer in layers:
+    for path, layer in layers.items():
         undo.add(partial(layer.set_processor, layer.processor))
-        layer.set_processor(SequenceParallelWanAttention(context))
+        layer.set_processor(SequenceParallelWanAttention(context, path))
     return undo

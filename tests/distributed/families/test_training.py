@@ -59,7 +59,7 @@ class Training(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
 
 class SeenGradients(Record):
@@ -116,14 +116,14 @@ def check(ranks: Ranks, backend: str, case: Case) -> None:
     dp = case.mesh[0]
     means = torch.tensor([got.losses for got in everyone], dtype=torch.float64).mean(0)
     wanted = torch.tensor(expected.losses, dtype=torch.float64).view(STEPS, dp).mean(1)
-    assert means.tolist() == pytest.approx(wanted.tolist(), rel=tolerance)
+    assert means.tolist() == pytest.approx(wanted.tolist(), rel=tolerance, abs=tolerance)
     for got in everyone:
         assert len(got.gradients) == len(expected.gradients) == STEPS
         for mine, theirs in zip(got.gradients, expected.gradients, strict=True):
             assert gradient_error(mine, theirs) <= tolerance
         assert gradient_error(got.parameters, expected.parameters) <= tolerance
     begun = {f"network.{name}": p for name, p in FAMILIES[case.family].model(case).named_parameters()}
-    assert gradient_error(expected.parameters, begun) > 1e-3
+    assert gradient_error(expected.parameters, begun) > 1e-4
 
 
 @pytest.mark.parametrize(("family", "backend"), [("ltx2", "fsdp2")])
