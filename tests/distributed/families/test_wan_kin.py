@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, parallelize
@@ -32,6 +34,25 @@ def test_block_causal_attention_is_refused_on_all_ranks(ranks: Ranks) -> None:
     for said in ranks(2).run(said_of_causal_skyreels):
         assert "blocks.0.attn1" in said
         assert "its mask is (1, 1, 36, 36), for 18 keys of this rank" in said
+
+
+def said_of_a_skipped_block() -> str:
+    """Rank 1 exchanges in its second block what rank 0 exchanges in its first."""
+    case = Case("wan", float32=True)
+    model: Any = FAMILIES["wan"].model(case)
+    parallelize(model, SequenceMesh.create("cpu", ulysses_size=2))
+    if dist.get_rank() == 1:
+        model.blocks[0].forward = lambda x, *_: x
+    try:
+        model(**FAMILIES["wan"].inputs(case, 0))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_wan_that_skip_other_blocks_are_told(ranks: Ranks) -> None:
+    for said in ranks(2).run(said_of_a_skipped_block):
+        assert "rank 0 came to blocks.0.attn1, rank 1 came to blocks.1.attn1" in said
 
 
 def fused_vace() -> tuple[str, torch.Tensor, torch.Tensor]:
