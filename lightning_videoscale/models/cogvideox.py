@@ -19,9 +19,11 @@ from lightning_videoscale.parallel import Attention, Split, SplitPlan
 _COGVIDEOX = "diffusers.models.transformers.cogvideox_transformer_3d.CogVideoXTransformer3DModel"
 _CONSISID = "diffusers.models.transformers.consisid_transformer_3d.ConsisIDTransformer3DModel"
 
-# Text as long as its pipelines' default; 1.5 has patches of two latent frames and a multiple of 16 text tokens.
+# Text as long as the published configurations have it. 1.5 has patches of two latent frames: an odd number of them gets
+# one more, which the pipelines put in front and take out of the result.
 GEOMETRIES = {
     "cogvideox": ModelGeometry(text_tokens=226),
+    "cogvideox-1.5": ModelGeometry(patch_size=(2, 2, 2), text_tokens=226, pads_frames=True),
     "consisid": ModelGeometry(text_tokens=226),
 }
 
