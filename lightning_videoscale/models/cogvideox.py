@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.parallel import Attention, Split, SplitPlan
+from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _COGVIDEOX = "diffusers.models.transformers.cogvideox_transformer_3d.CogVideoXTransformer3DModel"
 _CONSISID = "diffusers.models.transformers.consisid_transformer_3d.ConsisIDTransformer3DModel"
@@ -63,3 +63,7 @@ def _consisid_plan(model: nn.Module) -> SplitPlan:
 
 
 SPLIT_PLANS = {_COGVIDEOX: _split_plan, _CONSISID: _consisid_plan}
+
+_STREAMS = {"text": Projection("encoder_hidden_states"), "video": Projection(rotary="image_rotary_emb")}
+
+PROJECTIONS = {model: lambda _: {"transformer_blocks.*.attn1": _STREAMS} for model in SPLIT_PLANS}

@@ -41,10 +41,13 @@ def float64_inside() -> Iterator[None]:
     The rounding that remains is that of the parameters and gradients, which ZeRO keeps in float32.
     """
 
+    def wide(a: Any) -> Any:
+        return a.double() if isinstance(a, Tensor) else a
+
     def widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Tensor:
-            return function(*(a.double() if isinstance(a, Tensor) else a for a in args), **kwargs)
+            return function(*map(wide, args), **{name: wide(a) for name, a in kwargs.items()})
 
         return call
 

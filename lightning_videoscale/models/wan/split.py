@@ -5,7 +5,7 @@ Cross-attention reads text (and image) tokens that every rank holds whole, so no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_videoscale.injection.fused_block import fused_block_of
 from lightning_videoscale.models.wan.attention import Rotary, attend
 from lightning_videoscale.models.wan.fused_attention import FUSED_ATTENTION, changed_attention, foreign
 from lightning_videoscale.parallel import (
+    Projection,
     SequenceContext,
     Split,
     SplitPlan,
@@ -68,6 +69,11 @@ def split_plan(model: nn.Module) -> SplitPlan:
         gathers={"proj_out": {0: Split(1)}},
         attention=partial(split_attention, paths=("blocks.*.attn1",)),
     )
+
+
+def projections(_: nn.Module) -> Mapping[str, Mapping[str, Projection]]:
+    """Those of a Wan's self-attention, which its kin have, too."""
+    return {"blocks.*.attn1": {"video": Projection(across_heads=True, rotary="rotary_emb", layout="bshd")}}
 
 
 def split_attention(model: nn.Module, context: SequenceContext, paths: Sequence[str]) -> Undo:

@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -71,7 +70,11 @@ class SeenGradients(Record):
 
 def strategy(backend: str, case: Case) -> Any:
     dp, ring, ulysses = case.mesh
-    shared: dict[str, Any] = {"ring_size": ring, "ulysses_size": ulysses, "activation_checkpointing": case.checkpointing}
+    shared: dict[str, Any] = {
+        "ring_size": ring,
+        "ulysses_size": ulysses,
+        "activation_checkpointing": case.checkpointing,
+    }
     if backend == "ddp":
         return SequenceParallelDDPStrategy(**shared, find_unused_parameters=True)
     if backend == "fsdp2":
@@ -95,7 +98,6 @@ def train(case: Case, backend: str) -> Outcome:
             strategy=strategy(backend, case if ranks > 1 else replace(case, mesh=(1, 1, 1), checkpointing=False)),
             accelerator="cpu",
             devices=ranks,
-            plugins=[] if zero else [DoublePrecision()],
             accumulate_grad_batches=case.mesh[0] if ranks == 1 else 1,
             max_epochs=1,
             callbacks=[record],

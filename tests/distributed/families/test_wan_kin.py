@@ -72,6 +72,24 @@ def test_wan_blocks_inside_vace_are_fused_and_split(ranks: Ranks) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def logged(names: list[str]) -> list[list[str]]:
+    found = []
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
+        for name in names:
+            lines: list[str] = []
+            parallelize(FAMILIES[name].model(Case(name)), mesh, log=lines.append)
+            found.append(lines)
+    return found
+
+
+def test_what_costs_time_is_logged_once(ranks: Ranks) -> None:
+    (wan, animate), others = ranks(2).run(logged, ["wan", "wan_animate"])
+    assert others == [[], []] and wan == []
+    redirected, whole = animate
+    assert "3 modules (3 blocks.*.attn1)" in redirected and "serially" in redirected
+    assert "3 modules (3 face_adapter.*)" in whole and "slow" in whole
+
+
 def test_control_blocks_and_face_adapters_are_blocks() -> None:
     def blocks(name: str) -> list[str]:
         return list(find_blocks(FAMILIES[name].model(Case(name))))
