@@ -29,8 +29,9 @@ def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: If nothing in the network looks like a list of blocks.
     """
-    adapted = network.get_base_model() if hasattr(network, "get_base_model") else network  # of peft's PeftModel
-    if adapted is not network:
+    adapter: Any = network
+    if hasattr(network, "get_base_model"):  # peft's PeftModel
+        adapted = adapter.get_base_model()
         prefix = next(path for path, module in network.named_modules() if module is adapted)
         return {f"{prefix}.{path}": block for path, block in find_blocks(adapted).items()}
     names, patterns = block_classes(network), known("BLOCKS", type(network))
