@@ -69,7 +69,7 @@ class SeenGradients(Record):
 
 
 def strategy(backend: str, case: Case) -> Any:
-    dp, ring, ulysses = case.mesh
+    _, ring, ulysses = case.mesh
     shared: dict[str, Any] = {
         "ring_size": ring,
         "ulysses_size": ulysses,
