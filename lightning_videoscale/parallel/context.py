@@ -25,8 +25,8 @@ class SplitRecord:
 
     Attributes:
         rank: This rank's position in the group that shares the sequence.
-        tables: Of each stream that was split, the tokens of all ranks; ``tables[stream][r]`` of them on rank ``r``. They
-            are lists: `torch.compile` takes tuples for constants, and would compile blocks anew for each length.
+        tables: Of each stream that was split, the tokens of all ranks; ``tables[stream][r]`` of them on rank ``r``.
+            They are lists: `torch.compile` takes tuples for constants, and would compile blocks anew for each length.
         short: Of streams with fewer tokens than there are ranks, how many they have. Each rank holds one token, those
             that are missing are zeros that nobody attends to.
         seed: Of the random numbers between the first split and the last gather; None before the first split.

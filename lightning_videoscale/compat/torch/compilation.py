@@ -13,9 +13,9 @@ from lightning_videoscale.compat.torch import TORCH
 def with_integers_that_vary(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Lets compiled code serve all values of integers that modules hold, as it does of the sizes of tensors.
 
-    By default Dynamo takes them for constants and compiles anew for each value, eight times at most, and then runs what
-    it should have compiled. There is no argument of ``torch.compile`` for it, only a switch of the process, read in 2.11
-    to 2.13; it is set while the code runs. Integers in tuples are constants all the same, those in lists are not.
+    By default Dynamo takes them for constants and compiles anew for each value, eight times at most; then it runs what
+    it does not know without compilation. ``torch.compile`` has no argument for it. There is a switch of the process,
+    which is set while the code runs. Integers in tuples are constants all the same, those in lists are not.
     """
     name = "allow_unspec_int_on_nn_module"
     config = TORCH.get("torch._dynamo", "config")
