@@ -19,9 +19,9 @@ CompileOptions = bool | Mapping[str, Any]
 def compile_blocks(network: nn.Module, options: CompileOptions) -> Undo:
     """Compiles the forward of every transformer block, in place and inside its hooks.
 
-    Blocks of one class share their compiled code. Of split sequences it serves all lengths from the second one on: it is
-    compiled once for the first length and once for all others. Few things add to that: a stream of one token on a rank,
-    or inputs whose layout differs between blocks. ``{"dynamic": False}`` compiles each length for itself, eight at most.
+    Blocks of one class share their compiled code. Of split sequences, it is compiled once for the first length and once
+    for all others. Few things add to that: a stream of one token on a rank, or inputs whose layout differs between
+    blocks. ``{"dynamic": False}`` compiles each length for itself, eight at most.
 
     Exchanges between ranks are part of it. Hooks, such as those that split a sequence or gather sharded parameters, run
     around the compiled forward, and activation checkpointing applied later runs it again as a whole.

@@ -56,7 +56,9 @@ class SequenceParallelWanAttention:
 
     def _exchange(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
         if self.context.on_exchange is not None:  # compiled code never reads the path, so that blocks may share it
-            self.context.on_exchange(self._path, None)
+            others = [stream for stream in self.context.record.tables if stream != "video"]
+            objection = f"the split plan splits {others}, and this attends over video alone." if others else None
+            self.context.on_exchange(self._path, objection)
         lengths, transport = self.context.lengths(), self.context.transport
         return sequence_parallel_attention(query, key, value, self.context.mesh, lengths=lengths, transport=transport)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_videoscale.injection import inject_fused_kernels
-from lightning_videoscale.parallel import SequenceMesh, parallelize
+from lightning_videoscale.parallel import SequenceMesh, Split, find_plan, parallelize
 from lightning_videoscale.strategies.blocks import find_blocks
 from tests.distributed.families.harness import Case
 from tests.distributed.families.wan import FAMILIES
@@ -53,6 +54,27 @@ def said_of_a_skipped_block() -> str:
 def test_ranks_of_wan_that_skip_other_blocks_are_told(ranks: Ranks) -> None:
     for said in ranks(2).run(said_of_a_skipped_block):
         assert "rank 0 came to blocks.0.attn1, rank 1 came to blocks.1.attn1" in said
+
+
+def said_of_other_streams() -> list[str]:
+    case, found = Case("wan_vace", float32=True), []
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
+        for place in ("blocks.0", "vace_blocks.0"):
+            model = FAMILIES["wan_vace"].model(case)
+            plan = find_plan(model)
+            assert plan is not None
+            tokens = {**plan.inputs[place], "hidden_states": Split(1, ("streem",))}
+            parallelize(model, mesh, replace(plan, inputs={**plan.inputs, place: tokens}))
+            try:
+                model(**FAMILIES["wan_vace"].inputs(case, 0))
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+def test_streams_that_wan_does_not_attend_over_are_refused(ranks: Ranks) -> None:
+    for found in ranks(2).run(said_of_other_streams):
+        assert len(found) == 2 and all("['streem']" in said and "attn1" in said for said in found)
 
 
 def fused_vace() -> tuple[str, torch.Tensor, torch.Tensor]:
