@@ -33,7 +33,7 @@ class SplitRecord:
     """
 
     rank: int
-    tables: Mapping[str, list[int]] = field(default_factory=dict)
+    tables: Mapping[str, Sequence[int]] = field(default_factory=dict)
     short: Mapping[str, int] = field(default_factory=dict)
     seed: RegionSeed | None = None
 
