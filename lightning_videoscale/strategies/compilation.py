@@ -21,7 +21,8 @@ def compile_blocks(network: nn.Module, options: CompileOptions) -> Undo:
 
     Blocks of one class share their compiled code. Of split sequences, it is compiled once for the first length and once
     for all others. Few things add to that: a stream of one token on a rank, inputs whose layout differs between
-    blocks, masked keys of which some ranks have one or two less. ``{"dynamic": False}`` compiles each length for itself, eight at most.
+    blocks, masked keys of which some ranks have one or two less. ``{"dynamic": False}`` compiles each length for
+    itself, eight at most.
 
     Exchanges between ranks are part of it. Hooks, such as those that split a sequence or gather sharded parameters, run
     around the compiled forward, and activation checkpointing applied later runs it again as a whole.
