@@ -4,6 +4,7 @@ A file is imported when one of its classes is first met, so that the rooms below
 what is known of the family under these names, and leaves out what does not apply:
 
 `SPLIT_PLANS`    by class path, what returns the `SplitPlan` of such a model
+`PROJECTIONS`    by class path, what returns the `Projection` of each stream in each attention of such a model
 `BLOCKS`         by class path, the paths of the transformer blocks of such a model, as a `SplitPlan` has them
 `FUSED_BLOCKS`   by class path, the `FusedBlock`
 `FLOPS`          by class path, what makes `TransformerFlops` of a model's configuration

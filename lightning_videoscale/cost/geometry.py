@@ -23,12 +23,15 @@ class ModelGeometry:
         spatial_stride: Pixels per latent cell, in height and in width.
         patch_size: Latent frames, rows and columns that make one token.
         text_tokens: Text tokens that attend jointly with the visual ones; 0 where text enters by cross-attention.
+        pads_frames: Whether the model is given more latent frames where they are no whole patches; else such clips are
+            refused.
     """
 
     temporal_stride: int = 4
     spatial_stride: int = 8
     patch_size: tuple[int, int, int] = (1, 2, 2)
     text_tokens: int = 0
+    pads_frames: bool = False
 
     @property
     def side_multiple(self) -> int:
@@ -60,7 +63,10 @@ class ModelGeometry:
         """
         in_pixels = np.logical_not(latents)
         stride = np.where(in_pixels, self.spatial_stride, 1)
-        sides = np.where(in_pixels, self.latent_frames(np.asarray(frames)), frames), height // stride, width // stride
+        in_time = np.where(in_pixels, self.latent_frames(np.asarray(frames)), frames)
+        if self.pads_frames:
+            in_time = -(-in_time // self.patch_size[0]) * self.patch_size[0]
+        sides = in_time, height // stride, width // stride
         broken = np.zeros(np.broadcast(*sides).shape, bool)
         for side, patch in zip(sides, self.patch_size, strict=True):
             broken |= np.asarray(side % patch != 0)

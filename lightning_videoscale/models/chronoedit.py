@@ -11,6 +11,7 @@ from torch import nn
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.models.wan.sizes import flops
+from lightning_videoscale.models.wan.split import projections
 from lightning_videoscale.parallel import Attention, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_chronoedit.ChronoEditTransformer3DModel"
@@ -30,3 +31,4 @@ def _split_plan(model: nn.Module) -> SplitPlan:
 
 
 SPLIT_PLANS = {_MODEL: _split_plan}
+PROJECTIONS = {_MODEL: projections}

@@ -14,14 +14,16 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.parallel import Attention, Split, SplitPlan
+from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _COGVIDEOX = "diffusers.models.transformers.cogvideox_transformer_3d.CogVideoXTransformer3DModel"
 _CONSISID = "diffusers.models.transformers.consisid_transformer_3d.ConsisIDTransformer3DModel"
 
-# Text as long as its pipelines' default; 1.5 has patches of two latent frames and a multiple of 16 text tokens.
+# Text as long as the published configurations have it. 1.5 has patches of two latent frames: an odd number of them gets
+# one more, which the pipelines put in front and take out of the result.
 GEOMETRIES = {
     "cogvideox": ModelGeometry(text_tokens=226),
+    "cogvideox-1.5": ModelGeometry(patch_size=(2, 2, 2), text_tokens=226, pads_frames=True),
     "consisid": ModelGeometry(text_tokens=226),
 }
 
@@ -61,3 +63,7 @@ def _consisid_plan(model: nn.Module) -> SplitPlan:
 
 
 SPLIT_PLANS = {_COGVIDEOX: _split_plan, _CONSISID: _consisid_plan}
+
+_STREAMS = {"text": Projection("encoder_hidden_states"), "video": Projection(rotary="image_rotary_emb")}
+
+PROJECTIONS = {model: lambda _: {"transformer_blocks.*.attn1": _STREAMS} for model in SPLIT_PLANS}

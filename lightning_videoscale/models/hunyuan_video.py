@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.parallel import Attention, Count, Split, SplitPlan
+from lightning_videoscale.parallel import Attention, Count, Projection, Split, SplitPlan
 
 _DIFFUSERS = "diffusers.models.transformers.transformer_hunyuan_video"
 _MODEL = f"{_DIFFUSERS}.HunyuanVideoTransformer3DModel"
@@ -105,3 +105,14 @@ def _split_plan_15(_: nn.Module) -> SplitPlan:
 
 
 SPLIT_PLANS = {_MODEL: _split_plan, _FRAMEPACK: _split_plan_of_framepack, _MODEL_15: _split_plan_15}
+
+_VIDEO = Projection(rotary="image_rotary_emb")
+_OF_TEXT = Projection(
+    "encoder_hidden_states", ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
+)
+_PROJECTIONS = {
+    f"{_DOUBLE}.*.attn": {"video": _VIDEO, "text": _OF_TEXT},
+    f"{_SINGLE}.*.attn": {"video": _VIDEO, "text": Projection("encoder_hidden_states")},
+}
+
+PROJECTIONS = {model: lambda _: _PROJECTIONS for model in SPLIT_PLANS}

@@ -8,13 +8,14 @@ and audio attend to themselves and to each other.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.parallel import Attention, Split, SplitPlan
+from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _LTX = "diffusers.models.transformers.transformer_ltx.LTXVideoTransformer3DModel"
 _LTX2 = "diffusers.models.transformers.transformer_ltx2.LTX2VideoTransformer3DModel"
@@ -77,3 +78,26 @@ def _ltx2_plan(model: nn.Module) -> SplitPlan:
 
 
 SPLIT_PLANS = {_LTX: _ltx_plan, _LTX2: _ltx2_plan}
+
+
+def _ltx_projections(_: nn.Module) -> Mapping[str, Mapping[str, Projection]]:
+    return {
+        "transformer_blocks.*.attn1": {"video": Projection(across_heads=True, rotary="image_rotary_emb", layout="bsc")}
+    }
+
+
+def _ltx2_projections(model: nn.Module) -> Mapping[str, Mapping[str, Projection]]:
+    halves = model.config["rope_type"] == "split"  # type: ignore[index]
+    made = partial(Projection, across_heads=True, layout="bhsd" if halves else "bsc", halves=halves)
+    own = made(rotary="query_rotary_emb")
+    asking = made(linears=("to_q", None, None), rotary="query_rotary_emb")
+    asked = made("encoder_hidden_states", (None, "to_k", "to_v"), rotary="key_rotary_emb")
+    return {
+        "transformer_blocks.*.attn1": {"video": own},
+        "transformer_blocks.*.audio_attn1": {"audio": own},
+        "transformer_blocks.*.audio_to_video_attn": {"video": asking, "audio": asked},
+        "transformer_blocks.*.video_to_audio_attn": {"audio": asking, "video": asked},
+    }
+
+
+PROJECTIONS = {_LTX: _ltx_projections, _LTX2: _ltx2_projections}

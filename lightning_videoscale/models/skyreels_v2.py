@@ -13,6 +13,7 @@ from torch import nn
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.models.wan.sizes import flops
+from lightning_videoscale.models.wan.split import projections
 from lightning_videoscale.parallel import Attention, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_skyreels_v2.SkyReelsV2Transformer3DModel"
@@ -36,3 +37,4 @@ def _split_plan(model: nn.Module) -> SplitPlan:
 
 
 SPLIT_PLANS = {_MODEL: _split_plan}
+PROJECTIONS = {_MODEL: projections}

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.models.wan.sizes import flops
+from lightning_videoscale.models.wan.split import projections
 from lightning_videoscale.parallel import Attention, Split, SplitPlan, Whole
 
 _MODEL = "diffusers.models.transformers.transformer_wan_animate.WanAnimateTransformer3DModel"
@@ -35,3 +36,4 @@ def _split_plan(model: nn.Module) -> SplitPlan:
 
 
 SPLIT_PLANS = {_MODEL: _split_plan}
+PROJECTIONS = {_MODEL: projections}

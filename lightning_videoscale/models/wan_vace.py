@@ -15,8 +15,8 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.models.wan.split import split_attention
-from lightning_videoscale.parallel import Split, SplitPlan
+from lightning_videoscale.models.wan.split import projections, split_attention
+from lightning_videoscale.parallel import Projection, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_wan_vace.WanVACETransformer3DModel"
 
@@ -51,4 +51,10 @@ def _split_plan(model: nn.Module) -> SplitPlan:
     )
 
 
+def _projections(model: nn.Module) -> Mapping[str, Mapping[str, Projection]]:
+    (of_wan,) = projections(model).values()
+    return {"vace_blocks.*.attn1": of_wan, "blocks.*.attn1": of_wan}
+
+
 SPLIT_PLANS = {_MODEL: _split_plan}
+PROJECTIONS = {_MODEL: _projections}

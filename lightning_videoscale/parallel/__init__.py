@@ -28,6 +28,7 @@ from lightning_videoscale.parallel.plan import (
     register_plan,
 )
 from lightning_videoscale.parallel.plan_verification import PlanReport
+from lightning_videoscale.parallel.projection import Projection, Projections
 from lightning_videoscale.parallel.rank_agreement import Agreement
 from lightning_videoscale.parallel.sharding import gather, split, split_sizes
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
@@ -40,6 +41,8 @@ __all__ = [
     "CollectiveTransport",
     "Count",
     "PlanReport",
+    "Projection",
+    "Projections",
     "SequenceContext",
     "SequenceMesh",
     "Split",

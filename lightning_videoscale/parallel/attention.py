@@ -58,10 +58,11 @@ def sequence_parallel_attention(
     if mesh.sp.size > 1:
         refuse_transforms("The sequence of this attention", (query, key, value))
     lengths = lengths if lengths is not None else (query.shape[1],) * mesh.sp.size
+    of_keys = "lengths" if key_lengths is None else "key_lengths"
     key_lengths = key_lengths if key_lengths is not None else lengths
     _check_shapes(query, key, value, mesh)
-    _check_lengths(query, "query", mesh, lengths)
-    _check_lengths(key, "key", mesh, key_lengths)
+    _check_lengths(query, "query", mesh, lengths, "lengths")
+    _check_lengths(key, "key", mesh, key_lengths, of_keys)
     _check_mask(key, key_mask)
     transport = transport if transport is not None else DEFAULT_TRANSPORT
     scale = scale if scale is not None else query.shape[3] ** -0.5
@@ -95,11 +96,11 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, mesh: SequenceMesh)
         )
 
 
-def _check_lengths(x: Tensor, what: str, mesh: SequenceMesh, lengths: tuple[int, ...]) -> None:
+def _check_lengths(x: Tensor, what: str, mesh: SequenceMesh, lengths: tuple[int, ...], argument: str) -> None:
     if len(lengths) != mesh.sp.size or lengths[mesh.sp.rank] != x.shape[1]:
         raise ValueError(
             f"This is rank {mesh.sp.rank} of {mesh.sp.size} and its {what} has {x.shape[1]} tokens, but "
-            f"lengths={lengths} says otherwise."
+            f"{argument}={lengths} says otherwise."
         )
     if min(lengths) == 0:
         raise ValueError(

@@ -26,13 +26,14 @@ class SplitRecord:
     Attributes:
         rank: This rank's position in the group that shares the sequence.
         tables: Of each stream that was split, the tokens of all ranks; ``tables[stream][r]`` of them on rank ``r``.
+            They are lists: `torch.compile` takes tuples for constants, and would compile blocks anew for each length.
         short: Of streams with fewer tokens than there are ranks, how many they have. Each rank holds one token, those
             that are missing are zeros that nobody attends to.
         seed: Of the random numbers between the first split and the last gather; None before the first split.
     """
 
     rank: int
-    tables: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tables: Mapping[str, Sequence[int]] = field(default_factory=dict)
     short: Mapping[str, int] = field(default_factory=dict)
     seed: RegionSeed | None = None
 
@@ -44,7 +45,7 @@ class SplitRecord:
         """
         if stream not in self.tables:
             short = {**self.short, stream: tokens} if tokens < len(lengths) else self.short
-            return replace(self, tables={**self.tables, stream: lengths}, short=short)
+            return replace(self, tables={**self.tables, stream: list(lengths)}, short=short)
         if self.tokens(stream) != tokens:
             raise ValueError(f"The {stream} has {self.tokens(stream)} tokens in this forward pass, not {tokens}.")
         return self

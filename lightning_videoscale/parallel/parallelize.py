@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -19,7 +19,7 @@ from lightning_videoscale.parallel.auxiliary_loss import attach_context
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.mesh import SequenceMesh
-from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_plan, known_models
+from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_plan, known_models, submodules
 from lightning_videoscale.parallel.plan_verification import PlanReport, check_exchanges, compare
 from lightning_videoscale.parallel.rank_agreement import Agreement, compare_inputs
 from lightning_videoscale.parallel.split_hooks import average_input_gradients, install_hooks
@@ -58,7 +58,7 @@ def parallelize(
         plan: What is split where; the plan known for the model's class if left out.
         transport: How bytes travel; collectives if left out.
         verify_plan: Whether to verify the plan, unless it is `SplitPlan.exact`.
-        log: Is told on rank 0 how the verification ended.
+        log: Is told on rank 0 what the plan costs, where it costs anything, and how the verification ended.
 
     Returns:
         A function that takes everything back.
@@ -71,6 +71,9 @@ def parallelize(
     if mesh.sp.size == 1:
         return Undo()
     network, undo = _install(model, plan, mesh, transport)
+    if dist.get_rank() == 0:
+        for line in _costs(model, plan):
+            log(f"{network.name} on slices of its sequence: {line}")
     if not plan.splits_anything:
         return undo
     first_calls = _verify_first_calls(network, log) if verify_plan and not plan.exact else _check_first_call(network)
@@ -128,6 +131,24 @@ def _plan_for(model: nn.Module, plan: SplitPlan | None) -> SplitPlan:
             "For your own model pass plan=SplitPlan(...), or register one with parallel.register_plan."
         )
     return plan
+
+
+def _costs(model: nn.Module, plan: SplitPlan) -> list[str]:
+    """What takes time beyond a rank's share of the work, with how many modules do."""
+
+    def counted(patterns: Iterable[str]) -> str:
+        counts = {pattern: len(submodules(model, pattern)) for pattern in patterns}
+        return f"{sum(counts.values())} modules ({', '.join(f'{n} {pattern}' for pattern, n in counts.items())})"
+
+    lines = []
+    if isinstance(plan.attention, Mapping) and plan.attention:
+        lines.append(
+            f"attention of {counted(plan.attention)} is redirected and exchanges serially, so that computation waits "
+            "for its messages."
+        )
+    if plan.whole:
+        lines.append(f"{counted(plan.whole)} see all tokens. Each rank computes all of them, which is slow.")
+    return lines
 
 
 def _install(

@@ -231,6 +231,7 @@ def check_streams(plan: SplitPlan, name: str) -> None:
         return
     rules = [rule for named in plan.inputs.values() for rule in named.values()]
     rules += [rule for positions in plan.outputs.values() for rule in positions.values()]
+    rules += [rule for whole in plan.whole.values() for rule in whole.outputs.values()]
     wholes = [rule for whole in plan.whole.values() for rule in whole.inputs.values()]
     seen = {stream for each in plan.attention.values() for stream in each.key_streams}
     seen |= {stream for rule in wholes for stream in rule.streams}

@@ -85,7 +85,7 @@ def split(
     pieces = x.split(totals, dim) if len(streams) > 1 else (x,)
     slices = [
         _Split.apply(_padded(piece, dim, sum(table)), _Place(dim, table, context))  # type: ignore[no-untyped-call]
-        for piece, table in zip(pieces, (record.tables[name] for name in streams), strict=True)
+        for piece, table in zip(pieces, (record.lengths((name,)) for name in streams), strict=True)
     ]
     sliced: Tensor = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
     if context.on_split is not None:

@@ -29,6 +29,11 @@ def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: If nothing in the network looks like a list of blocks.
     """
+    adapter: Any = network
+    if hasattr(network, "get_base_model"):  # peft's PeftModel
+        adapted = adapter.get_base_model()
+        prefix = next(path for path, module in network.named_modules() if module is adapted)
+        return {f"{prefix}.{path}": block for path, block in find_blocks(adapted).items()}
     names, patterns = block_classes(network), known("BLOCKS", type(network))
     if patterns is not None:
         return {path: block for pattern in patterns for path, block in matching_modules(network, pattern).items()}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_videoscale.compat.torch.compilation import with_integers_that_vary
 from lightning_videoscale.compat.torch.versions import mix_order_reduction_is_wrong
 from lightning_videoscale.strategies.blocks import Undo, find_blocks, replace_forwards
 
@@ -18,8 +19,12 @@ CompileOptions = bool | Mapping[str, Any]
 def compile_blocks(network: nn.Module, options: CompileOptions) -> Undo:
     """Compiles the forward of every transformer block, in place and inside its hooks.
 
-    Blocks of one class share their compiled code. Exchanges between ranks stay outside of it: what comes before and
-    after them in a block is compiled. Hooks, such as those that split a sequence or gather sharded parameters, run
+    Blocks of one class share their compiled code. Of split sequences, it is compiled once for the first length and once
+    for all others. Few things add to that: a stream of one token on a rank, inputs whose layout differs between
+    blocks, masked keys of which some ranks have one or two less. ``{"dynamic": False}`` compiles each length for
+    itself, eight at most.
+
+    Exchanges between ranks are part of it. Hooks, such as those that split a sequence or gather sharded parameters, run
     around the compiled forward, and activation checkpointing applied later runs it again as a whole.
 
     Args:
@@ -33,4 +38,4 @@ def compile_blocks(network: nn.Module, options: CompileOptions) -> Undo:
     arguments = dict(options) if isinstance(options, Mapping) else {}
     if torch.cuda.is_available() and mix_order_reduction_is_wrong() and not {"mode", "options"} & arguments.keys():
         arguments["options"] = {"triton.mix_order_reduction": False}
-    return replace_forwards(blocks, lambda forward: torch.compile(forward, **arguments))
+    return replace_forwards(blocks, lambda forward: with_integers_that_vary(torch.compile(forward, **arguments)))

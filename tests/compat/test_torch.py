@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +25,7 @@ from lightning_videoscale.compat.torch import (
     attention,
     autograd,
     checkpoint,
+    compilation,
     cuda,
     data_parallel,
     distributed,
@@ -123,6 +125,20 @@ def test_compiled_modules_are_known() -> None:
     assert not modules.is_compiled(module)
     module.compile()
     assert modules.is_compiled(module)
+
+
+def test_compiled_code_serves_all_values_of_a_modules_integers() -> None:
+    class Shares(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([piece * 2 for piece in x.split(self.sizes)])
+
+    module, graphs = Shares(), CompileCounterWithBackend("eager")
+    call = compilation.with_integers_that_vary(torch.compile(module.forward, backend=graphs, fullgraph=True))
+    for size in range(2, 14):
+        module.sizes = [size, size + 1]
+        x = torch.arange(2.0 * size + 1)
+        assert torch.equal(call(x), 2 * x)
+    assert graphs.frame_count == 2
 
 
 def test_buffers_by_name() -> None:

@@ -1,4 +1,4 @@
-"""Blocks whose streams are split by a plan are one graph each, and few of them serve all lengths."""
+"""Blocks whose streams are split by a plan are one graph each, and two of them serve all lengths."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.models import gradient_error
 
 Ranks = Callable[[int], ProcessPool]
 
-LENGTHS: list[dict[str, Any]] = [{"frames": 3, "text": 7}, {"frames": 4, "text": 5}, {"frames": 5, "text": 9}]
-"""Of three buckets; over two ranks video and text are uneven."""
+LENGTHS: list[dict[str, Any]] = [{"frames": 2 + n, "text": 5 + 3 * n % 7} for n in range(10)]
+"""Of more buckets than Dynamo compiles anew for; over two ranks video and text are even or not."""
 
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -29,6 +29,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "hunyuan_video": [{}],
     "ltx": [{"times": "token"}],
     "ltx2": [{}, {"rope": "split", "times": "token"}],
+    "wan": [{}],
 }
 
 
@@ -45,7 +46,8 @@ def compiled(family: str, mesh_sizes: tuple[int, int], settings: dict[str, Any])
     torch._dynamo.reset()
     ring, ulysses = mesh_sizes
     mesh = SequenceMesh.create("cpu", ring_size=ring, ulysses_size=ulysses)
-    cases = [Case(family, (1, ring, ulysses), length | settings, float32=True) for length in LENGTHS]
+    lengths = LENGTHS[:4] if family == "hunyuan_video" else LENGTHS  # it takes ten times as long to compile
+    cases = [Case(family, (1, ring, ulysses), length | settings, float32=True) for length in lengths]
     eager, model = (FAMILIES[family].model(cases[0]) for _ in range(2))
     compiler = CompileCounterWithBackend("aot_eager")
     for network in (eager, model):
@@ -64,21 +66,26 @@ def compiled(family: str, mesh_sizes: tuple[int, int], settings: dict[str, Any])
 def check(ranks: Ranks, family: str, mesh_sizes: tuple[int, int], settings: dict[str, Any]) -> None:
     for errors, graphs in ranks(2).run(compiled, family, mesh_sizes, settings):
         assert max(errors) <= 1e-5
-        # One for each length, shared by all blocks of a class and a layout of inputs: of HunyuanVideo's blocks of joint
-        # tokens, those behind the first are given slices of a joint tensor, with other strides.
+        # One for the first length and one for all others, shared by all blocks of a class and a layout of inputs: of
+        # HunyuanVideo's blocks of joint tokens, those behind the first are given slices of a joint tensor, with other
+        # strides.
         each = 3 if family == "hunyuan_video" else 1
-        assert graphs == [each, 2 * each, 3 * each]
+        assert graphs[0] == each
+        if family == "hunyuan_video":  # masks travel padded, by no token, one or two
+            assert graphs[-1] <= 4 * each
+        else:
+            assert {graphs[1], graphs[-1]} == {2 * each}
 
 
 @pytest.mark.parametrize("family", ["cogvideox", pytest.param("hunyuan_video", marks=pytest.mark.full)])
-def test_split_blocks_share_one_graph_of_each_length(ranks: Ranks, family: str) -> None:
+def test_split_blocks_share_two_graphs_of_all_lengths(ranks: Ranks, family: str) -> None:
     check(ranks, family, (1, 2), SETTINGS[family][0])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", SETTINGS)
 @pytest.mark.parametrize("mesh_sizes", [(1, 2), (2, 1)])
-def test_split_blocks_share_one_graph_of_each_length_in_all_families(
+def test_split_blocks_share_two_graphs_of_all_lengths_in_all_families(
     ranks: Ranks, family: str, mesh_sizes: tuple[int, int]
 ) -> None:
     for settings in SETTINGS[family]:

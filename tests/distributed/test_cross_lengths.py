@@ -162,6 +162,6 @@ def messages() -> list[str]:
 def test_lengths_that_do_not_fit_the_keys_are_named(ranks: Ranks) -> None:
     forgotten, other, too_few, mask = ranks(4).run(messages)[0]
     assert "its key has 3 tokens, but lengths=(2, 2, 2, 2)" in forgotten
-    assert "its key has 3 tokens, but lengths=(2, 2, 2, 2)" in other
-    assert "lengths=(3, 3, 3)" in too_few
+    assert "its key has 3 tokens, but key_lengths=(2, 2, 2, 2)" in other
+    assert "key_lengths=(3, 3, 3)" in too_few
     assert "(B, t) = (1, 3)" in mask and "(1, 2)" in mask

@@ -38,7 +38,7 @@ Ranks = Callable[[int], ProcessPool]
 def test_a_record_is_never_changed() -> None:
     empty = SplitRecord(rank=1)
     record = empty.with_stream("video", 9, (5, 4)).with_stream("video", 9, (5, 4)).with_stream("text", 1, (1, 1))
-    assert (empty.tables, record.tables) == ({}, {"video": (5, 4), "text": (1, 1)})
+    assert (empty.tables, record.tables) == ({}, {"video": [5, 4], "text": [1, 1]})
     assert (record.lengths(["video"]), record.lengths(["text", "video"])) == ((5, 4), (6, 5))
     assert record.local_lengths == {1, 4, 5}
     assert (record.tokens("video"), record.tokens("text")) == (9, 1)

@@ -132,12 +132,24 @@ def message(plan: SplitPlan, *lengths: int) -> str:
         ({"attention": {"video": Attention()}}, (), ["['text']", "no module in attention="]),
         ({"attention": {"vide": Attention(), "text": Attention(TEXT)}}, (), ["'vide'", "Network"]),
         ({"whole": {}}, (), ["smooth.convolution (Conv1d) calls conv1d"]),
+        ({"whole": {"smooth": Whole({"x": Split(1)}, {0: Split(1, ("other",))})}}, (), ["['other']", "attention="]),
         ({"gathers": {"head": {1: Split(1)}}}, (), ["output 1 of 'head', which returns 1"]),
         ({"inputs": {"": {"leading": Split(1)}}}, (), ["argument 'leading'", "int"]),
         ({"inputs": PLAN.inputs | {"shift": {"x": Count()}}}, (), ["argument 'x' of shift", "integer", "Tensor"]),
         ({"attention": {"video": Attention(), "text": Attention()}}, (), ["text"]),
     ],
-    ids=["length", "short", "forgotten", "no module", "convolution", "no output", "no tensor", "no integer", "stream"],
+    ids=[
+        "length",
+        "short",
+        "forgotten",
+        "no module",
+        "convolution",
+        "new",
+        "no output",
+        "no tensor",
+        "no integer",
+        "stream",
+    ],
 )
 def test_what_does_not_fit_is_named(
     ranks: Ranks, change: dict[str, object], lengths: tuple[int, ...], expected: list[str]

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -40,13 +41,21 @@ def float64_inside() -> Iterator[None]:
     The rounding that remains is that of the parameters and gradients, which ZeRO keeps in float32.
     """
 
+    def wide(a: Any) -> Any:
+        return a.double() if isinstance(a, Tensor) else a
+
     def widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Tensor:
-            return function(*(a.double() if isinstance(a, Tensor) else a for a in args), **kwargs)
+            return function(*map(wide, args), **{name: wide(a) for name, a in kwargs.items()})
 
         return call
 
-    names = ("linear", "conv3d", "layer_norm", "rms_norm")
-    with lifted_float_casts(), patch.multiple(F, **{name: widened(getattr(F, name)) for name in names}):
+    names = ("linear", "conv1d", "conv2d", "conv3d", "layer_norm", "rms_norm")
+    with (
+        lifted_float_casts(),
+        patch.multiple(F, **{name: widened(getattr(F, name)) for name in names}),
+        patch.object(Tensor, "__matmul__", widened(Tensor.__matmul__)),
+        patch.object(torch, "matmul", widened(torch.matmul)),
+    ):
         yield

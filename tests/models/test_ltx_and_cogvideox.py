@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -69,3 +71,9 @@ def test_published_sizes(family: str, name: str, sizes: dict[str, int]) -> None:
 def test_tokens_of_a_clip() -> None:
     assert GEOMETRIES["ltx-2"].sequence_length(121, 512, 768) == 16 * 16 * 24
     assert GEOMETRIES["cogvideox"].sequence_length(49, 480, 720) == 13 * 30 * 45 + 226
+    padded, even = (GEOMETRIES["cogvideox-1.5"].sequence_length(frames, 768, 1360) for frames in (81, 85))
+    assert padded == even == 11 * 48 * 85 + 226  # 21 latent frames get one more
+    latents = GEOMETRIES["cogvideox-1.5"].sequence_length(np.array([21, 22, 23]), 96, 170, latents=True)
+    assert latents.tolist() == [even, even, even + 48 * 85]
+    with pytest.raises(ValueError, match="21, 96, 170"):
+        replace(GEOMETRIES["cogvideox-1.5"], pads_frames=False).sequence_length(81, 768, 1360)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from torch import nn
 
 from lightning_videoscale.strategies.blocks import checkpoint_activations, find_blocks
+from tests.distributed.families.hunyuan_video import build
 from tests.models import tiny_wan
 
 
 def test_blocks_of_a_diffusers_model_are_those_it_names() -> None:
     assert list(find_blocks(tiny_wan(num_layers=3))) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_blocks_of_a_network_that_peft_adapts_are_those_of_its_family() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["to_q"])
+    model = peft.get_peft_model(build(), config)
+    assert list(find_blocks(model)) == [f"base_model.model.{path}" for path in find_blocks(build())]
+    assert not any("refiner" in path or "embed" in path for path in find_blocks(model))
 
 
 def test_blocks_of_ones_own_model_are_lists_of_one_class() -> None:

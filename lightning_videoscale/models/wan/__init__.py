@@ -11,13 +11,22 @@ Models that are made of Wan's blocks, or of copies of them, have files of their 
 from lightning_videoscale.models.wan.block import FUSED_BLOCK
 from lightning_videoscale.models.wan.fused_attention import FUSED_ATTENTION, MODULE
 from lightning_videoscale.models.wan.sizes import GEOMETRIES, TRANSFORMERS, flops
-from lightning_videoscale.models.wan.split import SequenceParallelWanAttention, split_plan
+from lightning_videoscale.models.wan.split import SequenceParallelWanAttention, projections, split_plan
 from lightning_videoscale.models.wan.timesteps import FUSED_TIMESTEPS
 
-__all__ = ["FLOPS", "FUSED_BLOCKS", "GEOMETRIES", "SPLIT_PLANS", "TRANSFORMERS", "SequenceParallelWanAttention"]
+__all__ = [
+    "FLOPS",
+    "FUSED_BLOCKS",
+    "GEOMETRIES",
+    "PROJECTIONS",
+    "SPLIT_PLANS",
+    "TRANSFORMERS",
+    "SequenceParallelWanAttention",
+]
 
 _MODEL = f"{MODULE}.WanTransformer3DModel"
 
 SPLIT_PLANS = {_MODEL: split_plan}
+PROJECTIONS = {_MODEL: projections}
 FLOPS = {_MODEL: flops}
 FUSED_BLOCKS = {block.class_path: block for block in (FUSED_BLOCK, FUSED_ATTENTION, FUSED_TIMESTEPS)}

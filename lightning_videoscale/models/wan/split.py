@@ -5,7 +5,7 @@ Cross-attention reads text (and image) tokens that every rank holds whole, so no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_videoscale.injection.fused_block import fused_block_of
 from lightning_videoscale.models.wan.attention import Rotary, attend
 from lightning_videoscale.models.wan.fused_attention import FUSED_ATTENTION, changed_attention, foreign
 from lightning_videoscale.parallel import (
+    Projection,
     SequenceContext,
     Split,
     SplitPlan,
@@ -30,12 +31,13 @@ class SequenceParallelWanAttention:
 
     Args:
         context: The group and the split tables.
+        path: The module's, for messages.
     """
 
     detaches_bias = True  # where it is asked to, as the fused attention is
 
-    def __init__(self, context: SequenceContext) -> None:
-        self.context = context
+    def __init__(self, context: SequenceContext, path: str) -> None:
+        self.context, self._path = context, path
 
     def __call__(
         self,
@@ -53,6 +55,10 @@ class SequenceParallelWanAttention:
         return attend(attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias)
 
     def _exchange(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
+        if self.context.on_exchange is not None:  # compiled code never reads the path, so that blocks may share it
+            others = [stream for stream in self.context.record.tables if stream != "video"]
+            objection = f"the split plan splits {others}, and this attends over video alone." if others else None
+            self.context.on_exchange(self._path, objection)
         lengths, transport = self.context.lengths(), self.context.transport
         return sequence_parallel_attention(query, key, value, self.context.mesh, lengths=lengths, transport=transport)
 
@@ -67,14 +73,19 @@ def split_plan(model: nn.Module) -> SplitPlan:
     )
 
 
+def projections(_: nn.Module) -> Mapping[str, Mapping[str, Projection]]:
+    """Those of a Wan's self-attention, which its kin have, too."""
+    return {"blocks.*.attn1": {"video": Projection(across_heads=True, rotary="rotary_emb", layout="bshd")}}
+
+
 def split_attention(model: nn.Module, context: SequenceContext, paths: Sequence[str]) -> Undo:
     """Gives Wan's self-attention modules of these paths, as a `SplitPlan` has them, the processor that exchanges.
 
     Raises:
         ValueError: If a path names none, a processor is not diffusers' own, or the heads are too few.
     """
-    layers: list[Any] = [layer for path in paths for layer in submodules(model, path).values()]
-    for layer in layers:
+    layers: dict[str, Any] = {path: layer for each in paths for path, layer in submodules(model, each).items()}
+    for layer in layers.values():
         check_heads(layer.heads, context.mesh.ulysses.size)
         if (other := foreign(layer.processor)) is not None:
             raise ValueError(
@@ -82,7 +93,7 @@ def split_attention(model: nn.Module, context: SequenceContext, paths: Sequence[
                 "computation is unknown here; sequence parallelism replaces only diffusers' own WanAttnProcessor."
             )
     undo = Undo()
-    for layer in layers:
+    for path, layer in layers.items():
         undo.add(partial(layer.set_processor, layer.processor))
-        layer.set_processor(SequenceParallelWanAttention(context))
+        layer.set_processor(SequenceParallelWanAttention(context, path))
     return undo

@@ -115,8 +115,8 @@ def errors_of(case: Case, family: Family, plan: SplitPlan | None = None) -> dict
         if not case.float32:
             contexts.enter_context(lifted_casts())
         everyone = [family.inputs(case, rank) for rank in range(dp)]
-        expected = [_run(whole, inputs) for inputs in everyone]
-        got = _run(sliced, everyone[mesh.dp.rank])
+        expected = [run(whole, inputs) for inputs in everyone]
+        got = run(sliced, everyone[mesh.dp.rank])
         sum(loss for _, loss in expected).backward()
         (got[1] * dp).backward()  # as the mean over groups takes back
     gradients = {}
@@ -154,7 +154,8 @@ def complaints(case: Case, family: Family, plans: Mapping[str, SplitPlan]) -> di
     return found
 
 
-def _run(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], Tensor]:
+def run(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], Tensor]:
+    """What a model returns, and a loss that depends on all of it."""
     outputs = model(**inputs)
     if isinstance(outputs, Tensor):
         outputs = (outputs,)

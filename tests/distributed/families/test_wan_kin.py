@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_videoscale.injection import inject_fused_kernels
-from lightning_videoscale.parallel import SequenceMesh, parallelize
+from lightning_videoscale.parallel import SequenceMesh, Split, find_plan, parallelize
 from lightning_videoscale.strategies.blocks import find_blocks
 from tests.distributed.families.harness import Case
 from tests.distributed.families.wan import FAMILIES
@@ -34,6 +37,46 @@ def test_block_causal_attention_is_refused_on_all_ranks(ranks: Ranks) -> None:
         assert "its mask is (1, 1, 36, 36), for 18 keys of this rank" in said
 
 
+def said_of_a_skipped_block() -> str:
+    """Rank 1 exchanges in its second block what rank 0 exchanges in its first."""
+    case = Case("wan", float32=True)
+    model: Any = FAMILIES["wan"].model(case)
+    parallelize(model, SequenceMesh.create("cpu", ulysses_size=2))
+    if dist.get_rank() == 1:
+        model.blocks[0].forward = lambda x, *_: x
+    try:
+        model(**FAMILIES["wan"].inputs(case, 0))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_wan_that_skip_other_blocks_are_told(ranks: Ranks) -> None:
+    for said in ranks(2).run(said_of_a_skipped_block):
+        assert "rank 0 came to blocks.0.attn1, rank 1 came to blocks.1.attn1" in said
+
+
+def said_of_other_streams() -> list[str]:
+    case, found = Case("wan_vace", float32=True), []
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
+        for place in ("blocks.0", "vace_blocks.0"):
+            model = FAMILIES["wan_vace"].model(case)
+            plan = find_plan(model)
+            assert plan is not None
+            tokens = {**plan.inputs[place], "hidden_states": Split(1, ("streem",))}
+            parallelize(model, mesh, replace(plan, inputs={**plan.inputs, place: tokens}))
+            try:
+                model(**FAMILIES["wan_vace"].inputs(case, 0))
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+def test_streams_that_wan_does_not_attend_over_are_refused(ranks: Ranks) -> None:
+    for found in ranks(2).run(said_of_other_streams):
+        assert len(found) == 2 and all("['streem']" in said and "attn1" in said for said in found)
+
+
 def fused_vace() -> tuple[str, torch.Tensor, torch.Tensor]:
     """What was fused, and outputs on slices and on one device."""
     family, case = FAMILIES["wan_vace"], Case("wan_vace", float32=True)
@@ -49,6 +92,24 @@ def test_wan_blocks_inside_vace_are_fused_and_split(ranks: Ranks) -> None:
     for said, got, expected in ranks(2).run(fused_vace):
         assert "WanTransformerBlock" in said and "WanAttention" in said
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def logged(names: list[str]) -> list[list[str]]:
+    found = []
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
+        for name in names:
+            lines: list[str] = []
+            parallelize(FAMILIES[name].model(Case(name)), mesh, log=lines.append)
+            found.append(lines)
+    return found
+
+
+def test_what_costs_time_is_logged_once(ranks: Ranks) -> None:
+    (wan, animate), others = ranks(2).run(logged, ["wan", "wan_animate"])
+    assert others == [[], []] and wan == []
+    redirected, whole = animate
+    assert "3 modules (3 blocks.*.attn1)" in redirected and "serially" in redirected
+    assert "3 modules (3 face_adapter.*)" in whole and "slow" in whole
 
 
 def test_control_blocks_and_face_adapters_are_blocks() -> None:

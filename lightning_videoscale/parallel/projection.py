@@ -1,0 +1,45 @@
+"""What an attention module makes of one stream's tokens before it attends: `Projection`, said by each model family.
+
+A schedule that hides the exchange needs it, as it computes and sends query, key and value one by one. Attention that is
+redirected (`redirection`) does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Query, key and value of a stream: a linear layer, a norm, a rotation; none of them sees another token.
+
+    All names are those of the attention module's children, and of arguments of its ``forward``. A child that a model
+    has as None is left out. It is not for modules whose projections diffusers has fused (``fuse_projections``).
+
+    Attributes:
+        tokens: The argument with the stream's tokens, (B, s, D).
+        linears: Of query, key and value; None for what other streams give.
+        norms: Of query and key.
+        across_heads: Whether norms are over the channels of all heads, not of each.
+        rotary: The argument with the tables (cos, sin) of the stream's positions, if its queries and keys are rotated.
+            Where a call has None for it, they are not.
+        layout: The tables' dims: ``"sd"`` (s, head dim), ``"bshd"`` (1, s, 1, head dim), ``"bsc"`` (B, s, all heads'
+            channels) with each pair's values twice, or ``"bhsd"`` (B, H, s, head dim / 2) with each once.
+        halves: Whether a pair is a channel of a head's first half and one of its second, instead of two neighbours.
+    """
+
+    tokens: str = "hidden_states"
+    linears: tuple[str | None, str | None, str | None] = ("to_q", "to_k", "to_v")
+    norms: tuple[str, str] = ("norm_q", "norm_k")
+    across_heads: bool = False
+    rotary: str | None = None
+    layout: str = "sd"
+    halves: bool = False
+
+
+Projections = Callable[[nn.Module], Mapping[str, Mapping[str, Projection]]]
+"""Of a model, by the path of an attention module as a `SplitPlan` has it: its streams, in the order in which it joins
+them."""

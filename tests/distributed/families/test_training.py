@@ -1,0 +1,143 @@
+"""Families in a Trainer: parameters after some steps on four ranks are those of one device that sees all batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_videoscale.strategies import (
+    SequenceParallelDDPStrategy,
+    SequenceParallelDeepSpeedStrategy,
+    SequenceParallelFSDP2Strategy,
+)
+from tests.distributed.families.harness import Case, lifted_casts, run
+from tests.distributed.families.test_parity import FAMILIES
+from tests.distributed.parity import Outcome, Record, ZeroRecord
+from tests.distributed.pool import ProcessPool
+from tests.distributed.zero import deepspeed_on_cpu, float64_inside, needs_deepspeed
+from tests.models import gradient_error
+
+Ranks = Callable[[int], ProcessPool]
+
+STEPS = 3
+BACKENDS = ["ddp", "fsdp2", pytest.param("zero3", marks=needs_deepspeed)]
+
+
+class Inputs(Dataset[dict[str, Any]]):
+    """A batch for each group and step."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def __len__(self) -> int:
+        return STEPS * self.case.mesh[0]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(FAMILIES[self.case.family].inputs(self.case, index))
+
+
+class Training(pl.LightningModule):
+    """No line about sequence parallelism."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.network = FAMILIES[case.family].model(case)
+
+    def training_step(self, inputs: dict[str, Any]) -> Tensor:
+        _, loss = run(self.network, inputs)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+class SeenGradients(Record):
+    """Zeros for what has no influence, such as what a last block makes of text."""
+
+    def gradient(self, parameter: Tensor) -> Tensor:
+        return torch.zeros(parameter.shape) if parameter.grad is None else super().gradient(parameter)
+
+
+def strategy(backend: str, case: Case) -> Any:
+    _, ring, ulysses = case.mesh
+    shared: dict[str, Any] = {
+        "ring_size": ring,
+        "ulysses_size": ulysses,
+        "activation_checkpointing": case.checkpointing,
+    }
+    if backend == "ddp":
+        return SequenceParallelDDPStrategy(**shared, find_unused_parameters=True)
+    if backend == "fsdp2":
+        return SequenceParallelFSDP2Strategy(**shared)
+    deepspeed = SequenceParallelDeepSpeedStrategy(3, **shared)
+    deepspeed.config["zero_optimization"]["memory_efficient_linear"] = False  # it would replace the widened F.linear
+    return deepspeed
+
+
+def train(case: Case, backend: str) -> Outcome:
+    """In float64; under ZeRO parameters and gradients are in float32."""
+    zero = backend == "zero3"
+    record = ZeroRecord() if zero else SeenGradients()
+    ranks = dist.get_world_size()
+    with ExitStack() as contexts:
+        contexts.enter_context(float64_inside() if zero else lifted_casts())
+        if zero:
+            contexts.enter_context(lifted_casts())
+            contexts.enter_context(deepspeed_on_cpu())
+        trainer = pl.Trainer(
+            strategy=strategy(backend, case if ranks > 1 else replace(case, mesh=(1, 1, 1), checkpointing=False)),
+            accelerator="cpu",
+            devices=ranks,
+            accumulate_grad_batches=case.mesh[0] if ranks == 1 else 1,
+            max_epochs=1,
+            callbacks=[record],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = Training(replace(case, checkpointing=False, float32=zero))
+        trainer.fit(module, DataLoader(Inputs(case), batch_size=None))
+    return Outcome(record.losses, record.gradients, record.parameters)
+
+
+def check(ranks: Ranks, backend: str, case: Case) -> None:
+    (expected,) = ranks(1).run(train, case, "ddp")
+    tolerance = 1e-6 if backend == "zero3" else 1e-10
+    everyone = ranks(case.ranks).run(train, case, backend)
+    dp = case.mesh[0]
+    means = torch.tensor([got.losses for got in everyone], dtype=torch.float64).mean(0)
+    wanted = torch.tensor(expected.losses, dtype=torch.float64).view(STEPS, dp).mean(1)
+    assert means.tolist() == pytest.approx(wanted.tolist(), rel=tolerance, abs=tolerance)
+    for got in everyone:
+        assert len(got.gradients) == len(expected.gradients) == STEPS
+        for mine, theirs in zip(got.gradients, expected.gradients, strict=True):
+            assert gradient_error(mine, theirs) <= tolerance
+        assert gradient_error(got.parameters, expected.parameters) <= tolerance
+    begun = {f"network.{name}": p for name, p in FAMILIES[case.family].model(case).named_parameters()}
+    assert gradient_error(expected.parameters, begun) > 1e-4
+
+
+@pytest.mark.parametrize(("family", "backend"), [("ltx2", "fsdp2")])
+def test_a_family_trains_as_on_one_device(ranks: Ranks, family: str, backend: str) -> None:
+    check(ranks, backend, Case(family, (2, 1, 2)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "own_model"])  # examples/ trains that
+def test_every_family_trains_as_on_one_device(
+    ranks: Ranks, family: str, backend: str, mesh: tuple[int, int, int]
+) -> None:
+    check(ranks, backend, Case(family, mesh, checkpointing=mesh[1] > 1))
