@@ -1,5 +1,6 @@
 """What workers on CPUs need, imported once in the process that they are forked from."""
 
+import gc
 import os
 
 import lightning.pytorch  # noqa: F401
@@ -11,3 +12,7 @@ import lightning_videoscale  # noqa: F401
 os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
 
 import deepspeed  # noqa: F401
+
+# Else every collection in a worker looks at all that was imported, and writes to its pages, which copies them.
+gc.collect()
+gc.freeze()
