@@ -1,7 +1,8 @@
-"""Process pools, started when first asked for and shared by all tests of a session."""
+"""Process pools, started when first asked for and shared by all tests of a file; and the order of files."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,15 +13,36 @@ from tests.distributed.pool import ProcessPool
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
+LONGEST = (
+    "test_failures_in_training.py",
+    "test_wan_parity.py",
+    "test_checkpoints.py",
+    "test_train.py",
+    "test_failure.py",
+    "test_triton_rows.py",
+    "test_qk_norm_rope_triton.py",
+    "test_two_experts.py",
+)
+"""Files that run first where several run at a time: one that is left for last would run alone."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     # With `=`: pytest would take a folder that stands alone for one of ours, before it knows this option.
     parser.addoption("--diffusers", metavar="FOLDER", help="--diffusers=checkout, whose tests tests/upstream runs")
 
 
-@pytest.fixture(scope="session")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        places = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
+
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], ProcessPool]]:
-    """`ranks(4)` is a pool of four gloo processes."""
+    """`ranks(4)` is a pool of four gloo processes.
+
+    It ends with the file: it starts in a moment, and processes that gloo has connected are never quite idle.
+    """
     pools: dict[int, ProcessPool] = {}
 
     def get(size: int) -> ProcessPool:

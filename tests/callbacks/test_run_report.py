@@ -97,7 +97,7 @@ def test_after_a_kill_the_command_draws_what_was_logged_and_a_resumed_run_goes_o
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.data.killing"])  # the one server of the session, see there
+    context.set_forkserver_preload(["tests.distributed.preloaded"])  # the one server of the session
     process = context.Process(target=_train_until_killed, args=(tmp_path,))
     process.start()
     process.join(240)

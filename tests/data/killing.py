@@ -40,8 +40,8 @@ class Processes:
 
     def __init__(self) -> None:
         self.context: ForkServerContext = get_context("forkserver")
-        # The server imports everything once, and the ranks are forked from it in a moment.
-        self.context.set_forkserver_preload(["tests.data.killing"])
+        # The server imports everything once, and the ranks are forked from it in a moment. There is one for all tests.
+        self.context.set_forkserver_preload(["tests.distributed.preloaded"])
 
     def train(self, chain: Chain, run: int, folder: Path, timeout: float = 100.0) -> bool:
         """Trains until the end of a run (True), or until any rank is dead, and then kills the others (False)."""

@@ -19,7 +19,7 @@ from tests.models import gradient_error
 Ranks = Callable[[int], ProcessPool]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run, int, torch.dtype], Path]:
     """The checkpoint of a run that went through without a stop."""
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -62,7 +62,6 @@ SOME = [
 ]
 SOME_ZERO = [
     (ZERO[0], ONE),
-    (DDP[0], ZERO[0]),
     (ZERO[2], FSDP2[0]),
     (FSDP2[1], ZERO[2]),
     (ZERO[2], ZERO[1]),

@@ -139,10 +139,6 @@ def strategy(case: Case) -> Any:
     return deepspeed
 
 
-def zero(case: Any) -> Any:
-    return pytest.param(case, marks=needs_deepspeed)
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -152,8 +148,8 @@ def zero(case: Any) -> Any:
         Case("ddp", LOW, ("low",)),
         Case("fsdp2"),
         Case("fsdp2", LOW, ("low",)),
-        zero(Case("zero2")),
-        zero(Case("zero3")),
+        pytest.param(Case("zero2"), marks=[needs_deepspeed, pytest.mark.full]),
+        pytest.param(Case("zero3"), marks=needs_deepspeed),
     ],
     ids=str,
 )

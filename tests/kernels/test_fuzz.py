@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +14,7 @@ from lightning_videoscale.kernels.reference import rows as reference
 from lightning_videoscale.kernels.row_types import RowOutputs
 from tests.gpu.fuzzing.cases import Options, Verdict, judge
 from tests.gpu.fuzzing.workers import verdicts
+from tests.kernels.interpreted.process import run_interpreted
 
 OPTIONS = Options("cpu", "reference", elements=4_000)
 SEEDS = range(6_650, 6_800)
@@ -36,16 +33,8 @@ def test_the_reference() -> None:
 
 def test_triton_in_its_interpreter() -> None:
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    command = "-m tests.gpu.fuzz_ops --device cpu --backend triton --seeds 6726:6741 --elements 64 --workers 0"
-    result = subprocess.run(
-        [sys.executable, *command.split()],
-        cwd=root,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    options = "--device cpu --backend triton --seeds 6726:6741 --elements 64 --workers 0"
+    result = run_interpreted("tests.gpu.fuzz_ops", *options.split())
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert "15 cases in" in result.stdout
 

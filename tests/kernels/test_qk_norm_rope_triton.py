@@ -6,9 +6,8 @@ The interpreter truncates where a GPU rounds to bfloat16, hence float16 here; bf
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
+from tests.kernels.interpreted.process import run_interpreted
 from tests.kernels.qk_checks import (
     check_accuracy,
     check_parts,
@@ -27,13 +27,24 @@ from tests.kernels.qk_oracle import FAMILIES, Case, cases
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with TRITON_INTERPRET=1")
-ALL_CASES = pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
+DTYPES = (torch.float32, torch.float16)
+
+
+def case_param(name: str, is_quick: bool, *more: torch.dtype) -> Any:
+    """A case for a parametrized test, which `make test` takes only where it is among the quick ones."""
+    marks = [] if is_quick else [pytest.mark.full]
+    return pytest.param(FAMILIES[name], *more, marks=marks, id="-".join((name, *(str(dtype)[6:] for dtype in more))))
+
+
+CASES_AND_DTYPES = [  # the dtypes in turn, then both
+    case_param(name, i % 2 == j, dtype) for i, name in enumerate(FAMILIES) for j, dtype in enumerate(DTYPES)
+]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is what started this process")
-def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    chosen = request.config.getoption("markexpr")
+    done = run_interpreted("pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, __file__)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -52,14 +63,13 @@ def test_refuses_the_cpu_by_name() -> None:
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@ALL_CASES
+@pytest.mark.parametrize(("case", "dtype"), CASES_AND_DTYPES)
 def test_accuracy(case: Case, dtype: torch.dtype) -> None:
     check_accuracy(case, dtype, "triton")
 
 
 @in_the_interpreter
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(case=cases().filter(lambda case: case.head_dim > 2), seed=st.integers(0, 99))
 def test_accuracy_of_anything(case: Case, seed: int) -> None:
     check_accuracy(case, torch.float32, "triton", seed=seed)
@@ -73,7 +83,7 @@ def test_accuracy_of_heads_that_fill_no_tile(name: str) -> None:
 
 
 @in_the_interpreter
-@ALL_CASES
+@pytest.mark.parametrize("case", [case_param(name, name in ("Wan", "Cosmos", "CogVideoX")) for name in FAMILIES])
 def test_repeats_bitwise(case: Case) -> None:
     check_repeats(case, torch.float32, "triton")
 

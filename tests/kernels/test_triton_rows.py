@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.kernels.interpreted.process import run_interpreted
 
 pytest.importorskip("triton")
 
 
-def test_interpreted() -> None:
-    """TRITON_INTERPRET counts when Triton is imported, hence a process of its own: one for all, as it starts slowly."""
-    root = Path(__file__).parents[2]
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted_triton"],
-        cwd=root,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+@pytest.mark.parametrize(
+    "checks",
+    [
+        "few_variants widths_and_dtypes eager_rounding repeats dtypes gelus",  # in one process, as it starts slowly
+        pytest.param("other_variants", marks=pytest.mark.full),
+    ],
+)
+def test_interpreted(checks: str) -> None:
+    result = run_interpreted("tests.kernels.interpreted.rows", *checks.split())
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]

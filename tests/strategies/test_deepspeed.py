@@ -327,7 +327,7 @@ def evaluate_between_fits(stage: int | None) -> list[float]:
 def test_the_loops_follow_one_another_on_one_module(ranks: Ranks, stage: int) -> None:
     (expected,) = ranks(1).run(evaluate_between_fits, None)
     assert expected[0] == expected[1] != expected[2] == expected[3]
-    for got in ranks(4).run(evaluate_between_fits, stage):
+    for got in ranks(2).run(evaluate_between_fits, stage):
         assert got == pytest.approx(expected, rel=1e-5)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,9 @@ from lightning_videoscale import BucketBudget, SequenceParallelDDPStrategy, Vide
 from lightning_videoscale.data.loading.reader import MicroBatchReader
 from lightning_videoscale.parallel import SplitPlan
 from tests.data.clips import write_shards
+from tests.distributed.loading.noting import train_with_workers
 from tests.distributed.pool import ProcessPool
+from tests.strategies.failures.jobs import Job
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -306,79 +305,11 @@ def test_an_error_while_reading_names_the_reader_on_all_ranks_of_its_group(ranks
 
 # -- worker processes ----------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import os, sys
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-from lightning_videoscale import SequenceParallelDDPStrategy
-from lightning_videoscale.parallel import SplitPlan
-
-log = open(sys.argv[1], "a", buffering=1)
-
-
-def note(what, value):
-    log.write(f"{what} {os.environ.get('LOCAL_RANK', '0')} {int(value)}\\n")
-
-
-class Numbers(Dataset):
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        note("worker" if get_worker_info() else "main", index)
-        return torch.tensor([float(index)])
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        for i in range(get_worker_info().id, 6, get_worker_info().num_workers):
-            note("stream", i)
-            yield torch.tensor([100.0 + i])
-
-
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        note(f"epoch{self.current_epoch}", batch[0])
-        return self.net(batch).mean()
-
-    def validation_step(self, batch, batch_idx):
-        note("validated", batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-plan = SplitPlan({}, {}, {}, lambda model, context: lambda: None)
-trainer = pl.Trainer(
-    strategy=SequenceParallelDDPStrategy(modules=["net"], plan=plan), accelerator="cpu", devices=2, max_epochs=2,
-    logger=False, enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=3, num_sanity_val_steps=1,
-)
-trainer.fit(
-    Module(),
-    DataLoader(Numbers(), batch_size=1, num_workers=2, persistent_workers=True, shuffle=True),
-    DataLoader(Stream(), batch_size=1, num_workers=2),
-)
-"""
-
 
 def test_worker_processes_read_ahead_each_what_is_its_ranks_turn(tmp_path: Path) -> None:
-    script, log = tmp_path / "user_script.py", tmp_path / "log"
-    script.write_text(SCRIPT)
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, str(script), str(log)],
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
+    log = tmp_path / "log"
+    job = Job(tmp_path / "printed", 2, train_with_workers, log)
+    assert job.wait(150) == [0, 0], job.output()
     events: dict[tuple[str, int], list[int]] = {}
     for line in log.read_text().splitlines():
         what, rank, value = line.split()

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from lightning_videoscale.strategies import (
     SequenceParallelDeepSpeedStrategy,
     SequenceParallelFSDP2Strategy,
 )
-from tests.distributed.zero import deepspeed_on_cpu
 
 STRATEGIES = {
     "ddp": SequenceParallelDDPStrategy,
@@ -121,7 +120,12 @@ def train(
 ) -> list[float]:
     """Trains on two devices, saves every step in ``folder``, returns the losses."""
     batch = torch.randn(9, 8, generator=torch.Generator().manual_seed(1))
-    with deepspeed_on_cpu() if strategy == "deepspeed" and accelerator == "cpu" else nullcontext():
+    context: AbstractContextManager[None] = nullcontext()
+    if strategy == "deepspeed" and accelerator == "cpu":
+        from tests.distributed.zero import deepspeed_on_cpu  # whose imports take seconds of every process
+
+        context = deepspeed_on_cpu()
+    with context:
         built = STRATEGIES[strategy](
             modules=["net"], plan=split_plan(), timeout=timedelta(seconds=timeout), transport=transport
         )

@@ -14,6 +14,7 @@ import pytest
 
 from tests.distributed.pool import ProcessPool
 from tests.distributed.zero import needs_deepspeed
+from tests.strategies.failures import jobs as forked
 from tests.strategies.failures.failing_training import FAILING_STEP, STEPS, Module, train
 
 Ranks = Callable[[int], ProcessPool]
@@ -92,6 +93,22 @@ def fail(folder: Path, strategy: str, launcher: str, fault: str, rank: int) -> N
     assert seconds < MARGIN + (timeout if fault == "hang" else 0)
 
 
+def end(folder: Path, strategy: str, launcher: str, fault: str, rank: int) -> None:
+    if launcher == "none":
+        fail_without_launcher(folder, strategy, fault, rank)
+    else:
+        fail(folder, strategy, launcher, fault, rank)
+
+
+def fail_without_launcher(folder: Path, strategy: str, fault: str, rank: int) -> None:
+    """The ranks are forked, and nobody ends one since another has ended."""
+    job = forked.Job(folder / "logs", 2, train, strategy, folder / "checkpoints", Module(fault, rank))
+    codes, output, ended = job.wait(240), job.output(), time.time()
+    check_messages(output, fault, rank, timeout=60)
+    assert all(codes), output
+    assert ended - float(output.split("fails at ")[1].split()[0]) < MARGIN
+
+
 def continue_from(folder: Path, strategy: str) -> list[float]:
     (last,) = (folder / "checkpoints").glob(f"step={FAILING_STEP}.ckpt")
     return train(strategy, None, Module(), start=last)
@@ -112,7 +129,7 @@ Case = tuple[str, str, str, int]
 CASES: list[Case] = [
     ("fsdp2", "torchrun", "hang", 1),  # mostly waits, so it comes first
     ("ddp", "lightning", "kill", 0),
-    ("deepspeed", "lightning", "raise", 1),
+    ("deepspeed", "none", "raise", 1),  # with launchers: test_failure.py
 ]
 
 
@@ -121,7 +138,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, tuple[
     """The folder of each case and its job; two at a time, since a job mostly imports on one core, and waits."""
     with ThreadPoolExecutor(2) as threads:
         folders = {case: tmp_path_factory.mktemp("-".join(map(str, case))) for case in CASES}
-        yield {case: (folder, threads.submit(fail, folder, *case)) for case, folder in folders.items()}
+        yield {case: (folder, threads.submit(end, folder, *case)) for case, folder in folders.items()}
 
 
 @needs_deepspeed
