@@ -24,7 +24,7 @@ LENGTHS: list[dict[str, Any]] = [{"frames": 2 + n, "text": 5 + 3 * n % 7} for n 
 
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "cogvideox": [{}, {"rotary": False}],
+    "cogvideox": [{}, {"rotary": False, "text": 7}],  # whose table of positions has the text, too
     "consisid": [{"face": False}],
     "hunyuan_video": [{}],
     "ltx": [{"times": "token"}],
