@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from safetensors.torch import save
 from torch import Tensor
 
 from lightning_videoscale.cost.geometry import ModelGeometry
@@ -92,9 +91,16 @@ class SampleEncoder:
         if not embeds.isfinite().all():
             raise LeftOutError(f"the embeddings of its caption are not finite in {embeds.dtype}")
         return {
-            "text_embeds.safetensors": save({"text_embeds": embeds.contiguous()}),
+            "text_embeds.safetensors": as_safetensors({"text_embeds": embeds.contiguous()}),
             "text_mask.npy": row["text_mask"].numpy(),
         }
+
+
+def as_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """The bytes of a safetensors file."""
+    from safetensors.torch import save  # comes with transformers, which made the tensors
+
+    return save(dict(tensors))
 
 
 def only_row(text: EncodedText) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors.torch import save
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped]
 from webdataset import TarWriter
@@ -26,6 +25,7 @@ from lightning_videoscale.data.encoding.encode_sample import (
     ReadSample,
     SampleEncoder,
     TextEncoder,
+    as_safetensors,
     only_row,
 )
 from lightning_videoscale.data.planning.shapes import Media, ShapedClips, ShapePolicy
@@ -123,8 +123,7 @@ def encode_shards(
         raise ShardError("The shards hold latents already; encode those with videos and images only.")
     _check_settings(output, index, encoder, text, settings)
     if text is not None and rank == 0 and not (output / EMPTY_PROMPT).exists():
-        empty = only_row(text.encode([""]))
-        _write_whole(output / EMPTY_PROMPT, save(empty))
+        _write_whole(output / EMPTY_PROMPT, as_safetensors(only_row(text.encode([""]))))
     size = settings.samples_per_shard
     pieces = range((len(index) + size - 1) // size)
     mine = [piece for piece in pieces[rank::world_size] if not _name(output, piece).exists()]

@@ -81,6 +81,7 @@ def test_tokens_of_the_model_families() -> None:
         "hunyuanvideo": 21 * 44 * 80 + 256,
         "hunyuanvideo-1.5": 21 * 44 * 80 + 1000 + 256 + 729,
         "cogvideox": 21 * 44 * 80 + 226,
+        "cogvideox-1.5": 11 * 44 * 80 + 226,
         "consisid": 21 * 44 * 80 + 226,
         "ltx-video": 11 * 22 * 40,
         "ltx-2": 11 * 22 * 40,
