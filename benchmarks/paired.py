@@ -166,9 +166,9 @@ def main() -> None:
     rows = []
     try:
         cores = sorted(os.sched_getaffinity(0))
-        each = max(len(cores) // len(TURNS), 1)
+        each = len(cores) // len(TURNS)
         for number, name in enumerate(TURNS):
-            own = set(cores[number * each :][:each] or cores)
+            own = set(cores[number * each :][:each] if each else cores)
             checkouts[name] = Checkout(ROOT if name == "after" else options.before.resolve(), options, own)
         for tokens in options.tokens:
             rows.append(compare(checkouts, tokens, options.rounds, options.repeats))

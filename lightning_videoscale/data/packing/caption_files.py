@@ -1,17 +1,19 @@
 """Captions as trainers keep them: a table with a row for each file, or a text beside it.
 
-A row names its file by an absolute path, by a path from the folder of the videos or from that of the table, or by its
-bare name; with or without the extension. Accents are compared in one form (Unicode's NFC), as macOS writes another.
+A row names its file by a path from the folder of the videos or from that of the table, by an absolute path, or by its
+bare name; with or without the extension. An absolute path that leads elsewhere counts by its end, since folders are
+moved. Accents are compared in one form (Unicode's NFC), as macOS writes another.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 from lightning_videoscale.data.shards.errors import ShardError
@@ -111,20 +113,22 @@ class _Finder:
         self._folders = (folder, beside)
         self._root = folder.resolve()
         names = [(unicodedata.normalize("NFC", file), file) for file in files]
-        self._paths = dict(names)
-        # From the longest to the shortest form; forms that several files have mean none of them.
-        self._stems = _unique((_stem(name), file) for name, file in names)
-        self._names = _unique((name.rpartition("/")[2], file) for name, file in names)
-        self._bare = _unique((_stem(name.rpartition("/")[2]), file) for name, file in names)
+        bare = [(name.rpartition("/")[2], file) for name, file in names]
+        # In full, and without the extension; of forms that several files have none is meant.
+        self._paths = _unique((_stem(name), file) for name, file in names) | dict(names)
+        self._bare = _unique((_stem(name), file) for name, file in bare) | _unique(bare)
 
     def __call__(self, name: str) -> str | None:
         name = unicodedata.normalize("NFC", name.strip().replace("\\", "/"))
         for folder in self._folders:  # an absolute path stays what it is
             path = _inside(folder / name, self._root)
-            if path is not None and (found := self._paths.get(path) or self._stems.get(path)):
-                return found
-        last = name.rpartition("/")[2]
-        return self._names.get(last) or self._bare.get(last) or self._bare.get(_stem(last))
+            if path is not None and path in self._paths:
+                return self._paths[path]
+        if "/" not in name:
+            return self._bare.get(name)
+        parts = name.split("/") if PurePosixPath(name).is_absolute() or PureWindowsPath(name).is_absolute() else []
+        ends = ("/".join(parts[start:]) for start in range(1, len(parts)))
+        return next((self._paths[end] for end in ends if end in self._paths), None)
 
 
 def _inside(path: Path, root: Path) -> str | None:
@@ -177,13 +181,17 @@ def _rows(table: Path) -> tuple[list[str], list[dict[str, Any]]]:
         raise ShardError(f"{table} is no table of captions: its name must end in one of {', '.join(_SUFFIXES)}.")
     text = _read(table)
     if suffix in (".csv", ".tsv"):
-        reader = csv.DictReader(text.splitlines(keepends=True), delimiter="\t" if suffix == ".tsv" else ",")
-        return list(reader.fieldnames or ()), [{name: row[name] for name in row if name} for row in reader]
+        # Not by `splitlines`, which also ends lines at characters that captions hold (U+2028, form feeds).
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",")
+        try:
+            return list(reader.fieldnames or ()), [{name: row[name] for name in row if name} for row in reader]
+        except csv.Error as error:
+            raise ShardError(f"The table of captions {table} is damaged in line {reader.line_num}: {error}") from error
     try:
         if suffix == ".json":
             rows = list(_objects(table, json.loads(text)))
         else:
-            rows = [_object(table, json.loads(line)) for line in text.splitlines() if line.strip()]
+            rows = [_object(table, json.loads(line)) for line in text.split("\n") if line.strip()]
     except (json.JSONDecodeError, RecursionError) as error:
         raise ShardError(f"The table of captions {table} is damaged: {error}") from error
     return list(dict.fromkeys(name for row in rows for name in row)), rows

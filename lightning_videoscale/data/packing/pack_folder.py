@@ -14,26 +14,18 @@ import os
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_videoscale.data.packing.caption_files import TABLES, Caption, caption_beside, read_captions
+from lightning_videoscale.data.packing.manifest import LeftOut, Manifest
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.film import MediaError
 from lightning_videoscale.data.shards.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_media
-
-MANIFEST = "packed.json"
-
-
-class LeftOut(NamedTuple):
-    """A file that is in no shard."""
-
-    file: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -111,14 +103,15 @@ def pack_folder(
     found = None if table is None else read_captions(table, folder, paths, file_column, caption_column)
     items = [_item(folder, file, key, None if found is None else found.by_file) for file, key in _keys(paths)]
     pieces = list(_pieces(items, samples_per_shard, bytes_per_shard))
-    manifest = _Manifest(output, [_digest(piece) for piece in pieces])
+    manifest = Manifest(output, [_digest(piece) for piece in pieces])
     missing = [number for number in range(len(pieces)) if number not in manifest.done]
     done = sum(len(pieces[number]) for number in manifest.done)
     progress(done, len(items))
     with ThreadPoolExecutor(workers) as threads:
-        writes = {number: threads.submit(_write, folder, pieces[number], manifest.shard(number)) for number in missing}
+        writes = {threads.submit(_write, folder, pieces[number], manifest.shard(number)): number for number in missing}
         try:
-            for number, write in writes.items():
+            for write in as_completed(writes):
+                number = writes[write]
                 manifest.add(number, write.result())
                 done += len(pieces[number])
                 progress(done, len(items))
@@ -214,53 +207,6 @@ def _pieces(items: Sequence[_Item], samples: int, size: int) -> Iterator[list[_I
 
 def _digest(piece: Sequence[_Item]) -> str:
     return hashlib.sha256(json.dumps(piece, default=str).encode()).hexdigest()
-
-
-class _Manifest:
-    """Which shards are complete, and what was left out of them; kept in the output folder.
-
-    Args:
-        output: The folder; shards that are made of something else now are removed from it.
-        digests: What each shard is to be made of.
-
-    Raises:
-        ShardError: If the folder holds what this did not write.
-    """
-
-    def __init__(self, output: Path, digests: Sequence[str]) -> None:
-        self._output, self._digests = output, digests
-        file = output / MANIFEST
-        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        if known is None and output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise ShardError(f"{output} exists and holds no {MANIFEST} of an earlier run: choose a new folder.")
-        output.mkdir(parents=True, exist_ok=True)
-        self.done: dict[int, list[LeftOut]] = {}
-        for name, piece in (known or {}).items():
-            number = int(name)
-            is_same = number < len(digests) and piece["digest"] == digests[number]
-            if is_same and self.shard(number).is_file():
-                self.done[number] = [LeftOut(*each) for each in piece["left_out"]]
-        for shard in output.glob("[0-9]*.tar"):
-            if shard not in map(self.shard, self.done):
-                shard.unlink()
-        self._write()
-
-    def shard(self, number: int) -> Path:
-        return self._output / f"{number:06}.tar"
-
-    def add(self, number: int, left_out: list[LeftOut]) -> None:
-        """Notes that a shard is complete."""
-        self.done[number] = left_out
-        self._write()
-
-    def _write(self) -> None:
-        pieces: dict[int, Any] = {
-            number: {"digest": self._digests[number], "left_out": left_out}
-            for number, left_out in sorted(self.done.items())
-        }
-        draft = self._output / f".{MANIFEST}"
-        draft.write_text(json.dumps(pieces, indent=1, ensure_ascii=False), encoding="utf-8")
-        draft.replace(self._output / MANIFEST)
 
 
 def _write(folder: Path, piece: Sequence[_Item], shard: Path) -> list[LeftOut]:

@@ -166,7 +166,8 @@ class SampleReader:
 
 def _filled_up(embeds: Any, mask: Any) -> Any:
     """Embeddings (n, D) with zeros behind them up to the length of their mask (L,), as `videoscale encode` means it."""
-    if isinstance(embeds, torch.Tensor) and embeds.ndim == 2 and mask.ndim == 1 and len(embeds) < len(mask):
+    are_tensors = isinstance(embeds, torch.Tensor) and isinstance(mask, torch.Tensor)
+    if are_tensors and (embeds.ndim, mask.ndim) == (2, 1) and len(embeds) < len(mask):
         return torch.nn.functional.pad(embeds, (0, 0, 0, len(mask) - len(embeds)))
     return embeds
 

@@ -86,7 +86,7 @@ def table_of(kind: str, file: Path, rows: dict[str, str]) -> None:
     ],
 )
 def test_tables_of_captions(folder: Path, tmp_path: Path, kind: str, suffix: str) -> None:
-    rows = {"a/walk.v1.0.mp4": 'says "go", then\nwalks', unicodedata.normalize("NFD", "höhe.mp4"): "von oben"}
+    rows = {"a/walk.v1.0.mp4": 'says "go",\u2028then\nwalks', unicodedata.normalize("NFD", "höhe.mp4"): "von oben"}
     (folder / "höhe.txt").write_text("not this one")
     table = folder / f"captions.{suffix}"
     table_of(kind, table, rows)
@@ -103,6 +103,28 @@ def test_a_table_in_the_folder_is_found(folder: Path, tmp_path: Path) -> None:
     report = pack_folder(folder, tmp_path / "shards")
     assert report.table == folder / "metadata.csv" and report.strangers == ("gone",)
     assert contents(report)["a/ride.mp4"] == ("a ride", {})
+
+
+def test_a_row_of_another_folder_says_nothing_of_a_file_of_the_same_name(folder: Path, tmp_path: Path) -> None:
+    """But a path from where the folder lay before does."""
+    (folder / "b/only.mp4").write_bytes((folder / "b/ride.mp4").read_bytes())
+    rows = "c/only.mp4,another\nc/still.jpg,another\n/elsewhere/videos/a/ride.mp4,a ride\nhöhe.webm,another\n"
+    (tmp_path / "table.csv").write_text("file_name,text\n" + rows)
+    report = pack_folder(folder, tmp_path / "shards", tmp_path / "table.csv")
+    assert report.strangers == ("c/only.mp4", "c/still.jpg", "höhe.webm")
+    captions = {name: text for name, (text, _) in contents(report).items() if text}
+    assert captions == {"a/ride.mp4": "a ride"}
+
+
+def test_other_files_of_the_output_are_left_alone(folder: Path, tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    pack_folder(folder, shards, samples_per_shard=1)
+    for name in ("000009.tar", "2024-films.tar"):
+        (shards / name).write_bytes(b"someone's")
+    os.remove(folder / "still.jpg")
+    report = pack_folder(folder, shards, samples_per_shard=1)
+    kept = {path.name for path in shards.glob("*.tar")} - {path.name for path in report.shards}
+    assert kept == {"000009.tar", "2024-films.tar"}
 
 
 @pytest.mark.parametrize(
