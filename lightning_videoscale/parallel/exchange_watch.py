@@ -6,7 +6,6 @@ computed around its exchange, by another library's function for example, would s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
