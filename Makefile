@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-upstream test-gpu lint format build clean
+.PHONY: help install demo docs test test-full test-upstream test-gpu lint format build clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,10 @@ test-upstream: $(INSTALLED) ## Run diffusers' own tests with every model split (
 
 test-gpu: $(INSTALLED) ## Run the tests that need GPUs, and record the result in tests/gpu/last_result.json
 	$(BIN)/python -m pytest $(FILES) --record $(COMMIT)
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(INSTALLED) ## Build the documentation as a site into build/site; a broken link is an error
+	$(BIN)/mkdocs build --strict
 
 lint: $(INSTALLED) ## Check style, format and types
 	$(BIN)/ruff check .

@@ -1,0 +1,93 @@
+"""What the README tells a newcomer to type works as it stands, on a small model in the place of the large one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from lightning_videoscale.cli import main
+from tests.data.encoders import save_pipeline
+from tests.data.films import film, numbered
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+MODEL = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"  # found in the working directory before the Hub is asked
+SMALLER = {"--sizes 480x832": "--sizes 32x48 --fps 25 --max-frames 9 --workers 0"}
+ON_THIS_MACHINE = {"devices=4": 'accelerator="cpu", devices=1', "max_steps=10_000": "max_steps=2"}
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+    return [block for named, block in found if named == language]
+
+
+def replaced(text: str, changes: dict[str, str]) -> str:
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def save_wan(folder: Path) -> None:
+    torch.manual_seed(0)
+    size = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1, "ffn_dim": 32}
+    model = WanTransformer3DModel(in_channels=4, out_channels=4, text_dim=8, freq_dim=16, **size)
+    model.save_pretrained(folder / "transformer")
+
+
+def test_from_a_folder_of_videos_to_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_wan(save_pipeline(tmp_path / MODEL))
+    (tmp_path / "videos").mkdir()
+    for number in range(4):
+        data = film([numbered(number + k, 32, 48) for k in range(9)])
+        (tmp_path / "videos" / f"{number}.mp4").write_bytes(data)
+    captions = "\n".join(f"{number}.mp4,{number} {number}" for number in range(4))
+    (tmp_path / "captions.csv").write_text(f"file,caption\n{captions}\n")
+    with chdir(tmp_path):
+        commands = [line for block in blocks("") for line in block.splitlines() if line.startswith("videoscale ")]
+        for command in commands:
+            smaller = replaced(command, SMALLER) if "encode" in command else command
+            assert main(shlex.split(smaller)[1:]) == 0, capsys.readouterr().err
+        (script,) = blocks("python")
+        exec(replaced(script, ON_THIS_MACHINE), {"__name__": "__main__"})
+        assert list(tmp_path.glob("lightning_logs/version_0/report.html"))
+        assert list(tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt"))
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+    return found
+
+
+def longest(peaks: list[dict[str, Any]]) -> float:
+    """Tokens whose peak is 40 GiB, by a line through those of four GPUs or one without checkpointing."""
+    slope, start = np.polyfit([row["tokens"] for row in peaks], [row["peak_bytes"] for row in peaks], 1)
+    return float((40 * 2**30 - start) / slope)
+
+
+def test_its_three_figures_are_those_of_the_files() -> None:
+    (planned,) = (x for x in rows("data-balances-h200x2") if (x["balance"], x["micro_batches"]) == ("planned", 1))
+    step = {x["mode"]: x for x in rows("kernels-wan_step-h200") if x["model"] == "Wan-1.3B"}
+    eager, fused = step["eager"], step["fused"]
+    memory = [
+        x for x in rows("parallel-activation_memory-h200x4") if "tokens" in x and not x["activation_checkpointing"]
+    ]
+    one, four = ([x for x in memory if x["ranks"] == n and x["transport"] == "collective"] for n in (1, 4))
+    time, peak = (fused[name] / eager[name] for name in ("median_ms", "peak_bytes"))
+    page = README.replace("\N{MULTIPLICATION SIGN}", "times")
+    assert f"| {planned['over_equal_token']:.2f} times |" in page
+    assert f"| {time:.2f} times, {peak:.2f} times |" in page
+    assert f"| {longest(four) / longest(one):.1f} times |" in page
+
+
+def test_the_first_page_is_short() -> None:
+    assert len(README.split()) <= 700
