@@ -51,6 +51,12 @@ def export(
         ModuleNotFoundError: If diffusers or peft is missing where it is needed.
     """
     network = _Network.of(CheckpointFolder(checkpoint), module)
+    if scaled := network.adapters.get("scaled"):
+        raise CheckpointError(
+            f"The adapters {scaled} of {network.path!r} had another scale than their configuration says, as by "
+            "set_adapters(names, weights), and neither files nor merging would know: train with a lora_alpha that "
+            "holds the scale."
+        )
     if network.adapters and not merge:
         if base is not None:
             raise CheckpointError("Files of adapters need no --base: leave it out, or add --merge.")

@@ -6,6 +6,7 @@ peft is not imported here unless a model has its layers, for which somebody has 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -48,7 +49,8 @@ def describe_adapters(model: Any) -> str | None:
 
     Returns:
         ``configs`` by the adapters' names; ``files``, which says by the name in an adapter's file which entry of the
-        model's ``state_dict`` it is; ``active``; and ``wrapped``, whether the model is a ``PeftModel``.
+        model's ``state_dict`` it is; ``active``; ``scaled``, those that have another scale than their configuration
+        says, as by ``set_adapters(names, weights)``; and ``wrapped``, whether the model is a ``PeftModel``.
     """
     configs = _configs(model)
     if not configs:
@@ -60,6 +62,7 @@ def describe_adapters(model: Any) -> str | None:
         "configs": {name: config.to_dict() for name, config in configs.items()},
         "files": {name: _names_in_file(model, name) for name in configs},
         "active": list(configs) if layer is None else list(layer.active_adapters),
+        "scaled": sorted(_scaled(model)),
         "wrapped": is_peft_model(model),
     }
     return json.dumps(described, default=_plain)
@@ -83,6 +86,17 @@ def _names_in_file(model: Any, adapter: str) -> dict[str, str]:
     return found
 
 
+def _scaled(model: nn.Module) -> set[str]:
+    configs, found = _configs(model), set()
+    for layer in _adapter_modules(model):
+        for name, scale in getattr(layer, "scaling", {}).items():
+            if name in configs and name in getattr(layer, "lora_alpha", {}):
+                rank: float = layer.r[name] ** (0.5 if getattr(configs[name], "use_rslora", False) else 1)
+                if not math.isclose(scale, layer.lora_alpha[name] / rank):
+                    found.add(name)
+    return found
+
+
 def _configs(module: nn.Module) -> dict[str, Any]:
     configs = getattr(module, "peft_config", None)
     return dict(configs) if isinstance(configs, Mapping) else {}
@@ -92,7 +106,7 @@ def _adapted_modules(root: nn.Module) -> Iterator[nn.Module]:
     return (module for module in root.modules() if _configs(module))
 
 
-def _adapter_modules(root: nn.Module) -> list[nn.Module]:
+def _adapter_modules(root: nn.Module) -> list[Any]:
     if "peft" not in sys.modules:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import lightning.pytorch as pl
 import peft
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -67,9 +68,28 @@ class Adapted(pl.LightningModule):
         times = torch.full((len(batch),), 500.0)
         return self.transformer(noisy, times, torch.ones(len(batch), 5, 16)).sample.square().mean()
 
+    def predict_step(self, batch: Tensor) -> Tensor:
+        return self.transformer(batch, torch.full((len(batch),), 500.0), torch.ones(len(batch), 5, 16)).sample
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # Small steps for all of what the class may add; LoRA's need large ones to be seen.
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+
+
+class Surrounded(Adapted):
+    """Beside the network: a frozen teacher that moves, a frozen encoder, and statistics that training writes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.teacher = nn.Linear(3, 3).requires_grad_(False)
+            self.encoder = nn.Linear(3, 3).requires_grad_(False)
+        self.statistics = nn.BatchNorm1d(4).requires_grad_(False)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.statistics(batch.flatten(2))
+        self.teacher.weight.mul_(0.5)
+        return super().training_step(batch)
 
 
 @torch.no_grad()
@@ -80,7 +100,14 @@ def look(model: nn.Module) -> Tensor:
 
 
 class Look(Callback):
-    """What the network says of a clip when training ends."""
+    """What the network says of a clip when training ends; a checkpoint after the first epoch."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        if self.path is not None and trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
 
     def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
         self.seen = look(module.transformer)
@@ -93,29 +120,53 @@ def strategy_of(name: str, **options: Any) -> Any:
     return {"ddp": SequenceParallelDDPStrategy, "fsdp2": SequenceParallelFSDP2Strategy}[name](**options)
 
 
-def fit(
-    module: pl.LightningModule, strategy: str, epochs: int, start: Path | None = None, end: Path | None = None,
-    callbacks: Any = (), **options: Any,
-) -> pl.Trainer:  # fmt: skip
+@contextmanager
+def trainer(strategy: str, epochs: int, callbacks: Any = (), **options: Any) -> Iterator[pl.Trainer]:
     torch.manual_seed(5)
     with deepspeed_on_cpu() if strategy.startswith("zero") else nullcontext():
-        runner = pl.Trainer(
+        yield pl.Trainer(
             strategy=strategy_of(strategy, **options), accelerator="cpu", devices=dist.get_world_size(),
             max_epochs=epochs, callbacks=list(callbacks), logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         )  # fmt: skip
-        clips = torch.randn(4, 4, 2, 4, 4, generator=torch.Generator().manual_seed(1))
-        runner.fit(module, DataLoader(clips, batch_size=2), ckpt_path=start)
+
+
+def clips() -> DataLoader[Tensor]:
+    return DataLoader(torch.randn(4, 4, 2, 4, 4, generator=torch.Generator().manual_seed(1)), batch_size=2)
+
+
+def fit(
+    module: pl.LightningModule, strategy: str, epochs: int, start: Path | None = None, end: Path | None = None,
+    callbacks: Any = (), **options: Any,
+) -> pl.Trainer:  # fmt: skip
+    with trainer(strategy, epochs, callbacks, **options) as runner:
+        runner.fit(module, clips(), ckpt_path=start)
         if end is not None:
             runner.save_checkpoint(end)
     return runner
 
 
-def stop_and_go_on(strategy: str, way: str, kind: str, folder: Path, then: str | None = None) -> Tensor:
-    """Saves ``whole.ckpt`` after two epochs, ``one.ckpt`` after one and ``two.ckpt`` after it was continued."""
-    seen = Look()
-    fit(Adapted(way, kind), strategy, 2, None, folder / "whole.ckpt", [seen])
-    fit(Adapted(way, kind), strategy, 1, None, folder / "one.ckpt")
-    # Its own initial values differ; the base's do not.
-    fit(Adapted(way, kind, seed=8), then or strategy, 2, folder / "one.ckpt", folder / "two.ckpt")
+def predict(module: pl.LightningModule, path: Path | None, strategy: str = "ddp") -> list[Any]:
+    with trainer(strategy, 1) as runner:
+        return [torch.cat(runner.predict(module, clips(), ckpt_path=path))]
+
+
+def stop_and_go_on(
+    strategy: str, way: str, kind: str, folder: Path, then: str | None = None,
+    module_class: type[Adapted] = Adapted, average: bool = False, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Saves ``one.ckpt`` after an epoch, ``whole.ckpt`` after two, and ``two.ckpt`` after the first was continued.
+
+    Returns:
+        What the network says of a clip after two epochs.
+    """
+    seen = Look(folder / "one.ckpt")
+
+    def callbacks() -> list[Callback]:
+        return [EMAWeightAveraging(decay=0.5)] if average else []
+
+    fit(module_class(way, kind), strategy, 2, None, folder / "whole.ckpt", [*callbacks(), seen], **options)
+    # Other initial values of the adapters, and the same base.
+    again = module_class(way, kind, seed=8)
+    fit(again, then or strategy, 2, folder / "one.ckpt", folder / "two.ckpt", callbacks(), **options)
     return seen.seen
