@@ -63,6 +63,12 @@ def export(
         return [f"{network.path}, adapter {said}" for said in write_adapters(network.adapters, network.read, output)]
     if merge and not network.adapters:
         raise CheckpointError(f"The checkpoint says of no adapters of {network.path!r}: leave out --merge.")
+    if not network.adapters and any("lora_" in name or ".base_layer." in name for name in network.names()):
+        raise CheckpointError(
+            f"There are adapters among the weights of {network.path!r}, and the checkpoint does not hold their "
+            "configuration, as the network had no peft_config: add them by add_adapter or get_peft_model. Or build the "
+            "network as in training, and fill it by load_state_dict(strategies.read_weights(checkpoint, module))."
+        )
     model = _build(network, base)
     if merge:
         model = _merged(model, network)
@@ -229,13 +235,10 @@ def _fill(model: nn.Module, network: _Network, prefix: str) -> None:
     lacking, unexpected = [x for x in held if x not in weights], [x for x in weights if x not in held]
     other = [x for x in held if x in weights and held[x].shape != weights[x].shape]
     if lacking or unexpected or other:
-        adapted = any(".base_layer." in name or "lora_" in name for name in unexpected)
         raise CheckpointError(
             f"The weights do not fit a {type(model).__name__}: {_some(lacking)} missing, {_some(unexpected)} "
-            f"unexpected, {_some(other)} of other shape. "
-            + ("Adapters are among them, whose configuration the checkpoint does not hold. " if adapted else "")
-            + "Build the network as in training, and fill it by network.load_state_dict(strategies.read_weights("
-            "checkpoint, module))."
+            f"unexpected, {_some(other)} of other shape. Build the network as in training, and fill it by "
+            "network.load_state_dict(strategies.read_weights(checkpoint, module))."
         )
     model.load_state_dict(weights, assign=True)
 

@@ -99,7 +99,9 @@ def _scaled(model: nn.Module) -> set[str]:
 
 def _configs(module: nn.Module) -> dict[str, Any]:
     configs = getattr(module, "peft_config", None)
-    return dict(configs) if isinstance(configs, Mapping) else {}
+    if not isinstance(configs, Mapping):  # a LightningModule may keep anything under this name
+        return {}
+    return {name: config for name, config in configs.items() if hasattr(config, "peft_type")}
 
 
 def _adapted_modules(root: nn.Module) -> Iterator[nn.Module]:

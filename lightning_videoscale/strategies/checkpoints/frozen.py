@@ -31,12 +31,16 @@ _WITH_PARAMETERS = ("state_dict", "current_model_state")
 
 
 def frozen_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns what is frozen and belongs to no adapter, by the names in the ``state_dict``."""
+    """Returns what is frozen and belongs to no adapter, by the names in the ``state_dict``.
+
+    Without tensors of classes of their own, as of quantized weights, whose bytes nobody here knows.
+    """
     added = adapter_parameters(root)
     return {
         name: value
         for name, value in root.state_dict(keep_vars=True).items()
         if isinstance(value, nn.Parameter) and not value.requires_grad and value not in added
+        if type(value) is nn.Parameter or isinstance(value, DTensor)
     }
 
 

@@ -21,7 +21,7 @@ def describe_networks(root: nn.Module) -> dict[str, dict[str, str]]:
     networks: dict[str, str] = {}
     adapters: dict[str, str] = {}
     for path, module in root.named_modules():
-        if any(path.startswith(f"{outer}.") for outer in [*networks, *adapters]):
+        if not path or any(path.startswith(f"{outer}.") for outer in [*networks, *adapters]):
             continue
         model: Any = module
         if hasattr(model, "save_pretrained") and hasattr(model, "to_json_string"):
