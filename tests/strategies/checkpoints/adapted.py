@@ -72,7 +72,8 @@ class Adapted(pl.LightningModule):
         return self.transformer(batch, torch.full((len(batch),), 500.0), torch.ones(len(batch), 5, 16)).sample
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+        # An eps of the gradients' size: smaller ones make whole steps of the weights from the rounding of zeros.
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2, eps=0.1)
 
 
 class Surrounded(Adapted):
@@ -146,9 +147,9 @@ def fit(
     return runner
 
 
-def predict(module: pl.LightningModule, path: Path | None, strategy: str = "ddp") -> list[Any]:
+def predict(module: pl.LightningModule, path: Path | None, strategy: str = "ddp") -> Tensor:
     with trainer(strategy, 1) as runner:
-        return [torch.cat(runner.predict(module, clips(), ckpt_path=path))]
+        return torch.cat(runner.predict(module, clips(), ckpt_path=path))
 
 
 def stop_and_go_on(
