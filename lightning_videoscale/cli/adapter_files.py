@@ -59,7 +59,7 @@ def write_adapters(described: Mapping[str, Any], read: Callable[[str], Tensor], 
             )
     said = []
     for name, config in configs.items():
-        weights = {key.removeprefix(_IN_PEFT_MODEL): read(own) for key, own in described["files"][name].items()}
+        weights = {key: read(own) for key, own in described["files"][name].items()}
         folder = output / name if len(configs) > 1 else output
         folder.mkdir(parents=True, exist_ok=True)
         _write_for_peft(folder, config, weights)
@@ -75,7 +75,8 @@ def write_adapters(described: Mapping[str, Any], read: Callable[[str], Tensor], 
 
 
 def _write_for_peft(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    _save(folder / PEFT_FILE, {f"{_IN_PEFT_MODEL}{key}": value for key, value in weights.items()}, {})
+    inside = {key: key if key.startswith("base_model.") else f"{_IN_PEFT_MODEL}{key}" for key in weights}
+    _save(folder / PEFT_FILE, {inside[key]: value for key, value in weights.items()}, {})
     text = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True)
     (folder / PEFT_CONFIG).write_text(text, encoding="utf-8")
 
@@ -84,7 +85,7 @@ def _write_for_diffusers(folder: Path, config: Mapping[str, Any], weights: Mappi
     header = {f"{_IN_PIPELINE}.{key}": value for key, value in config.items()}
     _save(
         folder / DIFFUSERS_FILE,
-        {f"{_IN_PIPELINE}.{key}": value for key, value in weights.items()},
+        {f"{_IN_PIPELINE}.{key.removeprefix(_IN_PEFT_MODEL)}": value for key, value in weights.items()},
         {"lora_adapter_metadata": json.dumps(header, indent=2, sort_keys=True)},
     )
 

@@ -200,10 +200,16 @@ def _merged(model: Any, network: _Network) -> Any:
         raise ModuleNotFoundError('Merging needs peft: pip install "lightning-videoscale[peft]".') from error
     configs = {name: _without_values(config) for name, config in network.adapters["configs"].items()}
     first, *others = configs
-    with torch.device("meta"):
-        adapted: Any = peft.get_peft_model(model, configs[first], first)
-        for name in others:
-            adapted.add_adapter(name, configs[name])
+    try:
+        with torch.device("meta"):
+            adapted: Any = peft.get_peft_model(model, configs[first], first)
+            for name in others:
+                adapted.add_adapter(name, configs[name])
+    except NotImplementedError as error:  # what torch raises where values on the meta device are needed
+        raise CheckpointError(
+            f"peft cannot build adapters of type {configs[first].peft_type.value} without values: leave out --merge, "
+            "load the files by PeftModel.from_pretrained, and call merge_and_unload."
+        ) from error
     _fill(adapted, network, "" if network.adapters["wrapped"] else "base_model.model.")
     return adapted.merge_and_unload(adapter_names=network.adapters["active"])
 

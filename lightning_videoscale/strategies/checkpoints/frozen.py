@@ -53,15 +53,17 @@ def fingerprints(parameters: Mapping[str, nn.Parameter], device: torch.device) -
         device: That of this rank.
     """
     shares, mine = Shares(dist.get_world_size()), {}
-    places = {parameter: place for place, parameter in enumerate(dict.fromkeys(parameters.values()))}
-    for parameter, place in places.items():
+    first_names: dict[nn.Parameter, str] = {}
+    for name, parameter in parameters.items():
+        first_names.setdefault(parameter, name)
+    for parameter, name in first_names.items():
         whole = gather_parameter(parameter, device)
         if shares.next(full_numel(parameter)) == dist.get_rank():
-            mine[place] = Fingerprint.of(whole, device)
-    everyone: list[dict[int, Fingerprint]] = [{}] * dist.get_world_size()
+            mine[name] = Fingerprint.of(whole, device)
+    everyone: list[dict[str, Fingerprint]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    found = {place: fingerprint for theirs in everyone for place, fingerprint in theirs.items()}
-    return {name: found[places[parameter]] for name, parameter in parameters.items()}
+    found = {name: fingerprint for theirs in everyone for name, fingerprint in theirs.items()}
+    return {name: found[first_names[parameter]] for name, parameter in parameters.items()}
 
 
 def unchanged(start: Mapping[str, Fingerprint], root: nn.Module, device: torch.device) -> dict[str, Fingerprint]:

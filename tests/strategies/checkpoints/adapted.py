@@ -64,12 +64,11 @@ class Adapted(pl.LightningModule):
             self.transformer.add_adapter(config(kind), "style")
 
     def training_step(self, batch: Tensor) -> Tensor:
-        noisy = batch + torch.randn_like(batch)
-        times = torch.full((len(batch),), 500.0)
-        return self.transformer(noisy, times, torch.ones(len(batch), 5, 16)).sample.square().mean()
+        return self.predict_step(batch + torch.randn_like(batch)).square().mean()
 
     def predict_step(self, batch: Tensor) -> Tensor:
-        return self.transformer(batch, torch.full((len(batch),), 500.0), torch.ones(len(batch), 5, 16)).sample
+        times, text = torch.full((len(batch),), 500.0), torch.ones(len(batch), 5, 16)
+        return self.transformer(batch, times.to(batch.device), text.to(batch.device)).sample
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # An eps of the gradients' size: smaller ones make whole steps of the weights from the rounding of zeros.
@@ -97,7 +96,8 @@ class Surrounded(Adapted):
 def look(model: nn.Module) -> Tensor:
     generator = torch.Generator().manual_seed(4)
     clip, text = torch.randn(1, 4, 2, 4, 4, generator=generator), torch.randn(1, 5, 16, generator=generator)
-    return model.eval()(clip, torch.tensor([300.0]), text).sample
+    device = next(model.parameters()).device
+    return model.eval()(clip.to(device), torch.tensor([300.0], device=device), text.to(device)).sample.cpu()
 
 
 class Look(Callback):
@@ -124,9 +124,10 @@ def strategy_of(name: str, **options: Any) -> Any:
 @contextmanager
 def trainer(strategy: str, epochs: int, callbacks: Any = (), **options: Any) -> Iterator[pl.Trainer]:
     torch.manual_seed(5)
-    with deepspeed_on_cpu() if strategy.startswith("zero") else nullcontext():
+    accelerator = "gpu" if dist.get_backend() == "nccl" else "cpu"
+    with deepspeed_on_cpu() if strategy.startswith("zero") and accelerator == "cpu" else nullcontext():
         yield pl.Trainer(
-            strategy=strategy_of(strategy, **options), accelerator="cpu", devices=dist.get_world_size(),
+            strategy=strategy_of(strategy, **options), accelerator=accelerator, devices=dist.get_world_size(),
             max_epochs=epochs, callbacks=list(callbacks), logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         )  # fmt: skip

@@ -35,8 +35,9 @@ def expected(x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
-@pytest.mark.parametrize("elements", [0, 1, 3, 70_001, 150_001])
+@pytest.mark.parametrize("elements", [0, 1, 3, 70_001])
 def test_it_is_the_sum_of_weighted_words(dtype: torch.dtype, elements: int) -> None:
+    # 70 001 elements are some rows of words, and of eight bytes each more than a CPU takes at a time.
     x = (torch.randn(elements, generator=torch.Generator().manual_seed(elements)) * 50).to(dtype)
     found = Fingerprint.of(x, CPU)
     assert found.bits == expected(x)
