@@ -7,7 +7,7 @@
 `videoscale benchmark-shapes`  measures time and memory of training steps over the shapes of some data
 `videoscale plan`     simulates the balances on an index or a table of clips
 `videoscale report`   draws the page about a run from what it logged
-`videoscale export`   writes the trained weights of a checkpoint for diffusers' ``from_pretrained``
+`videoscale export`   writes the trained weights of a checkpoint for diffusers' ``from_pretrained``, or its adapters
 """
 
 from __future__ import annotations

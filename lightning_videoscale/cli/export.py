@@ -1,26 +1,34 @@
-"""`videoscale export`: the trained weights of a checkpoint as a folder for diffusers' `from_pretrained`."""
+"""`videoscale export`: what a checkpoint trained, for diffusers' ``from_pretrained`` or as files of adapters."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from lightning_videoscale.cli.adapter_files import write_adapters
 from lightning_videoscale.compat.diffusers import CLASS_NAME
-from lightning_videoscale.strategies.checkpoints.folder import CheckpointError, CheckpointFolder, read_weights
+from lightning_videoscale.strategies.checkpoints.fingerprints import Fingerprint
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointError, CheckpointFolder
+from lightning_videoscale.strategies.checkpoints.frozen import LEFT_OUT, check_base
+from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 
-Adapters = Literal["merge", "alone"]
-"""Merged into the weights of their network, or as files of their own."""
 
+def export(
+    checkpoint: Path, output: Path, module: str | None = None, merge: bool = False, base: Path | None = None
+) -> list[str]:
+    """Writes one network of a checkpoint, or its adapters, without the LightningModule it was part of.
 
-def export(checkpoint: Path, output: Path, module: str | None = None, adapters: Adapters | None = None) -> str:
-    """Writes one network of a checkpoint as its ``save_pretrained`` would, without the LightningModule it was part of.
+    A network without adapters is written as its ``save_pretrained`` would. Of one with adapters of peft these are
+    written, for diffusers' and peft's loaders (see `adapter_files`); or with ``merge`` the network, into whose weights
+    those adapters are merged that were active.
 
     Weights keep the dtype they were saved in: that of the parameters, float32 under ZeRO. If a weight-averaging
     callback ran, they are the averaged ones, as in Lightning's own checkpoints.
@@ -28,133 +36,227 @@ def export(checkpoint: Path, output: Path, module: str | None = None, adapters: 
     Args:
         checkpoint: A checkpoint of one of our strategies.
         output: The folder to write.
-        module: Path of the network within the LightningModule. Left out, the one diffusers model in it.
-        adapters: Of a network that was trained with adapters of peft: ``"merge"`` those that were active into its
-            weights, or write the adapters ``"alone"``, as their own method does: ``save_lora_adapter`` of those that
-            diffusers' ``add_adapter`` added, ``save_pretrained`` of a ``PeftModel``.
+        module: Path of the network within the LightningModule. Left out, the one that has adapters, or the one model of
+            diffusers.
+        merge: Merge adapters into the network.
+        base: A folder with the network as it was before training, as for ``from_pretrained``. Needed for a network of
+            which the checkpoint holds what trained only; a folder with other weights is an error.
 
     Returns:
-        The path of the network that was written.
+        What was written where, in words.
 
     Raises:
-        CheckpointError: If that is no checkpoint, has no such network, or one that diffusers does not have; or if it
-            has adapters and ``adapters`` is left out, or the other way round.
+        CheckpointError: If that is no checkpoint, has no such network, or one that diffusers does not have; if it is to
+            merge and has no adapters; or if ``base`` is missing, not needed, or not what was trained on.
+        ModuleNotFoundError: If diffusers or peft is missing where it is needed.
     """
-    ours = CheckpointFolder(checkpoint).rest.get("lightning_videoscale", {})
-    networks: dict[str, str] = ours.get("networks", {})
-    if module is None and len(networks) == 1:
-        (module,) = networks
-    if module is None or module not in networks:
+    network = _Network.of(CheckpointFolder(checkpoint), module)
+    if scaled := network.adapters.get("scaled"):
         raise CheckpointError(
-            f"{checkpoint} holds these diffusers models: {sorted(networks)}. "
-            + ("Name one of them with --module." if networks else "Use `strategies.read_weights` for others.")
+            f"The adapters {scaled} of {network.path!r} had another scale than their configuration says, as by "
+            "set_adapters(names, weights), and neither files nor merging would know: train with a lora_alpha that "
+            "holds the scale."
         )
-    described: dict[str, Any] = json.loads(ours.get("adapters", {}).get(module, "{}"))
-    _check_choice(module, described, adapters)
-    config: dict[str, Any] = json.loads(networks[module])
-    with torch.device("meta"):
-        network = _diffusers_class(config[CLASS_NAME]).from_config(config)
-    weights = read_weights(checkpoint, module)
-    if described:
-        _save_adapted(network, described, weights, output, merge=adapters == "merge")
+    if network.adapters and not merge:
+        if base is not None:
+            raise CheckpointError("Files of adapters need no --base: leave it out, or add --merge.")
+        return [f"{network.path}, adapter {said}" for said in write_adapters(network.adapters, network.read, output)]
+    if merge and not network.adapters:
+        raise CheckpointError(f"The checkpoint says of no adapters of {network.path!r}: leave out --merge.")
+    if not network.adapters and any("lora_" in name or ".base_layer." in name for name in network.names()):
+        raise CheckpointError(
+            f"There are adapters among the weights of {network.path!r}, and the checkpoint does not hold their "
+            "configuration, as the network had no peft_config: add them by add_adapter or get_peft_model. Or build the "
+            "network as in training, and fill it by load_state_dict(strategies.read_weights(checkpoint, module))."
+        )
+    model = _build(network, base)
+    if merge:
+        model = _merged(model, network)
     else:
-        _fill(network, weights)
-        network.save_pretrained(output)
-    return module
+        _fill(model, network, "")
+    model.save_pretrained(output)
+    return [f"{network.path} -> {output}"]
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``export`` to the command line."""
-    description = "Writes a trained network as an ordinary diffusers folder, for from_pretrained, or its adapters."
+    description = (
+        "Writes a trained network as an ordinary diffusers folder, for from_pretrained. Of one that was trained with "
+        "adapters (LoRA), writes these, for diffusers' load_lora_weights and peft's PeftModel.from_pretrained."
+    )
     parser = commands.add_parser("export", help="weights of a checkpoint for diffusers", description=description)
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, such as checkpoints/last.ckpt")
     parser.add_argument("output", type=Path, help="the folder to write")
     parser.add_argument("--module", help="path of the network in the LightningModule, such as transformer")
+    parser.add_argument("--merge", action="store_true", help="write the network with its adapters merged into it")
     parser.add_argument(
-        "--adapters", choices=get_args(Adapters), help="merge adapters (LoRA) into the network, or write them alone"
+        "--base", type=Path, help="folder of the network before training, for checkpoints that leave it out"
     )
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        module = export(options.checkpoint, options.output, options.module, options.adapters)
+        written = export(options.checkpoint, options.output, options.module, options.merge, options.base)
     except (CheckpointError, ModuleNotFoundError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         return 1
-    Console(soft_wrap=True).print(f"{module} -> {options.output}", markup=False)
+    for line in written:
+        Console(soft_wrap=True).print(line, markup=False)
     return 0
 
 
-def _check_choice(module: str, described: Mapping[str, Any], adapters: Adapters | None) -> None:
-    if described and adapters is None:
-        raise CheckpointError(
-            f"{module!r} was trained with the adapters {list(described['configs'])}. --adapters merge writes the "
-            f"network with {described['active']} merged into its weights, for from_pretrained; --adapters alone writes "
-            f"the adapters, for {'PeftModel.from_pretrained' if described['wrapped'] else 'load_lora_adapter'}."
+@dataclass(frozen=True)
+class _Network:
+    """A network in a checkpoint.
+
+    Attributes:
+        path: Where it is in the LightningModule.
+        config: Its configuration, if it is a model of diffusers.
+        adapters: What `describe_adapters` said; empty if it has none.
+        values: All weights of the checkpoint.
+        left_out: Fingerprints of the network's weights that are not in the checkpoint, by name in the network.
+    """
+
+    path: str
+    config: Mapping[str, Any] | None
+    adapters: Mapping[str, Any]
+    values: SavedTensors
+    left_out: Mapping[str, Fingerprint]
+
+    @classmethod
+    def of(cls, folder: CheckpointFolder, module: str | None) -> _Network:
+        ours = folder.rest.get("lightning_videoscale", {})
+        networks, adapters = ours.get("networks", {}), ours.get("adapters", {})
+        candidates = adapters or networks
+        if module is None and len(candidates) == 1:
+            (module,) = candidates
+        if module is None or module not in networks | adapters:
+            raise CheckpointError(
+                f"{folder.path} holds these diffusers models: {sorted(networks)}, and these networks with adapters: "
+                f"{sorted(adapters)}. "
+                + ("Name one of them with --module." if networks | adapters else "Use `strategies.read_weights`.")
+            )
+        values = folder.tensors("state_dict")
+        values.update(folder.rest["state_dict"])
+        return cls(
+            module,
+            json.loads(networks[module]) if module in networks else None,
+            json.loads(adapters.get(module, "{}")),
+            values,
+            {
+                name.removeprefix(f"{module}."): Fingerprint.from_dict(saved)
+                for name, saved in ours.get(LEFT_OUT, {}).items()
+                if name.startswith(f"{module}.")
+            },
         )
-    if adapters is not None and not described:
-        raise CheckpointError(f"The checkpoint says of no adapters of {module!r}: leave out --adapters.")
+
+    def read(self, name: str) -> Tensor:
+        """Returns a weight of the network by its name in it."""
+        full = f"{self.path}.{name}"
+        if full not in self.values:
+            raise CheckpointError(f"The checkpoint has no weight {full!r}.")
+        value: Tensor = self.values[full]
+        return value
+
+    def names(self) -> list[str]:
+        """The names, in the network, of its weights that the checkpoint holds."""
+        prefix = f"{self.path}."
+        return [name.removeprefix(prefix) for name in self.values if name.startswith(prefix)]
 
 
-def _save_adapted(
-    network: Any, described: Mapping[str, Any], weights: Mapping[str, Tensor], output: Path, merge: bool
-) -> None:
-    """Builds a network with its adapters in the way of peft, whichever way they came, and saves one or the other."""
-    import peft
+def _build(network: _Network, base: Path | None) -> Any:
+    """The network before training, without values where the checkpoint brings all of them."""
+    if network.config is None:
+        raise CheckpointError(
+            f"{network.path!r} is no model of diffusers, and the checkpoint does not say how to build it: do so as in "
+            "training, fill it with load_state_dict(strategies.read_weights(...)), and call merge_and_unload."
+        )
+    network_class = _diffusers_class(network.config[CLASS_NAME])
+    if base is None:
+        if network.left_out:
+            raise CheckpointError(
+                f"The checkpoint leaves out {len(network.left_out)} frozen weights of {network.path!r}: name the "
+                "folder of the network before training, as for from_pretrained, with --base."
+            )
+        with torch.device("meta"):
+            return network_class.from_config(network.config)
+    if not network.left_out:
+        raise CheckpointError(f"The checkpoint holds all weights of {network.path!r}: leave out --base.")
+    if not (base / "config.json").is_file():
+        raise CheckpointError(
+            f"{base} is not the folder of a network, which has a config.json: name it itself, such as "
+            f"{base / 'transformer'}."
+        )
+    dtypes = {fingerprint.dtype for fingerprint in network.left_out.values()}
+    return network_class.from_pretrained(base, torch_dtype=_dtype(dtypes.pop()) if len(dtypes) == 1 else None)
 
-    configs = {name: _adapter_config(config) for name, config in described["configs"].items()}
-    names = list(configs)
-    with torch.device("meta"):
-        model = peft.get_peft_model(network, _without_values(described["configs"][names[0]]), names[0])
-        for name in names[1:]:
-            model.add_adapter(name, _without_values(described["configs"][name]))
-    prefix = "" if described["wrapped"] else "base_model.model."
-    _fill(model, {f"{prefix}{name}": value for name, value in weights.items()})
-    model.peft_config.update(configs)
-    if merge:
-        model.merge_and_unload(adapter_names=described["active"]).save_pretrained(output)
-    elif described["wrapped"]:
-        model.save_pretrained(output)
-    else:
-        for name in names:
-            network.save_lora_adapter(output / name if len(names) > 1 else output, name)
 
-
-def _adapter_config(config: Mapping[str, Any]) -> Any:
-    import peft
-
-    config_class: Any = peft.PeftConfig
-    return config_class.from_peft_type(**config)
+def _merged(model: Any, network: _Network) -> Any:
+    """Adds the adapters in the way of peft, whichever way they came, fills all, and merges those that were active."""
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('Merging needs peft: pip install "lightning-videoscale[peft]".') from error
+    configs = {name: _without_values(config) for name, config in network.adapters["configs"].items()}
+    first, *others = configs
+    try:
+        with torch.device("meta"):
+            adapted: Any = peft.get_peft_model(model, configs[first], first)
+            for name in others:
+                adapted.add_adapter(name, configs[name])
+    except NotImplementedError as error:  # what torch raises where values on the meta device are needed
+        raise CheckpointError(
+            f"peft cannot build adapters of type {configs[first].peft_type.value} without values: leave out --merge, "
+            "load the files by PeftModel.from_pretrained, and call merge_and_unload."
+        ) from error
+    _fill(adapted, network, "" if network.adapters["wrapped"] else "base_model.model.")
+    return adapted.merge_and_unload(adapter_names=network.adapters["active"])
 
 
 def _without_values(config: Mapping[str, Any]) -> Any:
     """The configuration of an adapter that computes no initial values, as from the base's singular vectors."""
-    built = _adapter_config(config)
+    import peft
+
+    config_class: Any = peft.PeftConfig
+    built = config_class.from_peft_type(**config)
     if hasattr(built, "init_lora_weights"):
         built.init_lora_weights = False
     return built
 
 
-def _fill(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    held = network.state_dict()
+def _fill(model: nn.Module, network: _Network, prefix: str) -> None:
+    """Gives a model the network's weights; what the checkpoint leaves out it must hold, as it was.
+
+    Args:
+        model: With the adapters of the network.
+        network: The network.
+        prefix: What the model's names have before those in the network.
+    """
+    held, saved = model.state_dict(), {f"{prefix}{name}": name for name in network.names()}
+    then = {f"{prefix}{name}": fingerprint for name, fingerprint in network.left_out.items()}
+    base = {name: held[name].to(_dtype(then[name].dtype)) for name in then if name in held}
+    check_base(then, {name: Fingerprint.of(value, torch.device("cpu")) for name, value in base.items()})
+    weights = base | {name: network.read(own) for name, own in saved.items()}
     lacking, unexpected = [x for x in held if x not in weights], [x for x in weights if x not in held]
     other = [x for x in held if x in weights and held[x].shape != weights[x].shape]
     if lacking or unexpected or other:
-        adapted = any(".base_layer." in name or "lora_" in name for name in unexpected)
         raise CheckpointError(
-            f"The weights do not fit a {type(network).__name__}: {_some(lacking)} missing, {_some(unexpected)} "
-            f"unexpected, {_some(other)} of other shape. "
-            + ("Adapters are among them, whose configuration the checkpoint does not hold. " if adapted else "")
-            + "Build the network as in training, and fill it by network.load_state_dict(strategies.read_weights("
-            "checkpoint, module))."
+            f"The weights do not fit a {type(model).__name__}: {_some(lacking)} missing, {_some(unexpected)} "
+            f"unexpected, {_some(other)} of other shape. Build the network as in training, and fill it by "
+            "network.load_state_dict(strategies.read_weights(checkpoint, module))."
         )
-    network.load_state_dict(weights, assign=True)
+    model.load_state_dict(weights, assign=True)
 
 
 def _some(names: Iterable[str]) -> str:
     first = list(names)
     return f"{len(first)}" + (f" (such as {first[0]})" if first else "")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
 
 
 def _diffusers_class(name: str) -> Any:

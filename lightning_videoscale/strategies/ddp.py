@@ -43,6 +43,10 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
             copy engines, within a host).
         verify_plan: Compare the network split and whole when it is first called, unless tests hold its plan to one
             device, as Wan's; a difference is an error. See ``parallel.verify_plan``.
+        save_frozen: Whether checkpoints hold frozen parameters too. If not, they hold what trains, buffers, and what
+            of the frozen was changed since the start of ``fit``; they continue with a model that is built from the
+            same weights, which is checked. Left out, it is not if adapters of peft are all that trains in the networks
+            that have them.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, with two other defaults:
             rank 0's buffers are broadcast at the start, before validation and when training ends, and not in every
@@ -65,6 +69,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         compile: CompileOptions = False,
         transport: TransportName = "collective",
         verify_plan: bool = True,
+        save_frozen: bool | None = None,
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
@@ -79,6 +84,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
                 compile=compile,
                 transport=transport,
                 verify_plan=verify_plan,
+                save_frozen=save_frozen,
             )
         )
 

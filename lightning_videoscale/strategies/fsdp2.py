@@ -78,6 +78,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         shard_frozen: Paths of frozen networks to shard too, such as a large text encoder.
         transport: As for `SequenceParallelDDPStrategy`.
         verify_plan: As for `SequenceParallelDDPStrategy`.
+        save_frozen: As for `SequenceParallelDDPStrategy`.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
         timeout: As for `SequenceParallelDDPStrategy`.
 
@@ -101,6 +102,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         shard_frozen: list[str] | None = None,
         transport: TransportName = "collective",
         verify_plan: bool = True,
+        save_frozen: bool | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -116,6 +118,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             compile=compile,
             transport=transport,
             verify_plan=verify_plan,
+            save_frozen=save_frozen,
         )
         self._init_sequence_parallel(self._sharding)
         self._sharded: weakref.WeakSet[pl.LightningModule] = weakref.WeakSet()
@@ -147,6 +150,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             self._sharded.add(self.lightning_module)
         self._count_calls()
         self._agree_on_calls()
+        self._note_frozen()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

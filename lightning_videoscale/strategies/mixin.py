@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -60,6 +61,8 @@ class SequenceParallelMixin(
         self._seed = self._micro_batch = self._stream = 0
         self._loss_weight = 1.0
         self._failed = False
+        self._built = WeakKeyDictionary()
+        self._left_out = {}
 
     # -- who am I ------------------------------------------------------------------------------------------------
 
@@ -184,6 +187,7 @@ class SequenceParallelMixin(
         self._save_together(self.lightning_module)
         self._count_calls()
         self._agree_on_calls()
+        self._note_frozen()
         if self.world_size > 1:
             self._frozen = [(name, p) for name, p in self.lightning_module.named_parameters() if not p.requires_grad]
 

@@ -25,6 +25,7 @@ class SequenceParallelSettings:
     compile: CompileOptions = field(default=False, kw_only=True)
     transport: TransportName = field(default="collective", kw_only=True)
     verify_plan: bool = field(default=True, kw_only=True)
+    save_frozen: bool | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):

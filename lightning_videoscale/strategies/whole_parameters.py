@@ -14,14 +14,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from lightning_videoscale.compat.deepspeed import is_partitioned
 from lightning_videoscale.compat.lightning import timeout_of
-from lightning_videoscale.strategies.checkpoints.zero_partitions import gather
+from lightning_videoscale.strategies.checkpoints.gathering import gather_parameter, is_sharded
 from lightning_videoscale.strategies.failures.rendezvous import Rendezvous, note_exits
 from lightning_videoscale.strategies.units import class_before_sharding
 from lightning_videoscale.undo import Undo
@@ -63,12 +61,12 @@ class WholeParameters(_Parent):
         Raises:
             RuntimeError: If a rank does not come, or another rank failed within, or rank 0 calls the network within.
         """
-        if self.world_size == 1 and not any(map(_is_sharded, module.parameters())):
+        if self.world_size == 1 and not any(map(is_sharded, module.parameters())):
             yield
             return
         rendezvous = Rendezvous("whole_parameters", timeout_of(self) or default_pg_timeout)
         rendezvous.wait()
-        sharded = [parameter for parameter in module.parameters() if _is_sharded(parameter)]
+        sharded = [parameter for parameter in module.parameters() if is_sharded(parameter)]
         before, undo = self._gathered, Undo()
         try:
             whole = {parameter: self._on_first(parameter) for parameter in sharded}
@@ -88,7 +86,7 @@ class WholeParameters(_Parent):
     @torch.no_grad()
     def _on_first(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """The whole parameter on rank 0, None elsewhere; collective over the ranks that share it."""
-        whole = _gather_dtensor(parameter, self.root_device) if isinstance(parameter, DTensor) else gather(parameter)
+        whole = gather_parameter(parameter, self.root_device)
         return nn.Parameter(whole.cpu(), requires_grad=parameter.requires_grad) if self.is_global_zero else None
 
     def _save_together(self, module: nn.Module) -> None:
@@ -98,7 +96,7 @@ class WholeParameters(_Parent):
             for network in module.modules()
             for name in _SAVE_METHODS
             if callable(getattr(type(network), name, None)) and not isinstance(vars(network).get(name), _SaveTogether)
-            if any(map(_is_sharded, network.parameters()))
+            if any(map(is_sharded, network.parameters()))
         ]
         if found and self.world_size > 1:
             note_exits()
@@ -107,7 +105,7 @@ class WholeParameters(_Parent):
 
     def holds_whole(self, module: nn.Module) -> bool:
         """Whether `whole_parameters` has gathered all that is sharded of a module, the same on all ranks."""
-        return all(parameter in self._gathered for parameter in module.parameters() if _is_sharded(parameter))
+        return all(parameter in self._gathered for parameter in module.parameters() if is_sharded(parameter))
 
 
 class _SaveTogether:
@@ -125,23 +123,6 @@ class _SaveTogether:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> types.MethodType:
         return types.MethodType(getattr(type(self._network), self._name), copy.deepcopy(self._network, memo))
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) or is_partitioned(parameter)
-
-
-def _gather_dtensor(parameter: DTensor, device: torch.device) -> Tensor:
-    # Where the ranks can talk: after a run, Lightning has moved the shards to host memory.
-    shard = DTensor.from_local(
-        parameter.to_local().to(device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return shard.full_tensor()
 
 
 def _replace(module: nn.Module, whole: dict[nn.Parameter, nn.Parameter | None], undo: Undo) -> None:

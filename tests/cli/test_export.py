@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.cli import main
-from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
+from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointError, read_weights
 from tests.distributed.pool import ProcessPool
 from tests.models import tiny_wan
+from tests.strategies.checkpoints.adapted import Adapted, Look, fit, look
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -51,13 +53,6 @@ def train_video(folder: Path) -> Tensor:
     return look(module.transformer)
 
 
-@torch.no_grad()
-def look(model: nn.Module) -> Tensor:
-    generator = torch.Generator().manual_seed(4)
-    clip, text = torch.randn(1, 4, 2, 4, 4, generator=generator), torch.randn(1, 5, 16, generator=generator)
-    return model.eval()(clip, torch.tensor([300.0]), text).sample
-
-
 def test_export_for_from_pretrained(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = ranks(1).run(train_video, tmp_path)[0]
     assert main(["export", str(tmp_path / "video.ckpt"), str(tmp_path / "wan")]) == 0
@@ -77,62 +72,84 @@ def test_export_for_from_pretrained(ranks: Ranks, tmp_path: Path, capsys: pytest
 # -- adapters --------------------------------------------------------------------------------------------------------
 
 
-class Adapted(Video):
-    def __init__(self, way: str, dora: bool) -> None:
+class Own(pl.LightningModule):
+    """A network of the user's, which no library knows."""
+
+    def __init__(self) -> None:
         super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        self.net = peft.get_peft_model(self.net, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.net(batch[:, :3, 0, 0, 0]).square().mean()
+
+    configure_optimizers = Adapted.configure_optimizers
+
+
+def train_adapted(folder: Path) -> dict[str, Tensor]:
+    seen = Look()
+    fit(Adapted(), "ddp", 1, None, folder / "alone.ckpt", [seen])
+    fit(Adapted(), "ddp", 1, None, folder / "all.ckpt", save_frozen=True)
+    fit(Adapted("inject"), "ddp", 1, None, folder / "undescribed.ckpt")
+    residual = Look()
+    fit(Adapted("get_peft_model", "pissa"), "ddp", 1, None, folder / "pissa.ckpt", [residual])
+    scaled = Adapted("two")
+    scaled.transformer.set_adapters(["style", "first"], [1.0, 0.5])
+    fit(scaled, "ddp", 1, None, folder / "scaled.ckpt")
+    own = Own()
+    fit(own, "ddp", 1, None, folder / "own.ckpt", modules=["net"], plan=SplitPlan({}, {}, {}, nothing_to_split))
+    return {"alone": seen.seen, "pissa": residual.seen, "own": own.net(torch.ones(3)).detach()}
+
+
+def nothing_to_split(model: nn.Module, context: Any) -> Callable[[], None]:
+    return lambda: None
+
+
+def test_adapters(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = ranks(1).run(train_adapted, tmp_path)[0]
+
+    def run(name: str, *options: str) -> tuple[int, str]:
+        status = main(["export", str(tmp_path / f"{name}.ckpt"), str(tmp_path / f"{name}{len(options)}"), *options])
+        printed = capsys.readouterr()
+        return status, " ".join((printed.out + printed.err).split())
+
+    def base_at(name: str, **config: Any) -> tuple[str, str]:
+        tiny_wan(**config).save_pretrained(tmp_path / name)
+        return "--base", str(tmp_path / name)
+
+    base, other = base_at("base"), base_at("other", ffn_dim=32)
+
+    # Files of adapters come from either checkpoint, and are the same; merged weights need the base.
+    assert run("alone") == (0, said := run("all")[1].replace("all0", "alone0"))
+    assert "'style'" not in said and "adapter style" in said and "peft" in said and "diffusers" in said
+    for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors", "adapter_config.json"):
+        assert (tmp_path / "alone0" / name).read_bytes() == (tmp_path / "all0" / name).read_bytes()
+    assert run("alone", "--merge", *base)[0] == run("all", "--merge")[0] == 0
+    for folder in ("alone3", "all1"):
+        merged = look(WanTransformer3DModel.from_pretrained(tmp_path / folder))
+        torch.testing.assert_close(merged, expected["alone"], rtol=0, atol=2e-6)
+    for status, said in (run("alone", "--merge"), run("alone", "--merge", *other), run("all", "--merge", *base)):
+        assert status == 1 and "--base" in said + "--base" * ("shape [32, 48]" in said) and len(said) < 600
+
+    # An initial value that was taken out of the base, and a scale, are in no file.
+    for name, word in (("pissa", "--merge"), ("scaled", "set_adapters")):
+        status, said = run(name)
+        assert status == 1 and word in said and len(said) < 400
+    assert run("pissa", "--merge")[0] == 0
+    merged = look(WanTransformer3DModel.from_pretrained(tmp_path / "pissa1"))
+    torch.testing.assert_close(merged, expected["pissa"], rtol=0, atol=1e-5)
+
+    # Any network's adapter is written; only diffusers' can be built again.
+    assert run("own")[0] == 0
+    with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = peft.LoraConfig(r=2, target_modules=["to_q", "net.2"], use_dora=dora, init_lora_weights=False)
-        if way == "diffusers":
-            self.transformer.requires_grad_(False)
-            self.transformer.add_adapter(config, "style")
-        elif way == "peft":
-            self.transformer = peft.get_peft_model(self.transformer, config)
-        else:  # in a module of the user's, of which nobody knows how to build it
-            peft.inject_adapter_in_model(config, self.transformer)
-            del self.transformer.peft_config
+        net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    assert torch.equal(peft.PeftModel.from_pretrained(net, tmp_path / "own0")(torch.ones(3)), expected["own"])
+    status, said = run("own", "--merge")
+    assert status == 1 and "merge_and_unload" in said
 
-
-def train_adapted(way: str, dora: bool, folder: Path) -> Tensor:
-    module, strategy = Adapted(way, dora), SequenceParallelFSDP2Strategy()
-    runner = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), max_steps=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    runner.fit(module, DataLoader(torch.ones(2, 4, 2, 4, 4), batch_size=1))
-    runner.save_checkpoint(folder / "video.ckpt")
-    return look(module.transformer)
-
-
-@pytest.mark.parametrize(("way", "dora"), [("diffusers", False), ("peft", True)])
-def test_adapters_are_merged_or_exported_alone(
-    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str, dora: bool
-) -> None:
-    expected = ranks(2).run(train_adapted, way, dora, tmp_path)[0]
-    command = ["export", str(tmp_path / "video.ckpt")]
-    assert main([*command, str(tmp_path / "wan")]) == 1
-    message = " ".join(capsys.readouterr().err.split())
-    assert "--adapters merge" in message and "--adapters alone" in message and len(message) < 400
-    assert ("['style']" if way == "diffusers" else "['default']") in message
-
-    assert main([*command, str(tmp_path / "merged"), "--adapters", "merge"]) == 0
-    merged = look(WanTransformer3DModel.from_pretrained(tmp_path / "merged"))
-    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-5)
-
-    assert main([*command, str(tmp_path / "alone"), "--adapters", "alone"]) == 0
-    if way == "diffusers":
-        model = tiny_wan()
-        model.load_lora_adapter(tmp_path / "alone", prefix=None, weight_name="pytorch_lora_weights.safetensors")
-    else:
-        model = peft.PeftModel.from_pretrained(tiny_wan(), tmp_path / "alone")
-    torch.testing.assert_close(look(model), expected, rtol=0, atol=1e-5)
-    assert not torch.allclose(look(tiny_wan()), expected, atol=1e-3), "the adapter does something"
-
-
-def test_what_the_checkpoint_does_not_describe_is_said_shortly(
-    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks(2).run(train_adapted, "own", False, tmp_path)
-    for options in ([], ["--adapters", "merge"]):
-        assert main(["export", str(tmp_path / "video.ckpt"), str(tmp_path / "wan"), *options]) == 1
-        message = " ".join(capsys.readouterr().err.split())
-        assert len(message) < 600 and ("leave out --adapters" if options else "read_weights") in message
+    for options in ((), ("--merge",)):
+        status, said = run("undescribed", *options)
+        assert status == 1 and len(said) < 600 and ("leave out --merge" if options else "read_weights") in said

@@ -183,7 +183,8 @@ def read_weights(path: str | Path, module: str = "") -> dict[str, Tensor]:
         module: Path, within the LightningModule, of the network whose weights are wanted; all if empty.
 
     Returns:
-        Whole tensors on the CPU, by their names within the network.
+        Whole tensors on the CPU, by their names within the network; without what the checkpoint leaves out, such as the
+        frozen base of adapters: there, load with ``strict=False`` into a network that has it.
 
     Raises:
         CheckpointError: If that is no checkpoint, or nothing in it belongs to the network.

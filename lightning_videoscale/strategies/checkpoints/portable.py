@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -25,6 +26,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_videoscale.parallel import SequenceMesh
+from lightning_videoscale.strategies.checkpoints import frozen
+from lightning_videoscale.strategies.checkpoints.adapters import only_adapters_train
+from lightning_videoscale.strategies.checkpoints.fingerprints import Fingerprint
 from lightning_videoscale.strategies.checkpoints.folder import (
     CheckpointError,
     CheckpointFolder,
@@ -36,6 +40,7 @@ from lightning_videoscale.strategies.checkpoints.networks import describe_networ
 from lightning_videoscale.strategies.checkpoints.optimizer_names import ParameterNames, from_names, to_names
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 from lightning_videoscale.strategies.generators import generator_states, set_generator_states
+from lightning_videoscale.strategies.settings import SequenceParallelSettings
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Parent
@@ -51,6 +56,11 @@ class PortableCheckpoints(_Parent):
     _seed: int
     _micro_batch: int
     _stream: int
+    _settings: SequenceParallelSettings
+    _built: WeakKeyDictionary[pl.LightningModule, dict[str, Fingerprint]]
+    """Fingerprints of what is frozen, of LightningModules whose checkpoints leave it out."""
+    _left_out: Mapping[str, Fingerprint]
+    """Of the checkpoint that is being saved."""
 
     @property
     def mesh(self) -> SequenceMesh:
@@ -85,11 +95,36 @@ class PortableCheckpoints(_Parent):
                 f"{remote} are none: name a mounted folder, and copy to a remote store from there."
             )
 
+    def _note_frozen(self) -> None:
+        """To be called when the model is set up, before anything changes what its code has built; collective."""
+        module = self.lightning_module
+        assert module is not None
+        save_frozen = self._settings.save_frozen
+        if save_frozen is None:
+            save_frozen = not only_adapters_train(module)
+        if save_frozen or module in self._built or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._built[module] = frozen.fingerprints(frozen.frozen_parameters(module), self.root_device)
+        if self._built[module]:
+            rank_zero_info(
+                f"Checkpoints leave out {len(self._built[module])} frozen parameters as long as they stay as they are: "
+                "they continue with a model that is built from the same weights. save_frozen=True would keep them."
+            )
+
+    def _leave_out(self) -> Mapping[str, Fingerprint]:
+        """What the checkpoint that is being saved leaves out; collective."""
+        module = self.lightning_module
+        assert module is not None
+        start = self._built.get(module, {})
+        self._left_out = frozen.unchanged(start, module, self.root_device) if start else {}
+        return self._left_out
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of the model; collective."""
         assert self.lightning_module is not None
-        state: dict[str, Any] = self.lightning_module.state_dict()
-        return state
+        left_out = self._leave_out()
+        return {name: value for name, value in self.lightning_module.state_dict().items() if name not in left_out}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -110,7 +145,10 @@ class PortableCheckpoints(_Parent):
         """Writes a checkpoint; collective over all ranks. See `write_checkpoint`."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes checkpoints itself and takes no storage_options=.")
+        assert self.lightning_module is not None
         path = _local(self.broadcast(filepath))
+        if self._left_out:
+            checkpoint = frozen.without(checkpoint, self._left_out, self.lightning_module)
         rest = dict(checkpoint)
         tensors: dict[str, Any] = {}
         tensors["state_dict"], rest["state_dict"] = _split(self._to_write(checkpoint["state_dict"]))
@@ -121,8 +159,11 @@ class PortableCheckpoints(_Parent):
                 tensors[f"optimizer_{index}"] = {name: found for name, (found, _) in states.items()}
                 others = {name: left for name, (_, left) in states.items()}
                 rest["optimizer_states"].append(optimizer | {"state": others})
-        assert self.lightning_module is not None
-        rest[_OURS] = {"randomness": self._randomness(), **describe_networks(self.lightning_module)}
+        rest[_OURS] = {
+            "randomness": self._randomness(),
+            frozen.LEFT_OUT: {name: fingerprint.to_dict() for name, fingerprint in self._left_out.items()},
+            **describe_networks(self.lightning_module),
+        }
         write_checkpoint(path, tensors, _whole(rest))
 
     def _to_write(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,6 +209,10 @@ class PortableCheckpoints(_Parent):
                 state = folder.tensors(f"optimizer_{index}", name)
                 state.update(optimizer["state"].get(name, {}))
                 optimizer["state"][name] = state
+        left_out = checkpoint.get(_OURS, {}).get(frozen.LEFT_OUT)
+        if left_out:
+            assert self.lightning_module is not None
+            frozen.put_back(checkpoint, left_out, self.lightning_module, self.root_device)
         return checkpoint
 
     @override

@@ -20,10 +20,12 @@ class StoredTensor:
         shape: Of the whole tensor.
         read: Reads it, in the dtype it was saved in: on the device of the given tensor and sharded like it, if that has
             the same shape, else whole and on the CPU.
+        held: Whether the model holds the value already, as that of a parameter which the checkpoint leaves out.
     """
 
     shape: torch.Size
     read: Callable[[Tensor | None], Tensor]
+    held: bool = False
 
 
 class SavedTensors(MutableMapping[str, Any]):
@@ -48,6 +50,11 @@ class SavedTensors(MutableMapping[str, Any]):
         value = self._entries[name]
         return value.shape if isinstance(value, StoredTensor | Tensor) else None
 
+    def is_held(self, name: str) -> bool:
+        """Whether the model holds the value already, so that it need not be loaded."""
+        value = self._entries[name]
+        return isinstance(value, StoredTensor) and value.held
+
     def read(self, name: str, like: Tensor | None) -> Any:
         """Returns a value; a tensor of the shape of ``like`` comes on its device and is sharded like it."""
         value = self._entries[name]
@@ -58,6 +65,10 @@ class SavedTensors(MutableMapping[str, Any]):
             # Every rank has the whole tensor: nothing needs to be sent.
             return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
         return value
+
+    def put(self, name: str, value: StoredTensor) -> None:
+        """Sets what stands for a tensor."""
+        self._entries[name] = value
 
     def copy(self) -> SavedTensors:
         """Returns another of the same entries."""

@@ -19,6 +19,7 @@ from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
 from lightning_videoscale.strategies.checkpoints.optimizer_names import Names, ParameterNames, check_groups, named
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
+from lightning_videoscale.strategies.checkpoints.shares import Shares
 from lightning_videoscale.strategies.checkpoints.zero_partitions import (
     assemble,
     gather,
@@ -36,9 +37,11 @@ class ZeroCheckpoints(PortableCheckpoints):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns this rank's share of the parameters, whole and in float32 where they are trained; collective."""
         assert self.lightning_module is not None
-        trained, shares = self._trained(), Shares(self.world_size)
+        trained, shares, left_out = self._trained(), Shares(self.world_size), self._leave_out()
         state: dict[str, Any] = {}
         for name, value in self.lightning_module.state_dict(keep_vars=True).items():
+            if name in left_out:
+                continue
             if not isinstance(value, nn.Parameter):
                 state[name] = value
                 continue
@@ -74,7 +77,7 @@ class ZeroCheckpoints(PortableCheckpoints):
         held = self.lightning_module.state_dict(keep_vars=True)
         _check_names(saved, held, strict, type(self.lightning_module).__name__)
         for name, value in held.items():
-            if name not in saved:
+            if name not in saved or saved.is_held(name):
                 continue
             if isinstance(value, nn.Parameter):
                 set_parameter(value, saved[name], trained=value in trained)
@@ -128,16 +131,3 @@ def _check_names(saved: SavedTensors, held: Mapping[str, Any], strict: bool, mod
             f"Of other shape (saved, now): {shapes}. With LightningModule.strict_loading = False, what is missing or "
             "unexpected is passed over."
         )
-
-
-class Shares:
-    """Deals tensors out to ranks so that all hold about as many elements; the same on every rank."""
-
-    def __init__(self, ranks: int) -> None:
-        self._held = [0] * ranks
-
-    def next(self, elements: int) -> int:
-        """Returns the rank that takes the next tensor."""
-        rank = self._held.index(min(self._held))
-        self._held[rank] += elements
-        return rank

@@ -1,0 +1,35 @@
+"""A parameter of which this rank may hold a share, made whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_videoscale.compat.deepspeed import is_partitioned
+from lightning_videoscale.strategies.checkpoints.zero_partitions import gather
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether each rank holds a share of the parameter: of FSDP2, or of ZeRO-3."""
+    return isinstance(parameter, DTensor) or is_partitioned(parameter)
+
+
+def gather_parameter(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    """Returns a parameter, whole and in its own dtype; collective over the ranks that share it.
+
+    Args:
+        parameter: The parameter; one that is not shared is returned as it is.
+        device: Where the ranks can talk: after a run, Lightning has moved the shards to host memory.
+    """
+    if not isinstance(parameter, DTensor):
+        return gather(parameter)
+    shard = DTensor.from_local(
+        parameter.to_local().detach().to(device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return shard.full_tensor()
