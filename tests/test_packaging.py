@@ -16,6 +16,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution,
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -240,3 +241,17 @@ def test_the_pages_link_to_files_that_exist() -> None:
     for page in pages:
         for target in re.findall(r"\]\((?!\w+://)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_the_files_around_the_package_agree_with_it() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert {"run": ".ci/run"} in workflow["jobs"]["test"]["steps"]
+    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert {command.removeprefix("make ") for command in commands if command.startswith("make ")} <= set(targets)
+    for template in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert {"name", "description", "body"} <= yaml.safe_load(template.read_text()).keys()
+    (extras,) = re.findall(r"videoscale\[([\w,]+)\]", (ROOT / "Dockerfile").read_text())
+    assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()

@@ -25,7 +25,8 @@ class Job:
         ranks: Number of processes.
         function: At the top level of a module.
         *args: Its arguments.
-        environment: Set in all of them, instead of what torchrun sets.
+        environment: Set in all of them, instead of what torchrun sets; ``{rank}`` in a value is the rank, ``{local}`` and
+            ``{node}`` its place where two ranks are a node.
         backend: ``"gloo"``, or ``"nccl"`` with a GPU for each rank; CUDA does not live through a fork.
     """
 
@@ -102,7 +103,8 @@ def _work(
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
     torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "tests"}
     os.environ |= {name: str(value) for name, value in (places | torchrun).items()} if environment is None else {}
-    os.environ |= {name: value.format(rank=rank) for name, value in (environment or {}).items()}
+    node, local = divmod(rank, 2)
+    os.environ |= {name: value.format(rank=rank, local=local, node=node) for name, value in (environment or {}).items()}
     device = torch.device("cuda", rank) if backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
