@@ -25,8 +25,8 @@ class Job:
         ranks: Number of processes.
         function: At the top level of a module.
         *args: Its arguments.
-        environment: Set in all of them, instead of what torchrun sets; ``{rank}`` in a value is the rank, ``{local}`` and
-            ``{node}`` its place where two ranks are a node.
+        environment: Set in all of them, instead of what torchrun sets. In a value, ``{rank}`` is the rank; where two
+            ranks are a node, ``{node}`` and ``{local}`` are its place.
         backend: ``"gloo"``, or ``"nccl"`` with a GPU for each rank; CUDA does not live through a fork.
     """
 
