@@ -3,6 +3,7 @@
 - `folder`: the format, a folder; writing and reading it.
 - `portable`: `PortableCheckpoints`, for parameters that are whole or ``DTensor`` (DDP, FSDP2).
 - `zero`, `zero_partitions`: the same for ZeRO, which keeps flat pieces of float32 copies.
+- `zero_weights`: those pieces as what is averaged; `shares` deals whole tensors out to ranks.
 - `saved_tensors`: tensors of a checkpoint by name, read when asked for.
 - `optimizer_names`: an optimizer's state by parameter name.
 """

@@ -19,6 +19,7 @@ from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
 from lightning_videoscale.strategies.checkpoints.optimizer_names import Names, ParameterNames, check_groups, named
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
+from lightning_videoscale.strategies.checkpoints.shares import Shares
 from lightning_videoscale.strategies.checkpoints.zero_partitions import (
     assemble,
     gather,
@@ -27,6 +28,8 @@ from lightning_videoscale.strategies.checkpoints.zero_partitions import (
     pieces_of,
     set_parameter,
 )
+from lightning_videoscale.strategies.checkpoints.zero_weights import ZeroWeights
+from lightning_videoscale.trained_weights import TrainedWeights
 
 
 class ZeroCheckpoints(PortableCheckpoints):
@@ -100,6 +103,11 @@ class ZeroCheckpoints(PortableCheckpoints):
             if saved:
                 load_states(piece, saved)
 
+    def trained_weights(self) -> TrainedWeights:
+        """The float32 copies of what is trained, as this rank holds them; see `HasTrainedWeights`."""
+        assert self.lightning_module is not None
+        return ZeroWeights(self.lightning_module, pieces_of(self.optimizers[0]), self.root_device)
+
     def _trained(self) -> set[nn.Parameter]:
         """The parameters of which the engine keeps float32 copies."""
         assert self.lightning_module is not None
@@ -128,16 +136,3 @@ def _check_names(saved: SavedTensors, held: Mapping[str, Any], strict: bool, mod
             f"Of other shape (saved, now): {shapes}. With LightningModule.strict_loading = False, what is missing or "
             "unexpected is passed over."
         )
-
-
-class Shares:
-    """Deals tensors out to ranks so that all hold about as many elements; the same on every rank."""
-
-    def __init__(self, ranks: int) -> None:
-        self._held = [0] * ranks
-
-    def next(self, elements: int) -> int:
-        """Returns the rank that takes the next tensor."""
-        rank = self._held.index(min(self._held))
-        self._held[rank] += elements
-        return rank

@@ -1,0 +1,16 @@
+"""Which rank keeps which of the tensors that all ranks assemble together."""
+
+from __future__ import annotations
+
+
+class Shares:
+    """Deals tensors out to ranks so that all hold about as many elements; the same on every rank."""
+
+    def __init__(self, ranks: int) -> None:
+        self._held = [0] * ranks
+
+    def next(self, elements: int) -> int:
+        """Returns the rank that takes the next tensor."""
+        rank = self._held.index(min(self._held))
+        self._held[rank] += elements
+        return rank

@@ -1,0 +1,168 @@
+"""A run with the callback `EMA`, and beside it an average in float64 of what is trained."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import peft
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import DoublePrecision
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_videoscale.callbacks import EMA
+from lightning_videoscale.strategies import (
+    SequenceParallelDDPStrategy,
+    SequenceParallelDeepSpeedStrategy,
+    SequenceParallelFSDP2Strategy,
+)
+from tests.distributed.wan_training import Clips, RectifiedFlow, assembled
+from tests.distributed.zero import deepspeed_on_cpu
+from tests.models import lifted_float_casts
+
+DECAY = 0.75
+
+
+class Flow(RectifiedFlow):
+    """Two parameters that share their values, and one that is frozen; or adapters, which alone are trained."""
+
+    def __init__(self, lora: bool = False, failing: bool = False) -> None:
+        super().__init__(num_layers=1)
+        self.failing = failing
+        if lora:
+            torch.manual_seed(0)
+            config = peft.LoraConfig(r=2, target_modules=["to_q", "net.2"], init_lora_weights=False)
+            self.transformer = peft.get_peft_model(self.transformer, config)
+        else:
+            self.transformer.patch_embedding.bias.requires_grad_(False)
+            self.alias = self.transformer.proj_out
+
+    def validation_step(self, batch: dict[str, Tensor]) -> None:
+        super().validation_step(batch)
+        if self.failing and self.trainer.global_step == 2:
+            raise ArithmeticError("the validation fails")
+
+
+def master(parameter: nn.Parameter) -> Tensor:
+    """What the optimizer updates, whole."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+        return safe_get_full_fp32_param(parameter).double().clone()
+    return assembled(parameter).double().clone()
+
+
+def computed_with(parameter: nn.Parameter) -> Tensor:
+    """What the network computes with, whole."""
+    if not hasattr(parameter, "ds_id"):
+        return assembled(parameter).double().clone()
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().double().clone()
+
+
+class Oracle(Callback):
+    """Averages whole weights in float64; goes behind `EMA` in the list of callbacks."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+        self.steps = 0
+        self.validated_with: list[dict[str, Tensor]] = []
+        self.expected: list[dict[str, Tensor]] = []
+        self.swapped_back = True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.steps:
+            return
+        self.steps = trainer.global_step
+        for name, parameter in trained(module).items():
+            value = master(parameter)
+            self.average[name] = DECAY * self.average[name] + (1 - DECAY) * value if name in self.average else value
+
+    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.validated_with.append({name: computed_with(p) for name, p in trained(module).items()})
+        self.expected.append(dict(self.average))
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.swapped_back &= all(torch.equal(computed_with(p), master(p)) for p in trained(module).values())
+
+
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def strategy(name: str, sp: int) -> Any:
+    if name.startswith("zero"):
+        return SequenceParallelDeepSpeedStrategy(int(name[-1]), ulysses_size=sp)
+    return {"ddp": SequenceParallelDDPStrategy, "fsdp2": SequenceParallelFSDP2Strategy}[name](ulysses_size=sp)
+
+
+def trainer_of(name: str, sp: int, callbacks: list[Callback], contexts: ExitStack, **kwargs: Any) -> pl.Trainer:
+    """A Trainer in float64, under ZeRO in float32."""
+    contexts.enter_context(deepspeed_on_cpu())
+    if not name.startswith("zero"):
+        contexts.enter_context(lifted_float_casts())
+    defaults: dict[str, Any] = {"accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
+    return pl.Trainer(
+        strategy=strategy(name, sp),
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        plugins=[] if name.startswith("zero") else [DoublePrecision()],
+        limit_val_batches=1,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **(defaults | kwargs),
+    )
+
+
+def clips(name: str) -> DataLoader[Any]:
+    dtype = torch.float32 if name.startswith("zero") else torch.float64
+    return DataLoader(Clips((2, 4, 4), dtype, length=8), batch_size=1)
+
+
+class Outcome(NamedTuple):
+    """Largest errors of the average at the end and in validations; whether what is trained came back."""
+
+    average: float
+    validation: float
+    swapped_back: bool
+    names: list[str]
+
+
+def error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(float((got[name].double() - value).abs().max()) for name, value in expected.items())
+
+
+def averages_of(callback: EMA) -> dict[str, Tensor]:
+    """Whole averages of a run that is over, as a checkpoint would name them; on rank 0 of ZeRO its share."""
+    assert callback._weights is not None
+    named = callback._weights.to_names(callback._average)
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named.items()}
+
+
+def train(name: str, sp: int, folder: Path, lora: bool = False) -> Outcome:
+    """Two epochs with a validation after each."""
+    from lightning_videoscale.strategies import read_weights
+
+    ema, oracle = EMA(DECAY), Oracle()
+    with ExitStack() as contexts:
+        runner = trainer_of(name, sp, [ema, oracle], contexts, max_epochs=2)
+        torch.manual_seed(3)
+        runner.fit(Flow(lora), clips(name), clips(name))
+        runner.save_checkpoint(folder / "end.ckpt")
+    saved = read_weights(folder / "end.ckpt", averaged=True)
+    plain = read_weights(folder / "end.ckpt")
+    changed = sorted(key for key in saved if not torch.equal(saved[key], plain[key]))
+    assert all(torch.isfinite(value).all() for value in saved.values())
+    validation = max(map(error, oracle.validated_with, oracle.expected))
+    return Outcome(error(saved, oracle.average), validation, oracle.swapped_back, changed)
