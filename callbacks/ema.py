@@ -78,11 +78,10 @@ class EMA(pl.Callback):
         if steps <= self._latest_update or steps - 1 < self.first_step or (steps - 1) % self.every_n_steps:
             return
         for key, share in self._prepared(trainer).shares().items():
-            wide = torch.promote_types(share.dtype, torch.float32)
             if key in self._average:
-                self._average[key].lerp_(share.to(wide), 1 - self.decay)
+                self._average[key].lerp_(share.to(_wide(share)), 1 - self.decay)
             else:
-                self._average[key] = share.to(wide, copy=True)
+                self._average[key] = share.to(_wide(share), copy=True)
         self._latest_update = steps
 
     @contextmanager
@@ -105,10 +104,8 @@ class EMA(pl.Callback):
         if self._weights is None:
             self._weights = trained_weights_of(trainer)
         if self._saved is not None:
-            shares, self._saved = self._weights.from_names(self._saved), None
-            self._average = {
-                key: share.to(torch.promote_types(share.dtype, torch.float32)) for key, share in shares.items()
-            }
+            found, self._saved = self._weights.from_names(self._saved), None
+            self._average = {key: found[key].to(_wide(share)) for key, share in self._weights.shares().items()}
         return self._weights
 
     def _show_average(self) -> None:
@@ -211,3 +208,7 @@ class EMA(pl.Callback):
             averaged = checkpoint | {"state_dict": checkpoint["state_dict"] | saved}
             trainer.strategy.load_model_state_dict(averaged, strict=pl_module.strict_loading)
             self._loaded = True
+
+
+def _wide(share: Tensor) -> torch.dtype:
+    return torch.promote_types(share.dtype, torch.float32)
