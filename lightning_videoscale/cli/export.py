@@ -19,11 +19,17 @@ Adapters = Literal["merge", "alone"]
 """Merged into the weights of their network, or as files of their own."""
 
 
-def export(checkpoint: Path, output: Path, module: str | None = None, adapters: Adapters | None = None) -> str:
+def export(
+    checkpoint: Path,
+    output: Path,
+    module: str | None = None,
+    adapters: Adapters | None = None,
+    averaged: bool | None = None,
+) -> str:
     """Writes one network of a checkpoint as its ``save_pretrained`` would, without the LightningModule it was part of.
 
-    Weights keep the dtype they were saved in: that of the parameters, float32 under ZeRO. If a weight-averaging
-    callback ran, they are the averaged ones, as in Lightning's own checkpoints.
+    Weights keep the dtype they were saved in: that of the parameters, float32 under ZeRO and of averages. If a callback
+    of Lightning's averaged the weights, they are the averaged ones, as in Lightning's own checkpoints.
 
     Args:
         checkpoint: A checkpoint of one of our strategies.
@@ -32,15 +38,18 @@ def export(checkpoint: Path, output: Path, module: str | None = None, adapters: 
         adapters: Of a network that was trained with adapters of peft: ``"merge"`` those that were active into its
             weights, or write the adapters ``"alone"``, as their own method does: ``save_lora_adapter`` of those that
             diffusers' ``add_adapter`` added, ``save_pretrained`` of a ``PeftModel``.
+        averaged: The averages of the callback `EMA`, or the weights in training. Left out, the averages if there are
+            any.
 
     Returns:
         The path of the network that was written.
 
     Raises:
         CheckpointError: If that is no checkpoint, has no such network, or one that diffusers does not have; or if it
-            has adapters and ``adapters`` is left out, or the other way round.
+            has adapters and ``adapters`` is left out, or the other way round; or if averages are asked for and not there.
     """
-    ours = CheckpointFolder(checkpoint).rest.get("lightning_videoscale", {})
+    folder = CheckpointFolder(checkpoint)
+    ours = folder.rest.get("lightning_videoscale", {})
     networks: dict[str, str] = ours.get("networks", {})
     if module is None and len(networks) == 1:
         (module,) = networks
@@ -54,7 +63,7 @@ def export(checkpoint: Path, output: Path, module: str | None = None, adapters: 
     config: dict[str, Any] = json.loads(networks[module])
     with torch.device("meta"):
         network = _diffusers_class(config[CLASS_NAME]).from_config(config)
-    weights = read_weights(checkpoint, module)
+    weights = read_weights(checkpoint, module, folder.has_averages if averaged is None else averaged)
     if described:
         _save_adapted(network, described, weights, output, merge=adapters == "merge")
     else:
@@ -73,12 +82,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--adapters", choices=get_args(Adapters), help="merge adapters (LoRA) into the network, or write them alone"
     )
+    parser.add_argument(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        help="averages of the weights (callback EMA), or the weights in training; by default averages if there are any",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        module = export(options.checkpoint, options.output, options.module, options.adapters)
+        module = export(options.checkpoint, options.output, options.module, options.adapters, options.ema)
     except (CheckpointError, ModuleNotFoundError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         return 1

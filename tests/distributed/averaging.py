@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import peft
 import torch
 import torch.distributed as dist
+from diffusers import WanTransformer3DModel
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
@@ -117,6 +118,7 @@ def trainer_of(name: str, sp: int, callbacks: list[Callback], contexts: ExitStac
         devices=dist.get_world_size(),
         plugins=[] if name.startswith("zero") else [DoublePrecision()],
         limit_val_batches=1,
+        limit_test_batches=1,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
@@ -139,7 +141,7 @@ class Outcome(NamedTuple):
     swapped_back: bool
 
 
-def error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((got[name].double() - value).abs().max()) for name, value in expected.items())
 
 
@@ -151,7 +153,7 @@ def train(name: str, sp: int, folder: Path, lora: bool = False) -> Outcome:
     fit(name, sp, Flow(lora), [EMA(DECAY)], 2, folder / "resumed.ckpt", folder / "half.ckpt")
     saved = read_weights(folder / "end.ckpt", averaged=True)
     return Outcome(
-        error(saved, oracle.average), max(map(error, oracle.validated_with, oracle.expected)), oracle.swapped_back
+        difference(saved, oracle.average), max(map(difference, oracle.validated_with, oracle.expected)), oracle.swapped_back
     )
 
 
@@ -179,7 +181,7 @@ def carry(name: str, start: Path, end: Path, lora: bool = False) -> None:
     fit(name, dist.get_world_size(), Flow(lora), [EMA(DECAY)], 1, end, start)
 
 
-def fail(name: str, sp: int, folder: Path) -> Outcome:
+def fail(name: str, sp: int) -> Outcome:
     """A validation that raises."""
     ema, oracle, module = EMA(DECAY), Oracle(), Flow(failing=True)
     with ExitStack() as contexts:
@@ -188,4 +190,26 @@ def fail(name: str, sp: int, folder: Path) -> Outcome:
             runner.fit(module, clips(name), clips(name))
         except ArithmeticError:
             back = all(torch.equal(computed_with(p), master(p)) for p in trained(module).values())
-    return Outcome(0.0, max(map(error, oracle.validated_with, oracle.expected)), back)
+    return Outcome(0.0, max(map(difference, oracle.validated_with, oracle.expected)), back)
+
+
+def use(name: str, folder: Path) -> tuple[float, float, str]:
+    """Saves the network with the average after training, and tests with it, also from a checkpoint."""
+    ema, oracle, module = EMA(DECAY), Oracle(), Flow()
+    with ExitStack() as contexts:
+        runner = trainer_of(name, 2, [ema, oracle], contexts, max_epochs=1)
+        runner.fit(module, clips(name), clips(name))
+        with ema.average_weights():
+            module.transformer.save_pretrained(folder / name)
+        runner.save_checkpoint(folder / f"{name}.ckpt")
+        validated = float(runner.callback_metrics["val_loss"])
+        message = ""
+        try:
+            (tested,) = runner.test(module, clips(name), verbose=False)
+        except RuntimeError as error:
+            message = str(error)
+            other = trainer_of(name, 2, [EMA(DECAY)], contexts)
+            (tested,) = other.test(Flow(), clips(name), ckpt_path=folder / f"{name}.ckpt", verbose=False)
+    saved = WanTransformer3DModel.from_pretrained(folder / name).state_dict()
+    expected = {key.removeprefix("transformer."): value for key, value in oracle.average.items()}
+    return difference(saved, expected), abs(tested["test_loss"] - validated), message

@@ -106,7 +106,13 @@ class ZeroCheckpoints(PortableCheckpoints):
     def trained_weights(self) -> TrainedWeights:
         """The float32 copies of what is trained, as this rank holds them; see `HasTrainedWeights`."""
         assert self.lightning_module is not None
-        return ZeroWeights(self.lightning_module, pieces_of(self.optimizers[0]), self.root_device)
+        (optimizer,) = self.optimizers
+        return ZeroWeights(
+            self.lightning_module,
+            pieces_of(optimizer),
+            self.root_device,
+            is_current=lambda: getattr(self.model, "optimizer", None) is optimizer,
+        )
 
     def _trained(self) -> set[nn.Parameter]:
         """The parameters of which the engine keeps float32 copies."""

@@ -28,10 +28,16 @@ class ZeroWeights:
         module: The LightningModule.
         pieces: Of the engine's optimizer.
         device: Where the ranks can talk.
+        is_current: Whether the engine is still there that the pieces are of.
+
+    Raises:
+        RuntimeError: By the collective methods, if it is not.
     """
 
-    def __init__(self, module: nn.Module, pieces: list[Piece], device: torch.device) -> None:
-        self._module, self._device = module, device
+    def __init__(
+        self, module: nn.Module, pieces: list[Piece], device: torch.device, is_current: Callable[[], bool]
+    ) -> None:
+        self._module, self._device, self._is_current = module, device, is_current
         self._pieces = {str(index): piece for index, piece in enumerate(pieces)}
 
     def shares(self) -> dict[str, Tensor]:
@@ -98,6 +104,11 @@ class ZeroWeights:
     @contextmanager
     def _in_copies(self, shares: Values) -> Iterator[None]:
         """Puts other values into the float32 copies, which DeepSpeed's functions read and set, and back."""
+        if not self._is_current():
+            raise RuntimeError(
+                "The averages belong to the DeepSpeed engine of the training, which another loop of the Trainer has "
+                "replaced. Save a checkpoint after fit, and name it: trainer.test(module, data, ckpt_path=...)."
+            )
         own = {key: share.clone() for key, share in self.shares().items()}
         try:
             self._fill(shares)
