@@ -7,6 +7,8 @@
 - `load_balance_monitor`: `LoadBalanceMonitor`, logs CV_step, Compute CV and throughput, and sums them up for the run.
 - `memory_monitor`: `MemoryMonitor`, logs how full the GPUs are and how many more tokens would fit.
 - `run_report`: `RunReport`, keeps a log of the run and draws a page from it.
+- `sample_videos`: `SampleVideos`, samples with the network in training; `sampling_state` keeps the training as it was,
+  `sample_files` writes the videos.
 - `balance_metrics`, `balance_pictures`: the figures and pictures behind `LoadBalanceMonitor`.
 - `best_effort`: keeps what a callback does on the side from stopping the training.
 - `out_of_memory`: what a restart learns of a micro-batch that did not fit.
@@ -25,6 +27,7 @@ from lightning_videoscale.callbacks.fused_kernels import FusedKernels
 from lightning_videoscale.callbacks.load_balance_monitor import LoadBalanceMonitor
 from lightning_videoscale.callbacks.memory_monitor import MemoryMonitor
 from lightning_videoscale.callbacks.run_report import RunReport
+from lightning_videoscale.callbacks.sample_videos import SampleVideos
 from lightning_videoscale.data.loading.loss_weighting import LossWeighting
 
 __all__ = [
@@ -36,4 +39,5 @@ __all__ = [
     "LossWeighting",
     "MemoryMonitor",
     "RunReport",
+    "SampleVideos",
 ]
