@@ -132,7 +132,7 @@ class EMA(pl.Callback):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         if any(isinstance(callback, ModelCheckpoint) and callback.save_weights_only for callback in callbacks):
             rank_zero_warn(
-                "A ModelCheckpoint(save_weights_only=True) saves no averages: Lightning asks callbacks for nothing there. "
+                "A ModelCheckpoint(save_weights_only=True) saves no averages: Lightning does not ask callbacks there. "
                 "Leave save_weights_only out."
             )
 
@@ -194,8 +194,8 @@ class EMA(pl.Callback):
         """
         if "averaging_state" in checkpoint:
             raise ValueError(
-                "The checkpoint was saved with Lightning's WeightAveraging, which keeps the average in the place of the "
-                "weights. Go on with that callback, or start from the weights alone: "
+                "The checkpoint was saved with Lightning's WeightAveraging, which keeps the average in the place of "
+                "the weights. Go on with that callback, or start from the weights alone: "
                 "module.load_state_dict(checkpoint['current_model_state'])."
             )
         saved = checkpoint.get(AVERAGES)

@@ -30,8 +30,8 @@ class LoadBalanceMonitor(pl.Callback):
       (sequence-parallel exchanges that nothing hid), ``reduction`` (gathering parameters and averaging gradients, as
       far as nothing hid it), ``straggler`` (waiting for slower ranks) and ``optimizer``;
     - ``throughput/tokens_per_second`` and ``throughput/samples_per_second`` of all ranks together, a sequence-parallel
-      group counted once, fillers not at all, validation and sampling not timed; ``throughput/efficiency``, latent tokens per second
-      and rank (Θ of `ThroughputEfficiency`); ``throughput/mfu``, if the peak of the devices is given;
+      group counted once, fillers not at all, validation and sampling not timed; ``throughput/efficiency``, latent
+      tokens per second and rank (Θ of `ThroughputEfficiency`); ``throughput/mfu``, if the peak of the devices is given;
 
     to every logger, and ``cv_step`` and ``tokens/s`` to the progress bar. `summary` gives the same for the whole run,
     which goes on where a checkpoint is resumed. Every ``pictures_every_n_steps`` steps, and at the end, TensorBoard

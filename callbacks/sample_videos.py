@@ -69,8 +69,8 @@ class SampleVideos(pl.Callback):
     is left over repeats a prompt, and is dropped. Each prompt has its seed, so that pictures of different steps can be
     compared. With `EMA` among the callbacks, the averages sample.
 
-    Each video becomes ``step_00000500_prompt_00.mp4`` and, as a strip of frames, ``….png``. TensorBoard gets the strips,
-    and the videos where moviepy is installed; Weights & Biases gets the videos.
+    Each video becomes ``step_00000500_prompt_00.mp4`` and, as a strip of frames, ``….png``. TensorBoard gets the
+    strips, and the videos where moviepy is installed; Weights & Biases gets the videos.
 
     Training goes on as if nothing had been sampled: train modes, random generators, gradients and the figures of other
     callbacks are as before. Other parts of the pipeline, such as VAE and text encoder, wait in host memory.
@@ -127,7 +127,8 @@ class SampleVideos(pl.Callback):
         self.at_start, self.fps, self.on_error = at_start, fps, on_error
         self.folder = None if folder is None else Path(folder)
         self.arguments = arguments
-        self._make_pipeline, self._pipeline = pipeline, None
+        self._make_pipeline = pipeline
+        self._pipeline: Any = None
         self._sampled_step = 0
         self._best_effort = BestEffort("SampleVideos")
 
@@ -252,8 +253,8 @@ def _read_prompts(prompts: Sequence[str | Mapping[str, Any]], seed: int) -> Iter
         decides = sorted(arguments.keys() & set(_DECIDE_THE_CALLS))
         if decides:
             raise ValueError(
-                f"Prompt {index} brings {decides}, which decide how often the network is called. All ranks must call it "
-                "equally often: give them once, for all prompts, as keyword arguments of SampleVideos."
+                f"Prompt {index} brings {decides}, which decide how often the network is called. All ranks must call "
+                "it equally often: give them once, for all prompts, as keyword arguments of SampleVideos."
             )
         if keys is not None and arguments.keys() != keys:
             raise ValueError(f"Prompt {index} has {sorted(arguments)}, and the first one {sorted(keys)}.")

@@ -111,7 +111,9 @@ class ParameterWeights:
         """See `TrainedWeights`."""
         parameters, aliases = dict(self._module.named_parameters()), self._aliases()
         return {
-            alias: _like(parameters[name], share) for name, share in shares.items() for alias in aliases[parameters[name]]
+            alias: _like(parameters[name], share)
+            for name, share in shares.items()
+            for alias in aliases[parameters[name]]
         }
 
     @torch.no_grad()

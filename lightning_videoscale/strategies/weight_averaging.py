@@ -1,4 +1,4 @@
-"""Averages of weights that are whole or ``DTensor``; Lightning's, which know whole ones only, are refused for others."""
+"""What is averaged of weights that are whole or ``DTensor``; Lightning's averages, for whole ones only, are refused."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def check_weight_averaging(trainer: pl.Trainer, strategy: str) -> None:
     if found and trainer.state.fn == TrainerFn.FITTING:
         raise ValueError(
             f"{found} cannot average the parameters that {strategy} shards: Lightning's weight averaging needs whole "
-            "ones. For EMAWeightAveraging(decay=...) write lightning_videoscale.callbacks.EMA(decay=...), which averages "
-            "the shards. For others leave the callback out, or train under ulysses_ddp or usp_ddp."
+            "ones. For EMAWeightAveraging(decay=...) write lightning_videoscale.callbacks.EMA(decay=...), which "
+            "averages shards. For others leave the callback out, or train under ulysses_ddp or usp_ddp."
         )

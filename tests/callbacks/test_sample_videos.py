@@ -31,7 +31,9 @@ def test_files_and_pictures_on_tensorboard(parts: Path, tmp_path: Path) -> None:
     train("auto", 1, samples, logger=TensorBoardLogger(tmp_path, version="run"))
     folder = tmp_path / "lightning_logs" / "run" / "samples"
     names = [f"step_0000000{step}_prompt_0{prompt}" for step in (0, 2) for prompt in (0, 1)]
-    assert sorted(file.name for file in folder.iterdir()) == sorted(f"{n}.{end}" for n in names for end in ("mp4", "png"))
+    assert sorted(file.name for file in folder.iterdir()) == sorted(
+        f"{n}.{end}" for n in names for end in ("mp4", "png")
+    )
     video, strip = read_video(folder / f"{names[0]}.mp4"), read_picture(folder / f"{names[0]}.png")
     assert video.shape == (5, 32, 32, 3)
     assert strip.shape == (32, 5 * 32, 3)
@@ -150,7 +152,7 @@ def test_what_is_refused(parts: Path, tmp_path: Path) -> None:
             SampleVideos(make, prompts, every_n_steps=1)
     with pytest.raises(ValueError, match="every_n_steps or every_n_epochs"):
         SampleVideos(make, ["1"])
-    with pytest.raises(ValueError, match="every_n_epochs.*0"):
+    with pytest.raises(ValueError, match="got 0"):
         SampleVideos(make, ["1"], every_n_epochs=0)
     with pytest.raises(ValueError, match=r"Prompt 1 brings \['num_inference_steps'\]"):
         SampleVideos(make, ["1", {"prompt": "2", "num_inference_steps": 3}], every_n_steps=1)

@@ -14,7 +14,6 @@ from diffusers import WanTransformer3DModel
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.callbacks import EMA
@@ -71,9 +70,10 @@ def computed_with(parameter: nn.Parameter) -> Tensor:
 
 
 class Oracle(Callback):
-    """Averages whole weights in float64; goes behind `EMA` in the list of callbacks."""
+    """Averages whole weights in float64, and saves a checkpoint after the first epoch; goes behind `EMA`."""
 
-    def __init__(self) -> None:
+    def __init__(self, half: Path | None = None) -> None:
+        self.half = half
         self.average: dict[str, Tensor] = {}
         self.steps = 0
         self.validated_with: list[dict[str, Tensor]] = []
@@ -91,6 +91,10 @@ class Oracle(Callback):
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.validated_with.append({name: computed_with(p) for name, p in trained(module).items()})
         self.expected.append(dict(self.average))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.half is not None and trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.half)
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.swapped_back &= all(torch.equal(computed_with(p), master(p)) for p in trained(module).values())
@@ -146,15 +150,13 @@ def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def train(name: str, sp: int, folder: Path, lora: bool = False) -> Outcome:
-    """Two epochs with a validation after each, to ``end.ckpt``; the same with a stop at ``half.ckpt``, to ``resumed.ckpt``."""
-    ema, oracle = EMA(DECAY), Oracle()
-    fit(name, sp, Flow(lora), [ema, oracle], 2, folder / "end.ckpt")
-    fit(name, sp, Flow(lora), [EMA(DECAY)], 1, folder / "half.ckpt")
+    """Two epochs, to ``end.ckpt``; in between ``half.ckpt``, from which another run goes to ``resumed.ckpt``."""
+    oracle = Oracle(folder / "half.ckpt")
+    fit(name, sp, Flow(lora), [EMA(DECAY), oracle], 2, folder / "end.ckpt")
     fit(name, sp, Flow(lora), [EMA(DECAY)], 2, folder / "resumed.ckpt", folder / "half.ckpt")
     saved = read_weights(folder / "end.ckpt", averaged=True)
-    return Outcome(
-        difference(saved, oracle.average), max(map(difference, oracle.validated_with, oracle.expected)), oracle.swapped_back
-    )
+    validation = max(map(difference, oracle.validated_with, oracle.expected))
+    return Outcome(difference(saved, oracle.average), validation, oracle.swapped_back)
 
 
 def fit(

@@ -1,4 +1,4 @@
-"""A Wan in training with `SampleVideos` around it: diffusers' pipeline with all its parts, tiny and of random weights."""
+"""A Wan in training with `SampleVideos` around it: diffusers' pipeline with all its parts, tiny and random."""
 
 from __future__ import annotations
 

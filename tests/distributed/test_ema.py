@@ -18,7 +18,7 @@ Ranks = Callable[[int], ProcessPool]
 STRATEGIES = [
     ("ddp", 2),
     ("fsdp2", 2),
-    pytest.param("zero1", 1, marks=needs_deepspeed),
+    pytest.param("zero1", 1, marks=[needs_deepspeed, pytest.mark.full]),
     pytest.param("zero2", 2, marks=needs_deepspeed),
     pytest.param("zero3", 1, marks=needs_deepspeed),
 ]
