@@ -46,7 +46,7 @@ def export(
 
     Raises:
         CheckpointError: If that is no checkpoint, has no such network, or one that diffusers does not have; or if it
-            has adapters and ``adapters`` is left out, or the other way round; or if it lacks averages that are asked for.
+            has adapters and ``adapters`` is left out, or the other way round; or if it lacks the averages wanted.
     """
     folder = CheckpointFolder(checkpoint)
     ours = folder.rest.get("lightning_videoscale", {})
