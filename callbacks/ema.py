@@ -64,6 +64,7 @@ class EMA(pl.Callback):
         self._module: pl.LightningModule | None = None
         self._weights: TrainedWeights | None = None
         self._average: dict[str, Tensor] = {}
+        self._has_begun = False
         self._saved: Mapping[str, Any] | None = None  # of a checkpoint, until the parameters are where they stay
         self._latest_update = 0  # optimizer steps that were done then
         self._loaded = False  # a checkpoint's average is the module's weights in this run
@@ -78,11 +79,13 @@ class EMA(pl.Callback):
         if steps <= self._latest_update or steps - 1 < self.first_step or (steps - 1) % self.every_n_steps:
             return
         for key, share in self._prepared(trainer).shares().items():
-            if key in self._average:
+            if key not in self._average:  # it was frozen when training began
+                self._average[key] = share.to(_wide(share), copy=True)
+            elif self._has_begun:
                 self._average[key].lerp_(share.to(_wide(share)), 1 - self.decay)
             else:
-                self._average[key] = share.to(_wide(share), copy=True)
-        self._latest_update = steps
+                self._average[key].copy_(share)
+        self._has_begun, self._latest_update = True, steps
 
     @contextmanager
     def average_weights(self) -> Iterator[None]:
@@ -105,11 +108,19 @@ class EMA(pl.Callback):
             self._weights = trained_weights_of(trainer)
         if self._saved is not None:
             found, self._saved = self._weights.from_names(self._saved), None
-            self._average = {key: found[key].to(_wide(share)) for key, share in self._weights.shares().items()}
+            self._reserve(self._weights)
+            for key, average in self._average.items():
+                average.copy_(found[key])
+            self._has_begun = True
         return self._weights
 
+    def _reserve(self, weights: TrainedWeights) -> None:
+        """Takes the memory of an average before `budget="auto"` measures how much is left."""
+        for key, share in weights.shares().items():
+            self._average.setdefault(key, torch.empty_like(share, dtype=_wide(share)))
+
     def _show_average(self) -> None:
-        if self._average and self._weights is not None and not self._loaded:
+        if self._has_begun and self._weights is not None and not self._loaded:
             self._show_trained = self._weights.show(self._average)
 
     def _show_weights(self) -> None:
@@ -123,9 +134,9 @@ class EMA(pl.Callback):
         """Forgets another module's average, and refuses what could not be averaged."""
         check_trained_weights(trainer)
         if pl_module is not self._module:
-            self._module, self._average, self._saved, self._latest_update = pl_module, {}, None, 0
+            self._module, self._average, self._has_begun, self._latest_update = pl_module, {}, False, 0
             self._weights = None
-        self._loaded = False
+        self._saved, self._loaded = None, False
         if stage != "fit":
             return
         self._weights = None  # a run may share the parameters out anew
@@ -136,9 +147,15 @@ class EMA(pl.Callback):
                 "Leave save_weights_only out."
             )
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Takes the memory that the average will need."""
+        self._weights = trained_weights_of(trainer)
+        self._reserve(self._weights)
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Takes up what a checkpoint brought."""
         self._prepared(trainer)
+        self._latest_update = min(self._latest_update, trainer.global_step)  # another Trainer counts anew
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -177,9 +194,9 @@ class EMA(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Adds the averages by name; collective."""
-        if self._saved is None and not self._average:
-            return
         weights = self._prepared(trainer)
+        if not self._has_begun:
+            return
         checkpoint[AVERAGES] = weights.to_names(self._average)
         if self._show_trained is not None:  # somebody saves within validation
             checkpoint["state_dict"] |= weights.to_names(weights.shares())
@@ -201,9 +218,9 @@ class EMA(pl.Callback):
         saved = checkpoint.get(AVERAGES)
         if not saved:
             rank_zero_warn("The checkpoint holds no averages of EMA: they begin anew with its weights.")
-            self._average, self._saved = {}, None
+            self._has_begun = False
         elif trainer.state.fn == TrainerFn.FITTING:
-            self._average, self._saved = {}, saved
+            self._saved = saved
         else:
             averaged = checkpoint | {"state_dict": checkpoint["state_dict"] | saved}
             trainer.strategy.load_model_state_dict(averaged, strict=pl_module.strict_loading)

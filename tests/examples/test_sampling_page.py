@@ -47,9 +47,7 @@ def run_page(folder: Path) -> None:
         os.chdir(home)
 
 
-def test_the_code_of_the_page_runs(
-    ranks: Callable[[int], ProcessPool], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_the_code_of_the_page_runs(ranks: Callable[[int], ProcessPool], tmp_path: Path, monkeypatch: Any) -> None:
     module = Drawing()
     module.transformer = tiny_wan(num_layers=1)
     whole = Pipelines(save_parts(tmp_path / "parts"))(module)
