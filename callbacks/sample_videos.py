@@ -69,7 +69,7 @@ class SampleVideos(pl.Callback):
     is left over repeats a prompt, and is dropped. Each prompt has its seed, so that pictures of different steps can be
     compared. With `EMA` among the callbacks, the averages sample.
 
-    Each video becomes ``step_00000500_prompt_00.mp4`` and, as a strip of frames, ``….png``. TensorBoard gets the
+    Each video becomes ``step-00000500-prompt-00.mp4`` and, as a strip of frames, ``….png``. TensorBoard gets the
     strips, and the videos where moviepy is installed; Weights & Biases gets the videos.
 
     Training goes on as if nothing had been sampled: train modes, random generators, gradients and the figures of other
@@ -238,7 +238,7 @@ class SampleVideos(pl.Callback):
                 board.add_image(tag, read_picture(video.with_suffix(".png")), step, dataformats="HWC")
                 if importlib.util.find_spec("moviepy"):
                     clip = torch.from_numpy(read_video(video)).permute(0, 3, 1, 2)[None]
-                    board.add_video(f"{tag}_video", clip, step, fps=self.fps)
+                    board.add_video(f"{tag}/video", clip, step, fps=self.fps)
             elif isinstance(logger, WandbLogger):
                 logger.log_video(tag, [str(video)], step, caption=[prompt.caption], format=["mp4"])
 
@@ -263,7 +263,7 @@ def _read_prompts(prompts: Sequence[str | Mapping[str, Any]], seed: int) -> Iter
 
 
 def _file(folder: Path, step: int, prompt: _Prompt, suffix: str) -> Path:
-    return folder / f"step_{step:08}_prompt_{prompt.index:02}.{suffix}"
+    return folder / f"step-{step:08}-prompt-{prompt.index:02}.{suffix}"
 
 
 def _on(value: Any, device: torch.device) -> Any:

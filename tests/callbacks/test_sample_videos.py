@@ -30,7 +30,7 @@ def test_files_and_pictures_on_tensorboard(parts: Path, tmp_path: Path) -> None:
     samples = SampleVideos(Pipelines(parts), ["1 2", "3"], every_n_epochs=1, fps=5, **CALL)
     train("auto", 1, samples, logger=TensorBoardLogger(tmp_path, version="run"))
     folder = tmp_path / "lightning_logs" / "run" / "samples"
-    names = [f"step_0000000{step}_prompt_0{prompt}" for step in (0, 2) for prompt in (0, 1)]
+    names = [f"step-0000000{step}-prompt-0{prompt}" for step in (0, 2) for prompt in (0, 1)]
     assert sorted(file.name for file in folder.iterdir()) == sorted(
         f"{n}.{end}" for n in names for end in ("mp4", "png")
     )
@@ -81,7 +81,7 @@ def test_prompt_embeddings_need_no_text_encoder(parts: Path, tmp_path: Path) -> 
     embeddings = {"prompt_embeds": torch.ones(1, 6, 16), "negative_prompt_embeds": torch.zeros(1, 6, 16), "seed": 5}
     both = [embeddings, embeddings | {"seed": 6}]
     train("auto", 1, SampleVideos(pipeline, both, every_n_steps=9, folder=tmp_path, **CALL))
-    one, other = (read_picture(tmp_path / f"step_00000000_prompt_0{i}.png") for i in (0, 1))
+    one, other = (read_picture(tmp_path / f"step-00000000-prompt-0{i}.png") for i in (0, 1))
     assert (one != other).any()
 
 

@@ -31,7 +31,7 @@ def alone(ranks: Ranks, parts: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("alone")
     assert ranks(1).run(train_and_sample, "ddp", 1, parts, folder) == [True]
     found = pictures(folder)
-    names = [f"step_0000000{step}_prompt_0{prompt}.png" for step in (0, 2) for prompt in range(3)]
+    names = [f"step-0000000{step}-prompt-0{prompt}.png" for step in (0, 2) for prompt in range(3)]
     assert sorted(found) == names
     assert all((found[name] != found[names[0]]).any() for name in names[1:])
     return found
@@ -56,7 +56,7 @@ def test_ranks_sample_what_one_device_does(
     assert found.keys() == alone.keys()
     for file, picture in found.items():
         # Two data-parallel ranks train on other clips than one, so only what is sampled before compares.
-        if sp == 2 or file.startswith("step_00000000"):
+        if sp == 2 or file.startswith("step-00000000"):
             assert np.abs(picture - alone[file]).max() <= 1
 
 

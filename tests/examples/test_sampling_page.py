@@ -56,7 +56,7 @@ def test_the_code_of_the_page_runs(ranks: Callable[[int], ProcessPool], tmp_path
     write_shard(tmp_path / "latents/000.tar", [clip(i, (4, 2, 4, 4)) | {"text_embeds.npy": text} for i in range(8)])
     ranks(2).run(run_page, tmp_path)
     found = sorted(file.name for file in tmp_path.glob("lightning_logs/*/samples/*.mp4"))
-    assert found == [f"step_0000000{step}_prompt_0{prompt}.mp4" for step in range(3) for prompt in range(2)]
+    assert found == [f"step-0000000{step}-prompt-0{prompt}.mp4" for step in range(3) for prompt in range(2)]
     monkeypatch.chdir(tmp_path)
     (command,) = re.findall(r"```\nvideoscale (.*?)\n```", PAGE.read_text())
     assert main(command.split()) == 0
