@@ -68,6 +68,7 @@ class EMA(pl.Callback):
         self._saved: Mapping[str, Any] | None = None  # of a checkpoint, until the parameters are where they stay
         self._latest_update = 0  # optimizer steps that were done then
         self._loaded = False  # a checkpoint's average is the module's weights in this run
+        self._viewers = 0  # loops and contexts that show the average, one within the other
         self._show_trained: Callable[[], None] | None = None
 
     # -- averaging -----------------------------------------------------------------------------------------------------
@@ -91,11 +92,8 @@ class EMA(pl.Callback):
     def average_weights(self) -> Iterator[None]:
         """Lets the parameters hold the average within; collective over all ranks to enter.
 
-        Before there is an average, and where the parameters hold it already, nothing changes.
+        Before there is an average nothing changes, and where the parameters hold it already, they go on to.
         """
-        if self._show_trained is not None:
-            yield
-            return
         self._show_average()
         try:
             yield
@@ -120,11 +118,13 @@ class EMA(pl.Callback):
             self._average.setdefault(key, torch.empty_like(share, dtype=_wide(share)))
 
     def _show_average(self) -> None:
-        if self._has_begun and self._weights is not None and not self._loaded:
+        self._viewers += 1
+        if self._viewers == 1 and self._has_begun and self._weights is not None and not self._loaded:
             self._show_trained = self._weights.show(self._average)
 
     def _show_weights(self) -> None:
-        if self._show_trained is not None:
+        self._viewers = max(self._viewers - 1, 0)  # an exception has sent all of them away
+        if self._viewers == 0 and self._show_trained is not None:
             show, self._show_trained = self._show_trained, None
             show()
 
@@ -178,6 +178,7 @@ class EMA(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Shows the trained weights; waits for no other rank."""
+        self._viewers = 0
         self._show_weights()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class SampleVideos(pl.Callback):
     compared. With `EMA` among the callbacks, the averages sample.
 
     Each video becomes ``step-00000500-prompt-00.mp4`` and, as a strip of frames, ``….png``. TensorBoard gets the
-    strips, and the videos where moviepy is installed; Weights & Biases gets the videos.
+    strips, and the videos where moviepy (below 2) is installed; Weights & Biases gets the videos.
 
     Training goes on as if nothing had been sampled: train modes, random generators, gradients and the figures of other
     callbacks are as before. Other parts of the pipeline, such as VAE and text encoder, wait in host memory.
@@ -236,7 +236,7 @@ class SampleVideos(pl.Callback):
             if isinstance(logger, TensorBoardLogger):
                 board: Any = logger.experiment
                 board.add_image(tag, read_picture(video.with_suffix(".png")), step, dataformats="HWC")
-                if importlib.util.find_spec("moviepy"):
+                if _tensorboard_takes_videos():
                     clip = torch.from_numpy(read_video(video)).permute(0, 3, 1, 2)[None]
                     board.add_video(f"{tag}/video", clip, step, fps=self.fps)
             elif isinstance(logger, WandbLogger):
@@ -264,6 +264,11 @@ def _read_prompts(prompts: Sequence[str | Mapping[str, Any]], seed: int) -> Iter
 
 def _file(folder: Path, step: int, prompt: _Prompt, suffix: str) -> Path:
     return folder / f"step-{step:08}-prompt-{prompt.index:02}.{suffix}"
+
+
+def _tensorboard_takes_videos() -> bool:
+    """Whether torch's ``add_video`` has what it writes videos with; else it prints a line and writes nothing."""
+    return bool(importlib.util.find_spec("moviepy") and importlib.util.find_spec("moviepy.editor"))
 
 
 def _on(value: Any, device: torch.device) -> Any:

@@ -109,8 +109,10 @@ def test_tests_and_predictions_have_the_average_after_fit_and_from_a_checkpoint(
     runner.predict(module, DATA)
     assert set(module.tested_with) == {average}
     assert module.line.weight.item() == trained
-    with ema.average_weights(), ema.average_weights():
-        assert module.line.weight.item() == average
+    with ema.average_weights():
+        with ema.average_weights():
+            runner.validate(module, DATA, verbose=False)
+        assert module.line.weight.item() == module.validated_with[-1] == average
     assert module.line.weight.item() == trained
     fresh = Line()
     trainer(EMA(0.5)).test(fresh, DATA, ckpt_path=tmp_path / "end.ckpt", verbose=False)
