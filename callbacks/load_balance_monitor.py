@@ -30,8 +30,8 @@ class LoadBalanceMonitor(pl.Callback):
       (sequence-parallel exchanges that nothing hid), ``reduction`` (gathering parameters and averaging gradients, as
       far as nothing hid it), ``straggler`` (waiting for slower ranks) and ``optimizer``;
     - ``throughput/tokens_per_second`` and ``throughput/samples_per_second`` of all ranks together, a sequence-parallel
-      group counted once, fillers not at all, validation not timed; ``throughput/efficiency``, latent tokens per second
-      and rank (Θ of `ThroughputEfficiency`); ``throughput/mfu``, if the peak of the devices is given;
+      group counted once, fillers not at all, validation and sampling not timed; ``throughput/efficiency``, latent
+      tokens per second and rank (Θ of `ThroughputEfficiency`); ``throughput/mfu``, if the peak of the devices is given;
 
     to every logger, and ``cv_step`` and ``tokens/s`` to the progress bar. `summary` gives the same for the whole run,
     which goes on where a checkpoint is resumed. Every ``pictures_every_n_steps`` steps, and at the end, TensorBoard
@@ -105,13 +105,21 @@ class LoadBalanceMonitor(pl.Callback):
             pl_module.log_dict(self._shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
             self._shown = {}
 
+    def look_away(self) -> None:
+        """Stops counting wall time."""
+        self._pause_begin = time.perf_counter()
+
+    def look_again(self) -> None:
+        """Goes on counting wall time."""
+        self._window_begin += time.perf_counter() - self._pause_begin
+
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stops counting wall time."""
-        self._validation_begin = time.perf_counter()
+        self.look_away()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Goes on counting wall time."""
-        self._window_begin += time.perf_counter() - self._validation_begin
+        self.look_again()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draws the steps since the last picture."""

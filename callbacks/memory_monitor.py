@@ -26,7 +26,7 @@ class MemoryMonitor(pl.Callback):
     Every few optimizer steps it logs, each the largest over all ranks,
 
     - ``memory/allocated_gib`` and ``memory/reserved_gib``, at the end of the step;
-    - ``memory/peak_gib``, the most that was allocated since the last report, validation left out;
+    - ``memory/peak_gib``, the most that was allocated since the last report, validation and sampling left out;
     - ``memory/fragmentation``, the share of the reserved memory that lies in gaps between tensors;
     - ``memory/headroom_tokens``, what the largest micro-batch of the window could grow by on the fullest GPU: M_mem of
       a `MemoryModel`, with its reserve kept free, minus its tokens.
@@ -88,10 +88,18 @@ class MemoryMonitor(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keeps the peak of the training steps so far."""
-        self.keep_peak()
+        self.look_away()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forgets the peak of the validation."""
+        self.look_again()
+
+    def look_away(self) -> None:
+        """Keeps the peak of the training steps so far."""
+        self.keep_peak()
+
+    def look_again(self) -> None:
+        """Forgets the peak of what was no training."""
         if self._gauge is not None:
             self._best_effort.attempt("reset the peak", self._gauge.reset_peak)
 

@@ -22,7 +22,12 @@ from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTenso
 
 
 def export(
-    checkpoint: Path, output: Path, module: str | None = None, merge: bool = False, base: Path | None = None
+    checkpoint: Path,
+    output: Path,
+    module: str | None = None,
+    merge: bool = False,
+    base: Path | None = None,
+    averaged: bool | None = None,
 ) -> list[str]:
     """Writes one network of a checkpoint, or its adapters, without the LightningModule it was part of.
 
@@ -30,8 +35,8 @@ def export(
     written, for diffusers' and peft's loaders (see `adapter_files`); or with ``merge`` the network, into whose weights
     those adapters are merged that were active.
 
-    Weights keep the dtype they were saved in: that of the parameters, float32 under ZeRO. If a weight-averaging
-    callback ran, they are the averaged ones, as in Lightning's own checkpoints.
+    Weights keep the dtype they were saved in: that of the parameters, float32 under ZeRO and of averages. If a callback
+    of Lightning's averaged the weights, they are the averaged ones, as in Lightning's own checkpoints.
 
     Args:
         checkpoint: A checkpoint of one of our strategies.
@@ -41,16 +46,19 @@ def export(
         merge: Merge adapters into the network.
         base: A folder with the network as it was before training, as for ``from_pretrained``. Needed for a network of
             which the checkpoint holds what trained only; a folder with other weights is an error.
+        averaged: The averages of the callback `EMA`, or the weights in training. Left out, the averages if there are
+            any.
 
     Returns:
         What was written where, in words.
 
     Raises:
         CheckpointError: If that is no checkpoint, has no such network, or one that diffusers does not have; if it is to
-            merge and has no adapters; or if ``base`` is missing, not needed, or not what was trained on.
+            merge and has no adapters; if ``base`` is missing, not needed, or not what was trained on; or if it lacks
+            the averages wanted.
         ModuleNotFoundError: If diffusers or peft is missing where it is needed.
     """
-    network = _Network.of(CheckpointFolder(checkpoint), module)
+    network = _Network.of(CheckpointFolder(checkpoint), module, averaged)
     if scaled := network.adapters.get("scaled"):
         raise CheckpointError(
             f"The adapters {scaled} of {network.path!r} had another scale than their configuration says, as by "
@@ -92,12 +100,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--base", type=Path, help="folder of the network before training, for checkpoints that leave it out"
     )
+    parser.add_argument(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        help="averages of the weights (callback EMA), or the weights in training; by default averages if there are any",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        written = export(options.checkpoint, options.output, options.module, options.merge, options.base)
+        written = export(options.checkpoint, options.output, options.module, options.merge, options.base, options.ema)
     except (CheckpointError, ModuleNotFoundError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         return 1
@@ -125,7 +138,7 @@ class _Network:
     left_out: Mapping[str, Fingerprint]
 
     @classmethod
-    def of(cls, folder: CheckpointFolder, module: str | None) -> _Network:
+    def of(cls, folder: CheckpointFolder, module: str | None, averaged: bool | None) -> _Network:
         ours = folder.rest.get("lightning_videoscale", {})
         networks, adapters = ours.get("networks", {}), ours.get("adapters", {})
         candidates = adapters or networks
@@ -139,6 +152,10 @@ class _Network:
             )
         values = folder.tensors("state_dict")
         values.update(folder.rest["state_dict"])
+        if averaged and not folder.has_averages:
+            raise CheckpointError(f"{folder.path} has no averaged weights: leave out --ema.")
+        if averaged or (averaged is None and folder.has_averages):
+            values |= folder.averages()
         return cls(
             module,
             json.loads(networks[module]) if module in networks else None,

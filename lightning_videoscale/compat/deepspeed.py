@@ -90,6 +90,18 @@ def full_numel(parameter: Tensor) -> int:
     return count
 
 
+def own_values(parameter: Any) -> Tensor:
+    """What this rank holds of a parameter, no copy: its piece under stage 3, else the whole."""
+    values: Tensor = DEEPSPEED.get(parameter, "ds_tensor").data if is_partitioned(parameter) else parameter.data
+    return values
+
+
+def is_gathered(parameter: Any) -> bool:
+    """Whether it is one of stage 3 that is whole at the moment."""
+    available = DEEPSPEED.get("deepspeed.runtime.zero.partition_parameters", "ZeroParamStatus").AVAILABLE
+    return is_partitioned(parameter) and DEEPSPEED.get(parameter, "ds_status") == available
+
+
 def own_piece(parameter: Any, value: Tensor) -> Tensor:
     """This rank's piece of a whole tensor, for a partitioned parameter; the last ranks' are padded."""
     size = DEEPSPEED.get(parameter, "ds_tensor").numel()

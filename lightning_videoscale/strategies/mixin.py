@@ -37,7 +37,9 @@ from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks, split_plans
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.strategies.weight_averaging import PortableWeights
 from lightning_videoscale.strategies.whole_parameters import WholeParameters
+from lightning_videoscale.trained_weights import TrainedWeights
 from lightning_videoscale.undo import Undo
 
 
@@ -233,6 +235,11 @@ class SequenceParallelMixin(
     def _change_networks(self, module: nn.Module) -> Undo:
         transforms, self._transforms = self._transforms, []
         return change_networks(module, transforms, self.mesh, self.transport, self._settings)
+
+    def trained_weights(self) -> TrainedWeights:
+        """What is trained, as this rank holds it, for averages; see `HasTrainedWeights`."""
+        assert self.lightning_module is not None
+        return PortableWeights(self.lightning_module)
 
     def verify_parity(self, module: pl.LightningModule, batch: Any) -> ParityReport:
         """Compares loss and gradients of a batch with its sequence split (sp = n) and whole (sp = 1).

@@ -62,6 +62,8 @@ def test_export_for_from_pretrained(ranks: Ranks, tmp_path: Path, capsys: pytest
     assert not torch.equal(look(tiny_wan()), expected)
     assert main(["export", str(tmp_path / "video.ckpt"), str(tmp_path / "vae"), "--module", "vae"]) == 1
     assert "['transformer']" in capsys.readouterr().err.replace("\n", " ")
+    assert main(["export", str(tmp_path / "video.ckpt"), str(tmp_path / "averaged"), "--ema"]) == 1
+    assert "EMA" in capsys.readouterr().err
     fresh = tiny_wan()
     fresh.load_state_dict(read_weights(tmp_path / "video.ckpt", "transformer"))
     assert torch.equal(look(fresh), expected)

@@ -36,6 +36,7 @@ from typing_extensions import override
 
 from lightning_videoscale.compat.torch.checkpoint import METADATA_CLASSES
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors, StoredTensor
+from lightning_videoscale.trained_weights import AVERAGES
 
 _REST = "meta.pt"
 _TENSORS = ".metadata"
@@ -146,6 +147,15 @@ class CheckpointFolder:
         self._reader = FileSystemReader(path)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
+    @property
+    def has_averages(self) -> bool:
+        """Whether the callback `EMA` kept averages of the weights."""
+        return AVERAGES in self.sections()
+
+    def averages(self) -> SavedTensors:
+        """Returns these averages by name; nothing if there are none."""
+        return self.tensors(AVERAGES)
+
     def sections(self, *section: str) -> list[str]:
         """Returns the names of the sections in a section."""
         return [place[-1] for place in self._keys if place[:-1] == section]
@@ -175,22 +185,32 @@ class CheckpointFolder:
         return target
 
 
-def read_weights(path: str | Path, module: str = "") -> dict[str, Tensor]:
+def read_weights(path: str | Path, module: str = "", averaged: bool = False) -> dict[str, Tensor]:
     """Reads the weights of a checkpoint without a Trainer, as for ``model.load_state_dict(read_weights(path, "net"))``.
 
     Args:
         path: A checkpoint of ours, or a single file of Lightning's.
         module: Path, within the LightningModule, of the network whose weights are wanted; all if empty.
+        averaged: The averages that the callback `EMA` kept, with the weights of what it does not average.
 
     Returns:
         Whole tensors on the CPU, by their names within the network; without what the checkpoint leaves out, such as the
         frozen base of adapters: there, load with ``strict=False`` into a network that has it.
 
     Raises:
-        CheckpointError: If that is no checkpoint, or nothing in it belongs to the network.
+        CheckpointError: If that is no checkpoint, nothing in it belongs to the network, or it has no averages.
     """
     path = Path(path)
-    values = read_single_file(path)["state_dict"] if path.is_file() else CheckpointFolder(path).tensors("state_dict")
+    if path.is_file():
+        single = read_single_file(path)
+        values, averages = SavedTensors(single["state_dict"]), single.get(AVERAGES, {})
+    else:
+        folder = CheckpointFolder(path)
+        values, averages = folder.tensors("state_dict"), folder.averages()
+    if averaged:
+        if not averages:
+            raise CheckpointError(f"{path} holds no averaged weights: it was saved without the callback EMA.")
+        values |= averages
     prefix = f"{module}." if module else ""
     weights = {name.removeprefix(prefix): values[name] for name in values if name.startswith(prefix)}
     if not weights:

@@ -41,6 +41,7 @@ from lightning_videoscale.strategies.checkpoints.optimizer_names import Paramete
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 from lightning_videoscale.strategies.generators import generator_states, set_generator_states
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.trained_weights import AVERAGES
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Parent
@@ -152,6 +153,8 @@ class PortableCheckpoints(_Parent):
         rest = dict(checkpoint)
         tensors: dict[str, Any] = {}
         tensors["state_dict"], rest["state_dict"] = _split(self._to_write(checkpoint["state_dict"]))
+        if AVERAGES in checkpoint:
+            tensors[AVERAGES] = rest.pop(AVERAGES)
         if "optimizer_states" in checkpoint:
             rest["optimizer_states"] = []
             for index, optimizer in enumerate(checkpoint["optimizer_states"]):
@@ -204,6 +207,8 @@ class PortableCheckpoints(_Parent):
         checkpoint = dict(folder.rest)
         checkpoint["state_dict"] = folder.tensors("state_dict")
         checkpoint["state_dict"].update(folder.rest["state_dict"])
+        if folder.has_averages:
+            checkpoint[AVERAGES] = folder.averages()
         for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
             for name in folder.sections(f"optimizer_{index}"):
                 state = folder.tensors(f"optimizer_{index}", name)

@@ -78,7 +78,7 @@ class SavedTensors(MutableMapping[str, Any]):
         return self.copy().__ior__(other)
 
     def __ior__(self, other: Mapping[str, Any]) -> SavedTensors:
-        self.update(other)
+        self._entries |= other._entries if isinstance(other, SavedTensors) else dict(other)  # what is not read stays so
         return self
 
     @override

@@ -28,6 +28,8 @@ from lightning_videoscale.strategies.checkpoints.zero_partitions import (
     pieces_of,
     set_parameter,
 )
+from lightning_videoscale.strategies.checkpoints.zero_weights import ZeroWeights
+from lightning_videoscale.trained_weights import TrainedWeights
 
 
 class ZeroCheckpoints(PortableCheckpoints):
@@ -102,6 +104,17 @@ class ZeroCheckpoints(PortableCheckpoints):
                     saved[parameter] = SavedTensors.of(state["state"][name])
             if saved:
                 load_states(piece, saved)
+
+    def trained_weights(self) -> TrainedWeights:
+        """The float32 copies of what is trained, as this rank holds them; see `HasTrainedWeights`."""
+        assert self.lightning_module is not None
+        (optimizer,) = self.optimizers
+        return ZeroWeights(
+            self.lightning_module,
+            pieces_of(optimizer),
+            self.root_device,
+            is_current=lambda: getattr(self.model, "optimizer", None) is optimizer,
+        )
 
     def _trained(self) -> set[nn.Parameter]:
         """The parameters of which the engine keeps float32 copies."""

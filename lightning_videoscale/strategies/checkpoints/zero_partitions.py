@@ -108,18 +108,25 @@ def set_parameter(parameter: nn.Parameter, value: Tensor, trained: bool) -> None
         trained: Whether ZeRO keeps a float32 copy of it.
     """
     import deepspeed
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     if is_partitioned(parameter):
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if dist.get_rank() == 0:
                 parameter.data.copy_(value)
-        if trained:
-            safe_set_local_fp32_param(parameter, own_piece(parameter, value))
     else:
         parameter.data.copy_(value)
-        if trained:
-            safe_set_full_fp32_param(parameter, value)
+    if trained:
+        set_master(parameter, value)
+
+
+def set_master(parameter: nn.Parameter, value: Tensor) -> None:
+    """Gives the float32 copy of a trained parameter a value, which every rank has whole."""
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    if is_partitioned(parameter):
+        safe_set_local_fp32_param(parameter, own_piece(parameter, value))
+    else:
+        safe_set_full_fp32_param(parameter, value)
 
 
 def load_states(piece: Piece, saved: Mapping[nn.Parameter, SavedTensors]) -> None:
