@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from contextlib import chdir
+import sys
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from transformers import AutoTokenizer, UMT5EncoderModel
 
 from lightning_videoscale.cli import main
 from tests.data.encoders import save_pipeline
@@ -20,14 +22,23 @@ from tests.data.films import film, numbered
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+GET_STARTED = (ROOT / "docs" / "get-started.md").read_text()
 MODEL = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"  # found in the working directory before the Hub is asked
 SMALLER = {"--sizes 480x832": "--sizes 32x48 --fps 25 --max-frames 9 --workers 0"}
 ON_THIS_MACHINE = {"devices=4": 'accelerator="cpu", devices=1', "max_steps=10_000": "max_steps=2"}
+FOR_A_MOMENT = {
+    "max_steps=1000": 'max_steps=2, accelerator="cpu", devices=1',
+    "height=480, width=832, num_frames=81": "height=32, width=48, num_frames=5, num_inference_steps=2",
+}
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+def blocks(page: str, language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     return [block for named, block in found if named == language]
+
+
+def commands(page: str) -> list[str]:
+    return [line for block in blocks(page, "") for line in block.splitlines()]
 
 
 def replaced(text: str, changes: dict[str, str]) -> str:
@@ -37,30 +48,59 @@ def replaced(text: str, changes: dict[str, str]) -> str:
     return text
 
 
-def save_wan(folder: Path) -> None:
+def videoscale(command: str) -> None:
+    smaller = replaced(command, SMALLER) if " encode " in command else command
+    assert main(shlex.split(smaller)[1:]) == 0, command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A newcomer's: ten videos, their captions, and Wan's name as a folder with a small pipeline."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    parts = save_pipeline(folder / "parts")
     torch.manual_seed(0)
     size = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1, "ffn_dim": 32}
-    model = WanTransformer3DModel(in_channels=4, out_channels=4, text_dim=8, freq_dim=16, **size)
-    model.save_pretrained(folder / "transformer")
-
-
-def test_from_a_folder_of_videos_to_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_wan(save_pipeline(tmp_path / MODEL))
-    (tmp_path / "videos").mkdir()
-    for number in range(4):
+    WanPipeline(
+        tokenizer=AutoTokenizer.from_pretrained(parts / "tokenizer"),
+        text_encoder=UMT5EncoderModel.from_pretrained(parts / "text_encoder"),
+        vae=AutoencoderKLWan.from_pretrained(parts / "vae"),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        transformer=WanTransformer3DModel(in_channels=4, out_channels=4, text_dim=8, freq_dim=16, **size),
+    ).save_pretrained(folder / MODEL)
+    (folder / "videos").mkdir()
+    for number in range(10):
         data = film([numbered(number + k, 32, 48) for k in range(9)])
-        (tmp_path / "videos" / f"{number}.mp4").write_bytes(data)
-    captions = "\n".join(f"{number}.mp4,{number} {number}" for number in range(4))
-    (tmp_path / "captions.csv").write_text(f"file,caption\n{captions}\n")
-    with chdir(tmp_path):
-        commands = [line for block in blocks("") for line in block.splitlines() if line.startswith("videoscale ")]
-        for command in commands:
-            smaller = replaced(command, SMALLER) if "encode" in command else command
-            assert main(shlex.split(smaller)[1:]) == 0, capsys.readouterr().err
-        (script,) = blocks("python")
-        exec(replaced(script, ON_THIS_MACHINE), {"__name__": "__main__"})
-        assert list(tmp_path.glob("lightning_logs/version_0/report.html"))
-        assert list(tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt"))
+        (folder / "videos" / f"{number}.mp4").write_bytes(data)
+    captions = "\n".join(f"{number}.mp4,{number} {number}" for number in range(10))
+    (folder / "captions.csv").write_text(f"file,caption\n{captions}\n")
+    return folder
+
+
+def test_the_readme(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for command in commands(README):
+        if command.startswith("videoscale "):
+            videoscale(command)
+    (script,) = blocks(README, "python")
+    exec(replaced(script, ON_THIS_MACHINE), {"__name__": "__main__"})
+    assert list(folder.glob("lightning_logs/version_0/report.html"))
+    assert list(folder.glob("lightning_logs/version_0/checkpoints/*.ckpt"))
+
+
+def test_from_ten_videos_to_a_sample_of_the_exported_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six commands and a file of at most 60 lines."""
+    monkeypatch.chdir(folder)
+    (script,) = blocks(GET_STARTED, "python")
+    assert len(script.splitlines()) <= 60
+    assert len(commands(GET_STARTED)) == 6
+    for command in commands(GET_STARTED):
+        if command.startswith("python wan_lora.py"):
+            monkeypatch.setattr(sys, "argv", command.split()[1:])
+            exec(replaced(script, FOR_A_MOMENT), {"__name__": "__main__"})
+        elif command.startswith("videoscale "):  # the package is installed
+            videoscale(command)
+    with av.open(str(folder / "sample.mp4")) as sample:
+        assert [(frame.height, frame.width) for frame in sample.decode(video=0)] == [(32, 48)] * 5
 
 
 def rows(name: str) -> list[dict[str, Any]]:
