@@ -153,7 +153,7 @@ class _Network:
         values = folder.tensors("state_dict")
         values.update(folder.rest["state_dict"])
         if averaged and not folder.has_averages:
-            raise CheckpointError(f"{folder.path} has no averaged weights: leave out --ema.")
+            raise CheckpointError(f"{folder.path} has no averaged weights, as no callback EMA ran: leave out --ema.")
         if averaged or (averaged is None and folder.has_averages):
             values |= folder.averages()
         return cls(

@@ -19,7 +19,7 @@ STRATEGIES = [
     ("ddp", 2),
     ("fsdp2", 2),
     pytest.param("zero1", 1, marks=[needs_deepspeed, pytest.mark.full]),
-    pytest.param("zero2", 2, marks=needs_deepspeed),
+    pytest.param("zero2", 2, marks=[needs_deepspeed, pytest.mark.full]),
     pytest.param("zero3", 1, marks=needs_deepspeed),
 ]
 
@@ -53,7 +53,7 @@ def test_the_average_in_training_validation_and_after_a_restart(
             start = tmp_path / other
 
 
-@pytest.mark.parametrize("name", ["fsdp2", pytest.param("zero2", marks=needs_deepspeed)])
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.full])])
 def test_the_average_after_training(ranks: Ranks, tmp_path: Path, name: str) -> None:
     for saved, tested, message in ranks(2).run(use, name, tmp_path):
         assert saved <= 1e-6
@@ -61,7 +61,7 @@ def test_the_average_after_training(ranks: Ranks, tmp_path: Path, name: str) -> 
         assert ("ckpt_path" in message) is name.startswith("zero")
 
 
-@pytest.mark.parametrize("name", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.full])])
 def test_a_validation_that_fails_leaves_what_is_trained(ranks: Ranks, name: str) -> None:
     for outcome in ranks(2).run(fail, name, 2):
         assert outcome.validation <= 1e-6
