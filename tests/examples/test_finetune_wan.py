@@ -11,7 +11,7 @@ import pytest
 import torch
 from finetune_wan import FinetuneWan, padded
 from finetune_wan import main as finetune
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
@@ -54,7 +54,12 @@ def test_a_config_trains_and_exports(folder: Path, config: Path) -> None:
     assert {"train/loss", "val/loss"} <= set(events.Tags()["scalars"])
     assert main(["export", str(checkpoint), "exported"]) == 0
     written = "pytorch_lora_weights.safetensors" if "lora" in config.stem else "diffusion_pytorch_model.safetensors"
-    assert (folder / "exported" / written).is_file()
+    exported = load_file(folder / "exported" / written)
+    averages = read_weights(checkpoint, "transformer", averaged=True)
+    named = {name.replace(".default.", ".").removeprefix("transformer."): value for name, value in averages.items()}
+    assert any(not torch.equal(averages[name], kept[name]) for name in kept)
+    for name, value in exported.items():
+        assert torch.equal(value, named[name.removeprefix("transformer.")]), name
 
 
 def test_validation_losses_can_be_compared(folder: Path) -> None:
