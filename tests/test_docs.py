@@ -46,6 +46,25 @@ def test_commands_are_understood(page: Path) -> None:
         build_parser().parse_args(shlex.split(command, comments=True)[1:])
 
 
+LONG = {"architecture.md", "data.md", "measured.md", "report.md"}
+"""Pages that still have longer sentences."""
+
+
+def sentences(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found: list[str] = []
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|\n(?=\|)", text):
+        if not paragraph.strip().startswith(("|", "#")):
+            prose = re.sub(r"`[^`]*`", "code", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", paragraph))
+            found += re.split(r"(?<=[.!?])\s+", re.sub(r"^\s*(?:[-*]|\d+\.) ", "", prose.replace("**", "")))
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in LONG], ids=lambda page: page.name)
+def test_sentences_are_short(page: Path) -> None:
+    assert [sentence for sentence in sentences(page) if len(sentence.split()) > 25] == []
+
+
 def test_there_are_commands_to_check() -> None:
     assert sum(len(commands(page)) for page in PAGES) > 3
 
