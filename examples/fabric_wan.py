@@ -1,7 +1,7 @@
 """Sequence parallelism in a loop of one's own, with Lightning Fabric: `python fabric_wan.py --devices 2`.
 
-Fabric's DDP averages gradients over all ranks. Three lines make sequence parallelism of it: a mesh, `parallelize` before
-`fabric.setup`, and batches and noise that the ranks of a group have in common.
+Fabric's DDP averages gradients over all ranks. Three things make sequence parallelism of it: a mesh, `parallelize`
+before `fabric.setup`, and batches and noise that the ranks of a group have in common.
 """
 
 import argparse
