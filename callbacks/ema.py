@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lightning_videoscale.trained_weights import (
     AVERAGES,
@@ -79,14 +80,23 @@ class EMA(pl.Callback):
         steps = trainer.global_step
         if steps <= self._latest_update or steps - 1 < self.first_step or (steps - 1) % self.every_n_steps:
             return
-        for key, share in self._prepared(trainer).shares().items():
+        shares = self._prepared(trainer).shares()
+        for key, share in shares.items():
             if key not in self._average:  # it was frozen when training began
                 self._average[key] = share.to(_wide(share), copy=True)
-            elif self._has_begun:
-                self._average[key].lerp_(share.to(_wide(share)), 1 - self.decay)
-            else:
+            elif not self._has_begun:
                 self._average[key].copy_(share)
+        if self._has_begun:
+            self._move_towards(shares)
         self._has_begun, self._latest_update = True, steps
+
+    def _move_towards(self, shares: Mapping[str, Tensor]) -> None:
+        alike = [key for key, share in shares.items() if share.dtype == self._average[key].dtype]
+        if alike:
+            averages, weights = [self._average[key] for key in alike], [shares[key] for key in alike]
+            get_ema_multi_avg_fn(self.decay)(averages, weights, None)  # in few kernels
+        for key in shares.keys() - set(alike):  # one after the other, for the memory of the copies
+            self._average[key].lerp_(shares[key].to(self._average[key]), 1 - self.decay)
 
     @contextmanager
     def average_weights(self) -> Iterator[None]:
