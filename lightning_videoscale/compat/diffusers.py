@@ -52,6 +52,11 @@ def dispatch_settings(processor: Any) -> tuple[Any, Any]:
         raise DIFFUSERS.missing(processor, "_attention_backend or _parallel_config") from error
 
 
+def has_own_attention_backend(processor: Any) -> bool:
+    """Whether ``set_attention_backend`` was called for a processor, which nothing returns."""
+    return getattr(processor, "_attention_backend", None) is not None
+
+
 def declare_as(cls: type[nn.Module], base: type[nn.Module]) -> None:
     """Lets caches (``enable_cache``) find what diffusers declares of a class of blocks for a subclass of it.
 

@@ -139,6 +139,7 @@ class _Exchange(TorchFunctionMode):
             key_mask=mask,
             transport=context.transport,
             scale=scale,
+            attention_backend=context.choices,
         ).transpose(1, 2)
 
     def _objection(

@@ -10,6 +10,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import WrappingDDPStrategy, ddp_arguments, timeout_of
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport import TransportName
@@ -43,6 +44,12 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
             copy engines, within a host).
         verify_plan: Compare the network split and whole when it is first called, unless tests hold its plan to one
             device, as Wan's; a difference is an error. See ``parallel.verify_plan``.
+        attention_backend: Which kernel computes attention, also of networks that are not split. ``"auto"`` measures
+            those that are installed after steps 1, 2, 4, 8 and so on, checks them against float64, and takes the
+            fastest on all ranks; until then, and on CPUs, it is torch's own pick. By name: ``"sdpa"`` (torch's own
+            pick), ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"math"``, ``"flash_attn_2"``, ``"flash_attn_3"``,
+            ``"flash_attn_4"``; one that cannot run is an error with the reason. ``torch.nn.attention.sdpa_kernel``
+            and diffusers' ``set_attention_backend`` override it.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, with two other defaults:
             rank 0's buffers are broadcast at the start, before validation and when training ends, and not in every
@@ -52,6 +59,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
     Raises:
         ValueError: At the start of ``fit``, if the devices do not form whole groups, no network has a plan, or a
             network has fewer attention heads than ``ulysses_size``.
+        NotImplementedError: At the start of ``fit`` or in the first step, if the attention backend asked for cannot
+            run, with the reason.
         RuntimeError: At the start of ``fit``, if the transport asked for is not available, with the reason.
     """
 
@@ -65,6 +74,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         compile: CompileOptions = False,
         transport: TransportName = "collective",
         verify_plan: bool = True,
+        attention_backend: AttentionBackend = "auto",
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
@@ -79,6 +89,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
                 compile=compile,
                 transport=transport,
                 verify_plan=verify_plan,
+                attention_backend=attention_backend,
             )
         )
 

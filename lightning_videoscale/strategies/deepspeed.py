@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.deepspeed import data_parallel_group, forget_gradients
 from lightning_videoscale.compat.lightning import (
     SettledDeepSpeedStrategy,
@@ -60,6 +61,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         compile: As for `SequenceParallelDDPStrategy`.
         transport: As for `SequenceParallelDDPStrategy`.
         verify_plan: As for `SequenceParallelDDPStrategy`.
+        attention_backend: As for `SequenceParallelDDPStrategy`.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DeepSpeedStrategy``: offloading, bucket sizes, or a whole ``config``, which then
             says the stage.
@@ -81,6 +83,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         compile: CompileOptions = False,
         transport: TransportName = "collective",
         verify_plan: bool = True,
+        attention_backend: AttentionBackend = "auto",
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
@@ -106,6 +109,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
                 compile=compile,
                 transport=transport,
                 verify_plan=verify_plan,
+                attention_backend=attention_backend,
             )
         )
 

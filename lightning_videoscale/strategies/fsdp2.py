@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from typing_extensions import override
 
+from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import optimizers_to_device, set_device_mesh, set_up_processes, timeout_of
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport import TransportName
@@ -78,6 +79,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         shard_frozen: Paths of frozen networks to shard too, such as a large text encoder.
         transport: As for `SequenceParallelDDPStrategy`.
         verify_plan: As for `SequenceParallelDDPStrategy`.
+        attention_backend: As for `SequenceParallelDDPStrategy`.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
         timeout: As for `SequenceParallelDDPStrategy`.
 
@@ -101,6 +103,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         shard_frozen: list[str] | None = None,
         transport: TransportName = "collective",
         verify_plan: bool = True,
+        attention_backend: AttentionBackend = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -116,6 +119,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             compile=compile,
             transport=transport,
             verify_plan=verify_plan,
+            attention_backend=attention_backend,
         )
         self._init_sequence_parallel(self._sharding)
         self._sharded: weakref.WeakSet[pl.LightningModule] = weakref.WeakSet()

@@ -30,6 +30,21 @@ def _op(name: str) -> Any:
         ) from None
 
 
+def sdpa_choice() -> frozenset[str] | None:
+    """Returns which kernels `torch.nn.attention.sdpa_kernel`, or a switch of torch's, leaves on; None: all of them.
+
+    The public functions are those of `torch.backends.cuda`, whatever the device.
+    """
+    switches = torch.backends.cuda
+    on = {
+        "cudnn": switches.cudnn_sdp_enabled(),
+        "flash": switches.flash_sdp_enabled(),
+        "efficient": switches.mem_efficient_sdp_enabled(),
+        "math": switches.math_sdp_enabled(),
+    }
+    return None if all(on.values()) else frozenset(name for name, is_on in on.items() if is_on)
+
+
 # -- flash on CPUs -------------------------------------------------------------------------------------------------
 
 

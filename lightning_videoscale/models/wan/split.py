@@ -59,8 +59,16 @@ class SequenceParallelWanAttention:
             others = [stream for stream in self.context.record.tables if stream != "video"]
             objection = f"the split plan splits {others}, and this attends over video alone." if others else None
             self.context.on_exchange(self._path, objection)
-        lengths, transport = self.context.lengths(), self.context.transport
-        return sequence_parallel_attention(query, key, value, self.context.mesh, lengths=lengths, transport=transport)
+        context = self.context
+        return sequence_parallel_attention(
+            query,
+            key,
+            value,
+            context.mesh,
+            lengths=context.lengths(),
+            transport=context.transport,
+            attention_backend=context.choices,
+        )
 
 
 def split_plan(model: nn.Module) -> SplitPlan:

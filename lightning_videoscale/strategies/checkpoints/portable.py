@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.parallel import SequenceMesh
 from lightning_videoscale.strategies.checkpoints.folder import (
     CheckpointError,
@@ -51,6 +52,7 @@ class PortableCheckpoints(_Parent):
     _seed: int
     _micro_batch: int
     _stream: int
+    attention_choices: AttentionChoices
 
     @property
     def mesh(self) -> SequenceMesh:
@@ -122,7 +124,11 @@ class PortableCheckpoints(_Parent):
                 others = {name: left for name, (_, left) in states.items()}
                 rest["optimizer_states"].append(optimizer | {"state": others})
         assert self.lightning_module is not None
-        rest[_OURS] = {"randomness": self._randomness(), **describe_networks(self.lightning_module)}
+        rest[_OURS] = {
+            "randomness": self._randomness(),
+            "attention": self.attention_choices.state_dict(),
+            **describe_networks(self.lightning_module),
+        }
         write_checkpoint(path, tensors, _whole(rest))
 
     def _to_write(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +195,10 @@ class PortableCheckpoints(_Parent):
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             self._load_optimizer(optimizer, state)
-        self._restore_randomness(checkpoint.get(_OURS, {}).get("randomness"))
+        ours = checkpoint.get(_OURS, {})
+        self._restore_randomness(ours.get("randomness"))
+        if "attention" in ours:
+            self.attention_choices.load_state_dict(ours["attention"])
 
     def _load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(from_names(state, optimizer.param_groups, self._names().of(optimizer)))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_videoscale.parallel import attention_with_lse
-from lightning_videoscale.parallel.attention_with_lse import attend, attend_backward
+
+from lightning_videoscale.attention.attend import attend, attend_backward
 
 # Relative errors that a kernel may have against float64, by dtype.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
