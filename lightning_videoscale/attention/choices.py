@@ -120,7 +120,6 @@ class AttentionChoices:
         key = case.key
         if key not in self._records:
             self._wanted.add(key)
-            self._device = case.device
         nearest = self._nearest(key)
         name = SDPA if nearest is None else self._records[nearest].fastest(self.calls_per_shape)
         return name if name == SDPA or KERNELS[name].objection(case) is None else SDPA
@@ -143,6 +142,7 @@ class AttentionChoices:
         Raises:
             NotImplementedError: If the kernel asked for by name cannot run there; the message says why.
         """
+        self._device = device
         if self.backend not in ("auto", SDPA):
             if (reason := KERNELS[self.backend].unusable(device)) is not None:
                 raise NotImplementedError(
@@ -155,7 +155,6 @@ class AttentionChoices:
             why = "as asked for" if self.backend == SDPA else f"there is no other kernel to choose on {device.type}"
             self._say(f"Attention runs on torch's own pick of kernels: {why}.")
             return
-        self._device = device
         usable = self._usable()
         if _rank() == 0:
             self._records |= RecordFile(device_name(device), self._folder).read()
@@ -164,17 +163,22 @@ class AttentionChoices:
         others = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         known = f", {len(self._records)} kinds of calls were measured before" if self._records else ""
         names = ", ".join(["torch's own pick", *(name for name in usable if name not in reasons)])
-        self._say(
-            f"Attention on {device_name(device)} is chosen from {names}{known}" + (f" ({others})." if others else ".")
-        )
+        others = f" ({others})" if others else ""
+        self._say(f"Attention on {device_name(device)} is chosen from {names}{known}{others}.")
+        self._report_changes()
 
     def settle(self) -> None:
         """Measures what was asked for since the last time; collective over all ranks, between two steps.
 
         It takes at most 2 s for a kind of call, beside what kernels need to compile, and 20 s in a run; what is left
         then goes by the nearest that was measured. Nothing of it is done where all is known.
+
+        Raises:
+            RuntimeError: If `prepare` was not called before.
         """
-        if self._device is not None and self.leaves_it_to_torch(self._device):
+        if self._device is None:
+            raise RuntimeError("AttentionChoices.settle comes after prepare(device), which all ranks call first.")
+        if self.leaves_it_to_torch(self._device) or self.backend != "auto":
             return
         keys = sorted({key for wanted in _gather(self._wanted) for key in wanted})
         self._wanted.clear()
@@ -189,7 +193,6 @@ class AttentionChoices:
                 )
                 break
             begin = time.perf_counter()
-            assert self._device is not None
             records = _gather(self._measuring.measure(key, usable, self._device))
             measured[key] = slowest_of_ranks(records)
             self._seconds_left -= max(_gather(time.perf_counter() - begin))
@@ -198,7 +201,7 @@ class AttentionChoices:
         self._records |= measured
         self._chosen.clear()
         self._report_changes()
-        if _rank() == 0 and measured and self._device is not None:
+        if _rank() == 0 and measured:
             RecordFile(device_name(self._device), self._folder).add(measured)
 
     def _usable(self) -> dict[str, str | None]:

@@ -8,10 +8,8 @@ Results lie in memory with tokens before heads, whatever the kernel, as a compil
 
 from __future__ import annotations
 
-import itertools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -35,17 +33,14 @@ class Chooser(Protocol):
         """Returns the kernel that runs a call."""
 
 
-_choosers: WeakValueDictionary[int, Chooser] = WeakValueDictionary()
-"""Those that are alive, by the number under which ops know them."""
-
-_numbers = itertools.count()
+_choosers: list[Chooser] = []
+"""By number. They stay: graphs for backward and compiled code may hold a number for as long as the process lives."""
 
 
 def register(chooser: Chooser) -> int:
-    """Returns the number under which the ops find it while it is alive."""
-    number = next(_numbers)
-    _choosers[number] = chooser
-    return number
+    """Returns the number under which the ops find it from now on."""
+    _choosers.append(chooser)
+    return len(_choosers) - 1
 
 
 def _kernel(query: Tensor, key: Tensor, mask: Tensor | None, with_lse: bool, chooser: int) -> AttentionKernel:
