@@ -87,6 +87,11 @@ class AttentionChoices:
         """Whether no call on a device can get another kernel than torch's own pick."""
         return self.backend == SDPA or (self.backend == "auto" and not self._names(device))
 
+    @property
+    def leaves_all_to_torch(self) -> bool:
+        """Whether no call can get another kernel than torch's own pick, as far as the device is known."""
+        return self.backend == SDPA or (self._device is not None and self.leaves_it_to_torch(self._device))
+
     def choose(self, case: AttentionCase) -> str:
         """Returns the name of the kernel that runs a call, "sdpa" for torch's own pick.
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_videoscale.attention import AttentionChoices, as_autocast, attention
 from lightning_videoscale.compat.diffusers import has_own_attention_backend
+from lightning_videoscale.compat.patching import only_redirects
 from lightning_videoscale.parallel.plan import SplitPlan, matching_modules
 from lightning_videoscale.undo import Undo
 
@@ -33,12 +34,14 @@ def choose_attention(model: nn.Module, plan: SplitPlan, choices: AttentionChoice
     Returns:
         What takes it back.
     """
+    if choices.leaves_all_to_torch:
+        return Undo()
     named = plan.attention if isinstance(plan.attention, Mapping) else ()
     modules = {module for pattern in named for module in matching_modules(model, pattern).values()}
     modules |= {module for module in model.modules() if hasattr(module, "processor")}
     undo = Undo()
     for module in modules:
-        undo.set(module, "forward", MethodType(_asking_forward(module.forward, choices), module))
+        undo.set(module, "forward", MethodType(only_redirects(_asking_forward(module.forward, choices)), module))
     return undo
 
 

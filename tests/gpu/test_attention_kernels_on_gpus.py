@@ -1,4 +1,4 @@
-"""Every kernel of attention that is installed here, against float64: shapes, masks, strides, races, determinism, rings."""
+"""Every kernel of attention that is installed here, against float64: shapes, masks, races, determinism, rings."""
 
 from __future__ import annotations
 
