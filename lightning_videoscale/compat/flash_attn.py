@@ -53,7 +53,8 @@ def _function(generation: int, name: str) -> Any:
 
 
 def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.transpose(1, 2) for x in tensors)
+    """(B, S, H, D); detached, since tensors that require gradients cannot be handed to kernels by DLPack."""
+    return tuple(x.detach().transpose(1, 2) for x in tensors)
 
 
 def _empty_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -20,11 +20,16 @@ def _limit(case: AttentionCase) -> str | None:
         return reason
     if case.deterministic:
         return "its backward is not deterministic"
-    # Of as many tokens as it wants at least: how many there are decides nothing else.
-    sample = torch.empty(1, 1, 64, case.head_dim, dtype=case.dtype, device=case.device)
-    params = torch.backends.cuda.SDPAParams(sample, sample, sample, None, 0.0, False, False)
-    fits = torch.backends.cuda.can_use_cudnn_attention(params)
-    return None if fits else f"cuDNN {torch.backends.cudnn.version()} does not take head dim {case.head_dim}"
+    # Of a single token or several: how many there are decides nothing else.
+    query, key = (
+        torch.empty(1, 1, min(tokens, 64), case.head_dim, dtype=case.dtype, device=case.device)
+        for tokens in (case.queries, case.keys)
+    )
+    params = torch.backends.cuda.SDPAParams(query, key, key, None, 0.0, False, False)
+    if torch.backends.cuda.can_use_cudnn_attention(params):
+        return None
+    version = torch.backends.cudnn.version()
+    return f"cuDNN {version} does not take {case.queries} queries and {case.keys} keys of head dim {case.head_dim}"
 
 
 KERNEL = AttentionKernel("cudnn", "torch", attention.cudnn, attention.cudnn_backward, _unusable, _limit)
