@@ -107,6 +107,7 @@ class SequenceContext:
         on_split: Told of every slice that a split returns, while the model is watched.
         on_exchange: Told what is about to exchange, a module's attention or a gather, and what stands against it, while
             the model is watched.
+        attention: The modules that exchange, by path, as far as those who made them do so have noted it.
         network: Weak reference to the model that ran last: this context's, or a copy of it.
     """
 
@@ -127,6 +128,7 @@ class SequenceContext:
         self.short_streams = short_streams
         self.on_split: Callable[[Tensor], None] | None = None
         self.on_exchange: Callable[[str, str | None], None] | None = None
+        self.attention: dict[str, nn.Module] = {}
         self.network: Callable[[], nn.Module | None] = lambda: None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceContext:

@@ -1,19 +1,20 @@
-"""Do all ranks come to the same exchanges? One forward pass in which they ask each other before each: `ExchangeWatch`.
+"""Do all ranks come to the same exchanges, and to all? One forward pass in which they ask before each: `ExchangeWatch`.
 
-Without it, ranks that go other ways wait for each other until a timeout, which cannot say why.
+Without it, ranks that go other ways wait for each other until a timeout, which cannot say why. Attention that is
+computed around its exchange, by another library's function for example, would see a rank's own tokens only.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
-from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.trial_run import SplitNetwork
 
 _END = "the end of its forward pass"
 
@@ -22,46 +23,71 @@ class ExchangeWatch:
     """Makes what one rank meets in a forward pass an error of all ranks.
 
     Args:
-        name: Of the network.
-        context: Of the split network; tells of the exchanges.
+        split: The network.
         group: The ranks that run the pass together; all ranks if left out.
     """
 
-    def __init__(self, name: str, context: SequenceContext, group: ProcessGroup | None = None) -> None:
-        self._name, self._context, self._group, self._over = name, context, group, False
+    def __init__(self, split: SplitNetwork, group: ProcessGroup | None = None) -> None:
+        self._name, self._network, self._context, self._group = split.name, split.network, split.context, group
+        self._over = False
+        self._used: set[str] = set()
+        self._exchanged: set[str] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, ranks agree before each exchange, and at the end.
 
         Raises:
-            ValueError: On all ranks, if one of them has an objection, goes to another exchange, or has failed.
+            ValueError: On all ranks, if one of them has an objection, goes to another exchange, or has failed, or if an
+                attention module that the plan names is computed and has not exchanged. Modules that do not run at all,
+                as in blocks that are dropped at random, have nothing to exchange.
         """
         self._over, self._context.on_exchange = False, self._meet
         try:
-            yield
-        except BaseException:
-            self._finish(repr(sys.exception()))
+            with self._following_attention():
+                yield
+        except BaseException as error:
+            if not self._over:
+                self._agree(_END, repr(error))  # which this rank raises itself
             raise
         finally:
             self._context.on_exchange = None
-        self._finish(None)
-
-    def _finish(self, error: str | None) -> None:
         if not self._over:
-            self._meet(_END, error)
+            self._meet(_END, self._without_exchange())
+
+    @contextmanager
+    def _following_attention(self) -> Iterator[None]:
+        """Notes which attention modules run, or something inside them, such as the projections."""
+        self._used, self._exchanged = set(), set()
+        owner: dict[nn.Module, str] = {}
+        for path, module in self._context.attention.items():
+            owner |= dict.fromkeys(module.modules(), path)
+            with suppress(AttributeError):  # what a user has put there since
+                owner |= dict.fromkeys(self._network.get_submodule(path).modules(), path)
+
+        def note(module: nn.Module, _: Any) -> None:
+            if module in owner:
+                self._used.add(owner[module])
+
+        handle = nn.modules.module.register_module_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _without_exchange(self) -> str | None:
+        around = sorted(self._used - self._exchanged)
+        if not around:
+            return None
+        return (
+            f"{', '.join(around[:3])}{' and others' * (len(around) > 3)} ran without exchanging, so that each rank's "
+            "tokens saw none of the others'. Attention must run in the forward of the module that the split plan "
+            "names, by torch's scaled_dot_product_attention (in diffusers the backend 'native'), or by attention=."
+        )
 
     def _meet(self, path: str, objection: str | None) -> None:
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, (path, objection), group=self._group)
-        if path == _END or len(set(everyone)) > 1 or objection is not None:
-            self._over = True  # all ranks have heard the same, and none will ask again
-        if path == _END and objection is not None:  # this rank's own error is raised already
-            return
-        said = [
-            (dist.get_global_rank(self._group, rank) if self._group else rank, *what)
-            for rank, what in enumerate(everyone)
-        ]
+        self._exchanged.add(path)
+        said = self._agree(path, objection)
         objections = [f"rank {rank} at {where}: {why}" for rank, where, why in said if why is not None]
         if objections:
             raise ValueError(
@@ -73,3 +99,14 @@ class ExchangeWatch:
                 f"The ranks of {self._name} went different ways: {places}. What its attention calls must not depend "
                 "on what differs between ranks, such as how much of a text's padding a rank has."
             )
+
+    def _agree(self, path: str, objection: str | None) -> list[tuple[int, str, str | None]]:
+        """What every rank says."""
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, (path, objection), group=self._group)
+        if path == _END or len(set(everyone)) > 1 or objection is not None:
+            self._over = True  # all ranks have heard the same, and none will ask again
+        return [
+            (dist.get_global_rank(self._group, rank) if self._group else rank, *what)
+            for rank, what in enumerate(everyone)
+        ]

@@ -83,7 +83,7 @@ def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any
     remark = ""
     with stage(network), _fresh_peak(device):
         mixing = TokenMixing(split.context)
-        with mixing.watching(network), ExchangeWatch(split.name, split.context).watching():
+        with mixing.watching(network), ExchangeWatch(split).watching():
             on_slices = _attempt(split, args, kwargs, device, gradients, whole=False)
         assert on_slices is not None
         everyone = _agree((mixing.found, _has_room(device, sp.size)))
@@ -142,7 +142,7 @@ def check_exchanges(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[
     group = split.context.mesh.sp.group
     with stage(split.network):
         mixing = TokenMixing(split.context)
-        with mixing.watching(split.network), ExchangeWatch(split.name, split.context, group).watching():
+        with mixing.watching(split.network), ExchangeWatch(split, group).watching():
             _attempt(split, args, kwargs, _device_of(split, args, kwargs), gradients=False, whole=False)
             attention = [found for found in mixing.found if "attention" in found.rpartition(" calls ")[2]]
             if attention:

@@ -50,6 +50,7 @@ def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceConte
         for path, module in submodules(model, pattern).items():
             if isinstance(heads := getattr(module, "heads", None), int):  # as diffusers' attention has it
                 check_heads(heads, context.mesh.ulysses.size)
+            context.attention[path] = module
             forward = _exchanging_forward(module.forward, _Place(path, rule, context))
             undo.set(module, "forward", MethodType(forward, module))  # a copy of the module has it for its own
     return undo

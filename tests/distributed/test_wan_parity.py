@@ -24,7 +24,7 @@ Check = Callable[[Sequence[Case]], None]
 Mesh = tuple[int, int, int]
 
 BACKENDS = ["ddp", "fsdp2", "fsdp2_replicas", "zero1", "zero2", "zero3", "zero3_late"]
-VARIANTS = ["fsdp2_replicas", "zero2", "zero3_late"]  # of "fsdp2", "zero1" and "zero3"
+VARIANTS = ["fsdp2_replicas", "zero1", "zero2", "zero3_late"]  # of "fsdp2" and "zero3"
 TABLE: dict[str, Sequence[Any]] = {
     "backend": BACKENDS,
     "mesh": [(4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 2, 1), (1, 2, 2), (1, 4, 1)],
@@ -45,6 +45,8 @@ OF_MAIN = [
 OF_VARIANTS = [
     Case("fsdp2_replicas", (2, 1, 2), "odd", masks=True, clipping="norm", accumulation=2, checkpointing="strategy"),
     Case("fsdp2_replicas", (2, 2, 1), heads=5, checkpointing="model", batch_size=3, variant="i2v"),
+    Case("zero1", (2, 1, 2), "odd", masks=True, clipping="norm", accumulation=2, checkpointing="model", variant="i2v"),
+    Case("zero1", (1, 4, 1), heads=5, checkpointing="strategy", batch_size=3),
     Case("zero2", (1, 2, 2), "odd", masks=True, clipping="norm", accumulation=2, checkpointing="strategy"),
     Case("zero2", (2, 1, 2), heads=5, batch_size=3, variant="ti2v"),
     Case("zero3_late", (2, 1, 2), "odd", masks=True, clipping="norm", checkpointing="model", variant="i2v"),

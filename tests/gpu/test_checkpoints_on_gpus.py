@@ -27,7 +27,7 @@ pytestmark = [
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 3e-2)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 3e-5), ("bf16-mixed", 3e-2)])
 def test_a_run_through_all_strategies(gpu_ranks: Ranks, tmp_path: Path, precision: Any, tolerance: float) -> None:
     ranks, ddp = gpu_ranks(GPUS), Run("ddp", GPUS, 1, 1)
     whole = tmp_path / "whole.ckpt"

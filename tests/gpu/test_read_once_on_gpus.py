@@ -51,6 +51,7 @@ def read_while_the_device_is_busy() -> tuple[list[Any], int]:
         sharing,
         lambda *place: seed_generators(0, *place),
         to_device=True,
+        ends_together=lambda: True,
     )
     seen, load = [], torch.randn(4096, 4096, device=device)
     for batch in loader:

@@ -88,7 +88,7 @@ def test_accumulated_and_recomputed_micro_batches(gpu_ranks: Ranks, strategy: st
     assert typical(slow).backward == pytest.approx(0.20, rel=0.2), figures  # the forward pass is computed again
     assert typical(fast).compute < 0.06, figures
     validation = pace.forward + pace.validation  # validation runs the forward pass too
-    assert validated == pytest.approx(validation, rel=0.1), figures
+    assert validated == pytest.approx(validation, abs=0.05), figures  # with what the host does around it
     # All that the slow rank does between two reductions, 860 ms, but for the little that the fast one does meanwhile.
     assert waited == pytest.approx(2 * (0.12 + 0.20) + validation, rel=0.1), figures
 

@@ -69,7 +69,7 @@ def test_accuracy(case: Case, dtype: torch.dtype) -> None:
 
 
 @in_the_interpreter
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(case=cases().filter(lambda case: case.head_dim > 2), seed=st.integers(0, 99))
 def test_accuracy_of_anything(case: Case, seed: int) -> None:
     check_accuracy(case, torch.float32, "triton", seed=seed)
@@ -83,7 +83,7 @@ def test_accuracy_of_heads_that_fill_no_tile(name: str) -> None:
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("case", [case_param(name, name in ("Wan", "Cosmos", "CogVideoX")) for name in FAMILIES])
+@pytest.mark.parametrize("case", [case_param(name, name in ("Wan", "CogVideoX")) for name in FAMILIES])
 def test_repeats_bitwise(case: Case) -> None:
     check_repeats(case, torch.float32, "triton")
 

@@ -70,12 +70,11 @@ for name in ("ulysses_ddp", "usp_ddp", "ulysses_fsdp2"):
         trainer(name, devices=2)
     except ValueError as error:
         print("refused:", error)
-for name in ("ulysses_ddp_notebook", "usp_ddp_notebook"):
-    module = RectifiedFlow()
-    before = module.transformer.proj_out.weight.detach().clone()
-    runner = trainer(name, devices=2)
-    runner.fit(module, clips())
-    print("steps:", runner.callback_metrics["loss"].item() > 0, torch.equal(module.transformer.proj_out.weight, before))
+module = RectifiedFlow()
+before = module.transformer.proj_out.weight.detach().clone()
+runner = trainer("usp_ddp_notebook", devices=2)
+runner.fit(module, clips())
+print("steps:", runner.callback_metrics["loss"].item() > 0, torch.equal(module.transformer.proj_out.weight, before))
 """
 
 
@@ -88,8 +87,8 @@ def test_notebooks_fork_their_ranks() -> None:
     assert all(
         f'"{name}_ddp_notebook"' in text for name, text in zip(("ulysses", "usp", "ulysses"), refused, strict=True)
     )
-    assert done.stdout.count("steps: True False") == 2
-    assert "dp=1, ring=1, ulysses=2" in done.stderr and "dp=1, ring=2, ulysses=1" in done.stderr
+    assert done.stdout.count("steps: True False") == 1
+    assert "dp=1, ring=2, ulysses=1" in done.stderr
 
 
 # -- precision -----------------------------------------------------------------------------------------------------

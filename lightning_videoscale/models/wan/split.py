@@ -102,6 +102,7 @@ def split_attention(model: nn.Module, context: SequenceContext, paths: Sequence[
             )
     undo = Undo()
     for path, layer in layers.items():
+        context.attention[path] = layer
         undo.add(partial(layer.set_processor, layer.processor))
         layer.set_processor(SequenceParallelWanAttention(context, path))
     return undo

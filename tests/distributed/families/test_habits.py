@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -163,6 +164,63 @@ def test_rows_that_are_no_padding_are_refused(ranks: Ranks) -> None:
     for ((message, error),) in ranks(2).run(said, [masked_by_rows_and_padding], False, "hunyuan_video_15"):
         assert "differs between queries that are no padding" in message
         assert error < 1e-5
+
+
+def forward_of_its_own(model: Any) -> None:
+    """Another library's forward, set after the split: the projections are the module's, the exchange is lost."""
+    attention = model.transformer_blocks[0].attn
+    attention.forward = partial(Processor(by_hand), attention)
+
+
+def around_the_module(model: Any) -> None:
+    """The block computes with the module's projections and never calls it."""
+    block = model.transformer_blocks[0]
+
+    def forward(hidden_states: Tensor, encoder_hidden_states: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = (project(hidden_states) for project in (block.attn.to_q, block.attn.to_k, block.attn.to_v))
+        return by_hand(q, k, v, torch.ones(k.shape[1], dtype=torch.bool)), encoder_hidden_states
+
+    block.forward = forward
+
+
+def around_the_module_on_a_rank(model: Any) -> None:
+    if dist.get_rank() == 1:
+        around_the_module(model)
+
+
+def dropped_blocks(model: Any) -> None:
+    """As stochastic depth does: what is not computed exchanges nothing."""
+    for block in model.transformer_blocks:
+        block.forward = lambda hidden_states, encoder_hidden_states, *_: (hidden_states, encoder_hidden_states)
+
+
+AROUND: dict[Callable[[Any], None], str] = {
+    forward_of_its_own: "transformer_blocks.0.attn ran without exchanging",
+    around_the_module: "transformer_blocks.0.attn ran without exchanging",
+    around_the_module_on_a_rank: "went different ways",
+    dropped_blocks: "",
+}
+
+
+def said_of_changes(changes: list[Callable[[Any], None]], subclass: bool) -> list[str]:
+    family, case, found = FAMILIES["hunyuan_video"], Case("hunyuan_video", float32=True), []
+    inputs = family.inputs(case, 0)
+    with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh:
+        for change in changes:
+            model: Any = family.model(case)
+            if subclass:
+                model.__class__ = type("Mine", (type(model),), {})
+            parallelize(model, mesh)
+            change(model)
+            found.append(first_call(model, inputs))
+    return found
+
+
+@pytest.mark.parametrize("subclass", [False, True])
+def test_attention_that_runs_without_its_exchange(ranks: Ranks, subclass: bool) -> None:
+    for messages in ranks(2).run(said_of_changes, [*AROUND], subclass):
+        for message, (change, expected) in zip(messages, AROUND.items(), strict=True):
+            assert expected in message if expected else not message, (change, message)
 
 
 def said_of_a_dropped_token() -> str:
