@@ -17,6 +17,7 @@ from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_videoscale.attention.attend import kernel_of_torch
 from lightning_videoscale.attention.backends import KERNELS
@@ -33,7 +34,10 @@ _T = TypeVar("_T")
 _SECONDS_OF_KEY = 2.0
 _SECONDS_OF_RUN = 20.0
 _SHORTEST = 1024  # tokens: of fewer queries or keys, attention is a small part of a step
-_CALLS_PER_SHAPE = 1000.0  # where nobody says how many are to come
+_LAYERS = 30  # as video transformers have about: a micro-batch calls attention of a shape so often
+MICRO_BATCHES_PER_SHAPE = 33.0
+"""Are expected where nobody says how many are to come."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +54,7 @@ class AttentionChoices:
 
     Attributes:
         backend: As it was asked for.
-        calls_per_shape: How often a run is expected to compute each shape, over which the longer first time is spread.
+        shortest: Tokens of queries and of keys from which ``"auto"`` chooses; shorter attention is torch's own pick.
         number: Under which the ops find it.
 
     Raises:
@@ -70,12 +74,14 @@ class AttentionChoices:
             raise ValueError(f"attention_backend={backend!r} is not one of {get_args(AttentionBackend)}.")
         self.backend: AttentionBackend = backend
         self.number = register(self)
-        self.calls_per_shape = _CALLS_PER_SHAPE
+        self.shortest = _SHORTEST
         self.log = log
         self._candidates, self._folder = candidates, folder
         self._records: dict[AttentionKey, Record] = {}
         self._wanted: set[AttentionKey] = set()
-        self._chosen: dict[tuple[AttentionCase, frozenset[str] | None], str] = {}
+        self._calls_per_shape = _LAYERS * MICRO_BATCHES_PER_SHAPE
+        self._names_of_calls: dict[tuple[Any, ...], str] = {}
+        self._kernels_of_calls: dict[tuple[Any, ...], str] = {}
         self._measuring = Measuring(_SECONDS_OF_KEY)
         self._seconds_left = _SECONDS_OF_RUN
         self._device: torch.device | None = None
@@ -100,18 +106,7 @@ class AttentionChoices:
         Raises:
             NotImplementedError: If the kernel asked for by name cannot run the call; the message says why.
         """
-        asked_for = case, sdpa_choice()
-        if asked_for not in self._chosen:
-            self._chosen[asked_for] = self._choose(*asked_for)
-        return self._chosen[asked_for]
-
-    def kernel(self, case: AttentionCase) -> AttentionKernel:
-        """Returns the kernel that runs a call, also where torch's own pick is to return its log-sum-exp."""
-        name = self.choose(case)
-        return kernel_of_torch(case) if name == SDPA else KERNELS[name]
-
-    def _choose(self, case: AttentionCase, of_torch: frozenset[str] | None) -> str:
-        if of_torch is not None or self.leaves_it_to_torch(case.device):
+        if sdpa_choice() is not None or self.leaves_it_to_torch(case.device):
             return SDPA
         if self.backend != "auto":
             if (reason := KERNELS[self.backend].objection(case)) is not None:
@@ -120,14 +115,34 @@ class AttentionChoices:
                     "or name another."
                 )
             return self.backend
-        if min(case.queries, case.keys) < _SHORTEST:
+        if min(case.queries, case.keys) < self.shortest:
             return SDPA
         key = case.key
-        if key not in self._records:
+        if key not in self._records or self._records[key].late:
             self._wanted.add(key)
         nearest = self._nearest(key)
-        name = SDPA if nearest is None else self._records[nearest].fastest(self.calls_per_shape)
+        name = SDPA if nearest is None else self._records[nearest].fastest(self._calls_per_shape)
         return name if name == SDPA or KERNELS[name].objection(case) is None else SDPA
+
+    def name_for(self, query: Tensor, key: Tensor, masked: bool, with_lse: bool) -> str:
+        """As `choose`, at a small part of its time from the second call of a shape on."""
+        call = _facts(query, key, masked, with_lse)
+        name = self._names_of_calls.get(call)
+        if name is None:
+            case = AttentionCase.of(query, key, masked=masked, with_lse=with_lse)
+            name = self._names_of_calls[call] = self.choose(case)
+        return name
+
+    def kernel_for(self, query: Tensor, key: Tensor, masked: bool, with_lse: bool) -> AttentionKernel:
+        """Returns the kernel that runs a call, also where torch's own pick is to return its log-sum-exp."""
+        name = self.name_for(query, key, masked, with_lse)
+        if name != SDPA:
+            return KERNELS[name]
+        call = _facts(query, key, masked, with_lse)
+        if call not in self._kernels_of_calls:
+            case = AttentionCase.of(query, key, masked=masked, with_lse=with_lse)
+            self._kernels_of_calls[call] = kernel_of_torch(case).name
+        return KERNELS[self._kernels_of_calls[call]]
 
     def _nearest(self, key: AttentionKey) -> AttentionKey | None:
         distances = {known: key.distance(known) for known in self._records}
@@ -138,6 +153,19 @@ class AttentionChoices:
         if self._candidates is not None:
             return list(self._candidates)
         return [name for name in KERNELS if name != "math"] if device.type == "cuda" else []
+
+    def expect(self, micro_batches_per_shape: float) -> None:
+        """Says how many micro-batches of a shape the run has, over which a kernel's longer first time is spread.
+
+        So a run that is too short to earn cuDNN's plans takes another kernel. To be called by all ranks alike, before
+        the first step or between two steps.
+        """
+        before = self.chosen
+        self._calls_per_shape = _LAYERS * micro_batches_per_shape
+        self._names_of_calls.clear()
+        for kind, name in self.chosen.items():
+            if name != before[kind]:
+                self._say(f"Attention of {kind}: {name}, as a shape comes in {micro_batches_per_shape:.1f} batches.")
 
     # -- deciding ------------------------------------------------------------------------------------------------
 
@@ -175,8 +203,9 @@ class AttentionChoices:
     def settle(self) -> None:
         """Measures what was asked for since the last time; collective over all ranks, between two steps.
 
-        It takes at most 2 s for a kind of call, beside what kernels need to compile, and 20 s in a run; what is left
-        then goes by the nearest that was measured. Nothing of it is done where all is known.
+        It takes at most 2 s for a kind of call, beside what kernels need to compile and to start, and 20 s in a run;
+        what is left then goes by the nearest that was measured. Kernels whose turn did not come in the 2 s have it the
+        next time. Nothing of it is done where all is known.
 
         Raises:
             RuntimeError: If `prepare` was not called before.
@@ -185,7 +214,8 @@ class AttentionChoices:
             raise RuntimeError("AttentionChoices.settle comes after prepare(device), which all ranks call first.")
         if self.leaves_it_to_torch(self._device) or self.backend != "auto":
             return
-        keys = sorted({key for wanted in _gather(self._wanted) for key in wanted})
+        asked_for = {key for wanted in _gather(self._wanted) for key in wanted}
+        keys = sorted(key for key in asked_for if key not in self._records or self._records[key].late)
         self._wanted.clear()
         if not keys:
             return
@@ -198,13 +228,15 @@ class AttentionChoices:
                 )
                 break
             begin = time.perf_counter()
-            records = _gather(self._measuring.measure(key, usable, self._device))
-            measured[key] = slowest_of_ranks(records)
+            known = self._records.get(key)
+            records = _gather(self._measuring.measure(key, known.late if known else usable, self._device))
+            measured[key] = slowest_of_ranks(records).after(known)
             self._seconds_left -= max(_gather(time.perf_counter() - begin))
-            choice = measured[key].fastest(self.calls_per_shape)
+            choice = measured[key].fastest(self._calls_per_shape)
             self._say(f"Attention of {key}: {measured[key].describe(choice)}.")
         self._records |= measured
-        self._chosen.clear()
+        self._wanted = {key for key, record in measured.items() if record.late}
+        self._names_of_calls.clear()
         self._report_changes()
         if _rank() == 0 and measured:
             RecordFile(device_name(self._device), self._folder).add(measured)
@@ -228,7 +260,7 @@ class AttentionChoices:
     @property
     def chosen(self) -> dict[str, str]:
         """What was chosen, by kind of call."""
-        return {str(key): record.fastest(self.calls_per_shape) for key, record in self._records.items()}
+        return {str(key): record.fastest(self._calls_per_shape) for key, record in self._records.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: the backend that was asked for, and what was chosen."""
@@ -247,6 +279,12 @@ class AttentionChoices:
             if kind in now and now[kind] != before:
                 self._say(f"Attention of {kind} runs on {now[kind]}, and ran on {before} before the checkpoint.")
         self._before = {kind: before for kind, before in self._before.items() if kind not in now}
+
+
+def _facts(query: Tensor, key: Tensor, masked: bool, with_lse: bool) -> tuple[Any, ...]:
+    """All by which a choice may differ; asked for in every call."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return query.shape, key.shape[2], query.dtype, query.device, masked, with_lse, deterministic, sdpa_choice()
 
 
 @cache

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_videoscale.attention.attend import kernel_of_torch, torch_attention
 from lightning_videoscale.attention.backends import KERNELS
 from lightning_videoscale.attention.case import AttentionCase, AttentionKey, case_of
+from lightning_videoscale.attention.differentiable import attend_differentiably
 from lightning_videoscale.attention.kernel import AttentionKernel
-from lightning_videoscale.attention.op import attention_op, register
 from lightning_videoscale.attention.records import SDPA, Record
-from lightning_videoscale.attention.trial import Run, check, exact_enough, time_in_turns
+from lightning_videoscale.attention.trial import Run, check, exact_enough, start, time_in_turns
 
 
 class Measuring:
@@ -28,6 +28,7 @@ class Measuring:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._errors: dict[tuple[Any, ...], tuple[float, ...] | str] = {}
+        self._started: set[tuple[Any, ...]] = set()
 
     def measure(self, key: AttentionKey, names: Iterable[str], device: torch.device) -> Record:
         """Returns what was measured of a kind of call.
@@ -39,7 +40,7 @@ class Measuring:
         """
         case = case_of(key, device)
         pick = kernel_of_torch(case)
-        runs: dict[str, Run] = {SDPA: torch_attention if not case.with_lse else _run(pick, True)}
+        runs: dict[str, Run] = {SDPA: partial(attend_differentiably, pick) if case.with_lse else torch_attention}
         reasons: dict[str, str] = {}
         for name in names:
             reason = KERNELS[name].objection(case)
@@ -48,16 +49,25 @@ class Measuring:
             if reason is None:
                 reason = self._inexact(KERNELS[name], case, runs[SDPA])
             if reason is None:
-                runs[name] = _run(KERNELS[name], case.with_lse)
+                runs[name] = partial(attend_differentiably, KERNELS[name])
             else:
                 reasons[name] = reason
-        timings, slow = time_in_turns(runs, case, self._seconds)
-        return Record(timings, reasons | slow)
+        for name, run in runs.items():
+            self._start(name, run, case)
+        timings, others, late = time_in_turns(runs, case, self._seconds)
+        return Record(timings, reasons | others, tuple(late))
+
+    def _start(self, name: str, run: Run, case: AttentionCase) -> None:
+        """Has a kernel do what it does once in a process; what it raises, it will raise again when it is timed."""
+        if (kind := _kind(name, case)) not in self._started:
+            self._started.add(kind)
+            with suppress(Exception):
+                start(run, case)
 
     def _inexact(self, kernel: AttentionKernel, case: AttentionCase, of_torch: Run) -> str | None:
         """Why a kernel does not compute what it should, or None if it does."""
         torch_errors = self._errors_of(SDPA, of_torch, case)
-        errors = self._errors_of(kernel.name, _run(kernel, case.with_lse), case)
+        errors = self._errors_of(kernel.name, partial(attend_differentiably, kernel), case)
         if isinstance(torch_errors, str) or isinstance(errors, str):
             return errors if isinstance(errors, str) else None
         if exact_enough(errors, torch_errors):
@@ -66,7 +76,7 @@ class Measuring:
         return "errors of output, dq, dk, dv are {}, and those of torch's own pick {}".format(*listed)
 
     def _errors_of(self, name: str, run: Run, case: AttentionCase) -> tuple[float, ...] | str:
-        kind = name, case.dtype, case.head_dim, case.masked, case.with_lse, case.deterministic
+        kind = _kind(name, case)
         if kind not in self._errors:
             try:
                 self._errors[kind] = check(run, case)
@@ -75,21 +85,6 @@ class Measuring:
         return self._errors[kind]
 
 
-def _run(kernel: AttentionKernel, with_lse: bool) -> Run:
-    """Attention by one kernel, differentiable."""
-    return partial(_attention_by, _Fixed(kernel), with_lse)
-
-
-def _attention_by(
-    chooser: _Fixed, with_lse: bool, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
-) -> Tensor:
-    out: Tensor = attention_op(query, key, value, mask, scale, with_lse, chooser.number)[0]
-    return out
-
-
-class _Fixed:
-    def __init__(self, kernel: AttentionKernel) -> None:
-        self._kernel, self.number = kernel, register(self)
-
-    def kernel(self, case: AttentionCase) -> AttentionKernel:
-        return self._kernel
+def _kind(name: str, case: AttentionCase) -> tuple[Any, ...]:
+    """By what a kernel is another one inside, at any length."""
+    return name, case.dtype, case.head_dim, case.masked, case.with_lse, case.deterministic

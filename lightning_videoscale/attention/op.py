@@ -8,20 +8,14 @@ Results lie in memory with tokens before heads, whatever the kernel, as a compil
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_videoscale.attention.attend import attend, attend_backward
-from lightning_videoscale.attention.case import AttentionCase
 from lightning_videoscale.attention.kernel import AttentionKernel
-from lightning_videoscale.kernels.autograd import (
-    NAMESPACE,
-    register_autograd,
-    under_autocast,
-)
+from lightning_videoscale.kernels.autograd import NAMESPACE, register_autograd
 
 _FORWARD, _BACKWARD = f"{NAMESPACE}::attention", f"{NAMESPACE}::attention_backward"
 
@@ -29,7 +23,7 @@ _FORWARD, _BACKWARD = f"{NAMESPACE}::attention", f"{NAMESPACE}::attention_backwa
 class Chooser(Protocol):
     """What knows the kernel of a call."""
 
-    def kernel(self, case: AttentionCase) -> AttentionKernel:
+    def kernel_for(self, query: Tensor, key: Tensor, masked: bool, with_lse: bool) -> AttentionKernel:
         """Returns the kernel that runs a call."""
 
 
@@ -44,24 +38,18 @@ def register(chooser: Chooser) -> int:
 
 
 def _kernel(query: Tensor, key: Tensor, mask: Tensor | None, with_lse: bool, chooser: int) -> AttentionKernel:
-    return _choosers[chooser].kernel(AttentionCase.of(query, key, masked=mask is not None, with_lse=with_lse))
+    return _choosers[chooser].kernel_for(query, key, mask is not None, with_lse)
 
 
 def _tokens_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Inside, matrix products are computed in the dtype of their factors."""
-    return torch.autocast(x.device.type, enabled=False) if under_autocast(x) else nullcontext()
-
-
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, with_lse: bool, chooser: int
 ) -> tuple[Tensor, Tensor]:
     kernel = _kernel(query, key, mask, with_lse, chooser)
-    with _without_autocast(query):
-        out, lse = attend(kernel, query, key, value, scale, mask)
+    out, lse = attend(kernel, query, key, value, scale, mask)
     return _tokens_first(out), lse.contiguous()
 
 
@@ -78,8 +66,7 @@ def _backward(
     chooser: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel = _kernel(query, key, mask, with_lse, chooser)
-    with _without_autocast(query):
-        dq, dk, dv = attend_backward(kernel, grad, query, key, value, out, lse, scale, mask)
+    dq, dk, dv = attend_backward(kernel, grad, query, key, value, out, lse, scale, mask)
     return _tokens_first(dq), _tokens_first(dk), _tokens_first(dv)
 
 
@@ -109,7 +96,12 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     return *attention_backward_op(grad, query, key, value, out, lse, mask, *ctx.rest), None, None, None, None
 
 
-def _refuse_second_derivative(ctx: object, *gradients: Tensor) -> None:
+def refuse_second_derivative(ctx: object, *gradients: Tensor) -> None:
+    """The derivative of attention's backward, which there is not.
+
+    Raises:
+        NotImplementedError: Always.
+    """
     raise NotImplementedError(
         "Attention by a chosen kernel has no second derivative, as a penalty on gradients of inputs needs it. Call the "
         "model inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has one and overrides attention_backend=."
@@ -130,5 +122,5 @@ torch.library.define(
 )
 torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
 torch.library.register_fake(_BACKWARD, _backward_fake)
-attention_backward_op = register_autograd(_BACKWARD, _refuse_second_derivative, lambda ctx, inputs, output: None)
+attention_backward_op = register_autograd(_BACKWARD, refuse_second_derivative, lambda ctx, inputs, output: None)
 attention_op = register_autograd(_FORWARD, _differentiate, _save)

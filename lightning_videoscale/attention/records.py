@@ -35,10 +35,12 @@ class Record(NamedTuple):
     Attributes:
         timings: By kernel; `SDPA` is among them.
         reasons: Of kernels that are not among them, why.
+        late: Those of them whose turn did not come in time; they are to be measured the next time.
     """
 
     timings: dict[str, Timing]
     reasons: dict[str, str]
+    late: tuple[str, ...] = ()
 
     def fastest(self, calls_per_shape: float) -> str:
         """Returns the kernel that takes the least time over all calls of a shape, the first and longer one included.
@@ -53,6 +55,16 @@ class Record(NamedTuple):
 
         best = min(self.timings, key=lambda name: (cost(name), name))
         return best if cost(best) <= _WORTH * cost(SDPA) else SDPA
+
+    def after(self, earlier: Record | None) -> Record:
+        """Returns an earlier record with what was late in it as it is here; this one without an earlier record."""
+        if earlier is None:
+            return self
+        # Both took turns with torch's own pick: by it the times of two moments compare.
+        pace = earlier.timings[SDPA].steady / self.timings[SDPA].steady
+        mine = {name: Timing(t.steady * pace, t.first) for name, t in self.timings.items() if name != SDPA}
+        reasons = {name: reason for name, reason in earlier.reasons.items() if name not in earlier.late}
+        return Record(earlier.timings | mine, reasons | self.reasons, self.late)
 
     def describe(self, choice: str) -> str:
         """Such as "flash_attn_4, 1.12 x sdpa (sdpa 20.1 ms, flash_attn_4 18.0 ms; flash: 31.2 ms, 1.6 x)"."""
@@ -73,7 +85,10 @@ def slowest_of_ranks(every: Iterable[Record]) -> Record:
         for name, timing in first.timings.items()
         if all(name in other.timings for other in others)
     }
-    return Record(timings, {name: reason for name, reason in reasons.items() if name not in timings})
+    reasons = {name: reason for name, reason in reasons.items() if name not in timings}
+    # On one rank in time and on another late is late; wrong on one of them is out.
+    late = [name for name in reasons if all(name in (*record.timings, *record.late) for record in (first, *others))]
+    return Record(timings, reasons, tuple(late))
 
 
 class RecordFile:
@@ -103,7 +118,7 @@ class RecordFile:
     def add(self, records: Mapping[AttentionKey, Record]) -> None:
         """Writes records beside those that are there; without success it says so in the log."""
         rows = [
-            {"key": list(key), "timings": record.timings, "reasons": record.reasons}
+            {"key": list(key), "timings": record.timings, "reasons": record.reasons, "late": record.late}
             for key, record in (self.read() | dict(records)).items()
         ]
         try:
@@ -121,7 +136,8 @@ def _record(row: Mapping[str, Any]) -> Record:
     timings = {str(name): Timing(*map(float, timing)) for name, timing in row["timings"].items()}
     if SDPA not in timings:
         raise ValueError(f"a record lacks {SDPA}")
-    return Record(timings, {str(name): str(reason) for name, reason in row["reasons"].items()})
+    reasons = {str(name): str(reason) for name, reason in row["reasons"].items()}
+    return Record(timings, reasons, tuple(map(str, row["late"])))
 
 
 def _machine(device_name: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Whether a kernel computes attention, and how long it takes: measured beside torch's own pick, on one device.
 
-`check`   errors of kernels against float64, at lengths that no tile divides
-`time`    seconds of forward and backward, in turns
+`check`           errors of kernels against float64, at lengths that no tile divides
+`start`           what a library does once in a process, so that no timing contains it
+`time_in_turns`   seconds of forward and backward
 """
 
 from __future__ import annotations
@@ -118,9 +119,22 @@ def exact_enough(errors: tuple[float, ...], of_torch: tuple[float, ...]) -> bool
     return all(mine <= LARGEST_ERROR * theirs for mine, theirs in zip(errors, of_torch, strict=True))
 
 
+def start(run: Run, case: AttentionCase) -> None:
+    """Runs a kernel at lengths beside those of a call, one that tiles divide and one that they do not.
+
+    cuDNN loads libraries and compiles for seconds the first time, and a part of it only for lengths of one of these
+    kinds. What is left for the first pass of a call's own lengths is what every new shape costs.
+    """
+    timed = shortened(case)
+    for odd in (0, 8):
+        queries, keys = (-(-tokens // 128 + 1) * 128 + odd for tokens in (timed.queries, timed.keys))
+        Problem.random(replace(timed, queries=queries, keys=keys), batch=1).solve(run)
+    _wait(case.device)
+
+
 def time_in_turns(
     runs: Mapping[str, Run], case: AttentionCase, seconds: float
-) -> tuple[dict[str, Timing], dict[str, str]]:
+) -> tuple[dict[str, Timing], dict[str, str], list[str]]:
     """Times kernels on one problem, at lengths at which a pass is short.
 
     Args:
@@ -129,17 +143,19 @@ def time_in_turns(
         seconds: In which it is to end; what has not had its first pass by then is left out.
 
     Returns:
-        The times, and of those without one the reason.
+        The times, of those without one the reason, and which of them are late: their turn did not come.
     """
     begin = time.perf_counter()
     problem = Problem.random(shortened(case), batch=1)
     reasons: dict[str, str] = {}
+    late: list[str] = []
     firsts: dict[str, float] = {}
     seconds_of: dict[str, float] = {}
     expected: tuple[Tensor, ...] | None = None
     for name, run in runs.items():
         if expected is not None and time.perf_counter() - begin > 0.6 * seconds:
-            reasons[name] = f"not measured, since {seconds:.0f} s were spent before its turn"
+            reasons[name] = f"not measured yet, since {seconds:.0f} s were spent before its turn"
+            late.append(name)
             continue
         try:
             firsts[name], results = _timed(problem, run, 1, case.device)
@@ -167,7 +183,8 @@ def time_in_turns(
         if time.perf_counter() - begin > seconds:
             break
     steady = {name: statistics.median(mine) for name, mine in turns.items()}
-    return {name: Timing(steady[name], max(0.0, firsts[name] - seconds_of[name])) for name in racing}, reasons
+    timings = {name: Timing(steady[name], max(0.0, firsts[name] - seconds_of[name])) for name in racing}
+    return timings, reasons, late
 
 
 def shortened(case: AttentionCase) -> AttentionCase:

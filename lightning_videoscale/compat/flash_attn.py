@@ -54,7 +54,7 @@ def _function(generation: int, name: str) -> Any:
 
 def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     """(B, S, H, D); detached, since tensors that require gradients cannot be handed to kernels by DLPack."""
-    return tuple(x.detach().transpose(1, 2) for x in tensors)
+    return tuple((x.detach() if x.requires_grad else x).transpose(1, 2) for x in tensors)
 
 
 def _empty_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,16 +12,18 @@ from torch import Tensor
 from lightning_videoscale.attention.case import AttentionCase
 from lightning_videoscale.attention.kernel import AttentionKernel
 from lightning_videoscale.compat.torch.attention import Gradients
+from lightning_videoscale.kernels.autograd import under_autocast
 
 _LOGITS_BYTES = 1 << 28  # of one slice of queries
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
-    for rows in _slices(q, k):
-        logits = _logits(q[:, :, rows], k, scale, bias)
-        lses.append(logits.logsumexp(-1))
-        outs.append((logits - lses[-1][..., None]).exp() @ v.to(logits.dtype))
+    with _without_autocast(q):
+        for rows in _slices(q, k):
+            logits = _logits(q[:, :, rows], k, scale, bias)
+            lses.append(logits.logsumexp(-1))
+            outs.append((logits - lses[-1][..., None]).exp() @ v.to(logits.dtype))
     return torch.cat(outs, 2).to(q.dtype), torch.cat(lses, 2)
 
 
@@ -28,15 +32,21 @@ def _products_backward(
 ) -> Gradients:
     wide = lse.dtype
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-    for rows in _slices(q, k):
-        grad_rows = grad[:, :, rows].to(wide)
-        probabilities = (_logits(q[:, :, rows], k, scale, bias) - lse[:, :, rows, None]).exp()
-        dv += probabilities.mT @ grad_rows
-        delta = (grad_rows * out[:, :, rows]).sum(-1, keepdim=True)
-        dlogits = probabilities * (grad_rows @ v.to(wide).mT - delta) * scale
-        dq[:, :, rows] = dlogits @ k.to(wide)
-        dk += dlogits.mT @ q[:, :, rows].to(wide)
+    with _without_autocast(q):
+        for rows in _slices(q, k):
+            grad_rows = grad[:, :, rows].to(wide)
+            probabilities = (_logits(q[:, :, rows], k, scale, bias) - lse[:, :, rows, None]).exp()
+            dv += probabilities.mT @ grad_rows
+            delta = (grad_rows * out[:, :, rows]).sum(-1, keepdim=True)
+            dlogits = probabilities * (grad_rows @ v.to(wide).mT - delta) * scale
+            dq[:, :, rows] = dlogits @ k.to(wide)
+            dk += dlogits.mT @ q[:, :, rows].to(wide)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Inside, matrix products are computed in the dtype of their factors."""
+    return torch.autocast(x.device.type, enabled=False) if under_autocast(x) else nullcontext()
 
 
 def _slices(q: Tensor, k: Tensor) -> Iterator[slice]:
