@@ -52,9 +52,30 @@ def dispatch_settings(processor: Any) -> tuple[Any, Any]:
         raise DIFFUSERS.missing(processor, "_attention_backend or _parallel_config") from error
 
 
-def has_own_attention_backend(processor: Any) -> bool:
-    """Whether ``set_attention_backend`` was called for a processor, which nothing returns."""
-    return getattr(processor, "_attention_backend", None) is not None
+def own_attention_backend(processor: Any) -> str | None:
+    """Returns what ``set_attention_backend`` was called with for a processor; None if it was not.
+
+    Such as ``"native"`` or ``"_native_cudnn"``. Nothing public returns it.
+    """
+    backend = getattr(processor, "_attention_backend", None)
+    return None if backend is None else str(getattr(backend, "value", backend))
+
+
+class HearsOfBackends:
+    """A processor that ``set_attention_backend`` reaches: it passes over those without an attribute for it."""
+
+    def on_backend(self, name: str | None) -> None:
+        """Is called when a backend is set, and with None when it is taken back."""
+        raise NotImplementedError
+
+    @property
+    def _attention_backend(self) -> Any:
+        return vars(self).get("_backend")
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: Any) -> None:
+        self.on_backend(None if backend is None else str(getattr(backend, "value", backend)))
+        self._backend = backend
 
 
 def declare_as(cls: type[nn.Module], base: type[nn.Module]) -> None:

@@ -1,5 +1,8 @@
 """Attention of a network that is not split: computed by the kernel that is chosen for the run.
 
+`choose_attention`      has a network ask for its kernels
+`choices_of_diffusers`  what a user has chosen by diffusers' ``set_attention_backend`` instead
+
 Calls of torch's `scaled_dot_product_attention` are redirected, as in `redirection`, in the modules that attend: those
 that the split plan names, and those with a processor, as diffusers has them. What else they call, such as a backend
 that was set by diffusers' ``set_attention_backend``, stays as it is.
@@ -16,11 +19,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_videoscale.attention import AttentionChoices, as_autocast, attention
-from lightning_videoscale.compat.diffusers import has_own_attention_backend
+from lightning_videoscale.attention import AttentionBackend, AttentionChoices, as_autocast, as_choices, attention
+from lightning_videoscale.compat.diffusers import own_attention_backend
 from lightning_videoscale.compat.patching import only_redirects
 from lightning_videoscale.parallel.plan import SplitPlan, matching_modules
 from lightning_videoscale.undo import Undo
+
+_OF_DIFFUSERS: dict[str, AttentionBackend] = {
+    "native": "sdpa",
+    "_native_cudnn": "cudnn",
+    "_native_efficient": "efficient",
+    "_native_flash": "flash",
+    "_native_math": "math",
+    "flash": "flash_attn_2",
+    "_flash_3": "flash_attn_3",
+}
+
+
+def choices_of_diffusers(backend: str) -> AttentionChoices:
+    """Returns what computes attention as a backend of diffusers would.
+
+    Args:
+        backend: As diffusers' ``set_attention_backend`` takes it.
+
+    Raises:
+        ValueError: If no kernel here is that backend's.
+    """
+    if backend not in _OF_DIFFUSERS:
+        raise ValueError(
+            f"Attention over a split sequence has no kernel for diffusers' backend {backend!r}. Set one of "
+            f"{[*_OF_DIFFUSERS]}, or name a kernel by attention_backend= of the strategy and set none."
+        )
+    return as_choices(_OF_DIFFUSERS[backend])
 
 
 def choose_attention(model: nn.Module, plan: SplitPlan, choices: AttentionChoices) -> Undo:
@@ -49,7 +79,7 @@ def _asking_forward(original: Callable[..., Any], choices: AttentionChoices) -> 
     unbound = original.__func__ if isinstance(original, MethodType) else None
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if choices.backend == "auto" and has_own_attention_backend(getattr(self, "processor", None)):
+        if own_attention_backend(getattr(self, "processor", None)) is not None:
             return original(*args, **kwargs) if unbound is None else unbound(self, *args, **kwargs)
         with _Asking(choices):
             return original(*args, **kwargs) if unbound is None else unbound(self, *args, **kwargs)

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_videoscale.attention import KERNELS, AttentionChoices, attention
 from lightning_videoscale.attention.attend import kernel_of_torch
 from lightning_videoscale.attention.case import AttentionCase, AttentionKey, length_class, length_of
+from lightning_videoscale.attention.measuring import Measuring
 from lightning_videoscale.attention.records import SDPA, Record, RecordFile, slowest_of_ranks
 from lightning_videoscale.attention.trial import Timing, check, exact_enough, shortened
 from tests.distributed.pool import ProcessPool
@@ -117,6 +119,50 @@ def record(**milliseconds: float | tuple[float, float]) -> Record:
 )
 def test_the_fastest_over_all_calls_of_a_shape_is_chosen(times: Record, calls: float, fastest: str) -> None:
     assert times.fastest(calls) == fastest
+
+
+def test_how_often_shapes_come_decides_whether_a_plan_is_earned(tmp_path: Path) -> None:
+    lines: list[str] = []
+    RecordFile("cpu", tmp_path).add({key(4096): record(sdpa=(10.0, 500.0), math=18.0)})
+    choices = AttentionChoices(candidates=["math"], folder=tmp_path, log=lines.append)
+    choices.prepare(CPU)
+    q, k, _ = tensors(4096, 4096, heads=12)
+    assert choices.name_for(q, k, False, False) == SDPA
+    choices.expect(1.5)
+    assert choices.name_for(q, k, False, False) == "math" and "1.5" in lines[-1]
+    choices.expect(10.0)
+    assert choices.name_for(q, k, False, False) == SDPA and len(lines) == 3
+
+
+def test_a_kernel_whose_turn_did_not_come_in_time_has_it_the_next_time(tmp_path: Path) -> None:
+    lines: list[str] = []
+    choices = AttentionChoices(candidates=["math"], folder=tmp_path, log=lines.append)
+    choices.prepare(CPU)
+    choices._measuring = Measuring(0.0)
+    q, k, _ = tensors(dtype=torch.bfloat16)
+    choices.choose(case_of(q, k))
+    choices.settle()
+    assert "math: not measured yet" in lines[-1]
+    (kept,) = RecordFile("cpu", tmp_path).read().values()
+    assert kept.late == ("math",)
+    choices._measuring = Measuring(2.0)
+    choices.settle()  # nobody has asked again
+    assert "math: not" not in lines[-1] and "ms" in lines[-1]
+    (kept,) = RecordFile("cpu", tmp_path).read().values()
+    assert kept.late == () and ("math" in kept.timings) != ("math" in kept.reasons)
+    choices.settle()
+    assert len(lines) == 3
+
+
+def test_what_was_late_on_one_rank_is_late_on_all() -> None:
+    of_one = Record(record(sdpa=10.0, math=9.0, flash=9.0).timings, {})
+    of_other = Record(record(sdpa=12.0).timings, {"math": "its turn", "flash": "wrong"}, ("math",))
+    merged = slowest_of_ranks([of_one, of_other])
+    assert merged.late == ("math",) and set(merged.reasons) == {"math", "flash"}
+    # The second time the device took twice as long for all: what counts is the ratio.
+    again = Record(record(sdpa=24.0, math=6.0).timings, {})
+    assert again.after(merged).timings["math"].steady == pytest.approx(3e-3)
+    assert again.after(merged).late == ()
 
 
 def test_of_several_ranks_the_slowest_counts_and_what_one_lacks_is_out() -> None:
@@ -253,6 +299,23 @@ def test_second_derivatives_are_refused_unless_torchs_math_is_asked_for() -> Non
         (first,) = torch.autograd.grad(attention(AttentionChoices("math"), q, k, v, 1.0).sum(), q, create_graph=True)
     first.sum().backward()
     assert q.grad is not None
+
+
+def test_fake_tensors_go_through_the_op() -> None:
+    with FakeTensorMode():
+        q, k, v = tensors(16, 24)
+        out = attention(AttentionChoices("math"), q, k, v, 1.0)
+        (gradient,) = torch.autograd.grad(out.sum(), k)
+    assert out.shape == q.shape and gradient.shape == k.shape
+
+
+def test_autocast_around_backward_does_not_change_it() -> None:
+    inputs = tensors(33, 17)
+    expected = gradients(attention(AttentionChoices("math"), *inputs, 0.3), inputs)
+    out = attention(AttentionChoices("math"), *inputs, 0.3)
+    with torch.autocast("cpu", torch.bfloat16):
+        mine = gradients(out, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
 
 
 def test_compiled_code_serves_every_length_and_kernel() -> None:
