@@ -5,7 +5,8 @@
 The first part is attention alone, forward and backward: bf16, B = 1, D = 128, tensors in memory as networks project
 them. The second is a step of Wan-1.3B with fused kernels, forward and backward, at 32 760 tokens. All is measured and
 chosen by one `AttentionChoices` in the beginning, as after the first step of a run, within the seconds that a run has
-for it; the file says what it chose, why, and what that took. What earlier runs have left on disk is not read.
+for it; the file says what it chose, why, and what that took, and the host's time of a call. What earlier runs have left
+on disk is not read.
 
 Variants take turns, in every round from another one on, and are compared round by round. ``--tiny`` tries the script on
 whatever device there is.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import sys
 import tempfile
 import time
@@ -90,6 +92,27 @@ def measure_attention(choices: AttentionChoices, heads: int, length: int, option
         **{f"{name}_ms": round(mine.median, 3) for name, mine in times.items()},
         "difference_from_sdpa": {name: float(f"{error:.2e}") for name, error in differences.items()},
     }
+
+
+def host_times(choices: AttentionChoices, calls: int = 200) -> Row:
+    """Microseconds of the host for a call, forward and backward, so short that the device does not hold it up.
+
+    ``auto`` is torch's own pick at this length, so what it takes longer than ``sdpa`` is the price of asking.
+    """
+    problem = Problem(1, 64)
+    variants = {"sdpa": problem.by_torch, "auto": partial(problem.by, choices)}
+    for name, kernel in KERNELS.items():
+        if kernel.objection(AttentionCase.of(*problem.inputs[:2], masked=False, with_lse=False)) is None:
+            variants[name] = partial(problem.by, AttentionChoices(name))
+    rounds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(5):
+        for name, run in variants.items():
+            run()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                run()
+            rounds[name].append((time.perf_counter() - begin) / calls * 1e6)
+    return {"tokens": 64, "host_us": {name: round(statistics.median(mine), 1) for name, mine in rounds.items()}}
 
 
 def measure_step(choices: AttentionChoices, options: argparse.Namespace) -> Row:
@@ -197,6 +220,8 @@ def main() -> None:
                 rows.append(measure_attention(choices, heads, length, options))
                 print(rows[-1], flush=True)
                 provenance.write(output, "parallel/attention_backends", commit, settings, rows)
+        rows.append(host_times(choices))
+        print(rows[-1], flush=True)
         if options.layers:
             rows.append(measure_step(choices, options))
             print(rows[-1], flush=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_videoscale.attention import KERNELS, AttentionChoices, attention
-from lightning_videoscale.attention.attend import torch_attention
+from lightning_videoscale.attention.attend import attend, attend_backward, torch_attention
 from lightning_videoscale.attention.case import AttentionCase
 from lightning_videoscale.attention.records import SDPA
 from lightning_videoscale.attention.trial import Problem, check
@@ -100,6 +100,48 @@ def test_tensors_may_lie_as_exchanges_leave_them(name: str) -> None:
     for got, exact in zip((out, *mine), (expected, *torch.autograd.grad(expected.sum(), wide)), strict=True):
         # The gradients of query and key by a sum are what is left where equal terms cancel.
         assert float((got.double() - exact).norm()) <= 2e-2 * float(exact.norm()) + 0.2
+
+
+LAYOUTS = {"tokens first": (0, 1, 2, 3), "heads first": (0, 2, 1, 3), "as exchanged": (1, 0, 2, 3)}
+
+
+@pytest.mark.parametrize("first", [*LAYOUTS, "torch's own call"])
+@pytest.mark.parametrize("number", range(2))
+def test_cudnns_plans_fit_gradients_of_any_layout(first: str, number: int) -> None:
+    """torch looks plans up by the layouts of query, key and value alone, and they hold that of the gradient too."""
+    lengths = {name: 256 + 8 * place for place, name in enumerate([*LAYOUTS, "torch's own call"])}
+    facts = case(queries=lengths[first], keys=512 + 8 * number)  # a shape of each case's own
+    choices = usable("cudnn", facts)
+    problem = Problem.random(facts, 2)
+    exact = problem.exact()
+
+    def cotangent(order: tuple[int, ...]) -> Tensor:
+        """Of the same values, in memory in this order of batch, tokens, heads and dim."""
+        back = [order.index(axis) for axis in range(4)]
+        return problem.cotangent.transpose(1, 2).permute(order).contiguous().permute(back).transpose(1, 2)
+
+    if first == "torch's own call":
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            problem._replace(cotangent=cotangent(LAYOUTS["heads first"])).solve(torch_attention)
+    for order in [LAYOUTS.get(first, (0, 1, 2, 3)), *LAYOUTS.values()]:
+        mine = problem._replace(cotangent=cotangent(order)).solve(by(choices))
+        for got, expected in zip(mine, exact, strict=True):
+            assert float((got.double() - expected).norm() / expected.norm()) <= 2e-2, order
+
+
+@pytest.mark.parametrize("order", ["out", "grad"])
+def test_cudnns_backward_takes_outputs_of_any_layout(order: str) -> None:
+    """A ring's merged output lies as the merge leaves it."""
+    facts = case(queries=296, keys=520, with_lse=True)
+    usable("cudnn", facts)
+    problem, kernel = Problem.random(facts, 2), KERNELS["cudnn"]
+    inputs = problem.query, problem.key, problem.value
+    out, lse = attend(kernel, *inputs, problem.scale)
+    for lie in (Tensor.contiguous, lambda x: x):
+        grad, all_out = (lie(x) if what == order else x for what, x in (("grad", problem.cotangent), ("out", out)))
+        mine = attend_backward(kernel, grad, *inputs, all_out, lse, problem.scale)
+        for got, expected in zip(mine, problem.exact()[1:], strict=True):
+            assert float((got.double() - expected).norm() / expected.norm()) <= 2e-2
 
 
 @pytest.mark.parametrize("name", FUSED)
