@@ -9,6 +9,7 @@ a step, and all ranks choose alike.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -163,9 +164,12 @@ class AttentionChoices:
         before = self.chosen
         self._calls_per_shape = _LAYERS * micro_batches_per_shape
         self._names_of_calls.clear()
+        often = (
+            f"{micro_batches_per_shape:.1f} batches" if math.isfinite(micro_batches_per_shape) else "ever more batches"
+        )
         for kind, name in self.chosen.items():
             if name != before[kind]:
-                self._say(f"Attention of {kind}: {name}, as a shape comes in {micro_batches_per_shape:.1f} batches.")
+                self._say(f"Attention of {kind}: {name}, as a shape comes in {often}.")
 
     # -- deciding ------------------------------------------------------------------------------------------------
 

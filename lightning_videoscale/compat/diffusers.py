@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -17,6 +17,20 @@ DIFFUSERS = Package("diffusers", "0.37 to 0.42")
 
 CLASS_NAME = "_class_name"
 """The member of a model's configuration file that names its class."""
+
+
+KERNELS_OF_BACKENDS: dict[
+    str, Literal["sdpa", "cudnn", "efficient", "flash", "math", "flash_attn_2", "flash_attn_3"]
+] = {
+    "native": "sdpa",
+    "_native_cudnn": "cudnn",
+    "_native_efficient": "efficient",
+    "_native_flash": "flash",
+    "_native_math": "math",
+    "flash": "flash_attn_2",
+    "_flash_3": "flash_attn_3",
+}
+"""By the names that ``set_attention_backend`` takes, how the same kernel is called here."""
 
 
 def block_classes(network: nn.Module) -> set[str]:

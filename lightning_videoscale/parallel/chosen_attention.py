@@ -19,21 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_videoscale.attention import AttentionBackend, AttentionChoices, as_autocast, as_choices, attention
-from lightning_videoscale.compat.diffusers import own_attention_backend
+from lightning_videoscale.attention import AttentionChoices, as_autocast, as_choices, attention
+from lightning_videoscale.compat.diffusers import KERNELS_OF_BACKENDS, own_attention_backend
 from lightning_videoscale.compat.patching import only_redirects
 from lightning_videoscale.parallel.plan import SplitPlan, matching_modules
 from lightning_videoscale.undo import Undo
-
-_OF_DIFFUSERS: dict[str, AttentionBackend] = {
-    "native": "sdpa",
-    "_native_cudnn": "cudnn",
-    "_native_efficient": "efficient",
-    "_native_flash": "flash",
-    "_native_math": "math",
-    "flash": "flash_attn_2",
-    "_flash_3": "flash_attn_3",
-}
 
 
 def choices_of_diffusers(backend: str) -> AttentionChoices:
@@ -45,12 +35,12 @@ def choices_of_diffusers(backend: str) -> AttentionChoices:
     Raises:
         ValueError: If no kernel here is that backend's.
     """
-    if backend not in _OF_DIFFUSERS:
+    if backend not in KERNELS_OF_BACKENDS:
         raise ValueError(
             f"Attention over a split sequence has no kernel for diffusers' backend {backend!r}. Set one of "
-            f"{[*_OF_DIFFUSERS]}, or name a kernel by attention_backend= of the strategy and set none."
+            f"{[*KERNELS_OF_BACKENDS]}, or name a kernel by attention_backend= of the strategy and set none."
         )
-    return as_choices(_OF_DIFFUSERS[backend])
+    return as_choices(KERNELS_OF_BACKENDS[backend])
 
 
 def choose_attention(model: nn.Module, plan: SplitPlan, choices: AttentionChoices) -> Undo:
