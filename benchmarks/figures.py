@@ -98,6 +98,26 @@ def attention_layer(result: Result) -> None:
     panels[0][0].set_ylabel("time over ours, collective")
 
 
+def attention_backends(result: Result) -> None:
+    """Time of torch's own pick over that of what was chosen, by length and heads; bars are the spread of the rounds."""
+    rows = [row for row in result["rows"] if "heads" in row]
+    _, axes = plt.subplots(figsize=(7, 3.8))
+    for number, heads in enumerate(sorted({row["heads"] for row in rows})):
+        here = sorted((row for row in rows if row["heads"] == heads), key=lambda row: row["tokens"])
+        ratios = [row["sdpa_over_auto"] for row in here]
+        middle = np.array([ratio["median"] for ratio in ratios])
+        spread = [middle - [ratio["min"] for ratio in ratios], [ratio["max"] for ratio in ratios] - middle]
+        x = np.array([row["tokens"] for row in here]) * 1.03 ** (number - 2)
+        axes.errorbar(x, middle, spread, marker="o", markersize=4, linewidth=1, capsize=2, label=f"{heads} heads")
+    axes.axhline(1, color="gray", linewidth=0.8)
+    lengths = sorted({row["tokens"] for row in rows})
+    axes.set_xscale("log")
+    axes.set_xticks(lengths, [f"{tokens / 1000:.1f}k" for tokens in lengths])
+    axes.minorticks_off()
+    axes.set(xlabel="tokens", ylabel="torch's own pick over auto", title="Attention, forward and backward")
+    axes.legend(fontsize=8, ncols=2)
+
+
 def plan(result: Result) -> None:
     """Left how unequal the ranks' predicted costs are, right how much of their time they do not wait."""
     _, panels = plt.subplots(1, 2, figsize=(10, 3.6))
@@ -260,6 +280,7 @@ FIGURES: dict[str, Callable[[Result], None]] = {
     "parallel-loss_overlay": loss_overlay,
     "parallel-activation_memory": activation_memory,
     "parallel-attention_layer": attention_layer,
+    "parallel-attention_backends": attention_backends,
     "data-plan": plan,
     "cost-step_time_fit": step_time_fit,
     "data-balances": balances,

@@ -66,6 +66,17 @@ class PlainTopology:
         return host_group(timeout)
 
 
+@runtime_checkable
+class ExpectsShapes(Protocol):
+    """What a strategy may offer: it is told how often shapes come, where that decides what is worth preparing."""
+
+    def expect_shapes(self, micro_batches_per_shape: float) -> None:
+        """Says how many micro-batches of a shape each rank trains in the run, on average over its shapes.
+
+        Called on all ranks with the same number, before the first step or between two steps.
+        """
+
+
 def topology_of(trainer: pl.Trainer) -> DataParallelTopology:
     """Returns the strategy itself where it knows its data-parallel place, else one stream per process.
 

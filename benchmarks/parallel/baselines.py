@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_videoscale.parallel.attention_with_lse import attend, attend_backward
+from lightning_videoscale.attention.attend import attend, attend_backward, kernel_of_torch
+from lightning_videoscale.attention.case import AttentionCase
+from lightning_videoscale.attention.kernel import AttentionKernel
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -69,8 +71,13 @@ def _kernel_of_yunchang(attn_type: object, stage: str, **_: Any) -> Callable[...
 
 
 def _part(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float, **_: Any) -> tuple[Tensor, Tensor]:
-    out, lse = attend(*(x.transpose(1, 2) for x in (query, key, value)), softmax_scale)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse = attend(_kernel(q, k), q, k, v, softmax_scale)
     return out.transpose(1, 2), lse
+
+
+def _kernel(query: Tensor, key: Tensor) -> AttentionKernel:
+    return kernel_of_torch(AttentionCase.of(query, key, masked=False, with_lse=True))
 
 
 def _part_backward(
@@ -88,7 +95,7 @@ def _part_backward(
     *_: Any,
     **__: Any,
 ) -> None:
-    tensors = (x.transpose(1, 2) for x in (grad, query, key, value, out))
-    gradients = attend_backward(*tensors, lse, scale)
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, query, key, value, out))
+    gradients = attend_backward(_kernel(q, k), grad, q, k, v, out, lse, scale)
     for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
         buffer.set_(gradient.transpose(1, 2))  # no copy: a kernel of its own would write into the buffer

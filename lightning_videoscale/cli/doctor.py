@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_videoscale.attention import KERNELS
+from lightning_videoscale.attention.kernel import needs_capability
 from lightning_videoscale.compat.torch.versions import mix_order_reduction_is_wrong
 from lightning_videoscale.parallel.transport import what_lacks
 
@@ -143,6 +145,7 @@ def _gpus() -> Iterator[Finding]:
             "ok",
             f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}",
         )
+        yield _attention(index)
     yield Finding("cuda", "ok", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {_nccl()}")
     yield from _links(count) if count > 1 else ()
     for index in range(count):
@@ -153,6 +156,22 @@ def _gpus() -> Iterator[Finding]:
             f"gpu {index}: {lacks or 'torch and the driver have what it needs'}",
             "use transport='collective'" if lacks else "",
         )
+
+
+def _attention(index: int) -> Finding:
+    """The kernels of attention that a GPU has, and whether there is a faster one to install."""
+    device = torch.device("cuda", index)
+    usable = [name for name, kernel in KERNELS.items() if kernel.unusable(device) is None]
+    found = f"gpu {index}: {', '.join(usable)}"
+    if "flash_attn_4" in usable or needs_capability(device, (9, 0), most=11) is not None:
+        return Finding("attention kernels", "ok", found)
+    return Finding(
+        "attention kernels",
+        "slow",
+        f"{found}; without FlashAttention 4, which took 0.82 to 0.95 of cuDNN's time for attention on an H200 "
+        "(bfloat16, head dim 128, 16k to 76k tokens)",
+        "pip install 'lightning-videoscale[flash]'",
+    )
 
 
 def _links(count: int) -> Iterator[Finding]:

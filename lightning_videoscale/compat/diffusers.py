@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -17,6 +17,20 @@ DIFFUSERS = Package("diffusers", "0.37 to 0.42")
 
 CLASS_NAME = "_class_name"
 """The member of a model's configuration file that names its class."""
+
+
+KERNELS_OF_BACKENDS: dict[
+    str, Literal["sdpa", "cudnn", "efficient", "flash", "math", "flash_attn_2", "flash_attn_3"]
+] = {
+    "native": "sdpa",
+    "_native_cudnn": "cudnn",
+    "_native_efficient": "efficient",
+    "_native_flash": "flash",
+    "_native_math": "math",
+    "flash": "flash_attn_2",
+    "_flash_3": "flash_attn_3",
+}
+"""By the names that ``set_attention_backend`` takes, how the same kernel is called here."""
 
 
 def block_classes(network: nn.Module) -> set[str]:
@@ -50,6 +64,32 @@ def dispatch_settings(processor: Any) -> tuple[Any, Any]:
         return processor._attention_backend, processor._parallel_config
     except AttributeError as error:
         raise DIFFUSERS.missing(processor, "_attention_backend or _parallel_config") from error
+
+
+def own_attention_backend(processor: Any) -> str | None:
+    """Returns what ``set_attention_backend`` was called with for a processor; None if it was not.
+
+    Such as ``"native"`` or ``"_native_cudnn"``. Nothing public returns it.
+    """
+    backend = getattr(processor, "_attention_backend", None)
+    return None if backend is None else str(getattr(backend, "value", backend))
+
+
+class HearsOfBackends:
+    """A processor that ``set_attention_backend`` reaches: it passes over those without an attribute for it."""
+
+    def on_backend(self, name: str | None) -> None:
+        """Is called when a backend is set, and with None when it is taken back."""
+        raise NotImplementedError
+
+    @property
+    def _attention_backend(self) -> Any:
+        return vars(self).get("_backend")
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: Any) -> None:
+        self.on_backend(None if backend is None else str(getattr(backend, "value", backend)))
+        self._backend = backend
 
 
 def declare_as(cls: type[nn.Module], base: type[nn.Module]) -> None:

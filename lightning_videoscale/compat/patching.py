@@ -1,9 +1,11 @@
-"""Replaces a method of one object, and takes it back: `patch`."""
+"""Replaces a method of one object, and takes it back: `patch`; `only_redirects` marks a harmless replacement."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
 class Method(NamedTuple):
@@ -39,3 +41,15 @@ def patch(owner: Any, name: str, value: Any) -> Callable[[], None]:
             setattr(owner, name, before)
 
     return undo
+
+
+def only_redirects(forward: _Forward) -> _Forward:
+    """Marks a forward that calls a module's own and neither reads nor changes what that takes and returns."""
+    vars(forward)["only_redirects"] = True
+    return forward
+
+
+def replaces_forward(module: Any) -> bool:
+    """Whether a module has a forward of its own that may read or change what its class's takes and returns."""
+    own = module.__dict__.get("forward")
+    return own is not None and not getattr(own, "only_redirects", False)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_videoscale.compat.patching import replaces_forward
 from lightning_videoscale.compat.torch.modules import hooks_of
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.fused_block import original_forward
@@ -26,7 +27,7 @@ def has_hooks(module: nn.Module) -> bool:
 
     Hooks of ZeRO do not count: it gathers parameters wherever they are read.
     """
-    if "forward" in module.__dict__:
+    if replaces_forward(module):
         return True
     kinds = hooks_of(module)
     if kinds is None:  # nearly always: fused forwards ask of every module in every call

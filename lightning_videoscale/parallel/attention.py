@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_videoscale.parallel.attention_with_lse import open_mask
+from lightning_videoscale.attention import AttentionBackend, AttentionChoices, as_autocast, as_choices, attention
 from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.ring import Ring, ring_attention
@@ -25,6 +24,7 @@ def sequence_parallel_attention(
     key_mask: Tensor | None = None,
     transport: Transport | None = None,
     scale: float | None = None,
+    attention_backend: AttentionBackend | AttentionChoices = "auto",
 ) -> Tensor:
     """Bidirectional attention over a sequence of which every rank of ``mesh.sp`` holds a slice.
 
@@ -46,6 +46,9 @@ def sequence_parallel_attention(
             attended, the result is zeros.
         transport: How bytes travel; collectives if left out.
         scale: Factor on the logits, ``D ** -0.5`` if left out.
+        attention_backend: Which kernel computes the attention of each rank: one by name, or ``"auto"``, see
+            `AttentionChoices`. By name and for ``"auto"`` all calls of the process share one; to have it measure, make
+            one and call its ``settle`` between steps.
 
     Returns:
         (B, s, H, D): attention output for this rank's tokens.
@@ -53,7 +56,8 @@ def sequence_parallel_attention(
     Raises:
         ValueError: If there are fewer query heads than Ulysses ranks, the shapes fit neither each other nor the
             lengths, or a rank has no token.
-        NotImplementedError: Inside a transform of `torch.func` or under forward-mode differentiation.
+        NotImplementedError: Inside a transform of `torch.func` or under forward-mode differentiation, and if the kernel
+            asked for by name cannot run this.
     """
     if mesh.sp.size > 1:
         refuse_transforms("The sequence of this attention", (query, key, value))
@@ -71,18 +75,19 @@ def sequence_parallel_attention(
     mine, my_keys = lengths[start : start + size], key_lengths[start : start + size]
     heads = assign_heads(mesh.ulysses.rank, mine, my_keys, query.shape[2], key.shape[2])
     mask = _whole_mask(key_mask, key_lengths, mesh, transport) if key_mask is not None else None
-    q, k, v = _as_autocast(query, key, value)
+    q, k, v = as_autocast(query, key, value)
     ulysses = Ulysses(mesh.ulysses, heads, transport) if size > 1 else None
     if ulysses is not None:
         q, k, v = scatter_heads(q, k, v, ulysses)
     else:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    choices = as_choices(attention_backend)
     if mesh.ring.size > 1:
         keys_of_rings = tuple(sum(key_lengths[first : first + size]) for first in range(0, mesh.sp.size, size))
-        ring = Ring(mesh.ring, keys_of_rings, heads.repeats, scale, transport)
+        ring = Ring(mesh.ring, keys_of_rings, heads.repeats, scale, transport, choices)
         out = ring_attention(q, k, v, ring, mask)
     else:
-        out = _attention(q, repeat_heads(k, heads.repeats), repeat_heads(v, heads.repeats), scale, mask)
+        out = attention(choices, q, repeat_heads(k, heads.repeats), repeat_heads(v, heads.repeats), scale, mask)
     return gather_heads(out, ulysses) if ulysses is not None else out.transpose(1, 2)
 
 
@@ -122,20 +127,3 @@ def _whole_mask(key_mask: Tensor, lengths: tuple[int, ...], mesh: SequenceMesh, 
     if mesh.sp.size == 1:
         return key_mask
     return transport.all_gather(key_mask.T.to(torch.uint8).contiguous(), lengths, mesh.sp).T.bool()
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return F.scaled_dot_product_attention(query, key, value, scale=scale)
-    mask, empty = open_mask(mask)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None], scale=scale)
-    return out.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
-
-
-def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts as autocast will do for the attention kernel anyway, so that no wider number is sent."""
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x.to(dtype) if x.dtype is torch.float32 else x for x in tensors)

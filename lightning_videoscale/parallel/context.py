@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_videoscale.attention import AttentionBackend, AttentionChoices, as_choices
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.region_randomness import RegionRandomness, RegionSeed
 from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
@@ -94,8 +95,10 @@ class SequenceContext:
         mesh: The mesh of ranks.
         transport: How bytes travel; collectives if left out.
         short_streams: See `SplitPlan.short_streams`.
+        attention_backend: Which kernel computes attention, see `AttentionChoices`.
 
     Attributes:
+        choices: What chooses it.
         record: Of the forward pass whose layers run now, for the first time or recomputed in backward. It is replaced
             when a pass begins, by each of its splits, and when backward comes to what a pass has gathered.
         randomness: The random numbers between the first split and the last gather.
@@ -109,9 +112,14 @@ class SequenceContext:
     """
 
     def __init__(
-        self, mesh: SequenceMesh, transport: Transport | None = None, short_streams: frozenset[str] = frozenset()
+        self,
+        mesh: SequenceMesh,
+        transport: Transport | None = None,
+        short_streams: frozenset[str] = frozenset(),
+        attention_backend: AttentionBackend | AttentionChoices = "auto",
     ) -> None:
         self.mesh = mesh
+        self.choices = as_choices(attention_backend)
         self.transport = transport if transport is not None else DEFAULT_TRANSPORT
         self.record = SplitRecord(mesh.sp.rank)
         self.randomness = RegionRandomness(mesh.sp.rank)

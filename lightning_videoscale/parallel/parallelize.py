@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_videoscale.attention import AttentionBackend, AttentionChoices, as_choices
 from lightning_videoscale.compat.diffusers import cache_by_values
 from lightning_videoscale.compat.torch.trees import tree_leaves
 from lightning_videoscale.parallel.auxiliary_loss import attach_context
+from lightning_videoscale.parallel.chosen_attention import choose_attention
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.mesh import SequenceMesh
@@ -37,6 +39,7 @@ def parallelize(
     *,
     transport: Transport | None = None,
     verify_plan: bool = True,
+    attention_backend: AttentionBackend | AttentionChoices = "auto",
     log: Callable[[str], None] = _log.info,
 ) -> Undo:
     """Splits the model's sequence over ``mesh.sp``; inputs, outputs, parameters and ``state_dict`` stay as they were.
@@ -54,10 +57,12 @@ def parallelize(
 
     Args:
         model: The network, not yet compiled or wrapped by a data-parallel engine.
-        mesh: The mesh; with one rank per group the model is left alone.
+        mesh: The mesh; with one rank per group nothing is split, and only the kernel of attention is chosen.
         plan: What is split where; the plan known for the model's class if left out.
         transport: How bytes travel; collectives if left out.
         verify_plan: Whether to verify the plan, unless it is `SplitPlan.exact`.
+        attention_backend: Which kernel computes attention: one by name, or ``"auto"``, which is torch's own pick until
+            `AttentionChoices` has measured. To have it measure, make one and call its ``settle`` between steps.
         log: Is told on rank 0 what the plan costs, where it costs anything, and how the verification ended.
 
     Returns:
@@ -68,9 +73,10 @@ def parallelize(
             attention has for keys, or the heads do not fit.
     """
     plan = _plan_for(model, plan)
+    choices = as_choices(attention_backend)
     if mesh.sp.size == 1:
-        return Undo()
-    network, undo = _install(model, plan, mesh, transport)
+        return choose_attention(model, plan, choices)
+    network, undo = _install(model, plan, mesh, transport, choices)
     if dist.get_rank() == 0:
         for line in _costs(model, plan):
             log(f"{network.name} on slices of its sequence: {line}")
@@ -116,7 +122,7 @@ def verify_plan(
     """
     if mesh.sp.size == 1:
         raise ValueError(f"{mesh} splits nothing: verify_plan needs at least two ranks per group.")
-    split_network, undo = _install(network, _plan_for(network, plan), mesh, transport)
+    split_network, undo = _install(network, _plan_for(network, plan), mesh, transport, as_choices("sdpa"))
     try:
         return compare(split_network, args, kwargs or {}, gradients=torch.is_grad_enabled())
     finally:
@@ -152,10 +158,10 @@ def _costs(model: nn.Module, plan: SplitPlan) -> list[str]:
 
 
 def _install(
-    model: nn.Module, plan: SplitPlan, mesh: SequenceMesh, transport: Transport | None
+    model: nn.Module, plan: SplitPlan, mesh: SequenceMesh, transport: Transport | None, choices: AttentionChoices
 ) -> tuple[SplitNetwork, Undo]:
     check_streams(plan, type(model).__name__)
-    context = SequenceContext(mesh, transport, plan.short_streams)
+    context = SequenceContext(mesh, transport, plan.short_streams, choices)
     agreement = Agreement(context.mesh, context.transport)
 
     def begin(module: nn.Module, *inputs: Any) -> None:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_videoscale.attention import as_choices
+from lightning_videoscale.compat.diffusers import own_attention_backend
 from lightning_videoscale.parallel.attention import sequence_parallel_attention
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.plan import Attention, SplitPlan, submodules
@@ -27,6 +29,9 @@ from lightning_videoscale.undo import Undo
 
 _MASKED = -1e3
 """A bias of this or less takes a key out: diffusers has -10 000, others the least number of a dtype."""
+
+
+_TORCH = as_choices("sdpa")
 
 
 def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceContext) -> Callable[[], None]:
@@ -69,7 +74,7 @@ def _exchanging_forward(original: Callable[..., Any], place: _Place) -> Callable
     unbound = original.__func__ if isinstance(original, MethodType) else None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _Exchange(place) as exchange:
+        with _Exchange(place, own_attention_backend(getattr(self, "processor", None)) is not None) as exchange:
             result = original(*args, **kwargs) if unbound is None else unbound(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             exchange.check_calls(type(self).__name__)
@@ -81,9 +86,9 @@ def _exchanging_forward(original: Callable[..., Any], place: _Place) -> Callable
 class _Exchange(TorchFunctionMode):
     """Inside, attention is over the tokens of all ranks; one call of it is expected."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: _Place, by_torch: bool) -> None:
         super().__init__()
-        self._place, self._calls = place, 0
+        self._place, self._by_torch, self._calls = place, by_torch, 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -140,6 +145,8 @@ class _Exchange(TorchFunctionMode):
             key_mask=mask,
             transport=context.transport,
             scale=scale,
+            # A backend that the user set, and that calls torch's function, is torch's own pick.
+            attention_backend=_TORCH if self._by_torch else context.choices,
         ).transpose(1, 2)
 
     def _objection(

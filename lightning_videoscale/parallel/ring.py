@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_videoscale.attention import AttentionChoices
+from lightning_videoscale.attention.dispatch import attention_part, attention_part_backward
 from lightning_videoscale.compat.torch.versions import ring_attention_is_traced
-from lightning_videoscale.parallel.attention_with_lse import attend, attend_backward
 from lightning_videoscale.parallel.derivatives import without_second_derivative
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.transport import Transport
@@ -45,6 +46,7 @@ class Ring:
         repeats: How many query heads each key/value head serves, in their order.
         scale: Factor on the logits.
         transport: How bytes travel.
+        choices: What chooses the kernel.
     """
 
     axis: Axis
@@ -52,6 +54,7 @@ class Ring:
     repeats: tuple[int, ...]
     scale: float
     transport: Transport
+    choices: AttentionChoices
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, mask: Tensor | None = None) -> Tensor:
@@ -87,7 +90,7 @@ class _RingAttention(torch.autograd.Function):
         so_far: tuple[Tensor, Tensor] | None = None
         for owner, k, v in _blocks(key, value, ring):
             k, v = repeat_heads(k, ring.repeats), repeat_heads(v, ring.repeats)
-            part = attend(query, k, v, ring.scale, _mask_of(owner, mask, ring))
+            part = attention_part(ring.choices, query, k, v, ring.scale, _mask_of(owner, mask, ring))
             so_far = part if so_far is None else _merge(so_far, part, mask is not None)
         assert so_far is not None
         out, lse = so_far[0].to(query.dtype), so_far[1]
@@ -119,7 +122,7 @@ def _backward(
     for owner, k, v in _blocks(key, value, ring):
         k, v = repeat_heads(k, ring.repeats), repeat_heads(v, ring.repeats)
         mask_of_block = _mask_of(owner, mask, ring)
-        part, dk, dv = attend_backward(grad_out, query, k, v, out, lse, ring.scale, mask_of_block)
+        part, dk, dv = attention_part_backward(ring.choices, grad_out, query, k, v, out, lse, ring.scale, mask_of_block)
         dq = part.to(lse.dtype) if dq is None else dq.add_(part)
         dk, dv = (sum_heads(x, ring.repeats, lse.dtype).transpose(1, 2) for x in (dk, dv))
         if gradient is None:

@@ -10,6 +10,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import WrappingDDPStrategy, ddp_arguments, timeout_of
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport import TransportName
@@ -47,6 +48,12 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
             of the frozen was changed since the start of ``fit``; they continue with a model that is built from the
             same weights, which is checked. Left out, it is not if adapters of peft are all that trains in the networks
             that have them.
+        attention_backend: Which kernel computes attention, also of networks that are not split. ``"auto"`` measures
+            those that are installed after steps 1, 2, 4, 8 and so on, checks them against float64, and takes the
+            fastest on all ranks; until then, and on CPUs, it is torch's own pick. By name: ``"sdpa"`` (torch's own
+            pick, the default), ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"math"``, ``"flash_attn_2"``, ``"flash_attn_3"``,
+            ``"flash_attn_4"``; one that cannot run is an error with the reason. ``torch.nn.attention.sdpa_kernel``
+            and diffusers' ``set_attention_backend`` override it.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, with two other defaults:
             rank 0's buffers are broadcast at the start, before validation and when training ends, and not in every
@@ -56,6 +63,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
     Raises:
         ValueError: At the start of ``fit``, if the devices do not form whole groups, no network has a plan, or a
             network has fewer attention heads than ``ulysses_size``.
+        NotImplementedError: At the start of ``fit`` or in the first step, if the attention backend asked for cannot
+            run, with the reason.
         RuntimeError: At the start of ``fit``, if the transport asked for is not available, with the reason.
     """
 
@@ -70,6 +79,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         transport: TransportName = "collective",
         verify_plan: bool = True,
         save_frozen: bool | None = None,
+        attention_backend: AttentionBackend = "sdpa",
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
@@ -85,6 +95,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
                 transport=transport,
                 verify_plan=verify_plan,
                 save_frozen=save_frozen,
+                attention_backend=attention_backend,
             )
         )
 

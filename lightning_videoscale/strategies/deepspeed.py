@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.deepspeed import data_parallel_group, forget_gradients
 from lightning_videoscale.compat.lightning import (
     SettledDeepSpeedStrategy,
@@ -61,6 +62,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         transport: As for `SequenceParallelDDPStrategy`.
         verify_plan: As for `SequenceParallelDDPStrategy`.
         save_frozen: As for `SequenceParallelDDPStrategy`.
+        attention_backend: As for `SequenceParallelDDPStrategy`.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DeepSpeedStrategy``: offloading, bucket sizes, or a whole ``config``, which then
             says the stage.
@@ -83,6 +85,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         transport: TransportName = "collective",
         verify_plan: bool = True,
         save_frozen: bool | None = None,
+        attention_backend: AttentionBackend = "sdpa",
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
@@ -109,6 +112,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
                 transport=transport,
                 verify_plan=verify_plan,
                 save_frozen=save_frozen,
+                attention_backend=attention_backend,
             )
         )
 

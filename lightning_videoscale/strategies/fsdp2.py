@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from typing_extensions import override
 
+from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import optimizers_to_device, set_device_mesh, set_up_processes, timeout_of
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport import TransportName
@@ -79,6 +80,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         transport: As for `SequenceParallelDDPStrategy`.
         verify_plan: As for `SequenceParallelDDPStrategy`.
         save_frozen: As for `SequenceParallelDDPStrategy`.
+        attention_backend: As for `SequenceParallelDDPStrategy`.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
         timeout: As for `SequenceParallelDDPStrategy`.
 
@@ -103,6 +105,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         transport: TransportName = "collective",
         verify_plan: bool = True,
         save_frozen: bool | None = None,
+        attention_backend: AttentionBackend = "sdpa",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -119,6 +122,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             transport=transport,
             verify_plan=verify_plan,
             save_frozen=save_frozen,
+            attention_backend=attention_backend,
         )
         self._init_sequence_parallel(self._sharding)
         self._sharded: weakref.WeakSet[pl.LightningModule] = weakref.WeakSet()

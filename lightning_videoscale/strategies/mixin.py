@@ -30,6 +30,7 @@ from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.buffers import SharedBuffers
 from lightning_videoscale.strategies.call_agreement import CallAgreement
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
+from lightning_videoscale.strategies.chosen_attention import ChoosesAttention
 from lightning_videoscale.strategies.failures.detector import FailureDetector
 from lightning_videoscale.strategies.failures.endings import end_processes
 from lightning_videoscale.strategies.failures.stopping import StopsOnSignals
@@ -44,12 +45,13 @@ from lightning_videoscale.undo import Undo
 
 
 class SequenceParallelMixin(
-    GroupBatches, SharedBuffers, PortableCheckpoints, WholeParameters, OwnAdvice, StopsOnSignals
+    GroupBatches, SharedBuffers, PortableCheckpoints, WholeParameters, ChoosesAttention, OwnAdvice, StopsOnSignals
 ):
     """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
 
     def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:
         self._settings = settings
+        self._init_attention(settings.attention_backend)
         self._mesh: SequenceMesh | None = None
         self.transport: Transport | None = None
         self._transforms: list[ModelTransform] = []
@@ -118,6 +120,7 @@ class SequenceParallelMixin(
             "ulysses": self.mesh.ulysses.size,
             "ring": self.mesh.ring.size,
             "transport": self.transport.name,
+            "attention": self.attention_choices.backend,
             "activation checkpointing": self._settings.activation_checkpointing,
             "compile": bool(self._settings.compile),
         }
@@ -197,6 +200,7 @@ class SequenceParallelMixin(
         """What comes before wrapping; for strategies whose ``setup`` does not go through their parent's."""
         assert self.lightning_module is not None
         self._refuse_remote_folders(self.lightning_module.trainer)
+        self._prepare_attention()
         self._seed = self._agree_on_seed()
         if self._undo_changes is None:
             self._undo_changes = self._change_networks(self.lightning_module)
@@ -234,7 +238,7 @@ class SequenceParallelMixin(
 
     def _change_networks(self, module: nn.Module) -> Undo:
         transforms, self._transforms = self._transforms, []
-        return change_networks(module, transforms, self.mesh, self.transport, self._settings)
+        return change_networks(module, transforms, self.mesh, self.transport, self._settings, self.attention_choices)
 
     def trained_weights(self) -> TrainedWeights:
         """What is trained, as this rank holds it, for averages; see `HasTrainedWeights`."""

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.compat.torch.modules import is_compiled
 from lightning_videoscale.parallel import (
     SequenceMesh,
@@ -34,6 +35,7 @@ def change_networks(
     mesh: SequenceMesh,
     transport: Transport | None,
     settings: SequenceParallelSettings,
+    choices: AttentionChoices,
 ) -> Undo:
     """Changes a LightningModule in place.
 
@@ -43,6 +45,7 @@ def change_networks(
         mesh: Whose ranks share the sequence.
         transport: Of the exchange.
         settings: What to split, and whether to compile and to checkpoint.
+        choices: What chooses the kernel of attention.
 
     Returns:
         Takes back everything but the transforms.
@@ -57,7 +60,15 @@ def change_networks(
     for path, plan in split_plans(module, mesh, settings).items():
         network = module.get_submodule(path)
         undo.add(
-            parallelize(network, mesh, plan, transport=transport, verify_plan=settings.verify_plan, log=rank_zero_info)
+            parallelize(
+                network,
+                mesh,
+                plan,
+                transport=transport,
+                verify_plan=settings.verify_plan,
+                attention_backend=choices,
+                log=rank_zero_info,
+            )
         )
         if settings.compile:  # a checkpointed block runs its compiled forward a second time
             undo.add(compile_blocks(network, settings.compile))

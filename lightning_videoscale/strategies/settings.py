@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import torch.distributed as dist
 
+from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.transport import COMPILABLE, TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
@@ -26,6 +27,7 @@ class SequenceParallelSettings:
     transport: TransportName = field(default="collective", kw_only=True)
     verify_plan: bool = field(default=True, kw_only=True)
     save_frozen: bool | None = field(default=None, kw_only=True)
+    attention_backend: AttentionBackend = field(default="sdpa", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):

@@ -83,6 +83,11 @@ def test_gpus_that_do_not_reach_each_other_are_slow(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
     monkeypatch.setattr(doctor, "what_lacks", lambda transport, device: "an old driver" if device.index else "")
     assert findings("gpu 1") == [("ok", "Some GPU, 80 GiB, sm_90", "")]
+    kernels = findings("attention kernels")
+    assert [(status, remedy) for status, _, remedy in kernels] == 2 * [
+        ("slow", "pip install 'lightning-videoscale[flash]'")
+    ]
+    assert kernels[0][1].startswith("gpu 0: ") and "flash, efficient, math; without FlashAttention 4" in kernels[0][1]
     ((status, detail, remedy),) = findings("peer access")
     assert status == "slow"
     assert "[(1, 0)]" in detail

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
+from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.strategies import (
     SequenceParallelDDPStrategy,
     SequenceParallelDeepSpeedStrategy,
@@ -47,6 +48,7 @@ class Case:
         batch_size: Clips of each data-parallel rank.
         variant: ``"t2v"``, ``"ti2v"`` (each token has a timestep) or ``"i2v"`` (attends to tokens of an image).
         own_noise: Whether the step draws random numbers; then dp must be 1.
+        attention: Which kernel computes attention; one device has torch's own pick.
         float32: Whether to compute in float32, with the model's own casts; else in float64 without them.
     """
 
@@ -61,6 +63,7 @@ class Case:
     batch_size: int = 1
     variant: str = "t2v"
     own_noise: bool = False
+    attention: AttentionBackend = "auto"
     float32: bool = False
 
     @property
@@ -70,9 +73,8 @@ class Case:
     @property
     def alone(self) -> Case:
         """The same training on one device."""
-        return replace(
-            self, backend="ddp", mesh=(1, 1, 1), checkpointing=None, batch_size=self.mesh[0] * self.batch_size
-        )
+        clips = self.mesh[0] * self.batch_size
+        return replace(self, backend="ddp", mesh=(1, 1, 1), checkpointing=None, batch_size=clips, attention="auto")
 
     def file(self, folder: Path) -> Path:
         """Where the result of this training on one device is kept."""
@@ -159,6 +161,7 @@ def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _strategy(case: Case) -> Any:
     _, ring, ulysses = case.mesh
     shared: dict[str, Any] = {"ring_size": ring, "ulysses_size": ulysses}
+    shared["attention_backend"] = case.attention
     shared["activation_checkpointing"] = case.checkpointing == "strategy"
     if case.is_zero:
         strategy = SequenceParallelDeepSpeedStrategy(int(case.backend[4]), **shared)

@@ -30,6 +30,20 @@ def _op(name: str) -> Any:
         ) from None
 
 
+def sdpa_choice() -> frozenset[str] | None:
+    """Returns which kernels `torch.nn.attention.sdpa_kernel`, or a switch of torch's, leaves on; None: all of them.
+
+    The public functions are those of `torch.backends.cuda`, whatever the device.
+    """
+    switches = torch.backends.cuda
+    cudnn, flash = switches.cudnn_sdp_enabled(), switches.flash_sdp_enabled()
+    efficient, math = switches.mem_efficient_sdp_enabled(), switches.math_sdp_enabled()
+    if cudnn and flash and efficient and math:  # nearly always, and asked in every call
+        return None
+    on = {"cudnn": cudnn, "flash": flash, "efficient": efficient, "math": math}
+    return frozenset(name for name, is_on in on.items() if is_on)
+
+
 # -- flash on CPUs -------------------------------------------------------------------------------------------------
 
 
@@ -73,9 +87,23 @@ def flash_backward(
     return dq, dk, dv
 
 
+_OWN_PLANS = -0.0
+"""The dropout that cuDNN is told: none, and yet not the zero of torch's own function.
+
+torch keeps cuDNN's plans by the layouts of query, key and value. Those of the output and of its gradient are part of a
+plan too, but not of what it is looked up by (`MHAParams` in `ATen/native/cudnn/MHA.cpp`): a gradient that lies another
+way is read wrongly, without an error. So here both always lie with tokens first. Plans of torch's own function, whose
+gradients lie any way, must not be taken either. Keys are compared bit by bit, and minus zero is another key.
+"""
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """CuDNN's attention."""
-    out, lse, *_ = _op("_scaled_dot_product_cudnn_attention")(q, k, v, bias, True, scale=scale)
+    out, lse, *_ = _op("_scaled_dot_product_cudnn_attention")(q, k, v, bias, True, _OWN_PLANS, scale=scale)
     return out, lse.view(q.shape[:3])
 
 
@@ -85,7 +113,8 @@ def cudnn_backward(
     """Gradients of `cudnn`."""
     op, state = _op("_scaled_dot_product_cudnn_attention_backward"), _random_state(q)
     lse, sizes = lse.contiguous()[..., None], (None, None, q.shape[2], k.shape[2])
-    dq, dk, dv = op(grad, q, k, v, out, lse, state, state, bias, *sizes, 0.0, False, scale=scale)
+    grad, out = _tokens_first(grad), _tokens_first(out)
+    dq, dk, dv = op(grad, q, k, v, out, lse, state, state, bias, *sizes, _OWN_PLANS, False, scale=scale)
     return dq, dk, dv
 
 
@@ -105,7 +134,7 @@ def efficient_backward(
     lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=torch.inf).contiguous()
     wanted = [True, True, True, False]
     # In half precision the kernel reads some of them as if tokens came first in memory, however they lie.
-    grad, q, k, v, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, q, k, v, out))
+    grad, q, k, v, out = map(_tokens_first, (grad, q, k, v, out))
     dq, dk, dv, _ = op(grad, q, k, v, _expanded(bias, q), out, lse, state, state, 0.0, wanted, scale=scale)
     return dq, dk, dv
 

@@ -33,6 +33,10 @@ function_transforms_active: Callable[[], bool] = TORCH.function("torch._C", "_ar
 """Whether a transform of ``torch.func`` is under way; no public function says so."""
 
 
+dispatch_modes_active: Callable[[], int] = TORCH.function("torch._C", "_len_torch_dispatch_stack")
+"""How many modes watch what is dispatched, as fake tensors and selective checkpoints do; no public function says so."""
+
+
 def saved_tensors_pack_hook() -> Callable[[Tensor], Any] | None:
     """Returns the innermost hook on tensors saved for backward, None without one; only setting one is public."""
     hooks: Any = TORCH.get("torch._C._autograd", "_top_saved_tensors_default_hooks")(True)

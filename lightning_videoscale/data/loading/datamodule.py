@@ -26,6 +26,7 @@ from lightning_videoscale.data.loading.run_budget import Budget, RunBudget
 from lightning_videoscale.data.loading.synthetic_batches import RepresentativeBatches
 from lightning_videoscale.data.loading.trainer import (
     TrainerPosition,
+    announce_shapes,
     apply_loss_weights,
     micro_batches_of,
     rank_and_size,
@@ -191,6 +192,8 @@ class VideoDataModule(pl.LightningDataModule):
                 reload_every_epoch(trainer)  # the next ones have another number of steps
         if trainer is None or trainer.training:
             self._sampler, self._position, self._contents = None if overfit else sampler, position, contents
+            if position is not None:
+                announce_shapes(position.trainer, sampler)
         if planner.source_weights is not None:
             say_passes(sampler.progress.epoch, self.passes())
         return self._loader("shards", sampler)

@@ -12,6 +12,7 @@ begins, the Trainer is told where it is, and from then on both counts must agree
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from lightning_videoscale.data.loading.loader import PlannedSampler
 from lightning_videoscale.data.loading.loss_weighting import LossWeighting
 from lightning_videoscale.data.loading.progress import Progress
 from lightning_videoscale.data.planning import BucketPlanner
-from lightning_videoscale.topology import topology_of
+from lightning_videoscale.topology import ExpectsShapes, topology_of
 
 
 def rank_and_size(trainer: pl.Trainer | None) -> tuple[int, int]:
@@ -77,6 +78,23 @@ def apply_loss_weights(trainer: pl.Trainer) -> None:
             f"{type(trainer.strategy).__name__} does not apply meta.loss_weight; VideoDataModule adds the callback "
             "LossWeighting, which does."
         )
+
+
+def announce_shapes(trainer: pl.Trainer, sampler: PlannedSampler) -> None:
+    """Tells the strategy how often shapes come in the run, where it asks for that.
+
+    Args:
+        trainer: The Trainer.
+        sampler: Of an epoch; the others are taken for alike.
+    """
+    plan = sampler.plan
+    if not isinstance(trainer.strategy, ExpectsShapes) or not plan.grid.size:
+        return
+    planned = plan.steps * sampler.planner.micro_batches
+    trained = epoch_length(trainer, planned)
+    lengths = [trainer.max_steps * sampler.planner.micro_batches] if trainer.max_steps >= 0 else []
+    lengths += [trainer.max_epochs * trained] if trainer.max_epochs is not None and trainer.max_epochs >= 0 else []
+    trainer.strategy.expect_shapes(max(1.0, plan.micro_batches_per_shape * min(lengths, default=math.inf) / planned))
 
 
 def reload_every_epoch(trainer: pl.Trainer) -> None:

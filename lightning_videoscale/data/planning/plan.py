@@ -95,6 +95,16 @@ class EpochPlan:
         places = zip(self.grid[:, dp_rank].flat[first:], self.weight[:, dp_rank].flat[first:], strict=True)
         return (self._micro_batch(int(number), float(weight)) for number, weight in places)
 
+    @cached_property
+    def micro_batches_per_shape(self) -> float:
+        """How many micro-batches of one shape and batch size a rank trains on, on average over these and the ranks.
+
+        Of a plan that is not empty.
+        """
+        kinds = np.stack([self.shape_id, np.diff(self.starts)], 1)[self.grid]
+        of_ranks = np.moveaxis(kinds, 1, 0).reshape(self.grid.shape[1], -1, 2)
+        return self.grid.size / sum(len(np.unique(of_rank, axis=0)) for of_rank in of_ranks)
+
     def done_after(self, steps: int) -> NDArray[np.bool_]:
         """(draws,) which draws of the epoch are done when this plan's first steps are: in them, or not in the plan."""
         done = np.ones(len(self.stream), bool)

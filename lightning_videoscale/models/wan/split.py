@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_videoscale.compat.diffusers import HearsOfBackends, own_attention_backend
 from lightning_videoscale.injection.fused_block import fused_block_of
 from lightning_videoscale.models.wan.attention import Rotary, attend
 from lightning_videoscale.models.wan.fused_attention import FUSED_ATTENTION, changed_attention, foreign
@@ -22,11 +23,12 @@ from lightning_videoscale.parallel import (
     check_heads,
     sequence_parallel_attention,
 )
+from lightning_videoscale.parallel.chosen_attention import choices_of_diffusers
 from lightning_videoscale.parallel.plan import submodules
 from lightning_videoscale.undo import Undo
 
 
-class SequenceParallelWanAttention:
+class SequenceParallelWanAttention(HearsOfBackends):
     """Attention processor for the self-attention of a Wan block whose hidden states are split.
 
     Args:
@@ -38,6 +40,11 @@ class SequenceParallelWanAttention:
 
     def __init__(self, context: SequenceContext, path: str) -> None:
         self.context, self._path = context, path
+        self._choices = context.choices
+
+    def on_backend(self, name: str | None) -> None:
+        """Attends by the backend that was set by diffusers' ``set_attention_backend``, for it is the user's word."""
+        self._choices = self.context.choices if name is None else choices_of_diffusers(name)
 
     def __call__(
         self,
@@ -59,8 +66,16 @@ class SequenceParallelWanAttention:
             others = [stream for stream in self.context.record.tables if stream != "video"]
             objection = f"the split plan splits {others}, and this attends over video alone." if others else None
             self.context.on_exchange(self._path, objection)
-        lengths, transport = self.context.lengths(), self.context.transport
-        return sequence_parallel_attention(query, key, value, self.context.mesh, lengths=lengths, transport=transport)
+        context = self.context
+        return sequence_parallel_attention(
+            query,
+            key,
+            value,
+            context.mesh,
+            lengths=context.lengths(),
+            transport=context.transport,
+            attention_backend=self._choices,
+        )
 
 
 def split_plan(model: nn.Module) -> SplitPlan:
@@ -96,5 +111,7 @@ def split_attention(model: nn.Module, context: SequenceContext, paths: Sequence[
     for path, layer in layers.items():
         context.attention[path] = layer
         undo.add(partial(layer.set_processor, layer.processor))
-        layer.set_processor(SequenceParallelWanAttention(context, path))
+        processor = SequenceParallelWanAttention(context, path)
+        processor.on_backend(own_attention_backend(layer.processor))
+        layer.set_processor(processor)
     return undo

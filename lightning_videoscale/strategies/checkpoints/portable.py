@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.parallel import SequenceMesh
 from lightning_videoscale.strategies.checkpoints import frozen
 from lightning_videoscale.strategies.checkpoints.adapters import only_adapters_train
@@ -62,6 +63,7 @@ class PortableCheckpoints(_Parent):
     """Fingerprints of what is frozen, of LightningModules whose checkpoints leave it out."""
     _left_out: Mapping[str, Fingerprint]
     """Of the checkpoint that is being saved."""
+    attention_choices: AttentionChoices
 
     @property
     def mesh(self) -> SequenceMesh:
@@ -162,8 +164,10 @@ class PortableCheckpoints(_Parent):
                 tensors[f"optimizer_{index}"] = {name: found for name, (found, _) in states.items()}
                 others = {name: left for name, (_, left) in states.items()}
                 rest["optimizer_states"].append(optimizer | {"state": others})
+        assert self.lightning_module is not None
         rest[_OURS] = {
             "randomness": self._randomness(),
+            "attention": self.attention_choices.state_dict(),
             frozen.LEFT_OUT: {name: fingerprint.to_dict() for name, fingerprint in self._left_out.items()},
             **describe_networks(self.lightning_module),
         }
@@ -239,7 +243,10 @@ class PortableCheckpoints(_Parent):
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             self._load_optimizer(optimizer, state)
-        self._restore_randomness(checkpoint.get(_OURS, {}).get("randomness"))
+        ours = checkpoint.get(_OURS, {})
+        self._restore_randomness(ours.get("randomness"))
+        if "attention" in ours:
+            self.attention_choices.load_state_dict(ours["attention"])
 
     def _load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(from_names(state, optimizer.param_groups, self._names().of(optimizer)))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_videoscale.callbacks import LossWeighting as ApplyLossWeights
@@ -56,6 +57,28 @@ def test_workers_change_no_batch(shards: str) -> None:
     other_seed = Witness()
     trainer_with().fit(other_seed, VideoDataModule(shards, budget=BUDGET, seed=1))
     assert other_seed.batches[0] != first.batches[0]
+
+
+class Told(SingleDeviceStrategy):
+    """A strategy that asks how often shapes come."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.said: list[float] = []
+
+    def expect_shapes(self, micro_batches_per_shape: float) -> None:
+        """See `topology.ExpectsShapes`."""
+        self.said.append(micro_batches_per_shape)
+
+
+@pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_epochs": 3, "max_steps": 4}])
+def test_a_strategy_is_told_how_often_shapes_come(shards: str, length: dict[str, Any]) -> None:
+    module, strategy = Witness(), Told()
+    trainer_with(strategy=strategy, **length).fit(module, VideoDataModule(shards, budget=BUDGET))
+    kinds = {meta[:5] for meta in module.metas}
+    # A run that ends early has not met all shapes of its epoch.
+    expected = len(module.metas) / len(kinds)
+    assert strategy.said[0] <= expected if "max_steps" in length else strategy.said[0] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -43,6 +43,13 @@ def test_every_sample_is_trained_on_exactly_once(planner: BucketPlanner, epoch: 
     assert trained(planner.plan(epoch)) == list(range(len(planner.table)))
 
 
+@given(planners)
+def test_micro_batches_of_a_shape_are_counted_by_rank(planner: BucketPlanner) -> None:
+    plan = planner.plan(0)
+    kinds = [{m.meta[:5] for m in plan.micro_batches_of(rank)} for rank in range(planner.dp_size)]
+    assert plan.micro_batches_per_shape == pytest.approx(plan.grid.size / sum(map(len, kinds)))
+
+
 @given(planners, st.integers(0, 3), st.floats(0, 1), st.integers(1, 6), st.integers(1, 4), st.floats(1, 1000))
 def test_what_is_left_of_an_epoch_is_planned_anew_for_other_ranks(
     planner: BucketPlanner, epoch: int, share: float, dp_size: int, k: int, m_mem: float

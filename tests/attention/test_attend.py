@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_videoscale.parallel import attention_with_lse
-from lightning_videoscale.parallel.attention_with_lse import attend, attend_backward
+from lightning_videoscale.attention import KERNELS
+from lightning_videoscale.attention.attend import attend, attend_backward, kernel_of_torch
+from lightning_videoscale.attention.backends import products
+from lightning_videoscale.attention.case import AttentionCase
+from lightning_videoscale.attention.kernel import AttentionKernel
 
 # Relative errors that a kernel may have against float64, by dtype.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -27,8 +30,17 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) ->
     return torch.einsum("bhqk,bhkd->bhqd", logits.softmax(-1), v), lse
 
 
+def of_torch(q: Tensor, k: Tensor, masked: bool) -> AttentionKernel:
+    return kernel_of_torch(AttentionCase.of(q, k, masked=masked, with_lse=True))
+
+
 def errors(
-    seed: int, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, masked: bool
+    seed: int,
+    shape: tuple[int, int, int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    masked: bool,
+    kernel: AttentionKernel | None = None,
 ) -> list[float]:
     """Relative errors of `attend` over all keys, and of the gradients of its two halves, against float64."""
     batch, queries, keys, heads, dim = shape
@@ -48,13 +60,14 @@ def errors(
 
     q, k, v, cotangent = (x.to(device) for x in (q, k, v, cotangent))
     mask = mask.to(device) if mask is not None else None
-    out, lse = attend(q, k, v, scale, mask)
+    kernel = kernel or of_torch(q, k, masked)
+    out, lse = attend(kernel, q, k, v, scale, mask)
     assert lse.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
     dq, parts = torch.zeros_like(q, dtype=torch.float64), []
     for part in (slice(0, keys // 2), slice(keys // 2, keys)):
         if part.stop > part.start:
             part_mask = mask[:, part] if mask is not None else None
-            grads = attend_backward(cotangent, q, k[:, :, part], v[:, :, part], out, lse, scale, part_mask)
+            grads = attend_backward(kernel, cotangent, q, k[:, :, part], v[:, :, part], out, lse, scale, part_mask)
             assert all(grad.dtype is dtype for grad in grads)
             dq += grads[0]
             parts.append(grads[1:])
@@ -84,21 +97,33 @@ def test_parts_add_up_to_dense_attention(
 def test_matrix_products_are_dense_attention(seed: int, shape: tuple[int, int, int, int, int], masked: bool) -> None:
     """The way of GPUs that have no kernel for a dtype or head dim, in slices of a few queries."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_with_lse, "_FLASH_CPU", attention_with_lse._PRODUCTS)
-        patch.setattr(attention_with_lse, "_LOGITS_BYTES", 3000)
-        assert max(errors(seed, shape, torch.float64, "cpu", masked)) <= 1e-13
+        patch.setattr(products, "_LOGITS_BYTES", 3000)
+        assert max(errors(seed, shape, torch.float64, "cpu", masked, KERNELS["math"])) <= 1e-13
 
 
-@pytest.mark.parametrize("kernel", ["_FLASH_CPU", "_PRODUCTS"])
-def test_a_sample_without_keys_has_zeros_and_no_influence(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
-    monkeypatch.setattr(attention_with_lse, "_FLASH_CPU", getattr(attention_with_lse, kernel))
+@pytest.mark.parametrize("name", ["flash", "math"])
+def test_a_sample_without_keys_has_zeros_and_no_influence(name: str) -> None:
+    kernel = KERNELS[name]
     q, k, v = (torch.randn(2, 3, length, 8, dtype=torch.float64) for length in (5, 7, 7))
     mask = torch.tensor([[True] * 7, [False] * 7])
-    out, lse = attend(q, k, v, 1.0, mask)
+    out, lse = attend(kernel, q, k, v, 1.0, mask)
     assert not out[1].any() and (lse[1] == -torch.inf).all()
-    assert torch.equal(out[:1], attend(q[:1], k[:1], v[:1], 1.0)[0])
-    for gradient in attend_backward(torch.ones_like(out), q, k, v, out, lse, 1.0, mask):
+    assert torch.equal(out[:1], attend(kernel, q[:1], k[:1], v[:1], 1.0)[0])
+    for gradient in attend_backward(kernel, torch.ones_like(out), q, k, v, out, lse, 1.0, mask):
         assert gradient[0].isfinite().all() and not gradient[1].any()
+
+
+def test_backward_of_one_kernel_fits_forward_of_another() -> None:
+    """Log-sum-exps are natural logarithms everywhere: a choice may change between forward and backward."""
+    q, k, v, grad = (torch.randn(1, 2, 9, 8, dtype=torch.float64) for _ in range(4))
+    flash, math = KERNELS["flash"], KERNELS["math"]
+    out, lse = attend(flash, q, k, v, 0.4)
+    for mine, other in zip(
+        attend_backward(math, grad, q, k, v, out, lse, 0.4),
+        attend_backward(flash, grad, q, k, v, out, lse, 0.4),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
 def test_an_unknown_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,13 +133,13 @@ def test_an_unknown_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "aten", Nothing())
     q = torch.ones(1, 1, 2, 8)
     with pytest.raises(RuntimeError, match=r"aten::_scaled_dot_product_flash_attention_for_cpu.*2\.11"):
-        attend(q, q, q, 1.0)
+        attend(of_torch(q, q, False), q, q, q, 1.0)
 
 
 def test_an_unknown_device_is_named() -> None:
     q = torch.ones(1, 1, 2, 8, device="meta")
     with pytest.raises(RuntimeError, match=r"\bmeta\b"):
-        attend(q, q, q, 1.0)
+        of_torch(q, q, False)
 
 
 def on_gpu(test: Any) -> Any:
@@ -133,14 +158,6 @@ def test_kernels_on_a_gpu(shape: tuple[int, int, int, int, int], dtype: torch.dt
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert max(errors(0, shape, dtype, "cuda", masked)) <= TOLERANCES[dtype]
-
-
-@on_gpu
-@pytest.mark.parametrize("kernel", ["_FLASH", "_CUDNN"])
-def test_both_half_precision_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
-    monkeypatch.setattr(attention_with_lse, "_FLASH", getattr(attention_with_lse, kernel))
-    monkeypatch.setattr(attention_with_lse, "_CUDNN", getattr(attention_with_lse, kernel))
-    assert max(errors(0, CUDA_SHAPES[0], torch.bfloat16, "cuda", False)) <= TOLERANCES[torch.bfloat16]
 
 
 @on_gpu

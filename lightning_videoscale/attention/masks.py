@@ -1,0 +1,29 @@
+"""Masks of keys, as kernels can take them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def open_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Opens the samples of which no key may be attended, which kernels answer with NaN.
+
+    Args:
+        mask: (B, K) bool.
+
+    Returns:
+        The mask with those samples wholly True, and (B,) bool that is True for them: their results are to be zeroed.
+    """
+    empty = ~mask.any(1)
+    return mask | empty[:, None], empty
+
+
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns a bias (B, 1, 1, K) of 0 where a mask (B, K) is True and -inf elsewhere; None without a mask."""
+    if mask is None:
+        return None
+    # A row that starts on 16 elements, as the efficient kernel wants to read it.
+    keys = mask.shape[1]
+    row = torch.zeros(mask.shape[0], -(-keys // 16) * 16, dtype=dtype, device=mask.device)[:, :keys]
+    return row.masked_fill_(~mask, -torch.inf)[:, None, None]
