@@ -3,8 +3,8 @@
 FROM python:3.12-slim
 # Triton compiles a launcher with a C compiler.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-COPY . /opt/videoscale
-RUN pip install --no-cache-dir --constraint /opt/videoscale/constraints.txt \
-    "/opt/videoscale[diffusers,video,text,peft,cli,tensorboard]"
+WORKDIR /videoscale
+COPY . .
+RUN pip install --no-cache-dir --constraint constraints.txt ".[diffusers,video,text,peft,cli,tensorboard]"
 WORKDIR /workspace
 CMD ["videoscale", "doctor"]

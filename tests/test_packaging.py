@@ -253,5 +253,5 @@ def test_the_files_around_the_package_agree_with_it() -> None:
     assert {command.removeprefix("make ") for command in commands if command.startswith("make ")} <= set(targets)
     for template in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
         assert {"name", "description", "body"} <= yaml.safe_load(template.read_text()).keys()
-    (extras,) = re.findall(r"videoscale\[([\w,]+)\]", (ROOT / "Dockerfile").read_text())
+    (extras,) = re.findall(r"\.\[([\w,]+)\]", (ROOT / "Dockerfile").read_text())
     assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()

@@ -189,8 +189,8 @@ class AttentionChoices:
             self._say(f"Attention runs on {self.backend}, as asked for.")
             return
         if self.leaves_it_to_torch(device):
-            why = "as asked for" if self.backend == SDPA else f"there is no other kernel to choose on {device.type}"
-            self._say(f"Attention runs on torch's own pick of kernels: {why}.")
+            if self.backend != SDPA:
+                self._say(f"Attention runs on torch's own pick: there is no other kernel to choose on {device.type}.")
             return
         usable = self._usable()
         if _rank() == 0:

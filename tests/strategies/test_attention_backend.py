@@ -63,7 +63,7 @@ def test_auto_measures_after_steps_1_2_4_and_a_checkpoint_keeps_what_it_chose(
         settle(self)
 
     monkeypatch.setattr(choices.AttentionChoices, "settle", counted)
-    strategy = SequenceParallelDDPStrategy(ulysses_size=1)
+    strategy = SequenceParallelDDPStrategy(ulysses_size=1, attention_backend="auto")
     run = trainer(strategy, default_root_dir=tmp_path, max_steps=5)
     run.fit(RectifiedFlow(), clips())
     assert settled == [1, 2, 4]
