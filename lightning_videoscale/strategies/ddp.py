@@ -51,9 +51,9 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         attention_backend: Which kernel computes attention, also of networks that are not split. ``"auto"`` measures
             those that are installed after steps 1, 2, 4, 8 and so on, checks them against float64, and takes the
             fastest on all ranks; until then, and on CPUs, it is torch's own pick. By name: ``"sdpa"`` (torch's own
-            pick, the default), ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"math"``, ``"flash_attn_2"``, ``"flash_attn_3"``,
-            ``"flash_attn_4"``; one that cannot run is an error with the reason. ``torch.nn.attention.sdpa_kernel``
-            and diffusers' ``set_attention_backend`` override it.
+            pick, the default), ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"math"``, ``"flash_attn_2"``,
+            ``"flash_attn_3"``, ``"flash_attn_4"``; one that cannot run is an error with the reason.
+            ``torch.nn.attention.sdpa_kernel`` and diffusers' ``set_attention_backend`` override it.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, with two other defaults:
             rank 0's buffers are broadcast at the start, before validation and when training ends, and not in every
