@@ -33,16 +33,16 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``encode`` to the command line."""
     description = (
-        "Encodes videos and images with a VAE of diffusers, and captions with a text encoder; where shards hold latents "
-        "already, the captions alone. Under `torchrun --no-python` every process takes its "
-        "share; a run that was stopped goes on, on any number of processes. Exit status 1 if settings are wrong."
+        "Encodes videos and images with a VAE of diffusers, and captions with a text encoder; where shards hold "
+        "latents already, the captions alone. Under `torchrun --no-python` every process takes its share; a run that "
+        "was stopped goes on, on any number of processes. Exit status 1 if settings are wrong."
     )
     parser = commands.add_parser("encode", help="videos to latents, captions to embeddings", description=description)
     add_shards(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder of the new shards")
     parser.add_argument(
         "--vae",
-        help="folder of a saved VAE, or its name on the Hugging Face Hub; not where shards hold latents already",
+        help="folder of a saved VAE, or its name on the Hugging Face Hub; leave it out where shards hold latents",
     )
     parser.add_argument("--subfolder", help="folder of the VAE within it, such as vae")
     parser.add_argument(

@@ -36,6 +36,7 @@ from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 
 EMPTY_PROMPT = "empty_prompt.safetensors"
 _SETTINGS = "encoded.json"
+_Encode = Callable[[ReadSample], dict[str, Any]]
 
 
 class Refused(NamedTuple):
@@ -119,7 +120,8 @@ def encode_shards(
 
     Raises:
         ShardError: If the folder holds something made of other samples or settings, with the difference, the encoders
-            do not fit what the index holds, or a shard cannot be read. The pieces that are written stay, and another run goes on.
+            do not fit what the index holds, or a shard cannot be read. The pieces that are written stay, and another
+            run goes on.
     """
     check_encoders(index, has_vae=encoder is not None, has_text=text is not None)
     _check_settings(output, index, encoder, text, settings)
@@ -147,8 +149,8 @@ def check_encoders(index: ShardIndex, has_vae: bool, has_text: bool) -> None:
     latents = int((index.samples.clips.media == Media.LATENTS).sum())
     if 0 < latents < len(index):
         raise ShardError(
-            f"The shards hold {latents} latents already, and {len(index) - latents} videos and images: encode the shards "
-            "of each on their own."
+            f"The shards hold {latents} latents already, and {len(index) - latents} videos and images: encode the "
+            "shards of each on their own."
         )
     if latents and (has_vae or not has_text):
         raise ShardError(
@@ -159,7 +161,7 @@ def check_encoders(index: ShardIndex, has_vae: bool, has_text: bool) -> None:
         raise ShardError("The shards hold videos and images, which a VAE encodes: name one (--vae).")
 
 
-def _encode_with(encoder: Encoder | None, text: TextEncoder | None) -> Callable[[ReadSample], dict[str, Any]]:
+def _encode_with(encoder: Encoder | None, text: TextEncoder | None) -> _Encode:
     if encoder is not None:
         return SampleEncoder(encoder, text)
     assert text is not None  # as was checked

@@ -25,7 +25,7 @@ from lightning_videoscale.data.shards.indexing import build_index, index_shards,
 from lightning_videoscale.data.shards.patterns import Patterns
 
 Shards = Patterns | dict[str, float]
-"""A path or pattern of tar files, a folder of videos, a list of them, or several datasets: pattern by pattern with its weight."""
+"""A path or pattern of tar files, a folder of videos, a list of them, or several datasets: each with its weight."""
 
 
 class IndexedShards:

@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from lightning_videoscale.cli import main
-from lightning_videoscale.data import ShardError
+from lightning_videoscale.data import ClipShape, ShardError
 from lightning_videoscale.data.packing.on_the_way import pack_on_the_way
 from lightning_videoscale.data.packing.pack_folder import pack_folder
 from lightning_videoscale.data.shards.indexing import index_shards
-from lightning_videoscale.data.shards.sample_reader import SampleReader
+from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from tests.data.clips import write_shard
-from tests.data.films import film, numbered, picture
+from tests.data.films import film, numbered, numbers, picture
 
 
 def meta(number: int, status: str = "success") -> dict[str, Any]:
@@ -81,28 +81,13 @@ def test_parquet_of_img2dataset(tmp_path: Path) -> None:
     assert [name for name, _ in report.left_out] == ["00000.parquet#2", "00001.parquet#0"]
     reader = SampleReader(index_shards([str(shard) for shard in report.shards]))
     assert [reader.caption(n, reader.beside(n)) for n in range(5)] == [f"text {n}" for n in range(5)]
-    last = reader.read(4, cut=cut())
+    last = reader.read(4, Cut(ClipShape(1, 48, 64)))
     assert last["json"]["url"] == "https://example.org/4" and "jpg" not in last["json"]
-    assert torch_mean(last["video"]) == pytest.approx(torch_mean_of(4), abs=2)
+    assert numbers(last["video"]) == [4]
     again = pack_folder(tmp_path / "data", tmp_path / "shards", samples_per_shard=3)
     assert (again.written, again.samples) == (0, 5)
     table(tmp_path / "data/00001.parquet", [{**meta(7), "jpg": picture(7), "txt": "x"}])
     assert pack_folder(tmp_path / "data", tmp_path / "shards", samples_per_shard=3).written == 1
-
-
-def cut() -> Any:
-    from lightning_videoscale.data import ClipShape
-    from lightning_videoscale.data.shards.sample_reader import Cut
-
-    return Cut(ClipShape(1, 48, 64))
-
-
-def torch_mean(video: Any) -> float:
-    return float(video.float().mean())
-
-
-def torch_mean_of(number: int) -> float:
-    return float(numbered(number).mean())
 
 
 def test_parquet_of_datasets(tmp_path: Path) -> None:
