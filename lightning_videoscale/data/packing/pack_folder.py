@@ -95,7 +95,7 @@ def pack_folder(
     manifest = Manifest(output, [_digest(piece) for piece in pieces])
     missing = [number for number in range(len(pieces)) if number not in manifest.done]
     done, total = sum(len(pieces[number]) for number in manifest.done), sum(map(len, pieces))
-    bar = tqdm(desc="packing", total=total, initial=done, unit=" files", disable=not progress)
+    bar = tqdm(desc="packing", total=total, initial=done, unit=" files", disable=not (progress and missing))
     with bar, ThreadPoolExecutor(workers) as threads:
         writes = {threads.submit(_write, source, pieces[n], manifest.shard(n), bar): n for n in missing}
         try:
