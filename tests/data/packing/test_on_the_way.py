@@ -70,11 +70,6 @@ def _captions(data: VideoDataModule) -> list[str]:
     return sorted(text for batch in data.train_dataloader() for text in batch["caption"])
 
 
-def test_two_ranks_train_on_a_folder_that_one_has_packed(folder: Path, ranks: Callable[[int], ProcessPool]) -> None:
-    captions = ranks(2).run(_fit, str(folder), strategy="ddp", devices=2)
-    assert sorted(text for each in captions for text in each) == ["", "film 0", "film 1", "film 2"]
-
-
 def test_a_folder_that_has_changed_is_packed_again(folder: Path) -> None:
     given: dict[str, Any] = {"budget": BUDGET, "shape_policy": POLICY}
     assert _captions(VideoDataModule(folder, **given)) == ["", "film 0", "film 1", "film 2"]
@@ -132,3 +127,8 @@ def test_others_wait_for_the_one_that_packs_until_it_stands_still_or_ends(
         holder.kill()
         holder.wait()
     assert already_packed([str(folder)]) == found and len(found.shards) == 1
+
+
+def test_two_ranks_train_on_a_folder_that_one_has_packed(folder: Path, ranks: Callable[[int], ProcessPool]) -> None:
+    captions = ranks(2).run(_fit, str(folder), strategy="ddp", devices=2)
+    assert sorted(text for each in captions for text in each) == ["", "film 0", "film 1", "film 2"]
