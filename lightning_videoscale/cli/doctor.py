@@ -33,6 +33,7 @@ _OPTIONAL = {
     "av": ("videos and images", "video"),
     "pillow": ("animated WebP and TIFF", "video"),
     "transformers": ("encoding captions", "text"),
+    "pyarrow": ("Parquet: tables of captions, and videos and images in it", "parquet"),
     "peft": ("LoRA and other adapters", "peft"),
     "deepspeed": ("ulysses_deepspeed_stage_1, _2 and _3", "zero"),
     "jsonargparse": ("LightningCLI and videoscale benchmark-shapes", "cli"),

@@ -1,4 +1,4 @@
-"""`videoscale encode`: shards of videos and images to shards of latents, on any number of ranks.
+"""`videoscale encode`: shards of videos and images to shards of latents and embeddings, on any number of ranks.
 
 On several: first `videoscale index`, then `torchrun --nproc-per-node 8 --no-python videoscale encode …`.
 """
@@ -16,15 +16,16 @@ import torch
 from rich.console import Console
 
 from lightning_videoscale.cli.arguments import positive
+from lightning_videoscale.cli.folders import add_shards, find_shards
 from lightning_videoscale.cost.geometry import GEOMETRIES
-from lightning_videoscale.data.encoding.encode_shards import EncodeReport, EncodeSettings, encode_shards
+from lightning_videoscale.data.encoding.encode_shards import EncodeReport, EncodeSettings, check_encoders, encode_shards
 from lightning_videoscale.data.encoding.text import TransformersText
 from lightning_videoscale.data.encoding.vae import DiffusersVae
+from lightning_videoscale.data.packing.on_the_way import already_packed
 from lightning_videoscale.data.planning.shapes import ShapePolicy
 from lightning_videoscale.data.shards.errors import ShardError
-from lightning_videoscale.data.shards.index import ShardIndex, default_index_file
+from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.indexing import build_index, index_shards, known_shards, outdated
-from lightning_videoscale.data.shards.patterns import expand_shards
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,13 +33,17 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``encode`` to the command line."""
     description = (
-        "Encodes videos and images with a VAE of diffusers. Under `torchrun --no-python` every process takes its "
-        "share; a run that was stopped goes on, on any number of processes. Exit status 1 if settings are wrong."
+        "Encodes videos and images with a VAE of diffusers, and captions with a text encoder; where shards hold "
+        "latents already, the captions alone. Under `torchrun --no-python` every process takes its share; a run that "
+        "was stopped goes on, on any number of processes. Exit status 1 if settings are wrong."
     )
-    parser = commands.add_parser("encode", help="videos to latents", description=description)
-    parser.add_argument("shards", nargs="+", help="tars: paths or URLs, with {000..099} and * as in WebDataset")
+    parser = commands.add_parser("encode", help="videos to latents, captions to embeddings", description=description)
+    add_shards(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder of the new shards")
-    parser.add_argument("--vae", required=True, help="folder of a saved VAE, or its name on the Hugging Face Hub")
+    parser.add_argument(
+        "--vae",
+        help="folder of a saved VAE, or its name on the Hugging Face Hub; leave it out where shards hold latents",
+    )
     parser.add_argument("--subfolder", help="folder of the VAE within it, such as vae")
     parser.add_argument(
         "--text-encoder",
@@ -67,7 +72,11 @@ def _run(options: argparse.Namespace) -> int:
         index = _index(options, world_size)
         policy = ShapePolicy(areas=tuple(options.sizes), fps=options.fps, max_frames=options.max_frames,
                              crop_min_frames=min(17, options.max_frames))  # fmt: skip
-        vae = DiffusersVae(options.vae, GEOMETRIES[options.model], options.subfolder, _device(), _DTYPES[options.dtype])
+        check_encoders(index, options.vae is not None, options.text_encoder is not None)
+        vae = None
+        if options.vae is not None:
+            geometry, dtype = GEOMETRIES[options.model], _DTYPES[options.dtype]
+            vae = DiffusersVae(options.vae, geometry, options.subfolder, _device(), dtype)
         text = None
         if options.text_encoder is not None:
             text = TransformersText(options.text_encoder, options.max_length)
@@ -91,19 +100,21 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _index(options: argparse.Namespace, world_size: int) -> ShardIndex:
-    shards = expand_shards(options.shards)
-    file = options.index or default_index_file(shards)
     if world_size == 1:
-        index = build_index(shards, file, workers=max(1, options.workers), progress=not options.json)
+        found = find_shards(options)
+        file = options.index or found.index_file
+        index = build_index(found.shards, file, workers=max(1, options.workers), progress=not options.json)
     else:
-        # Ranks do not wait for each other, so each would decode all shards to index them.
+        # Ranks do not wait for each other, so each would pack and decode everything to index it.
+        found = already_packed([options.shards], options.captions)
+        file = options.index or found.index_file
         known = known_shards(file)
-        if missing := outdated(shards, known):
+        if missing := outdated(found.shards, known):
             raise ShardError(
                 f"{len(missing)} of the shards are not in the index {file}, or have changed since: run `videoscale "
                 "index` on them first, then encode on several ranks."
             )
-        index = index_shards(shards, known)
+        index = index_shards(found.shards, known)
     index.check()
     return index
 

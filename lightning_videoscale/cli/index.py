@@ -12,12 +12,12 @@ import numpy as np
 from rich.console import Console
 
 from lightning_videoscale.cli.arguments import cores, positive
+from lightning_videoscale.cli.folders import add_shards, find_shards
 from lightning_videoscale.data.loading.data_warnings import check_caption_key
 from lightning_videoscale.data.planning.shapes import Media
 from lightning_videoscale.data.shards.errors import ShardError
-from lightning_videoscale.data.shards.index import ShardIndex, default_index_file
+from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.indexing import build_index
-from lightning_videoscale.data.shards.patterns import expand_shards
 
 _SHOWN = 20
 
@@ -26,11 +26,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Adds ``index`` to the command line."""
     description = (
         "Decodes every sample of the shards once and keeps a table of their true shapes. Running it again looks only "
-        "at shards that changed, and at what could not be reached; a run that was stopped goes on. Exit status 1 if "
-        "nothing can be used, or something could not be reached."
+        "at shards that changed, and at what could not be reached; a run that was stopped goes on. A folder of videos "
+        "and images is packed into shards first, into FOLDER.packed. Exit status 1 if nothing can be used, or "
+        "something could not be reached."
     )
     parser = commands.add_parser("index", help="what is in some shards", description=description)
-    parser.add_argument("shards", nargs="+", help="tars: paths or URLs, with {000..099} and * as in WebDataset")
+    add_shards(parser)
     parser.add_argument("--index", type=Path, help="where to keep the table (default: beside the first shard)")
     parser.add_argument("--workers", type=positive, default=cores(), help="threads (default: one per core)")
     parser.add_argument("--caption-key", help="field of .json that holds the captions (default: .txt, or the usual)")
@@ -40,9 +41,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        shards = expand_shards(options.shards)
-        file = options.index or default_index_file(shards)
-        index = build_index(shards, file, options.workers, progress=True, caption_key=options.caption_key)
+        found = find_shards(options)
+        file = options.index or found.index_file
+        index = build_index(found.shards, file, options.workers, progress=True, caption_key=options.caption_key)
         check_caption_key(index, options.caption_key)
     except (ShardError, OSError, ModuleNotFoundError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)

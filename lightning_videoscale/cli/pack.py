@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lightning_videoscale.cli.arguments import cores, positive
 from lightning_videoscale.data.packing.pack_folder import PackReport, pack_folder
@@ -29,14 +27,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "opened are left out and listed. Exit status 1 if nothing was packed."
     )
     parser = commands.add_parser("pack", help="a folder of videos to shards", description=description)
-    parser.add_argument("folder", type=Path, help="folder of videos and images")
+    parser.add_argument("folder", type=Path, help="folder of videos and images, or of Parquet files with them")
     parser.add_argument("output", type=Path, help="folder of the shards; new, or begun by an earlier run")
     parser.add_argument(
         "--captions",
         type=Path,
         metavar="FILE",
-        help="table with a row per file: .csv, .tsv, .jsonl or .json (default: metadata.csv, .jsonl or .json in the "
-        "folder, else the .txt beside each file)",
+        help="table with a row per file: .csv, .tsv, .parquet, .jsonl or .json (default: metadata.csv, .jsonl, .json "
+        "or .parquet in the folder, else the .txt beside each file)",
     )
     parser.add_argument("--file-column", metavar="NAME", help="its column that names the file (default: by its name)")
     parser.add_argument("--caption-column", metavar="NAME", help="its column of captions (default: by its name)")
@@ -49,13 +47,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        with _bar(not options.json) as progress:
-            report = pack_folder(
-                options.folder, options.output, options.captions,
-                file_column=options.file_column, caption_column=options.caption_column,
-                samples_per_shard=options.samples_per_shard, bytes_per_shard=options.megabytes_per_shard * 2**20,
-                workers=options.workers, progress=progress,
-            )  # fmt: skip
+        report = pack_folder(
+            options.folder, options.output, options.captions,
+            file_column=options.file_column, caption_column=options.caption_column,
+            samples_per_shard=options.samples_per_shard, bytes_per_shard=options.megabytes_per_shard * 2**20,
+            workers=options.workers, progress=not options.json,
+        )  # fmt: skip
     except (ShardError, OSError, ModuleNotFoundError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         return 1
@@ -66,22 +63,13 @@ def _run(options: argparse.Namespace) -> int:
     return int(not report.samples)
 
 
-@contextmanager
-def _bar(shown: bool) -> Iterator[Callable[[int, int], None]]:
-    columns = TextColumn("packing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("packing", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def _print(report: PackReport, output: Path) -> None:
     console = Console(soft_wrap=True, highlight=False)
     console.print(
         f"{report.samples} samples in {len(report.shards)} shards ({report.written} written now) -> {output}",
         markup=False,
     )
-    source = "the texts beside the files" if report.table is None else str(report.table)
-    console.print(f"captions from {source}: {report.without_caption} samples have none", markup=False)
+    console.print(f"captions from {report.captions_from}: {report.without_caption} samples have none", markup=False)
     _list(console, "named there, but no file", report.strangers)
     _list(console, "left out", [f"{file}: {reason}" for file, reason in report.left_out])
     if others := [f"{count} .{kind}" for kind, count in report.ignored.items()]:

@@ -27,6 +27,9 @@ from lightning_videoscale.data.shards.index import ShardIndex
 LONGEST = 75_600
 """Tokens of the longest clip that Wan is trained on: 81 frames of 720 x 1280."""
 
+_FEW_STEPS = 10
+"""Below as many steps, the last one and its fillers alone move every mean."""
+
 _BARS = " ▁▂▃▄▅▆▇█"
 _ROWS = {
     "steps": "steps",
@@ -122,6 +125,7 @@ def _run(options: argparse.Namespace) -> int:
         if tried:
             _print_tried(console, tried, planner)
         _print(console, figures, plans, planner.budget, step_time)
+        _print_caveats(console, figures, has_tried=bool(tried))
     return 0
 
 
@@ -190,6 +194,24 @@ def _print(
     console.print("Cost of the ranks in one step, the median in balance:")
     for balance, plan in plans.items():
         console.print(f"  {balance:<16} {_draw(plan.cost[plan.grid].sum(axis=2))}")
+
+
+def _print_caveats(console: Console, figures: dict[Balance, PlanFigures], has_tried: bool) -> None:
+    """Says what the figures do not mean."""
+    fewest = min(found.steps for found in figures.values())
+    if fewest < _FEW_STEPS:
+        samples = next(iter(figures.values())).samples
+        console.print(
+            f"Figures of so few mean little: {samples} samples make {fewest} step{'s' * (fewest > 1)}, and how well "
+            "they divide by the ranks decides. Plan on more clips, or on fewer ranks (--dp-size)."
+        )
+    if not has_tried and "planned" in figures and "equal_token" in figures:
+        faster = figures["equal_token"].tokens_per_cost / figures["planned"].tokens_per_cost - 1
+        if faster > 0:
+            console.print(
+                f"equal_token is {faster:.1%} faster here since M_comp does not limit its micro-batches; "
+                "--best-m-comp tries larger ones for planned."
+            )
 
 
 def _draw(costs: NDArray[np.float64], width: int = 96) -> str:

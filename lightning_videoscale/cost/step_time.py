@@ -135,7 +135,9 @@ class StepTimeModel:
         power_law = PowerLaw.fit(*points[:3])
         if power_law.b <= 0:
             raise ValueError(
-                f"The measured times do not grow with the work ({power_law}); measure again, synchronised."
+                f"The measured times do not grow with the work ({power_law}). `videoscale benchmark-shapes` takes the "
+                "times that the device needs; if they are its own, raise --max-tokens. Times of your own must end "
+                "after torch.cuda.synchronize()."
             )
         of_power_law = held_out_errors(lambda others: PowerLaw.fit(*others[:3]), points)
         of_sum = held_out_errors(lambda others: AdditiveCost.fit(*others), points)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from lightning_videoscale.cost.budget import BucketBudget
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data import ShardError, VideoDataModule
 from lightning_videoscale.data.encoding.encode_shards import EncodeReport, EncodeSettings, encode_shards
-from lightning_videoscale.data.encoding.text import TransformersText
+from lightning_videoscale.data.encoding.text import EncodedText, TransformersText
 from lightning_videoscale.data.encoding.vae import DiffusersVae
 from lightning_videoscale.data.planning.shapes import ClipShape, ShapePolicy
 from lightning_videoscale.data.shards import storage
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.indexing import index_shards
 from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
-from tests.data.clips import clip, write_shard
+from tests.data.clips import clip, npy, write_shard
 from tests.data.encoders import MAX_LENGTH, save_pipeline
 from tests.data.films import film, numbered
 from tests.data.servers import serving
@@ -163,9 +164,79 @@ def test_workers_read_ahead_and_change_nothing(shards: list[str], tmp_path: Path
     assert _content(tmp_path / "a") == _content(tmp_path / "b")
 
 
-def test_latents_are_not_encoded_again(tmp_path: Path) -> None:
+def test_latents_are_not_encoded_again(shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    latents = str(write_shard(tmp_path / "000.tar", [clip(0)]))
     with pytest.raises(ShardError, match="latents already"):
-        _encode([str(write_shard(tmp_path / "000.tar", [clip(0)]))], tmp_path / "out")
+        _encode([latents], tmp_path / "out")
+    for given, options, option in (
+        ([latents], ["--vae", "wan"], "--text-encoder"),
+        ([latents], [], "--text-encoder"),
+        (shards, ["--text-encoder", "wan"], "--vae"),
+        ([latents, *shards], ["--vae", "wan"], "1 latents"),
+    ):
+        index = ["--index", str(tmp_path / "index")]
+        assert main(["encode", *given, "--output", str(tmp_path / "out"), "--workers", "0", *options, *index]) == 1
+        assert option in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+class StopsAfter:
+    """A text encoder that is stopped after some captions."""
+
+    def __init__(self, text: TransformersText, captions: int) -> None:
+        self._text, self._left = text, captions
+        self.name, self.max_length = text.name, text.max_length
+
+    def encode(self, captions: Sequence[str]) -> EncodedText:
+        if not self._left:
+            raise KeyboardInterrupt
+        self._left -= 1
+        return self._text.encode(captions)
+
+
+def test_embeddings_are_added_to_latents_which_stay_as_they_are(tmp_path: Path) -> None:
+    pipeline = save_pipeline(tmp_path / "pipeline")
+    old = npy(np.ones((2, 3), np.float32))
+    clips = [clip(n, txt=str(n % 10).encode(), mask_npy=old) for n in range(4)]
+    clips.append(clip(4, txt=b"4", text_embeds_npy=old, text_mask_npy=npy(np.ones(9, bool))))
+    shard, output = write_shard(tmp_path / "latents.tar", clips), tmp_path / "with_text"
+    options = ["--text-encoder", str(pipeline), "--max-length", str(MAX_LENGTH), "--samples-per-shard", "2"]
+    command = ["encode", str(shard), "--output", str(output), *options, "--workers", "0"]
+    text, index = TransformersText(str(pipeline), MAX_LENGTH), index_shards([str(shard)])
+    with pytest.raises(KeyboardInterrupt):  # the first caption is the empty one
+        encode_shards(index, None, output, EncodeSettings(POLICY, samples_per_shard=2), text=StopsAfter(text, 4))
+    assert [path.name for path in sorted(output.glob("*.tar"))] == ["000000.tar"]
+    assert main(command) == 0 and main(command) == 0
+
+    before, after = SampleReader(index), SampleReader(index_shards(sorted(map(str, output.glob("*.tar")))))
+    assert len(after.index) == 5 and (output / "empty_prompt.safetensors").is_file()
+    expected = text.encode(["0", "1", "2", "3", "4"])
+    for number in range(5):
+        was, now = before.members(number), after.members(number)
+        assert {e: now[e] for e in was if not e.startswith("text_")} == {
+            e: content for e, content in was.items() if not e.startswith("text_")
+        }
+        read = after.read(number)
+        assert read["text_embeds"].dtype == torch.bfloat16 and torch.equal(read["text_embeds"], expected.embeds[number])
+        assert torch.equal(read["text_mask"], expected.mask[number]) and read["caption"] == str(number)
+    with pytest.raises(ShardError, match="samples_per_shard"):
+        encode_shards(index, None, output, EncodeSettings(POLICY, samples_per_shard=3), text=text)
+
+
+def test_a_folder_of_films_is_packed_and_encoded(
+    vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "films").mkdir()
+    (tmp_path / "films/0.mp4").write_bytes(film([numbered(0, 32, 48)]))
+    (tmp_path / "captions.csv").write_text("file,caption\n0.mp4,grey\n")
+    command = ["encode", str(tmp_path / "films"), "--captions", str(tmp_path / "captions.csv"), "--vae", str(vae)]
+    options = ["--subfolder", "vae", "--sizes", "32x48", "--workers", "0", "--output", str(tmp_path / "out")]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([*command, *options]) == 1
+    assert "videoscale index" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    monkeypatch.delenv("WORLD_SIZE")
+    assert main([*command, *options]) == 0
+    reader = SampleReader(index_shards([str(tmp_path / "out/000000.tar")]))
+    assert reader.read(0)["caption"] == "grey"
 
 
 def test_a_folder_whose_vae_lies_deeper_is_named(vae: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,10 +45,31 @@ def test_videos_where_shards_belong_lead_to_the_right_command(
 ) -> None:
     (tmp_path / "0.mp4").write_bytes(film([numbered(0, 32, 48)]))
     name, *options = command
-    for wrong in (tmp_path, tmp_path / "0.mp4", tmp_path / "*.mp4"):
+    for wrong in (tmp_path / "0.mp4", tmp_path / "*.mp4"):
         assert main([name, str(wrong), *options]) == 1
         assert f"videoscale pack '{tmp_path}' OUTPUT" in capsys.readouterr().err
-    assert main(["pack", str(tmp_path), str(tmp_path / "shards")]) == 0
-    capsys.readouterr()
-    assert main([name, str(tmp_path / "shards"), *options]) == 1
-    assert f"'{tmp_path}/shards/*.tar'" in capsys.readouterr().err
+
+
+def test_a_folder_is_indexed_by_way_of_its_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    (folder / "0.mp4").write_bytes(film([numbered(0, 32, 48)]))
+    (tmp_path / "table.csv").write_text("file_name,text\n0.mp4,zero\n")
+
+    def index(*options: str) -> dict[str, Any]:
+        assert main(["index", str(folder), "--json", *options]) == 0
+        said = capsys.readouterr()
+        return {"said": said.err, **json.loads(said.out)}
+
+    first = index()
+    assert (first["indexed"], first["without_caption"]) == (1, 1)
+    assert str(tmp_path / "videos.packed") in first["said"] and "1 samples have none" in first["said"]
+    (folder / "1.mp4").write_bytes(film([numbered(1, 32, 48)]))
+    second = index()
+    assert second["indexed"] == 2 and second["index"] == first["index"], "what is known of other shards is kept"
+    assert "written now" not in index()["said"]
+    by_table = index("--captions", str(tmp_path / "table.csv"))
+    assert by_table["without_caption"] == 1 and (tmp_path / "videos.packed-by-table").is_dir()
+    assert index()["without_caption"] == 2, "the others are still there"
+    assert main(["index", str(tmp_path / "videos.packed"), "--captions", str(tmp_path / "table.csv")]) == 1
+    assert "videoscale pack FOLDER OUTPUT --captions" in capsys.readouterr().err

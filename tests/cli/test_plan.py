@@ -101,6 +101,28 @@ def test_the_compute_budget_of_most_tokens_per_second_is_taken(
     assert "--m-comp: not allowed with argument --best-m-comp" in capsys.readouterr().err
 
 
+def test_of_a_handful_of_clips_the_figures_are_said_to_mean_little(
+    shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few, said = tmp_path / "few.csv", "Figures of so few mean little: 10 samples make 2 steps"
+    few.write_text("".join(Path(shapes).read_text().splitlines(keepends=True)[:11]))
+    assert main(["plan", "--shapes", str(few), "--dp-size", "4"]) == 0
+    assert said in capsys.readouterr().out
+    assert main(["plan", "--shapes", shapes, "--dp-size", "4"]) == 0
+    assert "mean little" not in capsys.readouterr().out
+
+
+def test_a_budget_that_holds_planned_back_is_named(
+    shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = [Measurement(b, s, 0.6 + b * s**1.9 * 1e-9) for b in (1, 2) for s in (4000, 8000, 32_000, 75_600)]
+    (tmp_path / "cost.json").write_text(json.dumps(StepTimeModel.fit(measured).to_dict()))
+    mix = ("--shapes", shapes, "--cost", str(tmp_path / "cost.json"), "--m-mem", "302400", "--dp-size", "1")
+    for option, is_named in ((("--m-comp", "1e7"), True), (("--best-m-comp",), False)):
+        assert main(["plan", *mix, *option]) == 0
+        assert ("--best-m-comp tries larger" in capsys.readouterr().out) == is_named
+
+
 def test_an_index_is_planned_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = write_shards(tmp_path, 50)
     file = tmp_path / "index.jsonl"

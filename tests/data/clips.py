@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import webdataset as wds
 
+from lightning_videoscale.data.shards.patterns import Patterns, expand_each
+
 # Channels, frames, height, width; with patches of (1, 2, 2) these are 4, 16, 48 and 80 tokens.
 SHAPES = [(4, 1, 4, 4), (4, 1, 8, 8), (4, 3, 8, 8), (4, 5, 8, 8)]
 
@@ -42,6 +44,11 @@ def write_shard(path: Path, samples: Sequence[Mapping[str, Any]]) -> Path:
         for sample in samples:
             writer.write(dict(sample))
     return path
+
+
+def expand_shards(shards: Patterns) -> list[str]:
+    """The shards of all patterns, in order."""
+    return [shard for shards in expand_each(shards) for shard in shards]
 
 
 def write_shards(folder: Path, samples: int, shards: int = 2) -> str:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.data.encoding.text import EncodedText
+from lightning_videoscale.data.shards.keys import batch_name
 from lightning_videoscale.data.shards.sample_reader import Cut
 
 _PIXEL_FIELDS = ("frames", "height", "width")
+_OF_TEXT = ("text_embeds", "text_mask")
 
 
 class Encoder(Protocol):
@@ -39,10 +41,10 @@ class TextEncoder(Protocol):
 
 
 class ReadSample(NamedTuple):
-    """A sample that a worker has read, or the reason why not."""
+    """A sample that a worker has read, or the reason why not; of latents there is no cut and no video."""
 
     number: int
-    cut: Cut
+    cut: Cut | None
     video: Tensor | None
     members: dict[str, bytes]
     caption: str
@@ -61,7 +63,7 @@ class SampleEncoder:
 
     def __call__(self, read: ReadSample) -> dict[str, Any]:
         """Encodes a sample; raises LeftOutError if it cannot be used."""
-        if read.video is None:
+        if read.video is None or read.cut is None:
             raise LeftOutError(read.reason)
         members: dict[str, Any] = {
             extension: content for extension, content in read.members.items() if extension != "json"
@@ -77,23 +79,41 @@ class SampleEncoder:
             raise LeftOutError("its latents are not finite in float16")
         return {
             **members,
-            **self._embeddings(read.caption),
+            **({} if self._text is None else embeddings(self._text, read.caption)),
             "latents.npy": latents,
             "json": fields | {"pixels": pixels},
         }
 
-    def _embeddings(self, caption: str) -> dict[str, Any]:
-        if self._text is None:
-            return {}
-        row = only_row(self._text.encode([caption]))
-        tokens = row["text_mask"].nonzero()
-        embeds = row["text_embeds"][: int(tokens.max()) + 1 if len(tokens) else 0]
-        if not embeds.isfinite().all():
-            raise LeftOutError(f"the embeddings of its caption are not finite in {embeds.dtype}")
-        return {
-            "text_embeds.safetensors": as_safetensors({"text_embeds": embeds.contiguous()}),
-            "text_mask.npy": row["text_mask"].numpy(),
-        }
+
+class TextAdder:
+    """What a sample of latents becomes: its members to the byte, and embeddings of its caption in place of others."""
+
+    def __init__(self, text: TextEncoder) -> None:
+        self._text = text
+
+    def __call__(self, read: ReadSample) -> dict[str, Any]:
+        """Adds embeddings to a sample; raises LeftOutError if it cannot be used."""
+        if read.reason:
+            raise LeftOutError(read.reason)
+        others = {name: content for name, content in read.members.items() if batch_name(name) not in _OF_TEXT}
+        return {**others, **embeddings(self._text, read.caption)}
+
+
+def embeddings(text: TextEncoder, caption: str) -> dict[str, Any]:
+    """Members with the embeddings of a caption's own tokens, and their mask.
+
+    Raises:
+        LeftOutError: If they are not finite.
+    """
+    row = only_row(text.encode([caption]))
+    tokens = row["text_mask"].nonzero()
+    embeds = row["text_embeds"][: int(tokens.max()) + 1 if len(tokens) else 0]
+    if not embeds.isfinite().all():
+        raise LeftOutError(f"the embeddings of its caption are not finite in {embeds.dtype}")
+    return {
+        "text_embeds.safetensors": as_safetensors({"text_embeds": embeds.contiguous()}),
+        "text_mask.npy": row["text_mask"].numpy(),
+    }
 
 
 def as_safetensors(tensors: Mapping[str, Tensor]) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +24,7 @@ from lightning_videoscale.data.encoding.encode_sample import (
     LeftOutError,
     ReadSample,
     SampleEncoder,
+    TextAdder,
     TextEncoder,
     as_safetensors,
     only_row,
@@ -35,6 +36,7 @@ from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 
 EMPTY_PROMPT = "empty_prompt.safetensors"
 _SETTINGS = "encoded.json"
+_Encode = Callable[[ReadSample], dict[str, Any]]
 
 
 class Refused(NamedTuple):
@@ -86,7 +88,7 @@ class EncodeSettings:
 
 def encode_shards(
     index: ShardIndex,
-    encoder: Encoder,
+    encoder: Encoder | None,
     output: Path,
     settings: EncodeSettings,
     *,
@@ -96,19 +98,20 @@ def encode_shards(
     workers: int = 0,
     progress: bool = False,
 ) -> EncodeReport:
-    """Encodes the videos and images of an index.
+    """Encodes the videos and images of an index; or only the captions, where it holds latents already.
 
     A sample of the result has ``latents.npy`` (float16), the members that the source has beside its video, and in its
     ``json`` under ``pixels`` what was encoded: frames, height, width, fps, and the second at which it starts. With a
     text encoder it has also ``text_embeds.safetensors``, the rows (n, D) of its caption's n tokens in the encoder's
     type, and ``text_mask.npy`` (L,), by which reading fills them up with zeros; the embeddings of the empty prompt are
-    in the folder's ``empty_prompt.safetensors`` as ``text_embeds`` (L, D) and ``text_mask`` (L,).
+    in the folder's ``empty_prompt.safetensors`` as ``text_embeds`` (L, D) and ``text_mask`` (L,). Of a sample of
+    latents all members stay as they are, to the byte, but for embeddings that it had.
 
     Args:
-        index: The samples.
-        encoder: Makes latents of them.
+        index: The samples: videos and images, or latents.
+        encoder: Makes latents of videos and images; None where the samples are latents.
         output: Folder of the pieces.
-        settings: Which pixels.
+        settings: Which pixels; of latents ``samples_per_shard`` alone counts.
         text: Makes embeddings of their captions; None: captions stay text.
         rank: This rank's number.
         world_size: How many ranks there are; each calls this, none waits for another.
@@ -116,26 +119,72 @@ def encode_shards(
         progress: Whether to show a progress bar.
 
     Raises:
-        ShardError: If the folder holds something made of other samples or settings, with the difference, the index
-            holds latents, or a shard cannot be read. The pieces that are written stay, and another run goes on.
+        ShardError: If the folder holds something made of other samples or settings, with the difference, the encoders
+            do not fit what the index holds, or a shard cannot be read. The pieces that are written stay, and another
+            run goes on.
     """
-    if (index.samples.clips.media == Media.LATENTS).any():
-        raise ShardError("The shards hold latents already; encode those with videos and images only.")
+    check_encoders(index, has_vae=encoder is not None, has_text=text is not None)
     _check_settings(output, index, encoder, text, settings)
     if text is not None and rank == 0 and not (output / EMPTY_PROMPT).exists():
         _write_whole(output / EMPTY_PROMPT, as_safetensors(only_row(text.encode([""]))))
     size = settings.samples_per_shard
     pieces = range((len(index) + size - 1) // size)
     mine = [piece for piece in pieces[rank::world_size] if not _name(output, piece).exists()]
-    shaped = settings.policy.shape(index.samples.clips, encoder.geometry, settings.seed)
     numbers = [n for piece in mine for n in range(piece * size, min(len(index), (piece + 1) * size))]
-    cuts = _Cuts(index, shaped, numbers, settings.policy.fps)
-    loader: DataLoader[ReadSample] = DataLoader(cuts, batch_size=None, num_workers=workers, collate_fn=_unchanged)
+    samples: Dataset[ReadSample] = _Latents(index, numbers)
+    if encoder is not None:
+        shaped = settings.policy.shape(index.samples.clips, encoder.geometry, settings.seed)
+        samples = _Cuts(index, shaped, numbers, settings.policy.fps)
+    encode = _encode_with(encoder, text)
+    loader: DataLoader[ReadSample] = DataLoader(samples, batch_size=None, num_workers=workers, collate_fn=_unchanged)
     refused: list[Refused] = []
     with tqdm(desc="encoding", total=len(numbers), unit=" clips", disable=not progress) as bar:
         for piece, reads in groupby(loader, key=lambda read: read.number // size):
-            refused += _write_piece(_name(output, piece), reads, index, SampleEncoder(encoder, text), bar)
+            refused += _write_piece(_name(output, piece), reads, index, encode, bar)
     return EncodeReport(len(mine), len(pieces[rank::world_size]) - len(mine), tuple(refused))
+
+
+def check_encoders(index: ShardIndex, has_vae: bool, has_text: bool) -> None:
+    """Raises ShardError if the encoders do not fit the samples, with those that would."""
+    latents = int((index.samples.clips.media == Media.LATENTS).sum())
+    if 0 < latents < len(index):
+        raise ShardError(
+            f"The shards hold {latents} latents already, and {len(index) - latents} videos and images: encode the "
+            "shards of each on their own."
+        )
+    if latents and (has_vae or not has_text):
+        raise ShardError(
+            "The shards hold latents already, which no VAE encodes. Leave out the VAE (--vae), and name a text encoder "
+            "(--text-encoder) to add embeddings of the captions."
+        )
+    if not latents and not has_vae:
+        raise ShardError("The shards hold videos and images, which a VAE encodes: name one (--vae).")
+
+
+def _encode_with(encoder: Encoder | None, text: TextEncoder | None) -> _Encode:
+    if encoder is not None:
+        return SampleEncoder(encoder, text)
+    assert text is not None  # as was checked
+    return TextAdder(text)
+
+
+class _Latents(Dataset[ReadSample]):
+    """Samples of latents as they are, to be read by workers."""
+
+    def __init__(self, index: ShardIndex, numbers: Sequence[int]) -> None:
+        self._reader = SampleReader(index)
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, place: int) -> ReadSample:
+        number = self._numbers[place]
+        members = self._reader.members(number)
+        try:
+            return ReadSample(number, None, None, members, self._reader.caption(number, members))
+        except MemberError as error:
+            return ReadSample(number, None, None, {}, "", str(error))
 
 
 class _Cuts(Dataset[ReadSample]):
@@ -170,7 +219,11 @@ class _Cuts(Dataset[ReadSample]):
 
 
 def _write_piece(
-    file: Path, reads: Iterator[ReadSample], index: ShardIndex, encode: SampleEncoder, bar: tqdm
+    file: Path,
+    reads: Iterator[ReadSample],
+    index: ShardIndex,
+    encode: Callable[[ReadSample], dict[str, Any]],
+    bar: tqdm,
 ) -> list[Refused]:
     for left in file.parent.glob(f".{file.name}.*"):
         left.unlink(missing_ok=True)
@@ -192,13 +245,15 @@ def _write_piece(
 
 
 def _check_settings(
-    output: Path, index: ShardIndex, encoder: Encoder, text: TextEncoder | None, settings: EncodeSettings
+    output: Path, index: ShardIndex, encoder: Encoder | None, text: TextEncoder | None, settings: EncodeSettings
 ) -> None:
     """Notes what the folder is made of, or compares it with what it was made of before."""
-    made_by: dict[str, Any] = {"samples": index.digest, "vae": encoder.name}
+    made_by: dict[str, Any] = {"samples": index.digest}
+    made_by |= {"samples_per_shard": settings.samples_per_shard} if encoder is None else {"vae": encoder.name}
     if text is not None:
         made_by |= {"text_encoder": text.name, "max_length": text.max_length}
-    wanted = json.loads(json.dumps(made_by | asdict(settings)))
+    made_by |= {} if encoder is None else asdict(settings)
+    wanted = json.loads(json.dumps(made_by))
     file = output / _SETTINGS
     if not file.exists():
         output.mkdir(parents=True, exist_ok=True)

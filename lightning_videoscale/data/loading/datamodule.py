@@ -59,7 +59,8 @@ class VideoDataModule(pl.LightningDataModule):
 
     Args:
         shards: Tar files to train on: a path, a pattern such as ``clips/{000..099}.tar`` or ``clips/*.tar``, a list; or
-            several datasets, pattern by pattern with the weight that each is drawn with.
+            several datasets, pattern by pattern with the weight that each is drawn with. A folder of videos and images
+            is packed into shards first, see `packed_folder`.
         index: Where the table of all samples is kept. None: beside the first shard.
         balance: ``planned``: every rank's step costs the same. ``dual_constraint``: each rank draws alone, batches
             within memory and compute. ``equal_token``: each rank draws alone, batches within memory.
@@ -86,6 +87,8 @@ class VideoDataModule(pl.LightningDataModule):
             and once per sequence-parallel group; see `OnlineEncoder`. None: batches stay as they were read.
         caption_key: Field of ``<key>.json`` that holds the caption; it goes before ``<key>.txt``. None: ``.txt``, or
             where that is missing or empty, the field ``caption``, ``text``, ``prompt`` or ``description``.
+        captions: Table of captions of the folders, as of `videoscale pack --captions`. None: ``metadata.csv`` and the
+            like in each folder, or the text beside each file.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class VideoDataModule(pl.LightningDataModule):
         num_workers: int = 0,
         encode: BatchEncoder | nn.Module | None = None,
         caption_key: str | None = None,
+        captions: str | Path | None = None,
     ) -> None:
         super().__init__()
         if isinstance(geometry, str) and geometry not in GEOMETRIES:
@@ -115,7 +119,7 @@ class VideoDataModule(pl.LightningDataModule):
         check_settings(balance=balance, micro_batches=micro_batches, shard_window=shard_window,
                        loss_weighting=loss_weighting, loss_normalization=loss_normalization)  # fmt: skip
         others = {"val_shards": val_shards, "predict_shards": predict_shards}
-        self._shards = IndexedShards(shards, others, index, caption_key)
+        self._shards = IndexedShards(shards, others, index, caption_key, captions)
         self._budget = RunBudget(budget, step_time)
         self._micro_batches = micro_batches
         self._geometry = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
@@ -136,7 +140,7 @@ class VideoDataModule(pl.LightningDataModule):
             patch(self, "val_dataloader", super().val_dataloader)
 
     def prepare_data(self) -> None:
-        """Indexes the shards once per node and keeps the table, for the other ranks and for the next run."""
+        """Packs folders, indexes the shards once per node and keeps the table, for the other ranks and the next run."""
         self._shards.build(workers=max(1, self._num_workers))
 
     def setup(self, stage: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_videoscale.data.loading.data_warnings import (
     check_caption_key,
@@ -17,14 +17,15 @@ from lightning_videoscale.data.loading.data_warnings import (
     warn_of_refused,
 )
 from lightning_videoscale.data.loading.reader import MicroBatchReader
+from lightning_videoscale.data.packing.on_the_way import Found, already_packed, pack_on_the_way
 from lightning_videoscale.data.planning.shapes import Clips
 from lightning_videoscale.data.shards.errors import ShardError
-from lightning_videoscale.data.shards.index import ShardIndex, default_index_file
+from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.indexing import build_index, index_shards, known_shards
-from lightning_videoscale.data.shards.patterns import Patterns, expand_each
+from lightning_videoscale.data.shards.patterns import Patterns
 
 Shards = Patterns | dict[str, float]
-"""A path or pattern of tar files, a list of them, or several datasets: pattern by pattern with its weight."""
+"""A path or pattern of tar files, a folder of videos, a list of them, or several datasets: each with its weight."""
 
 
 class IndexedShards:
@@ -35,6 +36,7 @@ class IndexedShards:
         others: Further arguments by name, ``val_shards`` and ``predict_shards``; None where there are none.
         index_file: Where the table is kept. None: beside the first shard.
         caption_key: Field of ``.json`` that holds the captions; see `find_caption`.
+        captions: Table of captions of the folders of videos among them; see `pack_on_the_way`.
 
     Raises:
         ValueError: If a dataset's weight is not a positive number.
@@ -49,6 +51,7 @@ class IndexedShards:
         others: Mapping[str, Patterns | None],
         index_file: str | Path | None,
         caption_key: str | None = None,
+        captions: str | Path | None = None,
     ) -> None:
         self.weights = train if isinstance(train, dict) else None
         for name, weight in (self.weights or {}).items():
@@ -61,24 +64,27 @@ class IndexedShards:
         self._patterns |= {name: patterns for name, patterns in others.items() if patterns is not None}
         self._index_file = index_file
         self._caption_key = caption_key
-        self._listed: dict[str, list[list[str]]] = {}
+        self._captions = None if captions is None else Path(captions)
+        self._found: Found | None = None
         self._parts: dict[str, tuple[ShardIndex, MicroBatchReader]] = {}
         self._versions: list[tuple[str, int, str]] = []
 
     @property
     def file(self) -> Path:
-        """Where the table is kept."""
-        return default_index_file(self._files) if self._index_file is None else Path(self._index_file)
+        """Where the table is kept; folders that are not packed yet are packed to know it."""
+        if self._index_file is not None:
+            return Path(self._index_file)
+        return (self._found or self._pack(workers=1)).index_file
 
     def build(self, workers: int) -> None:
-        """Looks at what the kept table does not know yet, and keeps it; a warning where it cannot be kept.
+        """Packs folders, looks at what the kept table does not know yet, and keeps it; a warning where it cannot.
 
         Args:
             workers: Processes that look.
         """
-        self._list()
+        found = self._pack(workers)
         try:
-            build_index(self._files, self.file, workers=workers, progress=True, caption_key=self._caption_key)
+            build_index(found.shards, self.file, workers=workers, progress=True, caption_key=self._caption_key)
         except OSError as error:
             rank_zero_warn(f"The shard index cannot be kept ({error}), so every rank reads the shards. Give `index=`.")
 
@@ -92,17 +98,17 @@ class IndexedShards:
             Whether it differs from what was read before.
 
         Raises:
-            ShardError: If there are no samples for an argument, or a shard cannot be read.
+            ShardError: If there are no samples for an argument, a folder is not packed, or a shard cannot be read.
         """
-        self._list()
-        index = index_shards(self._files, known_shards(self.file), caption_key=self._caption_key)
+        self._found = already_packed(list(self._patterns.values()), self._captions)
+        index = index_shards(self._found.shards, known_shards(self.file), caption_key=self._caption_key)
         versions = [(shard.url, shard.size, shard.stamp) for shard in index.shards]
         if versions == self._versions:
             return False
         index.check()
         check_caption_key(index, self._caption_key)
         begin = 0
-        for name, listed in self._listed.items():
+        for name, listed in zip(self._patterns, self._found.groups, strict=True):
             end = begin + sum(map(len, listed))
             part = ShardIndex(index.shards[begin:end])
             if not len(part):
@@ -137,7 +143,9 @@ class IndexedShards:
         index = self.index(argument)
         if argument != "shards" or self.weights is None:
             return index.samples.clips
-        sources = [number for number, files in enumerate(self._listed[argument]) for _ in files]
+        assert self._found is not None  # the table has been read
+        listed = self._found.groups[list(self._patterns).index(argument)]
+        sources = [number for number, files in enumerate(listed) for _ in files]
         return replace(index.samples.clips, source=np.array(sources, np.int32)[index.shard_numbers])
 
     def _part(self, argument: str) -> tuple[ShardIndex, MicroBatchReader]:
@@ -148,12 +156,8 @@ class IndexedShards:
             )
         return self._parts[argument]
 
-    def _list(self) -> None:
-        """Lists the files of each pattern as they are now."""
-        self._listed = {name: expand_each(patterns) for name, patterns in self._patterns.items()}
-
-    @property
-    def _files(self) -> list[str]:
-        if not self._listed:
-            self._list()
-        return [file for listed in self._listed.values() for files in listed for file in files]
+    def _pack(self, workers: int) -> Found:
+        """Lists the files of each pattern as they are now, and packs the folders among them."""
+        groups = list(self._patterns.values())
+        self._found = pack_on_the_way(groups, self._captions, say=rank_zero_info, workers=workers)
+        return self._found

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
+from lightning_videoscale.data.packing.tables import parquet_rows
 from lightning_videoscale.data.shards.errors import ShardError
 
 FILE_COLUMNS = (
@@ -28,10 +29,10 @@ FILE_COLUMNS = (
 CAPTION_COLUMNS = ("caption", "captions", "cap", "text", "prompt", "description", "sentence")
 """Likewise: what describes it."""
 
-TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json")
+TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json", "metadata.parquet")
 """Names under which a table is found in the folder of the videos."""
 
-_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
+_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 
 
 class Caption(NamedTuple):
@@ -59,8 +60,8 @@ def read_captions(
     """Reads a table of captions.
 
     Args:
-        table: ``.csv``, ``.tsv``, ``.jsonl`` or ``.ndjson``, or ``.json``: a list of objects, or an object with a
-            caption, or an object that holds it, for every file.
+        table: ``.csv``, ``.tsv``, ``.parquet``, ``.jsonl`` or ``.ndjson``, or ``.json``: a list of objects, or an
+            object with a caption, or an object that holds it, for every file.
         folder: The folder of the files.
         files: Their paths from the folder, as POSIX paths.
         file_column: The column that names the file. None: the first of `FILE_COLUMNS`.
@@ -68,12 +69,13 @@ def read_captions(
 
     Raises:
         ShardError: If the table cannot be read, lacks such a column, names a file twice, or names none of the files.
+        ModuleNotFoundError: If it is Parquet and pyarrow is not installed.
     """
     columns, rows = _rows(table)
     if not columns:
         raise ShardError(f"The table of captions {table} is empty.")
-    file_column = _column(table, columns, file_column, FILE_COLUMNS, "the file of a row", "--file-column")
-    caption_column = _column(table, columns, caption_column, CAPTION_COLUMNS, "its caption", "--caption-column")
+    file_column = find_column(table, columns, file_column, FILE_COLUMNS, "the file of a row", "--file-column")
+    caption_column = find_column(table, columns, caption_column, CAPTION_COLUMNS, "its caption", "--caption-column")
     find = _Finder(folder, table.parent, files)
     found = Captions({}, [])
     for row in rows:
@@ -85,13 +87,13 @@ def read_captions(
             raise ShardError(f"{table} has two rows for {file!r} (the second names it {name!r}); keep one of them.")
         else:
             others = {key: value for key, value in row.items() if key not in (file_column, caption_column)}
-            found.by_file[file] = Caption(*_text_of(row.get(caption_column), caption_column, others))
+            found.by_file[file] = Caption(*text_of(row.get(caption_column), caption_column, others))
     if not found.by_file:
         holds = repr(found.strangers[0]) if rows else "nothing"
         raise ShardError(
             f"{table} names none of the {len(files)} videos and images in {folder}: its column {file_column!r} holds "
             f"{holds}, and the first file is {files[0]!r}. Paths may start at that folder, at the "
-            "table's, or be bare names; --file-column names another column."
+            "table's, or be bare names; --file-column of `videoscale pack` names another column."
         )
     return found
 
@@ -149,9 +151,14 @@ def _stem(name: str) -> str:
     return stem if dot and "/" not in suffix else name
 
 
-def _column(
+def find_column(
     table: Path, columns: Sequence[str], wanted: str | None, usual: Sequence[str], what: str, option: str
 ) -> str:
+    """Returns the column that is wanted, or the first one of the usual names.
+
+    Raises:
+        ShardError: If there is none, with the columns that there are.
+    """
     if wanted is not None:
         if wanted not in columns:
             raise ShardError(f"{table} has no column {wanted!r}; it has {columns}.")
@@ -162,12 +169,12 @@ def _column(
             return by_name[name]
     raise ShardError(
         f"{table} has the columns {columns}, none of which is known to hold {what} ({', '.join(usual)}): name it "
-        f"with {option}. A CSV file begins with a line of column names."
+        f"with {option} of `videoscale pack`. A CSV file begins with a line of column names."
     )
 
 
-def _text_of(value: Any, column: str, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The caption that a cell holds; of a list of captions the first, and all of them as a field."""
+def text_of(value: Any, column: str, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The caption that a cell holds, and the fields; of a list of captions the first, and all of them as a field."""
     if isinstance(value, list):
         texts = [str(text).strip() for text in value]
         return next(filter(None, texts), ""), fields | {column: texts}
@@ -179,6 +186,8 @@ def _rows(table: Path) -> tuple[list[str], list[dict[str, Any]]]:
     suffix = table.suffix.lower()
     if suffix not in _SUFFIXES:
         raise ShardError(f"{table} is no table of captions: its name must end in one of {', '.join(_SUFFIXES)}.")
+    if suffix == ".parquet":
+        return parquet_rows(table)
     text = _read(table)
     if suffix in (".csv", ".tsv"):
         # Not by `splitlines`, which also ends lines at characters that captions hold (U+2028, form feeds).

@@ -35,8 +35,7 @@ class Manifest:
 
     def __init__(self, output: Path, digests: Sequence[str]) -> None:
         self._output, self._digests = output, digests
-        file = output / _FILE
-        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        known = _pieces_of(output)
         if known is None and output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ShardError(f"{output} exists and holds no {_FILE} of an earlier run: choose a new folder.")
         output.mkdir(parents=True, exist_ok=True)
@@ -65,3 +64,17 @@ class Manifest:
         draft = self._output / f".{_FILE}"
         draft.write_text(json.dumps(pieces, indent=1, ensure_ascii=False), encoding="utf-8")
         draft.replace(self._output / _FILE)
+
+
+def complete_shards(output: Path) -> list[Path] | None:
+    """The shards of an output folder; None if it is not there, or some are missing."""
+    pieces = _pieces_of(output)
+    shards = [output / f"{number:06}.tar" for number in range(len(pieces or ()))]
+    is_complete = pieces is not None and all(piece["left_out"] is not None for piece in pieces)
+    return shards if is_complete and all(shard.is_file() for shard in shards) else None
+
+
+def _pieces_of(output: Path) -> list[dict[str, Any]] | None:
+    file = output / _FILE
+    pieces: list[dict[str, Any]] | None = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return pieces

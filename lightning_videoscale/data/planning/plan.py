@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from lightning_videoscale.cost import BucketBudget, StepTimeModel
 from lightning_videoscale.data.planning.arrange import balanced, in_stream_order
 from lightning_videoscale.data.planning.batches import Batches, cut
+from lightning_videoscale.data.planning.layout import Layout
 from lightning_videoscale.data.planning.micro_batch import BatchMeta, MicroBatch
 from lightning_videoscale.data.planning.seeded_random import SeededRandom
 from lightning_videoscale.data.planning.stream import epoch_stream
@@ -140,8 +141,9 @@ class BucketPlanner:
     Args:
         table: The samples.
         budget: Samples per micro-batch, by sequence length.
-        balance: ``planned``: every rank's step costs the same. ``dual_constraint``: each rank draws alone, batches
-            within memory and compute (AdaptiveLoad, equation 2). ``equal_token``: each rank draws alone, batches within
+        balance: ``planned``: every rank's step costs the same; in an epoch of at most ``max_wait`` steps also never
+            slower than ``dual_constraint``, by prediction. ``dual_constraint``: each rank draws alone, batches within
+            memory and compute (AdaptiveLoad, equation 2). ``equal_token``: each rank draws alone, batches within
             memory.
         dp_size: Data-parallel ranks R.
         micro_batches: Micro-batches K per rank and step.
@@ -203,40 +205,62 @@ class BucketPlanner:
         stream = self.stream(epoch)
         left = np.arange(len(stream)) if done is None else np.flatnonzero(~done)
         shapes = self.table.shape_id[stream].astype(np.int64)
-        slots = self.dp_size * self.micro_batches
-        batches = self._cut(shapes[left])
-        cost = self._costs(batches.sizes, batches.shape_id)
-        fillers = -len(cost) % slots
-        # The cheapest micro-batch again, at the end: all of its samples count elsewhere.
-        again = np.r_[np.arange(len(cost)), np.full(fillers, np.argmin(cost) if fillers else 0)]
-        position = np.r_[batches.position, np.full(fillers, 1.0)]
-        draws = SeededRandom(self.seed, epoch if self.shuffle else 0, len(left), _ARRANGE)
-        if self.balance == "planned":
-            shape_id, ranks, k = batches.shape_id[again], self.dp_size, self.micro_batches
-            grid = balanced(cost[again], position, shape_id, ranks, k, self.max_wait, self.min_diversity, draws)
-        else:
-            grid = in_stream_order(position, self.dp_size, self.micro_batches, draws)
-        sizes, filler = batches.sizes[again], np.arange(len(again)) >= len(cost)
-        members = np.concatenate([batches.members, *(_span(batches.starts, batches.members, n) for n in again[filler])])
-        amount = self._amounts(sizes, batches.shape_id[again], filler)[grid]
-        whole = batches if done is None or self.loss_normalization == "step" else self._cut(shapes)
+        layout = self._laid_out(shapes[left], (self.seed, epoch if self.shuffle else 0, len(left), _ARRANGE))
+        batches, grid, filler = layout.batches, layout.grid, layout.filler
+        sizes, shape_id = batches.sizes[layout.number], batches.shape_id[layout.number]
+        fillers = layout.number[filler]
+        members = np.concatenate([batches.members, *(_span(batches.starts, batches.members, n) for n in fillers)])
+        amount = self._amounts(sizes, shape_id, filler)[grid]
+        whole = batches if done is None or self.loss_normalization == "step" else self._cut(shapes, self._max_wait)
         return EpochPlan(
             table=self.table,
             stream=stream,
             members=left[members],
             starts=np.r_[0, np.cumsum(sizes)],
-            shape_id=batches.shape_id[again],
-            cost=cost[again],
+            shape_id=shape_id,
+            cost=layout.cost,
             filler=filler,
             grid=grid,
             weight=self._weights(amount, whole),
             cost_version="" if self.step_time is None else self.step_time.version,
         )
 
-    def _cut(self, shapes: NDArray[np.int64]) -> Batches:
-        max_wait = self.max_wait if self.balance == "planned" else None
-        slots = self.dp_size * self.micro_batches
-        return cut(shapes, self.batch_sizes, self._costs(1), slots, max_wait)
+    def _laid_out(self, shapes: NDArray[np.int64], key: tuple[int, ...]) -> Layout:
+        """Cuts and arranges samples of these shapes, which are in the order of the stream; the key names the draws."""
+        if self.balance != "planned":
+            return self._layout(self._cut(shapes, None), key, is_balanced=False)
+        batches = self._cut(shapes, self.max_wait)
+        own = self._layout(batches, key, is_balanced=True)
+        if len(own.grid) > self.max_wait:
+            return own
+        # In so few steps no micro-batch waits too long, so that filling them to the brim makes as many.
+        full = self._cut(shapes, None)
+        in_order = self._layout(full, key, is_balanced=False)  # as `dual_constraint`
+        if max(own.over(in_order)) <= 1:
+            return own
+        others = self._layout(full, key, is_balanced=True), self._layout(batches, key, is_balanced=False)
+        no_slower = (each for each in (own, *others, in_order) if max(each.over(in_order)) <= 1)
+        return min(no_slower, key=lambda each: each.over(in_order))
+
+    def _layout(self, batches: Batches, key: tuple[int, ...], is_balanced: bool) -> Layout:
+        cost = self._costs(batches.sizes, batches.shape_id)
+        fillers = -len(cost) % (self.dp_size * self.micro_batches)
+        # The cheapest micro-batch again, at the end: all of its samples count elsewhere.
+        number = np.r_[np.arange(len(cost)), np.full(fillers, np.argmin(cost) if fillers else 0)]
+        cost, position = cost[number], np.r_[batches.position, np.full(fillers, 1.0)]
+        ranks, k, draws = self.dp_size, self.micro_batches, SeededRandom(*key)
+        if not is_balanced:
+            return Layout(batches, number, cost, in_stream_order(position, ranks, k, draws))
+        shape_id = batches.shape_id[number]
+        grid = balanced(cost, position, shape_id, ranks, k, self.max_wait, self.min_diversity, draws)
+        return Layout(batches, number, cost, grid)
+
+    @property
+    def _max_wait(self) -> float | None:
+        return self.max_wait if self.balance == "planned" else None
+
+    def _cut(self, shapes: NDArray[np.int64], max_wait: float | None) -> Batches:
+        return cut(shapes, self.batch_sizes, self._costs(1), self.dp_size * self.micro_batches, max_wait)
 
     @property
     def batch_sizes(self) -> NDArray[np.int64]:

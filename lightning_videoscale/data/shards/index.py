@@ -27,7 +27,8 @@ from lightning_videoscale.data.shards.samples import Samples
 from lightning_videoscale.data.shards.tars import Refusal
 
 _VERSION = 3
-_CACHE = Path("~/.cache/lightning-videoscale")
+CACHE = Path("~/.cache/lightning-videoscale")
+"""Where the index of remote shards is kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +228,7 @@ def default_index_file(shards: Sequence[str]) -> Path:
     Beside the first shard; in the user's cache folder if that is remote.
     """
     if is_remote(shards[0]):
-        folder, names = _CACHE.expanduser(), [identity(shard) for shard in shards]
+        folder, names = CACHE.expanduser(), [identity(shard) for shard in shards]
     else:
         folder = Path(shards[0]).resolve().parent
         names = [s if is_remote(s) else os.path.relpath(identity(s), folder) for s in shards]

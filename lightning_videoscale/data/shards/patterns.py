@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from webdataset.shardlists import expand_urls
@@ -16,17 +17,14 @@ from lightning_videoscale.data.shards.remote import matching
 Patterns = str | Path | list[str | Path] | list[str] | list[Path]
 
 
-def expand_shards(shards: Patterns) -> list[str]:
-    """Turns the patterns that WebDataset users write into shards, in the order written; see `expand_each`."""
-    return [url for urls in expand_each(shards) for url in urls]
-
-
-def expand_each(shards: Patterns) -> list[list[str]]:
+def expand_each(shards: Patterns, of_folder: Callable[[Path], list[str]] | None = None) -> list[list[str]]:
     """Turns the patterns that WebDataset users write into shards.
 
     Args:
         shards: One pattern or several. Braces (``{000..099}``, ``{train,extra}``) and ``::`` mean what they mean in
-            WebDataset; ``*``, ``?`` and ``[...]`` match what exists, sorted by name. URLs are those of fsspec.
+            WebDataset; ``*``, ``?`` and ``[...]`` match what exists, sorted by name. URLs are those of fsspec. A local
+            folder with shards means these.
+        of_folder: Returns the shards of any other local folder. None: it is an error.
 
     Returns:
         Local paths and URLs, by pattern. That a URL without ``*`` exists is found out when it is read.
@@ -36,7 +34,7 @@ def expand_each(shards: Patterns) -> list[list[str]]:
             one shard is named twice; or if a bucket or folder behind a URL is missing or cannot be listed.
     """
     patterns = [str(pattern) for pattern in ([shards] if isinstance(shards, (str, Path)) else shards)]
-    each = [[url for part in expand_urls(pattern) for url in _shards_of(part)] for pattern in patterns]
+    each = [[url for part in expand_urls(pattern) for url in _shards_of(part, of_folder)] for pattern in patterns]
     empty = [pattern for pattern, urls in zip(patterns, each, strict=True) if not urls]
     if empty or not patterns:
         raise ShardError(f"No shards found: the patterns {empty} match no file.")
@@ -46,8 +44,7 @@ def expand_each(shards: Patterns) -> list[list[str]]:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ShardError(
             f"No shards found at {len(missing)} of the {len(urls)} places that {patterns} names: {shown}. "
-            f"The current folder is {Path.cwd()}; check the path and the range in braces, and write a folder as "
-            "'folder/*.tar'."
+            f"The current folder is {Path.cwd()}; check the path and the range in braces."
         )
     shard, times = Counter(map(identity, urls)).most_common(1)[0]
     if times > 1:
@@ -55,7 +52,7 @@ def expand_each(shards: Patterns) -> list[list[str]]:
     return each
 
 
-def _shards_of(url: str) -> list[str]:
+def _shards_of(url: str, of_folder: Callable[[Path], list[str]] | None) -> list[str]:
     if is_remote(url):
         return matching(url.strip())
     if scheme := SCHEME.match(url):
@@ -65,22 +62,31 @@ def _shards_of(url: str) -> list[str]:
             f"(a local name that holds a colon is written './{url}')."
         )
     found = sorted(glob.glob(url)) if any(c in url for c in "*?[") and not Path(url).exists() else [url]
-    for path in found:
-        _check_local(Path(path))
-    return found
+    return [shard for path in found for shard in _shards_at(Path(path), path, of_folder)]
 
 
-def _check_local(path: Path) -> None:
-    """Raises ShardError for a folder and for a video or image, with the command that was meant."""
+def _shards_at(path: Path, name: str, of_folder: Callable[[Path], list[str]] | None) -> list[str]:
+    """The shards that a path leads to; raises ShardError with the command that was meant."""
     if path.is_dir():
-        if any(path.glob("*.tar")):
-            raise ShardError(f"{path} is a folder; name the shards in it: '{path}/*.tar'.")
+        shards = sorted(str(shard) for shard in path.glob("*.tar"))
+        if shards and (media := next(filter(_is_media, path.iterdir()), None)):
+            raise ShardError(
+                f"{path} holds {len(shards)} shards, and videos or images beside them ({media.name}): name the shards, "
+                f"'{path}/*.tar', or move the others and give their folder."
+            )
+        if not shards and of_folder is None:
+            raise ShardError(
+                f"{path} is a folder without shards. Videos and images are packed into shards first: "
+                f"videoscale pack '{path}' OUTPUT"
+            )
+        return shards or (of_folder(path) if of_folder is not None else [])
+    if path.is_file() and _is_media(path):
         raise ShardError(
-            f"{path} is a folder without shards. Videos and images are packed into shards first: "
-            f"videoscale pack '{path}' OUTPUT"
+            f"{path} is a video or an image, and no shard. Name the folder that it is in, '{path.parent}', or pack it "
+            f"into shards first: videoscale pack '{path.parent}' OUTPUT"
         )
-    if path.is_file() and path.suffix[1:].lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES:
-        raise ShardError(
-            f"{path} is a video or an image, and no shard. Those of a folder are packed into shards first: "
-            f"videoscale pack '{path.parent}' OUTPUT"
-        )
+    return [name]
+
+
+def _is_media(file: Path) -> bool:
+    return file.suffix[1:].lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES and not file.name.startswith(".")

@@ -147,6 +147,10 @@ class SampleReader:
         """
         return self._content(number, with_main=False)
 
+    def members(self, number: int) -> dict[str, bytes]:
+        """All members, as they are in the shard; raises as `beside` does."""
+        return self._content(number, with_main=True)
+
     def caption(self, number: int, beside: Mapping[str, bytes]) -> str:
         """The caption of a sample, by its members beside the main one.
 

@@ -50,7 +50,7 @@ def test_texts_beside_the_files(folder: Path, tmp_path: Path) -> None:
     (folder / "notes.pdf").write_bytes(b"")
     report = pack_folder(folder, tmp_path / "shards")
     assert (report.samples, report.without_caption, report.written, len(report.shards)) == (5, 3, 1, 1)
-    assert report.ignored == {"pdf": 1} and report.table is None
+    assert report.ignored == {"pdf": 1} and "beside" in report.captions_from
     expected = dict.fromkeys(FILES, ("", {})) | {"a/ride.mp4": ("a ride", {}), "höhe.mp4": ("von oben 🏔", {})}
     assert contents(report) == expected
 
@@ -101,7 +101,7 @@ def test_tables_of_captions(folder: Path, tmp_path: Path, kind: str, suffix: str
 def test_a_table_in_the_folder_is_found(folder: Path, tmp_path: Path) -> None:
     table_of("csv", folder / "metadata.csv", {"a/ride.mp4": "a ride", "gone.mp4": "gone"})
     report = pack_folder(folder, tmp_path / "shards")
-    assert report.table == folder / "metadata.csv" and report.strangers == ("gone",)
+    assert report.captions_from == str(folder / "metadata.csv") and report.strangers == ("gone",)
     assert contents(report)["a/ride.mp4"] == ("a ride", {})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_videoscale.cost import BucketBudget
-from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBatch
+from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, MicroBatch
+from lightning_videoscale.data.planning.figures import PlanFigures
 from tests.data.planning.tables import BUDGET, LENGTHS, SHAPES, WAN_14B, mixed, table_of
 
 planners = st.builds(
@@ -132,6 +134,22 @@ def test_plans_are_pure_and_epochs_differ(planner: BucketPlanner) -> None:
         assert planner.plan(0).digest != replace(planner, seed=planner.seed ^ 1).plan(0).digest
     if not planner.shuffle:
         assert planner.plan(0).digest == planner.plan(7).digest
+
+
+@pytest.mark.parametrize("seed", range(10, 16))
+def test_planned_is_never_slower_than_the_others_on_a_handful_of_samples(seed: int) -> None:
+    """At equal samples per step: above M_comp, ``equal_token`` would take more of them."""
+    draw = np.random.default_rng(seed)
+    for _ in range(10):
+        table = table_of(draw.integers(0, 5, draw.integers(1, 60)).tolist())
+        ranks, k = int(draw.integers(1, 9)), int(draw.integers(1, 5))
+        cost, budget = (None, WAN_14B)[draw.integers(2)], BucketBudget(draw.uniform(1, 500), 1e12, draw.uniform(1, 2.4))
+        planner = BucketPlanner(table, budget, "planned", ranks, k, cost, seed=seed)
+        planned, *others = (PlanFigures.of(replace(planner, balance=balance).plan(0)) for balance in get_args(Balance))
+        for other in others:
+            assert (planned.steps, planned.samples) == (other.steps, other.samples)
+            for in_slots in (False, True):
+                assert planned.throughput(in_slots) >= other.throughput(in_slots) * (1 - 1e-8)
 
 
 def test_the_stream_of_random_numbers_does_not_change() -> None:

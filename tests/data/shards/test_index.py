@@ -23,11 +23,10 @@ from lightning_videoscale.data.shards.index import default_index_file
 from lightning_videoscale.data.shards.indexing import build_index, index_shards, known_shards
 from lightning_videoscale.data.shards.keys import split_dotted
 from lightning_videoscale.data.shards.location import ByteRange
-from lightning_videoscale.data.shards.patterns import expand_shards
 from lightning_videoscale.data.shards.safetensors import read_tensors
 from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from lightning_videoscale.data.shards.storage import open_shard
-from tests.data.clips import SHAPES, clip, npy, write_shard, write_shards
+from tests.data.clips import SHAPES, clip, expand_shards, npy, write_shard, write_shards
 from tests.data.films import film, numbered, numbers, picture
 from tests.data.shards.test_decoding import Bomb
 

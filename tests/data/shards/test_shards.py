@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.data.shards.errors import ShardError
-from lightning_videoscale.data.shards.patterns import expand_shards
 from lightning_videoscale.data.shards.tars import Listing, list_members
-from tests.data.clips import clip, write_shard
+from tests.data.clips import clip, expand_shards, write_shard
 from tests.data.servers import serving
 
 
@@ -53,7 +52,9 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
         expand_shards(f"{tmp_path}/{{000..002}}.tar")
     with pytest.raises(ShardError, match=r"\['.*/\*\.zip'\] match no file"):
         expand_shards(f"{tmp_path}/*.zip")
-    with pytest.raises(ShardError, match=r"/\*\.tar'"):
+    assert expand_shards(str(tmp_path)) == [f"{tmp_path}/000.tar"]
+    (tmp_path / "film.mp4").touch()
+    with pytest.raises(ShardError, match=r"film\.mp4.*/\*\.tar'"):
         expand_shards(str(tmp_path))
     with pytest.raises(ShardError, match=r"000\.tar is named twice"):
         expand_shards([f"{tmp_path}/000.tar", f"{tmp_path}/../{tmp_path.name}/000.tar"])

@@ -1,0 +1,49 @@
+"""Micro-batches with their places, and how long they are predicted to take.
+
+`balanced` promises much for many micro-batches and nothing for a handful: in two or three steps its bands have no
+company to offer, and an order drawn at random may be quicker by chance. So layouts of the same samples are compared.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_videoscale.data.planning.batches import Batches
+
+_DECIMALS = 9
+
+
+class Layout(NamedTuple):
+    """M micro-batches, those included that only fill slots, and who trains them when.
+
+    Attributes:
+        batches: The micro-batches.
+        number: (M,) which of them each is: all, and then the one that fills.
+        cost: (M,) predicted cost of each.
+        grid: (steps, ranks, micro_batches) numbers from 0 to M - 1.
+    """
+
+    batches: Batches
+    number: NDArray[np.int64]
+    cost: NDArray[np.float64]
+    grid: NDArray[np.int64]
+
+    @property
+    def filler(self) -> NDArray[np.bool_]:
+        """(M,) whether each only fills a slot that would stay empty."""
+        return np.arange(len(self.number)) >= len(self.batches.sizes)
+
+    def seconds(self) -> tuple[float, float]:
+        """Predicted cost of the epoch where ranks wait at the end of each step, and where at each micro-batch."""
+        by_slot = self.cost[self.grid]
+        return float(by_slot.sum(axis=2).max(axis=1).sum()), float(by_slot.max(axis=1).sum())
+
+    def over(self, other: Layout) -> tuple[float, float]:
+        """The same over those of another layout, rounded: the ranks' processors may round differently."""
+        steps, slots = (
+            round(own / others, _DECIMALS) for own, others in zip(self.seconds(), other.seconds(), strict=True)
+        )
+        return steps, slots
