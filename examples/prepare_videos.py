@@ -33,7 +33,7 @@ from video_files import Footage, UnreadableVideoError, carried_files, files_in, 
 from webdataset import TarWriter
 
 SIDE_TIERS = (0.75, 1.25)  # sizes of the clips, relative to --side
-GRID = 16  # sides in pixels are multiples of this, so that aspect ratios fall into few shapes
+GRID = 32  # sides in pixels are multiples of this, so that aspect ratios fall into few shapes
 MANIFEST = "prepared.json"
 
 
@@ -83,9 +83,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--videos", type=Path, help="folder of your own videos and photographs")
     parser.add_argument("--vae", type=str, help="a saved diffusers AutoencoderKLWan, instead of the patch codec")
-    parser.add_argument("--clips", type=int, default=96, help="clips and stills to make, at least (default 96)")
+    parser.add_argument("--clips", type=int, default=24, help="clips and stills to make, at least (default 24)")
     parser.add_argument("--frames", type=int, nargs="+", default=[1, 9, 17], help="lengths of the clips, each 4k+1")
-    parser.add_argument("--side", type=int, default=64, help="typical side of a clip in pixels (default 64)")
+    parser.add_argument("--side", type=int, default=96, help="typical side of a clip in pixels (default 96)")
     parser.add_argument("--shards", type=int, default=4, help="number of tar files (default 4)")
     args = parser.parse_args(argv)
     if unfit := [frames for frames in args.frames if frames % 4 != 1 or frames < 1]:
@@ -141,7 +141,10 @@ def plan_cuts(footage: list[Footage], clips: int, lengths: list[int], side: int,
 
 
 def make_cut(number: int, source: Footage, lengths: list[int], side: int, grid: int, random: Random) -> Cut:
-    """Makes one cut of a file: lengths and sizes take turns, time and place are drawn at random."""
+    """Makes one cut of a file: lengths and sizes take turns, time and place are drawn at random.
+
+    The window is the largest of the clip's aspect ratio.
+    """
     possible = sorted((frames for frames in lengths if frames <= source.frames), reverse=True) or [1]
     frames = possible[number % len(possible)]
     tier = SIDE_TIERS[number // len(possible) % len(SIDE_TIERS)]
@@ -150,7 +153,7 @@ def make_cut(number: int, source: Footage, lengths: list[int], side: int, grid: 
     height = max(grid, round(math.sqrt(area) * aspect / grid) * grid)
     width = max(grid, round(math.sqrt(area) / aspect / grid) * grid)
 
-    pixels_per_pixel = min(source.height / height, source.width / width) * random.uniform(0.7, 1.0)
+    pixels_per_pixel = min(source.height / height, source.width / width)
     window_height = max(1, round(height * pixels_per_pixel))
     window_width = max(1, round(width * pixels_per_pixel))
     top, left = random.randint(0, source.height - window_height), random.randint(0, source.width - window_width)

@@ -75,7 +75,9 @@ def find_drift(windows: Sequence[Record]) -> Drift | None:
 def _is_fall(before: NDArray[np.float64], after: NDArray[np.float64]) -> bool:
     high, low = np.median(before), np.median(after)
     apart = min(np.mean(before > low), np.mean(after < high))
-    error = (_scatter(before) + _scatter(after)) / (len(before) + len(after)) * np.sqrt(1 / len(before) + 1 / len(after))
+    # A normal distribution's standard deviation is √(π/2) of its mean distance from the median.
+    deviation = np.sqrt(np.pi / 2) * (_scatter(before) + _scatter(after)) / (len(before) + len(after))
+    error = deviation * np.sqrt(1 / len(before) + 1 / len(after))
     return bool(low <= (1 - WORTH_SAYING) * high and apart >= _APART and np.log(high / low) >= _ERRORS * error)
 
 
