@@ -4,8 +4,8 @@
 2. `planned`: the same, but the planner gives both processes batches that take equally long.
 3. `split`: both processes share every sequence (Ulysses), so that there is nothing to balance.
 
-Each takes up the weights of the one before. In the end there are three reports, a picture of a clip that the model makes
-out of noise, and a table. Arguments after the config are those of `train.py fit`, for all three.
+Each takes up the weights of the one before. In the end there are three reports, a picture of a clip that the model made
+of noise, and a table. Arguments after the config are those of `train.py fit`, for all three.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from lightning_videoscale.report.reading import read_run
 STAGES = {
     "equal_token": {"ulysses_size": 1, "balance": "equal_token", "share": 1},
     "planned": {"ulysses_size": 1, "balance": "planned", "share": 1},
-    "split": {"ulysses_size": 2, "balance": "planned", "share": 2},
+    "split": {"ulysses_size": 2, "balance": "planned", "share": 3},
 }
 """By name: how many ranks share a sequence, how batches are made, and how many times the config's epochs."""
 

@@ -7,12 +7,12 @@ weights need their own.
 """
 
 import math
+from itertools import pairwise
 from typing import Any, Literal
 from zlib import crc32
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from video_transformers import Text, build, predict, text_dim
@@ -109,7 +109,7 @@ class RectifiedFlow(pl.LightningModule):
     def sample(self, noise: Tensor, captions: list[str], steps: int = 24) -> Tensor:
         """Goes from noise (B, C, F, H, W) to latents, by Euler's method. All ranks that share the model take part."""
         latents, times = noise, self._shifted(torch.linspace(1, 0, steps + 1, device=noise.device))
-        for now, then in zip(times[:-1], times[1:], strict=True):
+        for now, then in pairwise(times):
             velocity = self(latents.to(self.dtype), now.expand(len(noise)), captions)
             latents = latents + (then - now) * velocity.to(latents)
         return latents
@@ -131,7 +131,10 @@ class RectifiedFlow(pl.LightningModule):
         # Logit-normal times: the middle of the line is where there is most to learn.
         time = self._shifted(torch.sigmoid(torch.randn(len(clean), device=self.device)))
         velocity = self(interpolate(clean, noise, time), time, batch["caption"])
-        return F.mse_loss(velocity.float(), (noise - clean).float())
+        error = (velocity.float() - (noise - clean).float()).square().flatten(1).mean(dim=1)
+        if self.hparams.predicts == "clean":  # the error of what is predicted, and not of a quotient by small times
+            error = error * time.clamp(min=EARLIEST).square()
+        return error.mean()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(

@@ -50,7 +50,9 @@ class SampleFigure(pl.Callback):
         if trainer.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
             self.path = folder / "sample.png"
-            self._draw({f"trained on: {caption}": clean, f"made of noise in {self.steps} steps": sampled}).save(self.path)
+            self._draw({f"trained on: {caption}": clean, f"made of noise in {self.steps} steps": sampled}).save(
+                self.path
+            )
 
     def _draw(self, rows: dict[str, Tensor]) -> Image.Image:
         codec = load_codec(self.vae)

@@ -94,7 +94,7 @@ def balance(found: Findings) -> Section | None:
     ]
     charts = {}
     figures = (
-        ("cv_step", "CV_step", "(max − min) / max of the ranks' work, per step"),
+        ("cv_step", "CV_step", "(max - min) / max of the ranks' work, per step"),
         ("compute_cv", "Compute CV of B·S²", "std / mean of the ranks' B·S², per step"),
     )
     for figure, title, axis in figures:
@@ -328,7 +328,7 @@ def tiles(found: Findings) -> list[tuple[str, str, str]]:
             (
                 "CV_step",
                 percent(float(np.median(spread))),
-                "(max − min) / max of the ranks' work, median step; at 0 % all work equally long",
+                "(max - min) / max of the ranks' work, median step; at 0 % all work equally long",
             )
         )
         paid = found.seconds * found.ranks

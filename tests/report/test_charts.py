@@ -93,5 +93,7 @@ def test_any_shares_have_a_distribution(shares: list[float]) -> None:
 
 
 def test_bars_share_one_scale() -> None:
-    chart = stacked_bars("times", [("rank 0", [1.0, 1.0]), ("rank 1", [4.0, 0.0])], [("a", "own"), ("b", "fit")], "time")
+    chart = stacked_bars(
+        "times", [("rank 0", [1.0, 1.0]), ("rank 1", [4.0, 0.0])], [("a", "own"), ("b", "fit")], "time"
+    )
     assert re.findall(r"width:([\d.]+)%", chart) == ["25.000", "25.000", "100.000"]

@@ -15,7 +15,9 @@ from tests.report.simulated import log_run, start_fields
 PARTS = {"data": 0.01, "forward": 0.3, "backward": 0.6, "wait": 0.05, "exchange": 0.0, "optimizer": 0.04, "other": 0.5}
 
 
-def windows(rates: list[float], grown: str = "backward", kind: tuple[int, ...] = (1, 4, 4, 100, 2)) -> list[dict[str, Any]]:
+def windows(
+    rates: list[float], grown: str = "backward", kind: tuple[int, ...] = (1, 4, 4, 100, 2)
+) -> list[dict[str, Any]]:
     """Windows of 10 steps and 10,000 tokens at these rates; what takes longer than at the first rate is ``grown``."""
     found = []
     for n, rate in enumerate(rates):
