@@ -37,7 +37,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(INSTALLED) ## Train a small Wan on real clips in three ways, compare them, and sample a clip (VIDEOS=folder for yours)
-	$(BIN)/python examples/prepare_videos.py --output demo_data/shards $(if $(VIDEOS),--videos "$(VIDEOS)")
+	$(BIN)/python examples/prepare_videos.py --output demo_data/shards --start 60 $(if $(VIDEOS),--videos "$(VIDEOS)")
 	$(BIN)/python examples/demo.py --config examples/configs/$(CONFIG).yaml
 
 # The distributed tests start up to four processes: one thread each keeps them from fighting over the cores.
