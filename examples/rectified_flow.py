@@ -146,7 +146,7 @@ class RectifiedFlow(pl.LightningModule):
     def _rate(self, step: int) -> float:
         """The learning rate of a step, as a part of the highest."""
         passed = self.trainer.current_epoch / self.trainer.max_epochs if self.hparams.decays else 0.0
-        return min(1.0, (step + 1) / self.hparams.warmup_steps) * max(0.05, 1 - passed)
+        return min(1.0, (step + 1) / self.hparams.warmup_steps) * min(1.0, max(0.05, 1 - passed))
 
 
 def interpolate(clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
