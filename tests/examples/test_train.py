@@ -36,7 +36,7 @@ def test_the_demo_compares_three_runs_in_two_processes(tmp_path, run_example, fo
     printed = run_example("demo.py", "--config", CONFIGS / "demo.yaml", *short, *SMALL_MODEL)
 
     table = printed.partition("The same clips")[2]
-    rows = {name: figures for name, *figures in re.findall("│ (\\w+) +" + "│ ([^│]+?) *" * 5 + "│", table)}
+    rows = {name: figures for name, *figures in re.findall("│ (\\w+) +" + "│ *([^│]+?) *" * 5 + "│", table)}
     assert list(rows) == ["equal_token", "planned", "split"]
     paths = {
         name: tmp_path / path for name, path in re.findall(r"^([a-z_ ]+): (demo_runs/.*?)\s*$", printed, re.MULTILINE)
