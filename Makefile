@@ -36,9 +36,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-demo: $(INSTALLED) ## Train a small Wan video transformer on real clips, split over two processes (VIDEOS=folder for yours)
-	$(BIN)/python examples/prepare_videos.py --output demo_data/shards $(if $(VIDEOS),--videos "$(VIDEOS)")
-	$(BIN)/python examples/train.py fit --config examples/configs/$(CONFIG).yaml
+demo: $(INSTALLED) ## Train a small Wan on real clips in three ways, compare them, and sample a clip (VIDEOS=folder for yours)
+	$(BIN)/python examples/prepare_videos.py --output demo_data/shards --start 60 $(if $(VIDEOS),--videos "$(VIDEOS)")
+	$(BIN)/python examples/demo.py --config examples/configs/$(CONFIG).yaml
 
 # The distributed tests start up to four processes: one thread each keeps them from fighting over the cores.
 test test-full test-upstream test-gpu: export OMP_NUM_THREADS ?= 1

@@ -11,9 +11,10 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.fused_kernels import FusedKernels
+from lightning_videoscale.callbacks.step_losses import StepLosses
 from lightning_videoscale.data import BucketPlanner
 from lightning_videoscale.report import RunLog, record, write_report
-from lightning_videoscale.report.records import plan_record, start_record, window_record
+from lightning_videoscale.report.records import mean_loss, plan_record, start_record, window_record
 from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
 
 
@@ -52,6 +53,7 @@ class RunReport(pl.Callback):
         self._has_begun = self._is_training = False
         self._planner: BucketPlanner | None = None
         self._plan: dict[str, Any] | None = None
+        self._losses = StepLosses()
         self._best_effort = BestEffort("RunReport")
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -67,8 +69,10 @@ class RunReport(pl.Callback):
         """Records what the run is, and subscribes to the steps."""
         self._has_begun = self._is_training = True
         self._planner = self._plan = None
+        self._losses = StepLosses()
         receive = partial(self._record_window, trainer)
-        self._best_effort.attempt("watch the steps", subscribe_to_steps, trainer, self.every_n_steps, receive)
+        subscribe = partial(subscribe_to_steps, add=self._take_losses)
+        self._best_effort.attempt("watch the steps", subscribe, trainer, self.every_n_steps, receive)
         if trainer.is_global_zero:
             self._best_effort.attempt("describe the run", _record_start, trainer, pl_module)
             self._best_effort.attempt("describe the injection", _record_injection, trainer)
@@ -79,6 +83,20 @@ class RunReport(pl.Callback):
         """Records the plan where it is new."""
         if trainer.is_global_zero:
             self._best_effort.attempt("describe the plan", self._record_plan, trainer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keeps the step's loss."""
+        accumulated = trainer.accumulate_grad_batches
+        self._best_effort.attempt("keep the loss", self._losses.add, outputs, batch, accumulated)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Records the losses that the module logged in the validation."""
+        metrics = trainer.callback_metrics  # collective: a metric is averaged over the ranks when it is first read
+        losses = {name: float(value) for name, value in metrics.items() if _is_validation_loss(name)}
+        if losses and self._is_training and trainer.is_global_zero:
+            record(trainer, "val_loss", {"losses": losses})
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Knows that what fails from here on is no training."""
@@ -107,9 +125,12 @@ class RunReport(pl.Callback):
             self._plan = plan
             record(trainer, "plan", {"epoch": trainer.current_epoch, **plan})
 
+    def _take_losses(self) -> tuple[float, float]:
+        return self._best_effort.attempt("read the losses", self._losses.take) or (0.0, 0.0)
+
     def _record_window(self, trainer: pl.Trainer, window: StepWindow) -> None:
         if trainer.is_global_zero:
-            self._best_effort.attempt("record", lambda: record(trainer, "window", window_record(window)))
+            self._best_effort.attempt("record", _record_steps, trainer, window)
 
     def _finish(self, trainer: pl.Trainer, end: dict[str, str]) -> None:
         if self.run_log is None:
@@ -118,6 +139,15 @@ class RunReport(pl.Callback):
         self.path = self._best_effort.attempt("draw the report", write_report, self.run_log.folder)
         if self.path is not None:
             rank_zero_info(f"Report of the run: {self.path}")
+
+
+def _is_validation_loss(name: str) -> bool:
+    """By the names in use: val/loss, val_loss, validation/flow_loss."""
+    return "val" in name.lower() and "loss" in name.lower()
+
+
+def _record_steps(trainer: pl.Trainer, window: StepWindow) -> None:
+    record(trainer, "window", {**window_record(window), "loss": mean_loss(window)})
 
 
 def _record_start(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -25,7 +25,7 @@ class PatchCodec:
 
     temporal_factor = 4
 
-    def __init__(self, spatial_factor: int = 2, scale: float = 2.0) -> None:
+    def __init__(self, spatial_factor: int = 4, scale: float = 2.0) -> None:
         self.spatial_factor = spatial_factor
         self.scale = scale
         self.channels = 3 * self.temporal_factor * spatial_factor**2

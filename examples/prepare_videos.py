@@ -33,7 +33,7 @@ from video_files import Footage, UnreadableVideoError, carried_files, files_in, 
 from webdataset import TarWriter
 
 SIDE_TIERS = (0.75, 1.25)  # sizes of the clips, relative to --side
-GRID = 16  # sides in pixels are multiples of this, so that aspect ratios fall into few shapes
+GRID = 32  # sides in pixels are multiples of this, so that aspect ratios fall into few shapes
 MANIFEST = "prepared.json"
 
 
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("error: no file could be decoded, so nothing was written.")
 
     codec = load_codec(args.vae)
-    cuts = plan_cuts(footage, args.clips, args.frames, args.side, grid=max(GRID, 2 * codec.spatial_factor))
+    cuts = plan_cuts(footage, args.clips, args.frames, args.side, args.start, grid=max(GRID, 2 * codec.spatial_factor))
     shapes = write_shards(args.output, cuts, codec, args.shards, settings)
     decoded = sum(source.frames for source in footage)
     print(
@@ -83,13 +83,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--videos", type=Path, help="folder of your own videos and photographs")
     parser.add_argument("--vae", type=str, help="a saved diffusers AutoencoderKLWan, instead of the patch codec")
-    parser.add_argument("--clips", type=int, default=96, help="clips and stills to make, at least (default 96)")
+    parser.add_argument("--clips", type=int, default=24, help="clips and stills to make, at least (default 24)")
     parser.add_argument("--frames", type=int, nargs="+", default=[1, 9, 17], help="lengths of the clips, each 4k+1")
-    parser.add_argument("--side", type=int, default=64, help="typical side of a clip in pixels (default 64)")
+    parser.add_argument("--side", type=int, default=96, help="typical side of a clip in pixels (default 96)")
+    parser.add_argument("--start", type=int, help="frame at which all clips of a video begin, instead of anywhere")
     parser.add_argument("--shards", type=int, default=4, help="number of tar files (default 4)")
     args = parser.parse_args(argv)
     if unfit := [frames for frames in args.frames if frames % 4 != 1 or frames < 1]:
         parser.error(f"--frames {unfit} are not of the form 4k + 1, which causal video codecs need.")
+    if args.start is not None and args.start < 0:
+        parser.error(f"--start {args.start} is before the first frame, which is 0.")
     if not 1 <= args.shards <= args.clips:
         parser.error(f"--shards {args.shards} must be between 1 and --clips {args.clips}.")
     return args
@@ -98,7 +101,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def describe(args: argparse.Namespace, paths: list[Path]) -> dict[str, Any]:
     """Returns all that the shards depend on, as JSON."""
     sources = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
-    options = {name: getattr(args, name) for name in ("vae", "clips", "frames", "side", "shards")}
+    options = {name: getattr(args, name) for name in ("vae", "clips", "frames", "side", "start", "shards")}
     return {**options, "sources": sources}
 
 
@@ -126,7 +129,9 @@ def probe_all(paths: list[Path]) -> tuple[list[Footage], dict[Path, str]]:
     return footage, skipped
 
 
-def plan_cuts(footage: list[Footage], clips: int, lengths: list[int], side: int, grid: int) -> list[Cut]:
+def plan_cuts(
+    footage: list[Footage], clips: int, lengths: list[int], side: int, begin: int | None, grid: int
+) -> list[Cut]:
     """Spreads at least `clips` cuts over the footage: one still per photograph, the rest over the videos."""
     videos = [source for source in footage if not source.is_photo]
     photos = len(footage) - len(videos)
@@ -136,12 +141,17 @@ def plan_cuts(footage: list[Footage], clips: int, lengths: list[int], side: int,
     cuts: list[Cut] = []
     for source in footage:
         for _ in range(per_photo if source.is_photo else max(per_video, len(lengths))):
-            cuts.append(make_cut(len(cuts), source, lengths, side, grid, random))
+            cuts.append(make_cut(len(cuts), source, lengths, side, begin, grid, random))
     return cuts
 
 
-def make_cut(number: int, source: Footage, lengths: list[int], side: int, grid: int, random: Random) -> Cut:
-    """Makes one cut of a file: lengths and sizes take turns, time and place are drawn at random."""
+def make_cut(
+    number: int, source: Footage, lengths: list[int], side: int, begin: int | None, grid: int, random: Random
+) -> Cut:
+    """Makes one cut of a file: lengths and sizes take turns, time and place are drawn at random.
+
+    The window is the largest of the clip's aspect ratio.
+    """
     possible = sorted((frames for frames in lengths if frames <= source.frames), reverse=True) or [1]
     frames = possible[number % len(possible)]
     tier = SIDE_TIERS[number // len(possible) % len(SIDE_TIERS)]
@@ -150,11 +160,12 @@ def make_cut(number: int, source: Footage, lengths: list[int], side: int, grid: 
     height = max(grid, round(math.sqrt(area) * aspect / grid) * grid)
     width = max(grid, round(math.sqrt(area) / aspect / grid) * grid)
 
-    pixels_per_pixel = min(source.height / height, source.width / width) * random.uniform(0.7, 1.0)
+    pixels_per_pixel = min(source.height / height, source.width / width)
     window_height = max(1, round(height * pixels_per_pixel))
     window_width = max(1, round(width * pixels_per_pixel))
     top, left = random.randint(0, source.height - window_height), random.randint(0, source.width - window_width)
-    start = random.randint(0, source.frames - frames)
+    last = source.frames - frames
+    start = random.randint(0, last) if begin is None else min(begin, last)
     return Cut(number, source, start, frames, height, width, window=(top, left, window_height, window_width))
 
 

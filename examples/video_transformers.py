@@ -4,6 +4,7 @@ A function is given the transformer, latents (B, C, F, H, W), timesteps (B,) fro
 and returns the prediction (B, C, F, H, W). To train another family, write one more and name it in `FAMILIES`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,8 @@ def ltx(transformer: nn.Module, noisy: Tensor, timestep: Tensor, text: Text) -> 
         rope_interpolation_scale=LTX_CELL,
         return_dict=False,
     )[0]
-    return from_tokens(tokens, patch, noisy.shape)
+    channels = tokens.shape[-1] // math.prod(patch)  # not those of the input, which may say more than is predicted
+    return from_tokens(tokens, patch, torch.Size((len(noisy), channels, *noisy.shape[2:])))
 
 
 def cogvideox(transformer: nn.Module, noisy: Tensor, timestep: Tensor, text: Text) -> Tensor:

@@ -39,7 +39,7 @@ def pages() -> ModuleType:
 def test_pages_have_places_and_links_lead_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = built(tmp_path, with_reference=False, monkeypatch=monkeypatch)
     home = (site / "index.html").read_text()
-    assert 'href="data/"' in home and 'src="figures/run-report-h200x2.png"' in home
+    assert 'href="data/"' in home and 'src="figures/demo-planned.png"' in home
     cli = (site / "reference" / "cli" / "index.html").read_text()
     assert "videoscale encode" in cli and "--text-encoder" in cli
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 _SIDE = 1000
 _BINS = 48
 _GAP = "\N{NO-BREAK SPACE}"
+_TIMES = ((2 * 3600, "h"), (120, "min"), (1, "s"))
 
 
 class Line(NamedTuple):
@@ -45,22 +46,26 @@ class Scale:
         high: What lies at 1.
         unit: What is written behind a label.
         log: Whether equal factors are equally far apart.
+        title: What the axis shows.
     """
 
     low: float
     high: float
     unit: str = ""
     log: bool = False
+    title: str = ""
 
     @classmethod
-    def over(cls, values: Sequence[float], unit: str = "", log: bool = False, from_zero: bool = False) -> Scale:
+    def over(
+        cls, values: Sequence[float], unit: str = "", log: bool = False, from_zero: bool = False, title: str = ""
+    ) -> Scale:
         """A scale with room for all values."""
         low, high = min(values), max(values)
         if log:
-            return cls(low / 1.15, high * 1.15, unit, log)
+            return cls(low / 1.15, high * 1.15, unit, log, title)
         low = min(0.0, low) if from_zero else low
         margin = 0.08 * (high - low) or abs(high) or 1.0
-        return cls(low if from_zero or low == high else low - margin / 4, high + margin, unit)
+        return cls(low if from_zero or low == high else low - margin / 4, high + margin, unit, title=title)
 
     def place(self, value: float) -> float:
         """Where a value lies, within [0, 1]."""
@@ -123,20 +128,29 @@ def line_chart(label: str, lines: Sequence[Line], x: Scale, y: Scale, signs: Seq
     )
 
 
-def distributions(label: str, rows: Sequence[tuple[str, str, str, Sequence[float]]]) -> Markup:
-    """Histograms above one axis of percents: per row a name, what kind of figure, a class of colour and shares."""
+def distributions(label: str, rows: Sequence[tuple[str, str, str, Sequence[float]]], title: str) -> Markup:
+    """Histograms above one axis of percents: per row a name, what kind of figure, a class of colour and shares.
+
+    The axis is called ``title``.
+    """
     everything = np.concatenate([np.asarray(values, np.float64) for *_, values in rows])
     scale = Scale(0.0, max(0.02, float(np.quantile(everything, 0.995)) * 1.1))
     parts = [_distribution(name, how, style, np.asarray(values), scale) for name, how, style, values in rows]
     ticks = _ticks(scale.low, scale.high, 5)
     axis = Markup().join(_tick("left", scale.place(tick), percent(tick) if tick else "0") for tick in ticks)
     return Markup(
-        '<div class="ridges" role="img" aria-label="{}">{}<div class="ridge axis"><i class="x">{}</i></div></div>'
-    ).format(label, Markup().join(parts), axis)
+        '<div class="ridges" role="img" aria-label="{}">{}<div class="ridge axis"><i class="x">{}</i></div>'
+        '<p class="axis-title">{}</p></div>'
+    ).format(label, Markup().join(parts), axis, title)
 
 
-def stacked_bars(label: str, rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[tuple[str, str]]) -> Markup:
-    """One bar per row, its parts side by side, all to one scale; ``parts`` names and colours them."""
+def stacked_bars(
+    label: str, rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[tuple[str, str]], title: str
+) -> Markup:
+    """One bar of seconds per row, its parts side by side, all to one scale.
+
+    ``parts`` names and colours them, and the axis is called ``title``.
+    """
     longest = max((sum(values) for _, values in rows), default=0.0) or 1.0
     drawn = []
     for name, values in rows:
@@ -148,7 +162,13 @@ def stacked_bars(label: str, rows: Sequence[tuple[str, Sequence[float]]], parts:
             if value > 0
         )
         drawn.append(Markup('<div class="bar"><span>{}</span><i>{}</i></div>').format(name, pieces))
-    return Markup('<div class="bars" role="img" aria-label="{}">{}</div>').format(label, Markup().join(drawn))
+    factor, unit = next((factor, unit) for factor, unit in _TIMES if longest >= factor or factor == 1)
+    scale = Scale(0.0, longest / factor, unit=_GAP + unit)
+    axis = Markup().join(_tick("left", place, text) for place, text in scale.ticks(4))
+    return Markup(
+        '<div class="bars" role="img" aria-label="{}">{}<div class="bar axis"><span></span><i class="x">{}</i></div>'
+        '<p class="axis-title">{}</p></div>'
+    ).format(label, Markup().join(drawn), axis, title)
 
 
 def _distribution(name: str, how: str, style: str, values: NDArray[np.float64], scale: Scale) -> Markup:
@@ -172,15 +192,19 @@ def _plot(marks: Markup, x: Scale, y: Scale) -> Markup:
     rows, columns = y.ticks(), x.ticks()
     grid = "".join(f"M0 {_SIDE * (1 - place):.1f}H{_SIDE}" for place, _ in rows)
     return Markup(
+        '<p class="axis-title y-title">{}</p>'
         '<div class="plot"><i class="y">{}</i><svg viewBox="0 0 {} {}" preserveAspectRatio="none">'
         '<path class="grid" d="{}"/>{}</svg><i class="x">{}</i></div>'
+        '<p class="axis-title">{}</p>'
     ).format(
+        y.title,
         Markup().join(_tick("bottom", place, text) for place, text in rows),
         _SIDE,
         _SIDE,
         grid,
         marks,
         Markup().join(_tick("left", place, text) for place, text in columns),
+        x.title,
     )
 
 

@@ -15,6 +15,7 @@ from lightning_videoscale.data.planning.figures import StepSpreads
 from lightning_videoscale.report.charts import percent
 from lightning_videoscale.report.comparison import predict_balances
 from lightning_videoscale.report.costs import Kind, error_of, fit, kinds_of
+from lightning_videoscale.report.drift import Drift, find_drift
 from lightning_videoscale.report.judge import BALANCED, Advice, advice_on_run
 from lightning_videoscale.report.reading import Record, RunRecords
 
@@ -114,6 +115,11 @@ class Findings:
         if not self.plans or self.plans[-1]["step_time"] is None or not self.kinds:
             return None
         return error_of(StepTimeModel.from_dict(self.plans[-1]["step_time"]), self.kinds)
+
+    @cached_property
+    def drift(self) -> Drift | None:
+        """The fall of the throughput that lasts to the end; None where there is none."""
+        return find_drift(self.windows)
 
     @cached_property
     def predicted(self) -> dict[Balance, StepSpreads]:

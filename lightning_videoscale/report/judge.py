@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lightning_videoscale.report.bottlenecks import Name, Straggler
-from lightning_videoscale.report.charts import percent
+from lightning_videoscale.report.charts import number, percent
 
 if TYPE_CHECKING:
+    from lightning_videoscale.report.drift import Drift
     from lightning_videoscale.report.findings import Findings
+
+_GROWN = {
+    "data": ("look at the loader and the storage", "Waiting for data grew most."),
+    "wait": ("look for a rank that became slow", "Waiting for other ranks grew most."),
+    "exchange": ("look at the network between the ranks", "Exchanges between ranks grew most."),
+    "optimizer": ("look at the optimizer's step", "The optimizer's step grew most."),
+}
+"""What to do about a fall of the throughput, and why, by the part of the step that grew most, if it is not the work."""
 
 BALANCED = 0.05
 """Median CV_step up to which a run is called balanced."""
@@ -56,7 +65,7 @@ def advice_on_bottleneck(name: Name, straggler: Straggler) -> str:
 
 def advice_on_run(found: Findings) -> list[Advice]:
     """Returns what to do after a run, the most pressing first; may be empty."""
-    judgements = (_of_failure, _of_bottleneck, _of_balance, _of_cost_model, _of_memory)
+    judgements = (_of_failure, _of_drift, _of_bottleneck, _of_balance, _of_cost_model, _of_memory)
     return [advice for judge in judgements if (advice := judge(found)) is not None]
 
 
@@ -67,6 +76,27 @@ def _of_failure(found: Findings) -> Advice | None:
     if found.status == "failed" and end is not None:
         return Advice("Look into the error that ended the run", str(end.get("error", "")))
     return None
+
+
+def _of_drift(found: Findings) -> Advice | None:
+    drift = found.drift
+    if drift is None:
+        return None
+    seen = f"From {number(drift.before)} to {number(drift.after)} tokens/s, medians of the windows on either side."
+    what, why = _cause_of(drift)
+    return Advice(f"Throughput fell by {percent(drift.lost)} after step {drift.step}: {what}", f"{seen} {why}")
+
+
+def _cause_of(drift: Drift) -> tuple[str, str]:
+    """What to do, and why."""
+    if drift.grown in _GROWN:
+        return _GROWN[drift.grown]
+    if drift.same_work is None:
+        return "compare the clips before and after", "No micro-batches of the same shape were trained before and after."
+    factor = f"Micro-batches of the same shape take {drift.same_work:.2f} times as long since"
+    if drift.same_work < 1 + drift.lost / 2:
+        return "compare the clips before and after", f"{factor}, which does not explain it: other shapes came."
+    return "see what else runs on the machine, and at which clock", f"{factor}."
 
 
 def _of_bottleneck(found: Findings) -> Advice | None:

@@ -17,7 +17,10 @@ window      Some optimizer steps, all ranks: ``steps``; ``seconds`` they took, v
             (std / mean of B * S²) and ``cost_cv`` (std / mean of predicted cost); ``slowest_seconds``, work of the
             slowest rank of each step, added up, and ``idle_seconds``, what the mean rank has less; ``ranks``, seconds
             of every global rank by field of `StepTimes`; ``batches``, rows of [frames, height, width, S, B,
-            micro-batches, of them fillers, median seconds of work]. Null where the batches do not tell.
+            micro-batches, of them fillers, median seconds of work]. Null where the batches do not tell. ``loss``, the
+            mean over samples and ranks of what ``training_step`` returned, one micro-batch late: the window's last one
+            counts in the next. Null where it returned none.
+val_loss    A validation is over: ``losses`` {name: value}, the metrics whose names contain "val" and "loss".
 memory      `MemoryMonitor`: ``allocated_gib``, ``reserved_gib``, ``peak_gib``, ``fragmentation``, and where known
             ``headroom_tokens``; each the worst of all ranks.
 bottleneck  `BottleneckAnalyzer`: ``name``, ``share`` of the step time in [0, 1], ``figure`` and ``advice``, sentences.
@@ -37,8 +40,9 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from os import SEEK_END
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import numpy as np
@@ -73,8 +77,7 @@ class RunLog:
                 self._early.append(line)
             else:
                 early, self._early = self._early, None
-                # A line that a kill cut short must not swallow the first record of the next run.
-                self._write("".join(["\n", line, *early]))
+                self._write("".join([line, *early]))
         except Exception as error:
             if not self._has_failed:
                 self._has_failed = True
@@ -83,8 +86,9 @@ class RunLog:
     def _write(self, lines: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Opened for every record: one in a minute or so, and nothing is left open or unwritten by a kill.
-        with (self.folder / LOG_NAME).open("a", encoding="utf-8") as file:
-            file.write(lines)
+        with (self.folder / LOG_NAME).open("ab+") as file:
+            # A line that a kill cut short must not swallow the first record of the next run.
+            file.write(("\n" if _is_cut_short(file) else "").encode() + lines.encode())
 
 
 @runtime_checkable
@@ -111,6 +115,14 @@ def record(trainer: pl.Trainer, kind: str, fields: Mapping[str, Any]) -> None:
     for callback in callbacks:
         if isinstance(callback, KeepsRunLog) and callback.run_log is not None:
             callback.run_log.append(kind, trainer.global_step, fields)
+
+
+def _is_cut_short(file: BinaryIO) -> bool:
+    """Whether a file that is open for reading ends in the midst of a line."""
+    if file.seek(0, SEEK_END) == 0:
+        return False
+    file.seek(-1, SEEK_END)
+    return file.read(1) != b"\n"
 
 
 def _plain(value: Any) -> Any:

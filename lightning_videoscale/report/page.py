@@ -58,6 +58,7 @@ def render(run: RunRecords) -> str:
         start=found.start,
         first=run.records[0],
         tiles=sections.tiles(found),
+        loss=sections.loss(found),
         throughput=sections.throughput(found),
         balance=sections.balance(found),
         anatomy=sections.anatomy(found),
@@ -67,6 +68,7 @@ def render(run: RunRecords) -> str:
         recalibration=sections.recalibration(found),
         bottlenecks=sections.bottlenecks(found),
         injections=sections.injection(found),
+        setup=sections.setup(found),
         missing=sections.missing(found),
         notes=run.notes,
     )

@@ -71,6 +71,12 @@ def window_record(window: StepWindow) -> dict[str, Any]:
     }
 
 
+def mean_loss(window: StepWindow) -> float | None:
+    """The mean loss of a window to which every rank added the sum of its weighted losses, and of their weights."""
+    total, weight = window.values.sum(dim=0).tolist()
+    return total / weight if weight > 0 else None
+
+
 def _batches(window: StepWindow) -> list[list[float]]:
     """Micro-batches of one shape and size together: [frames, height, width, S, B, count, fillers, median seconds]."""
     shapes = torch.stack([window.of_groups(name).flatten() for name in _SHAPE], dim=1)

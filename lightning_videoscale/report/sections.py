@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,29 @@ _WIDTH = 0.3
 """How far lengths are about alike: a third more or less."""
 
 
+def loss(found: Findings) -> Section | None:
+    """The mean loss of every window, and the losses of validations."""
+    points = [(w["step"], w["loss"]) for w in found.windows if w.get("loss") is not None]
+    if not points:
+        return None
+    lines = [Line("training", "own", points)]
+    validations: dict[str, list[tuple[float, float]]] = {}
+    for record in found.run.of("val_loss"):
+        for name, value in record["losses"].items():
+            if value is not None:
+                validations.setdefault(name, []).append((record["step"], value))
+    styles = cycle(("fit", "predicted", "part-exchange", "part-optimizer"))
+    lines += [Line(name, style, seen) for (name, seen), style in zip(validations.items(), styles, strict=False)]
+    everything = [point for line in lines for point in line.points]
+    y = Scale.over([value for _, value in everything], title="loss")
+    return {
+        "chart": line_chart("Loss over optimizer steps", lines, _steps(everything), y),
+        "first": points[0],
+        "last": points[-1],
+        "validated": bool(validations),
+    }
+
+
 def throughput(found: Findings) -> Section | None:
     """Tokens per second over steps."""
     points = [(w["step"], w["tokens"] / w["seconds"]) for w in found.windows if w["tokens"] is not None]
@@ -47,11 +71,13 @@ def throughput(found: Findings) -> Section | None:
         return None
     signs = [Sign(plan["step"], "new budget or model") for plan in found.plans[1:] if plan["step"] > 0]
     signs += [Sign(start["step"], "resumed") for start in found.run.of("start")[1:]]
-    x, y = _steps(points), Scale.over([value for _, value in points], from_zero=True)
+    if found.drift is not None:
+        signs.append(Sign(found.drift.step, "lower from here on"))
+    x, y = _steps(points), Scale.over([value for _, value in points], from_zero=True, title="tokens per second")
     return {
         "chart": line_chart("Tokens per second over optimizer steps", [Line("tokens/s", "own", points)], x, y, signs),
         "best": max(value for _, value in points),
-        "signs": len(signs),
+        "signs": list(dict.fromkeys(sign.text for sign in signs)),
     }
 
 
@@ -67,14 +93,18 @@ def balance(found: Findings) -> Section | None:
         for name, spreads in predicted.items()
     ]
     charts = {}
-    for figure, title in (("cv_step", "CV_step"), ("compute_cv", "Compute CV of B·S²")):
+    figures = (
+        ("cv_step", "CV_step", "(max - min) / max of the ranks' work, per step"),
+        ("compute_cv", "Compute CV of B·S²", "std / mean of the ranks' B·S², per step"),
+    )
+    for figure, title, axis in figures:
         drawn = [
             (name, how, "own" if how == "measured" else "predicted", values[figure].tolist())
             for name, how, values, _ in rows
             if figure in values
         ]
         if drawn:
-            charts[title] = distributions(f"{title} of every step: {_medians(drawn)}", drawn)
+            charts[title] = distributions(f"{title} of every step: {_medians(drawn)}", drawn, axis)
     table = [
         (name, how, *(percent(float(np.median(values[f]))) if f in values else "not told" for f in own), percent(idle))
         for name, how, values, idle in rows
@@ -104,7 +134,10 @@ def anatomy(found: Findings) -> Section | None:
     total = sum(map(sum, parts.values()))
     return {
         "chart": stacked_bars(
-            "Time of every rank by part of the step", bars, [(title, f"part-{part}") for part, title in names.items()]
+            "Time of every rank by part of the step",
+            bars,
+            [(title, f"part-{part}") for part, title in names.items()],
+            "time in the run",
         ),
         "rows": [(title, percent(sum(parts[part]) / total), f"part-{part}") for part, title in names.items()],
         "hidden": found.ranks - len(shown),
@@ -141,8 +174,8 @@ def cost(found: Findings) -> Section | None:
         lines.append(Line("fitted to this run", "fit", list(zip(lengths.tolist(), curve.tolist(), strict=True))))
     lines.append(Line("measured", "own", points, joined=False))
     everything = [point for line in lines for point in line.points]
-    x = Scale.over([a for a, _ in everything], log=True)
-    y = Scale.over([b for _, b in everything], unit=" s", log=True)
+    x = Scale.over([a for a, _ in everything], log=True, title="tokens of a sample, S")
+    y = Scale.over([b for _, b in everything], unit=" s", log=True, title="seconds per sample")
     return {
         "chart": line_chart("Seconds per sample over tokens per sample, measured and fitted", lines, x, y),
         "model": model,
@@ -171,7 +204,7 @@ def memory(found: Findings) -> Section | None:
             "GiB of the fullest GPU over optimizer steps",
             lines,
             _steps(lines[0].points),
-            Scale.over(everything, unit=" GiB", from_zero=True),
+            Scale.over(everything, unit=" GiB", from_zero=True, title="memory of the fullest GPU"),
         ),
         "peak": max(record["peak_gib"] for record in records),
         "capacity": capacity,
@@ -217,6 +250,20 @@ def injection(found: Findings) -> list[Section]:
     ]
 
 
+def setup(found: Findings) -> list[tuple[str, Section]]:
+    """What the run was: titles, and values by name."""
+    start = found.start
+    groups = [("Exchange", start["exchange"]), ("Trainer", start["settings"])]
+    if found.plans:
+        plan = found.plans[-1]
+        budget = {name: None if value is None else number(value) for name, value in plan["budget"].items()}
+        weighting = f"{plan['loss_weighting']} over the {plan['loss_normalization']}"
+        figures = {"balance": plan["balance"], "micro-batches per step": plan["micro_batches"]}
+        figures |= {"loss weighting": weighting, **budget, "seed": plan["seed"]}
+        groups.append(("Plan at the end", figures))
+    return [*groups, ("Machine", start["machine"]), ("Versions", start["versions"])]
+
+
 def missing(found: Findings) -> list[tuple[str, str]]:
     """Sections that are left out, and what would fill them."""
     fillers = {
@@ -238,7 +285,7 @@ def missing(found: Findings) -> list[tuple[str, str]]:
 
 def _steps(points: Any) -> Scale:
     last = max(step for step, _ in points)
-    return Scale(0, last if last > 0 else 1)
+    return Scale(0, last if last > 0 else 1, title="optimizer steps")
 
 
 def _medians(drawn: list[tuple[str, str, str, list[float]]]) -> str:
@@ -281,7 +328,7 @@ def tiles(found: Findings) -> list[tuple[str, str, str]]:
             (
                 "CV_step",
                 percent(float(np.median(spread))),
-                "so much less the fastest rank works than the slowest, in the median step",
+                "(max - min) / max of the ranks' work, median step; at 0 % all work equally long",
             )
         )
         paid = found.seconds * found.ranks

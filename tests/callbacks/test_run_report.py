@@ -79,6 +79,65 @@ def test_a_training_leaves_a_report_with_the_numbers_of_what_it_saw(tmp_path: Pa
     assert any("One data-parallel rank" in heading for heading in page.text["h1"])
 
 
+class Remembering(Witness):
+    """Keeps the loss of every micro-batch, and learns, so that they differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_the_losses_are_means_over_samples_and_a_curve_of_the_page(tmp_path: Path) -> None:
+    report, module = RunReport(tmp_path / "run", every_n_steps=2), Remembering()
+    data = data_in(tmp_path, micro_batches=2, val_shards=str(tmp_path / "shards" / "*.tar"))
+    callbacks = [report, LossWeighting()]
+    trainer_with(*callbacks, accumulate_grad_batches=2, max_epochs=2, num_sanity_val_steps=1).fit(module, data)
+
+    windows = records_of(tmp_path / "run", "window")
+    weights = [meta.samples if meta.loss_weight else 0 for meta in module.metas]
+    ends = [2 * window["step"] - 1 for window in windows]  # the last micro-batch counts in the next window
+    for window, begin, end in zip(windows, [0, *ends], ends, strict=False):
+        losses, counts = torch.tensor(module.seen[begin:end]), torch.tensor(weights[begin:end])
+        assert window["loss"] == pytest.approx(float((losses * counts).sum() / counts.sum()), rel=1e-5)
+    assert windows[0]["loss"] > 1.01 * windows[-1]["loss"] > 0
+
+    validations = records_of(tmp_path / "run", "val_loss")
+    assert [record["losses"].keys() for record in validations] == [{"val_loss"}] * 2  # the sanity check is none
+    assert validations[0]["losses"]["val_loss"] > validations[1]["losses"]["val_loss"] > 0
+    assert report.path is not None
+    page = report.path.read_text()
+    assert 'id="loss"' in page and number(windows[-1]["loss"]) in page and "val_loss" in page
+
+
+def test_a_module_that_returns_no_loss_has_no_curve(tmp_path: Path) -> None:
+    report = RunReport(tmp_path, every_n_steps=1)
+    trainer_with(report).fit(Manual(), batches_of([Meta(1, 10)] * 4))
+    assert [window["loss"] for window in records_of(tmp_path, "window")] == [None] * 4
+    assert report.path is not None and 'id="loss"' not in report.path.read_text()
+
+
+class Manual(Slope):
+    """Steps by itself, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward((self.slope * batch["x"]).mean())
+        optimizer.step()  # type: ignore[union-attr]
+
+
 class Dying(Witness):
     """Is killed in its fifth step."""
 

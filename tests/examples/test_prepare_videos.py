@@ -47,6 +47,13 @@ def test_a_folder_becomes_shards(tmp_path, footage, capsys):
     assert "4 files (63 frames decoded), 1 skipped" in printed
 
 
+def test_clips_begin_where_they_are_told(tmp_path, footage):
+    main(["--output", str(tmp_path / "shards"), "--videos", str(footage), "--clips", "12", "--start", "4"])
+    pixels = [sample["json"]["pixels"] for sample in samples_of(tmp_path / "shards")]
+    # square.webm has 18 frames, so that 17 of them begin at the second at the latest.
+    assert {(made["frames"], made["start"]) for made in pixels} >= {(1, 4), (9, 4), (17, 1)}
+
+
 def test_the_latents_are_those_of_the_clip(tmp_path, footage):
     main(["--output", str(tmp_path / "shards"), "--videos", str(footage), "--clips", "12", "--frames", "9"])
     sample = next(s for s in samples_of(tmp_path / "shards") if s["json"]["source"] == "square.webm")

@@ -13,12 +13,13 @@ import yaml
 from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
 from PIL import Image
 from prepare_videos import main as prepare_videos
-from rectified_flow import HashedWords, RectifiedFlow
+from rectified_flow import PLACES, HashedWords, RectifiedFlow, places
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train import main as train
 from video_transformers import build, from_tokens, to_tokens
 
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.report.reading import read_run
 from tests.examples.conftest import EXAMPLES
 from tests.scripts import run_forked
 
@@ -29,33 +30,37 @@ SMALL_MODEL = ["--model.config.num_layers=1", "--model.config.ffn_dim=64"]
 CLIPS = ["--clips", "16", "--side", "32"]
 
 
-def test_the_demo_trains_in_two_processes(tmp_path, run_example, footage):
+def test_the_demo_compares_three_runs_in_two_processes(tmp_path, run_example, footage):
     run_example("prepare_videos.py", "--output", "demo_data/shards", "--videos", footage, *CLIPS)
-    short = ["--trainer.max_steps=8", "--trainer.log_every_n_steps=2", "--model.warmup_steps=1"]
-    validate = ["--trainer.val_check_interval=4", "--trainer.limit_val_batches=1"]
-    printed = run_example("train.py", "fit", "--config", CONFIGS / "demo.yaml", *short, *validate, *SMALL_MODEL)
+    short = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.log_every_n_steps=1"]
+    printed = run_example("demo.py", "--config", CONFIGS / "demo.yaml", *short, *SMALL_MODEL)
 
-    table = dict(re.findall(r"│ (\S[^│]*?) +│ (\S[^│]*?) +│", printed))
-    assert float(table["loss, mean of the first tenth"]) > float(table["loss, mean of the last tenth"]) > 0
-    assert table["batch streams x ranks per sequence"] == "1 x 2"
-    assert int(table["samples seen"]) >= 8
-    assert {"last / first", "wall time", "tokens/s", "CV_step", "Compute CV"} < table.keys()
-    paths = {name: tmp_path / path for name, path in re.findall(r"^(\w+): (demo_runs/.*?)\s*$", printed, re.MULTILINE)}
-    assert paths["checkpoint"].suffix == ".ckpt"
-    assert (paths["checkpoint"] / "meta.pt").is_file()
+    table = printed.partition("The same clips")[2]
+    rows = {name: figures for name, *figures in re.findall("│ (\\w+) +" + "│ *([^│]+?) *" * 5 + "│", table)}
+    assert list(rows) == ["equal_token", "planned", "split"]
+    paths = {
+        name: tmp_path / path for name, path in re.findall(r"^([a-z_ ]+): (demo_runs/.*?)\s*$", printed, re.MULTILINE)
+    }
+    for name, (rate, spread, waiting, exchange, loss) in rows.items():
+        run = read_run(paths[f"report of {name}"].parent)
+        tokens, seconds = (sum(window[key] for window in run.of("window")) for key in ("tokens", "seconds"))
+        assert float(rate.replace(",", "")) == pytest.approx(tokens / seconds, abs=1)
+        assert float(loss) == pytest.approx(run.last("window")["loss"], abs=1e-3)
+        balanced = [run.last("plan")["balance"], run.last("plan")["dp_size"]]
+        assert balanced == ([name, 2] if name != "split" else ["planned", 1])
+        assert (spread == waiting == "-") == (name == "split") and (exchange == "-") == (name != "split")
+        assert f"{6 if name == 'split' else 2} steps in" in paths[f"report of {name}"].read_text()
     with Image.open(paths["picture"]) as picture:
-        assert min(picture.size) > 500
-    assert "8 steps in" in paths["report"].read_text()
-    events = EventAccumulator(str(paths["TensorBoard"])).Reload()
-    assert {"train/loss", "val/loss", "balance/cv_step", "throughput/tokens_per_second"} <= set(
-        events.Tags()["scalars"]
-    )
+        assert min(picture.size) > 400
+    events = EventAccumulator(str(paths["report of split"].parent)).Reload()
+    assert {"train/loss", "balance/cv_step", "throughput/tokens_per_second"} <= set(events.Tags()["scalars"])
+    assert list(paths["report of split"].parent.parent.glob("**/*.ckpt/meta.pt"))
 
 
 def test_wan_1_3b_trains(tmp_path, footage):
     prepare_videos(["--output", str(tmp_path / "data" / "shards"), "--videos", str(footage), *CLIPS])
     on_this_machine = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy.ulysses_size=1"]
-    patch_codec = ["--model.config.in_channels=48", "--model.config.out_channels=48"]
+    patch_codec = ["--model.config.in_channels=192", "--model.config.out_channels=192"]
     shrunk = ["--trainer.fast_dev_run=2", "--data.num_workers=0", "--model.config.num_attention_heads=2", *SMALL_MODEL]
     config = ["--config", str(CONFIGS / "wan_1_3b.yaml")]
     printed = run_forked(tmp_path, EXAMPLES / "train.py", "fit", *config, *on_this_machine, *patch_codec, *shrunk)
@@ -113,10 +118,37 @@ def test_the_planner_counts_the_tokens_that_attend(name, monkeypatch):
     module = RectifiedFlow(**config["model"])
     module.configure_model()
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
-    velocity = module(torch.randn(2, 48, 3, 8, 12), torch.rand(2), ["a dog runs", ""])
-    assert velocity.shape == (2, 48, 3, 8, 12)
+    velocity = module(torch.randn(2, 192, 3, 8, 12), torch.rand(2), ["a dog runs", ""])
+    assert velocity.shape == (2, 192, 3, 8, 12)
     geometry = ModelGeometry(**config["data"].get("geometry", {}))
     assert geometry.sequence_length(3, 8, 12, latents=True) == max(keys)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_sampling_goes_to_what_the_model_predicts(monkeypatch, shift):
+    clean, seen = torch.randn(2, 3, 2, 4, 4), []
+
+    def known(name, transformer, noisy, timestep, text):
+        assert noisy.shape == (2, 3 + PLACES, 2, 4, 4)
+        seen.append(timestep[0].item())
+        return clean
+
+    monkeypatch.setattr("rectified_flow.predict", known)
+    config = yaml.safe_load((CONFIGS / "demo.yaml").read_text())["model"]
+    module = RectifiedFlow(**config | {"shift": shift})
+    module.configure_model()
+    sampled = module.sample(torch.randn_like(clean), ["", ""], steps=4)
+    # Above t = 0.1 the velocity is exact, so that every step stays on the line from the noise to the latents.
+    assert torch.allclose(sampled, clean, atol=1e-5)
+    assert seen == pytest.approx([1000 * shift * t / (1 + (shift - 1) * t) for t in (1, 0.75, 0.5, 0.25)])
+
+
+def test_places_are_told_apart():
+    channels = places(torch.zeros(2, 3, 5, 12, 20))
+    assert channels.shape == (2, PLACES, 5, 12, 20)
+    cells = channels[0].flatten(1).T
+    distances = torch.cdist(cells, cells) + 1e9 * torch.eye(len(cells))
+    assert distances.min() > 1
 
 
 def test_a_family_that_is_not_written_is_named():

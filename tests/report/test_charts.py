@@ -87,11 +87,13 @@ def test_any_values_lie_on_their_scale(found: list[float], log: bool) -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
 def test_any_shares_have_a_distribution(shares: list[float]) -> None:
-    chart = distributions("any", [("this run", "measured", "own", shares)])
+    chart = distributions("any", [("this run", "measured", "own", shares)], "share")
     heights = [float(y) for y in re.findall(r"L[\d.]+ (-?[\d.]+)H", chart)]
     assert min(heights) == 60.0 and max(heights) <= 1000 and not math.isnan(sum(heights))
 
 
 def test_bars_share_one_scale() -> None:
-    chart = stacked_bars("times", [("rank 0", [1.0, 1.0]), ("rank 1", [4.0, 0.0])], [("a", "own"), ("b", "fit")])
+    chart = stacked_bars(
+        "times", [("rank 0", [1.0, 1.0]), ("rank 1", [4.0, 0.0])], [("a", "own"), ("b", "fit")], "time"
+    )
     assert re.findall(r"width:([\d.]+)%", chart) == ["25.000", "25.000", "100.000"]

@@ -25,7 +25,8 @@ def test_a_record_is_one_line_of_json(tmp_path: Path) -> None:
     log = _log(tmp_path / "new" / "folder")
     fields = {"peak": np.float64(1.5), "many": np.arange(2), "none": math.inf, "deep": [{"a": (1, 2)}]}
     log.append("memory", 7, fields | {"logged": torch.tensor(2.0), "per_rank": torch.tensor([1, 2])})
-    line = (tmp_path / "new" / "folder" / LOG_NAME).read_text().splitlines()[-1]
+    start, line = (tmp_path / "new" / "folder" / LOG_NAME).read_text().splitlines()
+    assert json.loads(start)["kind"] == "start"
     record = json.loads(line)
     assert record.pop("time") > 1.6e9
     plain = {"peak": 1.5, "many": [0, 1], "none": None, "deep": [{"a": [1, 2]}], "logged": 2.0, "per_rank": [1, 2]}
@@ -48,7 +49,7 @@ def test_a_line_that_a_kill_cut_short_is_left_out_and_said(tmp_path: Path) -> No
         file.write('{"v": 1, "kind": "window", "st')
     run = read_run(tmp_path)
     assert [record["kind"] for record in run.records] == ["start", "window"]
-    assert run.notes == ["Line 4 of run_log.jsonl cannot be read, as after a kill while writing, and is left out."]
+    assert run.notes == ["Line 3 of run_log.jsonl cannot be read, as after a kill while writing, and is left out."]
     # The run that goes on there does not lose its first record to that line.
     _log(tmp_path, step=5).append("window", 10, {"tokens": 2})
     assert [record["step"] for record in read_run(tmp_path).records] == [0, 5, 5, 10]
@@ -59,10 +60,10 @@ def test_any_cut_leaves_whole_records(tmp_path: Path) -> None:
     for step in range(1, 4):
         log.append("window", step, {"text": "ü" * step})
     content = (tmp_path / LOG_NAME).read_bytes()
-    first = content.index(b"\n", 1) + 1
+    first = content.index(b"\n") + 1
     for end in range(first, len(content) + 1):
         (tmp_path / LOG_NAME).write_bytes(content[:end])
-        whole = content[:end].count(b"\n", 1) + (end < len(content) and content[end : end + 1] == b"\n")
+        whole = content[:end].count(b"\n") + (end < len(content) and content[end : end + 1] == b"\n")
         assert len(read_run(tmp_path).records) == whole
 
 

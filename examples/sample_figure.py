@@ -1,4 +1,4 @@
-"""A picture at the end of training: frames of a clip, noised, and what the model makes of them in one step."""
+"""A picture at the end of training: frames of a clip, and those that the model makes of its caption and noise."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 import torch
 from latent_codec import load_codec
 from PIL import Image, ImageDraw, ImageFont
-from rectified_flow import interpolate
 from torch import Tensor
 
 COLUMNS = 5
@@ -16,20 +15,19 @@ MARGIN = 12
 TEXT_HEIGHT = 20
 
 
-class ReconstructionFigure(pl.Callback):
-    """Draws `reconstruction.png` into the run's folder when training ends.
+class SampleFigure(pl.Callback):
+    """Draws `sample.png` into the run's folder when training ends.
 
-    The clip is the longest and largest that was trained on. From x_t = (1 - t) x + t ε and the predicted velocity v,
-    the model's one-step reconstruction is x_t - t v.
+    The caption and the size are those of the longest and largest clip that was trained on.
 
     Args:
         vae: The codec that made the latents, as in `prepare_videos.py --vae`; None for the patch codec.
-        time: Noise level t in (0, 1).
+        steps: Of Euler's method from noise to latents.
     """
 
-    def __init__(self, vae: str | None = None, time: float = 0.5) -> None:
+    def __init__(self, vae: str | None = None, steps: int = 24) -> None:
         self.vae = vae
-        self.time = time
+        self.steps = steps
         self.path: Path | None = None
         self._clip: tuple[Tensor, str] | None = None
 
@@ -43,28 +41,18 @@ class ReconstructionFigure(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._clip is None:
             return
+        clean, caption = self._clip
+        noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0)).to(clean.device)
         # All ranks take part: a split model's forward pass is made by its ranks together.
-        rows = self._reconstruct(trainer, pl_module)
+        with trainer.precision_plugin.forward_context():
+            sampled = pl_module.sample(noise, [caption], self.steps)
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         if trainer.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
-            self.path = folder / "reconstruction.png"
-            self._draw(rows).save(self.path)
-
-    @torch.no_grad()
-    def _reconstruct(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Tensor]:
-        """Returns latents (1, C, F, H, W) by the title of their row."""
-        clean, caption = self._clip
-        noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0)).to(clean)
-        time = torch.full((1,), self.time, device=clean.device)
-        noisy = interpolate(clean, noise, time)
-        with trainer.precision_plugin.forward_context():
-            velocity = pl_module(noisy.to(pl_module.dtype), time, [caption])
-        return {
-            f"clip: {caption}": clean,
-            f"noised, t = {self.time:g}": noisy,
-            "one-step reconstruction": noisy - self.time * velocity.to(noisy),
-        }
+            self.path = folder / "sample.png"
+            self._draw({f"trained on: {caption}": clean, f"made of noise in {self.steps} steps": sampled}).save(
+                self.path
+            )
 
     def _draw(self, rows: dict[str, Tensor]) -> Image.Image:
         codec = load_codec(self.vae)
