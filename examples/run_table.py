@@ -5,9 +5,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from reconstruction_figure import ReconstructionFigure
 from rich.console import Console
 from rich.table import Table
+from sample_figure import SampleFigure
 
 from lightning_videoscale.callbacks import LoadBalanceMonitor, RunReport
 from lightning_videoscale.topology import topology_of
@@ -78,7 +78,7 @@ class RunTable(pl.Callback):
 
 
 def _artefacts(trainer: pl.Trainer) -> dict[str, str]:
-    figures = [callback.path for callback in trainer.callbacks if isinstance(callback, ReconstructionFigure)]
+    figures = [callback.path for callback in trainer.callbacks if isinstance(callback, SampleFigure)]
     reports = [callback.path for callback in trainer.callbacks if isinstance(callback, RunReport)]
     found = {
         "checkpoint": trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path,

@@ -172,4 +172,5 @@ def test_a_caption_without_words_has_a_token():
 
 def test_every_config_is_tested():
     tested = Path(__file__).read_text()
-    assert all(f'"{config.name}"' in tested for config in CONFIGS.glob("*.yaml"))
+    others = set(CONFIGS.glob("finetune_*.yaml"))  # test_finetune_wan.py
+    assert all(f'"{config.name}"' in tested for config in {*CONFIGS.glob("*.yaml")} - others)
