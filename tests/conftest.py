@@ -37,6 +37,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 
 
+@pytest.fixture(autouse=True)
+def no_place_among_ranks() -> Iterator[None]:
+    """Takes back what a Trainer in the test's own process says of ranks, of which processes it starts would hear."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], ProcessPool]]:
     """`ranks(4)` is a pool of four gloo processes.

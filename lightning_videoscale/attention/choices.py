@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -291,14 +290,13 @@ def _facts(query: Tensor, key: Tensor, masked: bool, with_lse: bool) -> tuple[An
     return query.shape, key.shape[2], query.dtype, query.device, masked, with_lse, deterministic, sdpa_choice()
 
 
-@cache
-def _choices_of_process(backend: AttentionBackend) -> AttentionChoices:
-    return AttentionChoices(backend)
+_OF_PROCESS = {backend: AttentionChoices(backend) for backend in get_args(AttentionBackend)}
+"""What calls share that name a kernel; made here, since compiled code cannot make them."""
 
 
 def as_choices(backend: AttentionBackend | AttentionChoices) -> AttentionChoices:
     """Returns choices as they are, and for a name those of this process."""
-    return backend if isinstance(backend, AttentionChoices) else _choices_of_process(backend)
+    return backend if isinstance(backend, AttentionChoices) else _OF_PROCESS[backend]
 
 
 def _is_joined() -> bool:

@@ -46,11 +46,10 @@ def test_your_own_block_is_registered_in_one_line() -> None:
 
     report = inject_fused_kernels(model, extra_blocks=[MY_BLOCK])
 
-    assert str(report) == (
-        "Fused kernels in Sequential: 2 blocks replaced, 0 skipped.\n"
-        "  kernels: decided at the first call on a device\n"
-        "  replaced 2 MyBlock (0 … 1): norm: norm_modulate"
-    )
+    first, kernels, replaced = str(report).splitlines()
+    assert first == "Fused kernels in Sequential: 2 blocks replaced, 0 skipped."
+    assert kernels.startswith("  kernels: ")  # which may be decided, if others have called them
+    assert replaced == "  replaced 2 MyBlock (0 … 1): norm: norm_modulate"
     torch.testing.assert_close(model[1](model[0](x, c), c), expected, rtol=1e-12, atol=1e-12)
     report.undo()
     assert type(model[0]) is MyBlock
