@@ -196,7 +196,7 @@ def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Ca
         if module is not network.network or verified & {gradients, True}:  # a copy of the network is split likewise
             return
         _refuse_transforms(module, args, kwargs)
-        _refuse_transforms(module, args, kwargs)
+        _refuse_cache(module)
         verified.add(gradients)
         try:
             report = compare(network, args, kwargs, gradients=gradients)
