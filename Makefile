@@ -16,6 +16,8 @@ FILES ?= tests/gpu
 COMMIT ?= HEAD
 # How many test files run at a time; each may start up to four processes, which mostly wait for each other.
 WORKERS ?= 2
+# The slowest tests are listed after the results, so that one that has become slow is seen.
+SLOWEST := --durations=25 --durations-min=3
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -43,11 +45,14 @@ demo: $(INSTALLED) ## Train a small Wan on real clips in three ways, compare the
 # The distributed tests start up to four processes: one thread each keeps them from fighting over the cores.
 test test-full test-upstream test-gpu: export OMP_NUM_THREADS ?= 1
 
+# Some fifty processes import the package, each of which would compile it where bytecode is not kept.
+test test-full: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(INSTALLED) ## Run the test suite
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST)
 
 test-full: $(INSTALLED) ## Run the suite with the exhaustive matrices, long kill tests and downloads
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m ""
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) -m ""
 
 test-upstream: $(INSTALLED) ## Run diffusers' own tests with every model split (DIFFUSERS=checkout, see tests/upstream)
 	$(if $(DIFFUSERS),,$(error Name a checkout of diffusers: make test-upstream DIFFUSERS=folder))

@@ -118,6 +118,28 @@ def attention_backends(result: Result) -> None:
     axes.legend(fontsize=8, ncols=2)
 
 
+def strong_scaling(result: Result) -> None:
+    """Left a step of a clip that all GPUs share, right the throughput of a GPU beside one with a clip of its own."""
+    _, panels = plt.subplots(1, 2, figsize=(10, 3.6))
+    rows = [row for row in result["rows"] if row["sp"] > 1]
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        here = sorted((row for row in rows if row["mode"] == mode), key=lambda row: row["tokens"])
+        tokens = [row["tokens"] for row in here]
+        for panel, name in zip(panels, ("step_ms", "per_gpu_over_whole_clips"), strict=True):
+            panel.plot(tokens, [row[name] for row in here], "o-", label=mode)
+    lengths = sorted({row["tokens"] for row in rows})
+    for panel in panels:
+        panel.set_xscale("log")
+        panel.set_xticks(lengths, [f"{tokens / 1000:.1f}k" for tokens in lengths])
+        panel.minorticks_off()
+        panel.set_xlabel("tokens of the clip")
+        panel.set_ylim(bottom=0)
+    panels[0].set(ylabel="ms", title="A step, one clip on all GPUs")
+    panels[1].set(ylabel="over a GPU with a clip of its own", title="Tokens per second of a GPU")
+    panels[1].axhline(1, color="gray", linewidth=0.8)
+    panels[0].legend(fontsize=8)
+
+
 def plan(result: Result) -> None:
     """Left how unequal the ranks' predicted costs are, right how much of their time they do not wait."""
     _, panels = plt.subplots(1, 2, figsize=(10, 3.6))
@@ -281,6 +303,7 @@ FIGURES: dict[str, Callable[[Result], None]] = {
     "parallel-activation_memory": activation_memory,
     "parallel-attention_layer": attention_layer,
     "parallel-attention_backends": attention_backends,
+    "parallel-strong_scaling": strong_scaling,
     "data-plan": plan,
     "cost-step_time_fit": step_time_fit,
     "data-balances": balances,

@@ -67,16 +67,17 @@ class RectifiedFlow(pl.LightningModule):
 
 
 def trainer_with(devices: int, tiny: bool, **settings: Any) -> pl.Trainer:
-    """Data parallelism by our strategy, activation checkpointing, bf16-mixed; quiet."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    """Data parallelism by our strategy with activation checkpointing, unless another is given; bf16-mixed; quiet."""
+    default: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    if "strategy" not in settings:
+        default["strategy"] = SequenceParallelDDPStrategy(ulysses_size=1, activation_checkpointing=True)
     return pl.Trainer(
-        strategy=SequenceParallelDDPStrategy(ulysses_size=1, activation_checkpointing=True),
         accelerator="cpu" if tiny else "cuda",
         devices=devices,
         precision="bf16-mixed",
         enable_model_summary=False,
         use_distributed_sampler=False,
-        **(quiet | settings),
+        **(default | settings),
     )
 
 

@@ -56,9 +56,7 @@ class FinetuneWan(pl.LightningModule):
             return
         rank = self.hparams.lora_rank
         dtype = torch.float32 if rank is None else torch.bfloat16  # of a base that is only read
-        self.transformer = WanTransformer3DModel.from_pretrained(
-            self.hparams.weights, subfolder="transformer", torch_dtype=dtype
-        )
+        self.transformer = self.load(dtype)
         self.transformer.train()
         if self.hparams.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
@@ -68,6 +66,9 @@ class FinetuneWan(pl.LightningModule):
             self.transformer.requires_grad_(False)
             layers = ["to_q", "to_k", "to_v", "to_out.0"]
             self.transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=layers))
+
+    def load(self, dtype: torch.dtype) -> WanTransformer3DModel:
+        return WanTransformer3DModel.from_pretrained(self.hparams.weights, subfolder="transformer", torch_dtype=dtype)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         latents, text = batch["latents"], padded(batch["text_embeds"])

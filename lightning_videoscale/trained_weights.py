@@ -163,8 +163,8 @@ class ParameterWeights:
 
 
 def _local(value: Tensor) -> Tensor:
-    value = value.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
+    """What this rank holds of a tensor; to be called without gradients."""
+    return value.to_local() if isinstance(value, DTensor) else value.detach()
 
 
 def _like(parameter: Tensor, share: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch.distributed as dist
 from hypothesis import settings
 
 from tests.distributed.pool import ProcessPool
@@ -17,11 +18,14 @@ LONGEST = (
     "test_failures_in_training.py",
     "test_wan_parity.py",
     "test_checkpoints.py",
+    "test_parity.py",
     "test_train.py",
-    "test_failure.py",
-    "test_triton_rows.py",
     "test_qk_norm_rope_triton.py",
+    "test_triton_rows.py",
+    "test_kept_for_backward.py",
+    "test_compiled_families.py",
     "test_two_experts.py",
+    "test_failure.py",
 )
 """Files that run first where several run at a time: one that is left for last would run alone."""
 
@@ -39,10 +43,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_place_among_ranks() -> Iterator[None]:
-    """Takes back what a Trainer in the test's own process says of ranks, of which processes it starts would hear."""
+    """Takes back what a Trainer in the test's own process says of ranks, and its group.
+
+    Processes that later tests start would hear of the former, and tests in this process find the latter.
+    """
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK")
-    before = {name: os.environ.get(name) for name in names}
+    before, is_joined = {name: os.environ.get(name) for name in names}, dist.is_initialized()
     yield
+    if dist.is_initialized() and not is_joined:
+        dist.destroy_process_group()  # Lightning leaves it to the end of the process
     for name, value in before.items():
         os.environ.pop(name, None)
         if value is not None:

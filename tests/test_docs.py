@@ -46,10 +46,6 @@ def test_commands_are_understood(page: Path) -> None:
         build_parser().parse_args(shlex.split(command, comments=True)[1:])
 
 
-LONG = {"architecture.md", "data.md", "measured.md", "report.md"}
-"""Pages that still have longer sentences."""
-
-
 def sentences(page: Path) -> list[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     found: list[str] = []
@@ -60,7 +56,7 @@ def sentences(page: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in LONG], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_sentences_are_short(page: Path) -> None:
     assert [sentence for sentence in sentences(page) if len(sentence.split()) > 25] == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -12,40 +11,19 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-import torch
-from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from transformers import AutoTokenizer, UMT5EncoderModel
 
 from lightning_videoscale.cli import main
-from tests.data.encoders import save_pipeline
-from tests.data.films import film, numbered
+from tests.newcomer import blocks, commands, make_newcomers_folder, replaced
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 GET_STARTED = (ROOT / "docs" / "get-started.md").read_text()
-MODEL = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"  # found in the working directory before the Hub is asked
 SMALLER = {"--sizes 480x832": "--sizes 32x48 --fps 25 --max-frames 9 --workers 0"}
 ON_THIS_MACHINE = {"devices=4": 'accelerator="cpu", devices=1', "max_steps=10_000": "max_steps=2"}
 FOR_A_MOMENT = {
     "max_steps=1000": 'max_steps=2, accelerator="cpu", devices=1',
     "height=480, width=832, num_frames=81": "height=32, width=48, num_frames=5, num_inference_steps=2",
 }
-
-
-def blocks(page: str, language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    return [block for named, block in found if named == language]
-
-
-def commands(page: str) -> list[str]:
-    return [line for block in blocks(page, "") for line in block.splitlines()]
-
-
-def replaced(text: str, changes: dict[str, str]) -> str:
-    for old, new in changes.items():
-        assert old in text
-        text = text.replace(old, new)
-    return text
 
 
 def videoscale(command: str) -> None:
@@ -55,25 +33,7 @@ def videoscale(command: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A newcomer's: ten videos, their captions, and Wan's name as a folder with a small pipeline."""
-    folder = tmp_path_factory.mktemp("newcomer")
-    parts = save_pipeline(folder / "parts")
-    torch.manual_seed(0)
-    size = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1, "ffn_dim": 32}
-    WanPipeline(
-        tokenizer=AutoTokenizer.from_pretrained(parts / "tokenizer"),
-        text_encoder=UMT5EncoderModel.from_pretrained(parts / "text_encoder"),
-        vae=AutoencoderKLWan.from_pretrained(parts / "vae"),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        transformer=WanTransformer3DModel(in_channels=4, out_channels=4, text_dim=8, freq_dim=16, **size),
-    ).save_pretrained(folder / MODEL)
-    (folder / "videos").mkdir()
-    for number in range(10):
-        data = film([numbered(number + k, 32, 48) for k in range(9)])
-        (folder / "videos" / f"{number}.mp4").write_bytes(data)
-    captions = "\n".join(f"{number}.mp4,{number} {number}" for number in range(10))
-    (folder / "captions.csv").write_text(f"file,caption\n{captions}\n")
-    return folder
+    return make_newcomers_folder(tmp_path_factory.mktemp("newcomer"))
 
 
 def test_the_readme(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

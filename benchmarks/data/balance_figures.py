@@ -10,6 +10,21 @@ from numpy.typing import NDArray
 Columns = dict[str, NDArray[np.float64]]
 """Field by field, (steps, ranks, micro-batches)."""
 
+FIELDS = ("compute", "wait", "total", "samples", "sequence_length", "predicted_cost", "counts")
+
+
+def columns_of(rows_of_ranks: list[list[list[float]]], k: int, warm_up: int) -> Columns:
+    """Returns the fields of all micro-batches but those of the first steps.
+
+    Args:
+        rows_of_ranks: Of each rank and micro-batch the `FIELDS`.
+        k: Micro-batches of a step.
+        warm_up: Steps that are left out.
+    """
+    table = np.array(rows_of_ranks, np.float64)
+    by_step = table.reshape(len(table), -1, k, len(FIELDS)).transpose(1, 0, 2, 3)[warm_up:]
+    return {name: by_step[..., number] for number, name in enumerate(FIELDS)}
+
 
 def row_of(balance: str, k: int, c: Columns) -> dict[str, Any]:
     """The figures of one run."""

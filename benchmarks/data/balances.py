@@ -31,14 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
-from benchmarks.data.balance_figures import Columns, row_of
+from benchmarks.data.balance_figures import Columns, columns_of, row_of
 from benchmarks.data.sparse_shards import write_sparse_shards
 from benchmarks.launch import finish, launch, say, task_of_worker
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_of, trainer_with
@@ -57,7 +56,6 @@ SAMPLES_PER_RANK = 1550
 WARM_UP = 2
 SAY_EVERY = 20
 TINY_POLICY = replace(STANDARD_POLICY, areas=(64 * 64, 96 * 96, 128 * 128), max_frames=17, crop_min_frames=5)
-FIELDS = ("compute", "wait", "total", "samples", "sequence_length", "predicted_cost", "counts")
 
 
 def mix(file: Path, samples: int, tiny: bool) -> list[ClipShape]:
@@ -116,9 +114,7 @@ def train(
     trainer.fit(module, data)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, record.rows)
-    table = np.array(everyone, np.float64)  # ranks, micro-batches, fields
-    by_step = table.reshape(len(table), -1, k, len(FIELDS)).transpose(1, 0, 2, 3)[WARM_UP:]
-    return {name: by_step[..., number] for number, name in enumerate(FIELDS)}
+    return columns_of(everyone, k, WARM_UP)
 
 
 def budget_of(table: SampleTable, m_mem: float, m_comp: float, step_time: StepTimeModel) -> BucketBudget:

@@ -56,6 +56,7 @@ class AttentionChoices:
         backend: As it was asked for.
         shortest: Tokens of queries and of keys from which ``"auto"`` chooses; shorter attention is torch's own pick.
         number: Under which the ops find it.
+        version: Another one whenever calls may get another kernel than before.
 
     Raises:
         ValueError: If there is no backend of that name.
@@ -75,6 +76,7 @@ class AttentionChoices:
         self.backend: AttentionBackend = backend
         self.number = register(self)
         self.shortest = _SHORTEST
+        self.version = 0
         self.log = log
         self._candidates, self._folder = candidates, folder
         self._records: dict[AttentionKey, Record] = {}
@@ -162,13 +164,17 @@ class AttentionChoices:
         """
         before = self.chosen
         self._calls_per_shape = _LAYERS * micro_batches_per_shape
-        self._names_of_calls.clear()
+        self._forget_calls()
         often = (
             f"{micro_batches_per_shape:.1f} batches" if math.isfinite(micro_batches_per_shape) else "ever more batches"
         )
         for kind, name in self.chosen.items():
             if name != before[kind]:
                 self._say(f"Attention of {kind}: {name}, as a shape comes in {often}.")
+
+    def _forget_calls(self) -> None:
+        self._names_of_calls.clear()
+        self.version += 1
 
     # -- deciding ------------------------------------------------------------------------------------------------
 
@@ -239,7 +245,7 @@ class AttentionChoices:
             self._say(f"Attention of {key}: {measured[key].describe(choice)}.")
         self._records |= measured
         self._wanted = {key for key, record in measured.items() if record.late}
-        self._names_of_calls.clear()
+        self._forget_calls()
         self._report_changes()
         if _rank() == 0 and measured:
             RecordFile(device_name(self._device), self._folder).add(measured)

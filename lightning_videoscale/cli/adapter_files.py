@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_videoscale.strategies.checkpoints.adapters import changes_base
-from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
+from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 PEFT_FILE = "adapter_model.safetensors"

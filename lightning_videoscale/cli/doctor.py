@@ -169,7 +169,7 @@ def _attention(index: int) -> Finding:
     return Finding(
         "attention kernels",
         "slow",
-        f"{found}; without FlashAttention 4, which took 0.82 to 0.95 of cuDNN's time for attention on an H200 "
+        f"{found}; without FlashAttention 4, which took 0.83 to 0.89 of cuDNN's time for attention on an H200 "
         "(bfloat16, head dim 128, 16k to 76k tokens)",
         "pip install 'lightning-videoscale[flash]'",
     )

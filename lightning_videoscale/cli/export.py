@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from lightning_videoscale.cli.adapter_files import write_adapters
 from lightning_videoscale.compat.diffusers import CLASS_NAME
+from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.fingerprints import Fingerprint
-from lightning_videoscale.strategies.checkpoints.folder import CheckpointError, CheckpointFolder
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder
 from lightning_videoscale.strategies.checkpoints.frozen import LEFT_OUT, check_base
+from lightning_videoscale.strategies.checkpoints.places import is_remote
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 
 
 def export(
-    checkpoint: Path,
+    checkpoint: str | Path,
     output: Path,
     module: str | None = None,
     merge: bool = False,
@@ -39,7 +41,7 @@ def export(
     of Lightning's averaged the weights, they are the averaged ones, as in Lightning's own checkpoints.
 
     Args:
-        checkpoint: A checkpoint of one of our strategies.
+        checkpoint: A checkpoint of one of our strategies, by path or URL.
         output: The folder to write.
         module: Path of the network within the LightningModule. Left out, the one that has adapters, or the one model of
             diffusers.
@@ -93,8 +95,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "adapters (LoRA), writes these, for diffusers' load_lora_weights and peft's PeftModel.from_pretrained."
     )
     parser = commands.add_parser("export", help="weights of a checkpoint for diffusers", description=description)
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, such as checkpoints/last.ckpt")
-    parser.add_argument("output", type=Path, help="the folder to write")
+    parser.add_argument("checkpoint", help="a checkpoint, such as checkpoints/last.ckpt or s3://bucket/run/last.ckpt")
+    parser.add_argument("output", type=_local_folder, help="the folder to write, on a disk")
     parser.add_argument("--module", help="path of the network in the LightningModule, such as transformer")
     parser.add_argument("--merge", action="store_true", help="write the network with its adapters merged into it")
     parser.add_argument(
@@ -106,6 +108,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="averages of the weights (callback EMA), or the weights in training; by default averages if there are any",
     )
     parser.set_defaults(run=_run)
+
+
+def _local_folder(text: str) -> Path:
+    if is_remote(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL: name a folder on a disk, and copy it from there")
+    return Path(text)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -1,4 +1,7 @@
-"""`videoscale plan`: what a balance would do on some clips and ranks, before a GPU is paid for."""
+"""`videoscale plan`: what a balance would do on some clips and ranks, before a GPU is paid for.
+
+With ``--layout``, how ranks that share a sequence best divide; see `layout`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from lightning_videoscale.cli.layout import add_arguments, print_layouts
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, ShapeMatrix, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, SampleTable
@@ -53,7 +57,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "beside each other. The defaults are those of Wan-14B on groups of two GPUs of 80 GB."
     )
     parser = commands.add_parser("plan", help="simulate the balances on an index or a table", description=description)
-    clips = parser.add_mutually_exclusive_group(required=True)
+    clips = parser.add_mutually_exclusive_group()
     clips.add_argument("--shapes", type=Path, help="CSV with the columns source, width, height, fps, num_frames")
     clips.add_argument("--index", type=Path, help="what `videoscale index` wrote")
     parser.add_argument("--standard-mix", action="store_true", help="draw sources, tiers, crops and images at random")
@@ -87,11 +91,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--transformer", choices=TRANSFORMERS, default="wan2.1-14b", help="default: %(default)s")
     parser.add_argument("--seed", type=partial(_at_least, 0), default=0, help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.set_defaults(run=_run)
+    add_arguments(parser)
+    parser.set_defaults(run=partial(_run, parser))
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    has_clips = options.shapes is not None or options.index is not None
+    if not has_clips and not options.layout:
+        parser.error("one of the arguments --shapes --index is required")
     try:
+        if options.layout:
+            print_layouts(options, _table(options).samples_by_length() if has_clips else None)
+            return 0
         table, step_time = _table(options), _step_time(options)
         law = step_time.power_law
         budget = BucketBudget(options.m_mem, LONGEST**law.p if options.m_comp is None else options.m_comp, law.p)

@@ -14,7 +14,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import RestartStage
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
@@ -146,6 +150,52 @@ def launched_processes(launcher: Any) -> Sequence[subprocess.Popen[bytes]]:
     by_script = LIGHTNING.get("lightning.pytorch.strategies.launchers.subprocess_script", "_SubprocessScriptLauncher")
     processes: Sequence[subprocess.Popen[bytes]] = launcher.procs if isinstance(launcher, by_script) else ()
     return processes
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def is_asynchronous(plugin: Any, strategy: str) -> bool:
+    """Whether a strategy that writes checkpoints itself was given Lightning's `AsyncCheckpointIO`.
+
+    Args:
+        plugin: The strategy's ``checkpoint_io``.
+        strategy: Its name, for messages.
+
+    Raises:
+        ValueError: If it was given another plugin, which would never be asked.
+    """
+    inner, is_async = plugin, isinstance(plugin, AsyncCheckpointIO)
+    while is_async and isinstance(inner, AsyncCheckpointIO):
+        inner = inner.checkpoint_io
+    if type(inner) is not TorchCheckpointIO:
+        raise ValueError(
+            f"{strategy} writes checkpoints itself and would not ask the plugin {type(inner).__name__}: leave it out. "
+            "AsyncCheckpointIO() is taken, and means that training goes on while they are written."
+        )
+    return is_async
+
+
+def find_last_checkpoints_by_url() -> None:
+    """Lets ``ckpt_path="last"`` find checkpoints behind URLs; for the process.
+
+    ModelCheckpoint looks for them on the local disk, without their scheme, and trains from scratch. No hook comes
+    before.
+    """
+    parents = LIGHTNING.get(ModelCheckpoint, "_find_last_checkpoints")
+    if getattr(parents, "by_url", False):
+        return
+
+    def find(self: ModelCheckpoint, trainer: pl.Trainer) -> set[str]:
+        folder = LIGHTNING.get(self, "_ModelCheckpoint__resolve_ckpt_dir")(trainer)
+        files, _ = url_to_fs(str(folder))
+        # It had none of a folder that follows from the Trainer's, which `setup` will set.
+        LIGHTNING.put(self, "_fs", files)
+        found: set[str] = parents(self, trainer)
+        return found if isinstance(files, LocalFileSystem) else {files.unstrip_protocol(path) for path in found}
+
+    find.by_url = True  # type: ignore[attr-defined]  # not twice
+    LIGHTNING.put(ModelCheckpoint, "_find_last_checkpoints", find)
 
 
 # -- batches and hooks -------------------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@
 `verify_plan`                   compares a split network with a whole one
 `gather_sequence`               for loss terms of what a split model computes inside
 `SequenceContext`               what the layers of a split model share
+`choose_layout`                 how ranks best divide into ulysses × ring, by prediction
 `Agreement`                     whether the ranks of a group compute with the same numbers
 """
 
 from lightning_videoscale.parallel.attention import sequence_parallel_attention
 from lightning_videoscale.parallel.auxiliary_loss import check_loss, gather_sequence
 from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.layout import choose_layout
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.parallelize import parallelize, verify_plan
 from lightning_videoscale.parallel.plan import (
@@ -51,6 +53,7 @@ __all__ = [
     "Whole",
     "check_heads",
     "check_loss",
+    "choose_layout",
     "find_plan",
     "find_planned_modules",
     "gather",

@@ -1,5 +1,6 @@
 """Loss terms of what a model computes inside its split region, where a rank has only a slice of the sequence.
 
+`context_of`       how a model is split
 `gather_sequence`  makes a slice whole, so that a loss of it has the value and the gradients of one rank
 `check_loss`       refuses a loss that was taken from a slice
 """
@@ -24,6 +25,11 @@ def attach_context(model: nn.Module, context: SequenceContext | None) -> None:
         setattr(model, _CONTEXT, context)
 
 
+def context_of(model: nn.Module) -> SequenceContext | None:
+    """Returns how a model is split; None if it is whole."""
+    return getattr(model, _CONTEXT, None)
+
+
 def gather_sequence(x: Tensor, dim: int, model: nn.Module, streams: Sequence[str] = ("video",)) -> Tensor:
     """Returns the whole of what a model computed for this rank's tokens, on every rank of the group.
 
@@ -42,7 +48,7 @@ def gather_sequence(x: Tensor, dim: int, model: nn.Module, streams: Sequence[str
         model: The network that was split.
         streams: Whose tokens they are, one stream behind the other.
     """
-    context: SequenceContext | None = getattr(model, _CONTEXT, None)
+    context = context_of(model)
     return x if context is None or context.suspended else gather(x, dim, context, streams)
 
 

@@ -20,6 +20,7 @@ from lightning_videoscale.parallel.auxiliary_loss import attach_context
 from lightning_videoscale.parallel.chosen_attention import choose_attention
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.derivatives import refuse_transforms
+from lightning_videoscale.parallel.layout.divide import divide_mesh
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_plan, known_models, submodules
 from lightning_videoscale.parallel.plan_verification import PlanReport, check_exchanges, compare
@@ -40,6 +41,7 @@ def parallelize(
     transport: Transport | None = None,
     verify_plan: bool = True,
     attention_backend: AttentionBackend | AttentionChoices = "auto",
+    tokens: int | None = None,
     log: Callable[[str], None] = _log.info,
 ) -> Undo:
     """Splits the model's sequence over ``mesh.sp``; inputs, outputs, parameters and ``state_dict`` stay as they were.
@@ -57,12 +59,15 @@ def parallelize(
 
     Args:
         model: The network, not yet compiled or wrapped by a data-parallel engine.
-        mesh: The mesh; with one rank per group nothing is split, and only the kernel of attention is chosen.
+        mesh: The mesh; with one rank per group nothing is split, and only the kernel of attention is chosen. One that
+            is not divided into ulysses × ring yet is divided here, as is predicted to be the fastest for the model
+            (see `choose_layout`); all ranks of the job must then call this.
         plan: What is split where; the plan known for the model's class if left out.
         transport: How bytes travel; collectives if left out.
         verify_plan: Whether to verify the plan, unless it is `SplitPlan.exact`.
         attention_backend: Which kernel computes attention: one by name, or ``"auto"``, which is torch's own pick until
             `AttentionChoices` has measured. To have it measure, make one and call its ``settle`` between steps.
+        tokens: Of the longest sequences, by which a mesh is divided; 32 760 if left out.
         log: Is told on rank 0 what the plan costs, where it costs anything, and how the verification ended.
 
     Returns:
@@ -74,6 +79,7 @@ def parallelize(
     """
     plan = _plan_for(model, plan)
     choices = as_choices(attention_backend)
+    divide_mesh(mesh, [(model, plan)], None if tokens is None else {tokens: 1}, log=log)
     if mesh.sp.size == 1:
         return choose_attention(model, plan, choices)
     network, undo = _install(model, plan, mesh, transport, choices)
@@ -105,7 +111,7 @@ def verify_plan(
 
     Args:
         network: The network, as for `parallelize`; not split yet.
-        mesh: The mesh, of at least two ranks per group.
+        mesh: The mesh, of at least two ranks per group, and divided.
         plan: What is split where; the plan known for the network's class if left out.
         args: What the network is called with, the same on all ranks of a group.
         kwargs: As ``args``, by name.

@@ -41,11 +41,17 @@ class RegionRandomness:
 
     Args:
         rank: This rank's position in the group that shares the sequence.
+
+    Attributes:
+        drew_on_host: Whether the last region drew random numbers from the CPU's generator.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._outside: tuple[Tensor, torch.device, Tensor | None] | None = None
+        self._is_held = False
+        self._begun: Tensor | None = None
+        self.drew_on_host = False
         self._origin = b""
         self._passes = 0
 
@@ -81,19 +87,40 @@ class RegionRandomness:
         state = torch.get_rng_state()
         self._outside = state, device, torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         torch.default_generator.manual_seed(seed)
+        self._begun = torch.get_rng_state()
         if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
 
     def leave(self) -> None:
         """Puts the generators back as they were before; without effect outside the region."""
-        if self._outside is None:
+        if self._outside is None or self._is_held:
             return
         state, device, device_state = self._outside
         self._outside = None
+        assert self._begun is not None
+        self.drew_on_host = not torch.equal(self._begun, torch.get_rng_state())
         torch.set_rng_state(state)
         if device_state is not None:
             torch.cuda.set_rng_state(device_state, device)
+
+    @contextmanager
+    def held(self, device: torch.device) -> Iterator[RegionSeed | None]:
+        """All that runs inside is one region, of which `enter` and `leave` change nothing.
+
+        Args:
+            device: Of the model.
+
+        Yields:
+            As `enter` returns.
+        """
+        seed, self._is_held = self.enter(device), True
+        try:
+            yield seed
+        finally:
+            self._is_held = False
+            if seed is not None:
+                self.leave()
 
     @contextmanager
     def put_back(self, device: torch.device) -> Iterator[None]:

@@ -70,7 +70,8 @@ class OwnAdvice(LaunchedStrategy):
         return f" (not on {', '.join(unused[:_SHOWN])}{more})"
 
     def _ddp_name(self) -> str:
-        return "usp_ddp" if self._settings.ring_size > 1 else "ulysses_ddp"
+        named = self._settings.ring_size
+        return "usp_ddp" if isinstance(named, int) and named > 1 else "ulysses_ddp"
 
 
 def refuse_fabric(name: str) -> NoReturn:

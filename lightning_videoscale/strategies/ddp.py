@@ -12,7 +12,9 @@ from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import WrappingDDPStrategy, ddp_arguments, timeout_of
+from lightning_videoscale.graphs import GraphMode, GraphOptions
 from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.parallel.layout import Size, SizeOfGroup
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
@@ -30,9 +32,12 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
     ``start_method="fork"``, for notebooks, in ``"_notebook"``.
 
     Args:
-        ulysses_size: Ranks that trade sequence slices for heads. Left out, ``ulysses_size * ring_size`` is the number
-            of devices of a node.
-        ring_size: Ranks that pass keys and values around, each a Ulysses group of its own (USP).
+        ulysses_size: Ranks that trade sequence slices for heads. Left out or ``"auto"``: what ``sp_size`` leaves. If
+            both are left out, the layout that is predicted to be the fastest is taken, see
+            `parallel.choose_layout`: one Ulysses group, unless rings gain more than 3 %. The log says which, and why.
+        ring_size: Ranks that pass keys and values around, each a Ulysses group of its own (USP). Left out: 1 if only
+            ``ulysses_size`` is named, else as for it. A ring has no second derivative, as a penalty on gradients of
+            inputs needs it: name ``ring_size=1`` there.
         modules: Paths, within the LightningModule, of the networks whose sequence is split. Left out, the one network
             that has a plan.
         plan: What is split where in the one network that ``modules`` names. Left out, the plan registered for its
@@ -42,6 +47,11 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         compile: Compile every transformer block: True, or keyword arguments of ``torch.compile``.
         transport: How Ulysses exchanges run: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (pushed by the GPUs'
             copy engines, within a host).
+        sp_size: Ranks that work on one batch together, ``ulysses_size * ring_size``. Left out: their product where it
+            is named, else the devices of a node. ``"auto"``: as few as hold the longest clip, by the tokens that a
+            device holds (``budget`` of `VideoDataModule`: ``m_mem`` of a `BucketBudget`, which then is that of one
+            device, or a measured matrix). More data-parallel ranks then make a larger global batch, which the log
+            names.
         verify_plan: Compare the network split and whole when it is first called, unless tests hold its plan to one
             device, as Wan's; a difference is an error. See ``parallel.verify_plan``.
         save_frozen: Whether checkpoints hold frozen parameters too. If not, they hold what trains, buffers, and what
@@ -51,9 +61,12 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         attention_backend: Which kernel computes attention, also of networks that are not split. ``"auto"`` measures
             those that are installed after steps 1, 2, 4, 8 and so on, checks them against float64, and takes the
             fastest on all ranks; until then, and on CPUs, it is torch's own pick. By name: ``"sdpa"`` (torch's own
-            pick, the default), ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"math"``, ``"flash_attn_2"``,
+            pick), ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"math"``, ``"flash_attn_2"``,
             ``"flash_attn_3"``, ``"flash_attn_4"``; one that cannot run is an error with the reason.
             ``torch.nn.attention.sdpa_kernel`` and diffusers' ``set_attention_backend`` override it.
+        graphs: Run forward and backward of the networks by CUDA graphs, shape by shape, from the third call of a shape
+            on: True where that is possible, ``"auto"`` for those of them that wait for the host. See docs/graphs.md.
+        graphs_max_memory: Share of a device's memory that graphs may take.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, with two other defaults:
             rank 0's buffers are broadcast at the start, before validation and when training ends, and not in every
@@ -61,8 +74,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
             views of DDP's buckets (``gradient_as_bucket_view=True``) rather than kept twice.
 
     Raises:
-        ValueError: At the start of ``fit``, if the devices do not form whole groups, no network has a plan, or a
-            network has fewer attention heads than ``ulysses_size``.
+        ValueError: At the start of ``fit``, if the devices do not form whole groups, no network has a plan, a network
+            has fewer attention heads than ``ulysses_size``, or ``sp_size="auto"`` cannot be told from the data.
         NotImplementedError: At the start of ``fit`` or in the first step, if the attention backend asked for cannot
             run, with the reason.
         RuntimeError: At the start of ``fit``, if the transport asked for is not available, with the reason.
@@ -70,16 +83,19 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
 
     def __init__(
         self,
-        ulysses_size: int | None = None,
-        ring_size: int = 1,
+        ulysses_size: Size = None,
+        ring_size: Size = None,
         modules: list[str] | None = None,
         plan: SplitPlan | None = None,
         activation_checkpointing: bool = False,
         compile: CompileOptions = False,
         transport: TransportName = "collective",
+        sp_size: SizeOfGroup = None,
         verify_plan: bool = True,
         save_frozen: bool | None = None,
-        attention_backend: AttentionBackend = "sdpa",
+        attention_backend: AttentionBackend = "auto",
+        graphs: GraphMode = False,
+        graphs_max_memory: float = 0.05,
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
@@ -93,9 +109,11 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
                 activation_checkpointing,
                 compile=compile,
                 transport=transport,
+                sp_size=sp_size,
                 verify_plan=verify_plan,
                 save_frozen=save_frozen,
                 attention_backend=attention_backend,
+                graphs=GraphOptions(graphs, graphs_max_memory),
             )
         )
 

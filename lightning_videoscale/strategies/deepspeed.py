@@ -27,6 +27,7 @@ from lightning_videoscale.compat.lightning import (
 )
 from lightning_videoscale.compat.torch.distributed import set_timeout
 from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.parallel.layout import Size, SizeOfGroup
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.checkpoints.zero import ZeroCheckpoints
 from lightning_videoscale.strategies.compilation import CompileOptions
@@ -60,6 +61,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         activation_checkpointing: As for `SequenceParallelDDPStrategy`.
         compile: As for `SequenceParallelDDPStrategy`.
         transport: As for `SequenceParallelDDPStrategy`.
+        sp_size: As for `SequenceParallelDDPStrategy`.
         verify_plan: As for `SequenceParallelDDPStrategy`.
         save_frozen: As for `SequenceParallelDDPStrategy`.
         attention_backend: As for `SequenceParallelDDPStrategy`.
@@ -76,16 +78,17 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
     def __init__(
         self,
         stage: int = 2,
-        ulysses_size: int | None = None,
-        ring_size: int = 1,
+        ulysses_size: Size = None,
+        ring_size: Size = None,
         modules: list[str] | None = None,
         plan: SplitPlan | None = None,
         activation_checkpointing: bool = False,
         compile: CompileOptions = False,
         transport: TransportName = "collective",
+        sp_size: SizeOfGroup = None,
         verify_plan: bool = True,
         save_frozen: bool | None = None,
-        attention_backend: AttentionBackend = "sdpa",
+        attention_backend: AttentionBackend = "auto",
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
@@ -110,6 +113,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
                 activation_checkpointing,
                 compile=compile,
                 transport=transport,
+                sp_size=sp_size,
                 verify_plan=verify_plan,
                 save_frozen=save_frozen,
                 attention_backend=attention_backend,

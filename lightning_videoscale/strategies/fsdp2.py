@@ -19,7 +19,8 @@ from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import optimizers_to_device, set_device_mesh, set_up_processes, timeout_of
-from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.parallel import SequenceMesh, SplitPlan
+from lightning_videoscale.parallel.layout import Size, SizeOfGroup
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.generators import seed_generators
@@ -78,6 +79,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             With one copy per node, parameters are gathered inside the nodes and only gradients cross them.
         shard_frozen: Paths of frozen networks to shard too, such as a large text encoder.
         transport: As for `SequenceParallelDDPStrategy`.
+        sp_size: As for `SequenceParallelDDPStrategy`.
         verify_plan: As for `SequenceParallelDDPStrategy`.
         save_frozen: As for `SequenceParallelDDPStrategy`.
         attention_backend: As for `SequenceParallelDDPStrategy`.
@@ -94,8 +96,8 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
 
     def __init__(
         self,
-        ulysses_size: int | None = None,
-        ring_size: int = 1,
+        ulysses_size: Size = None,
+        ring_size: Size = None,
         modules: list[str] | None = None,
         plan: SplitPlan | None = None,
         activation_checkpointing: bool = False,
@@ -103,9 +105,10 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         replicas: int = 1,
         shard_frozen: list[str] | None = None,
         transport: TransportName = "collective",
+        sp_size: SizeOfGroup = None,
         verify_plan: bool = True,
         save_frozen: bool | None = None,
-        attention_backend: AttentionBackend = "sdpa",
+        attention_backend: AttentionBackend = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -120,6 +123,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             shard_frozen,
             compile=compile,
             transport=transport,
+            sp_size=sp_size,
             verify_plan=verify_plan,
             save_frozen=save_frozen,
             attention_backend=attention_backend,
@@ -137,7 +141,11 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         # Not the parent's: it would also build a mesh (data_parallel, tensor_parallel).
         set_up_processes(self)
         self._create_mesh(self.num_processes, timeout_of(self))
-        set_device_mesh(self, self.mesh.device_mesh)
+
+    @override
+    def _publish(self, mesh: SequenceMesh) -> None:
+        super()._publish(mesh)
+        set_device_mesh(self, mesh.device_mesh)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -146,6 +154,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         assert self.lightning_module is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        _evaluate_without_inference_mode(trainer)
         self._refuse_sharded(self.lightning_module)
         self._change_model()
         self.model = self.precision_plugin.convert_module(self.lightning_module)
@@ -247,3 +256,14 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
                 f"{unfrozen} were frozen, hence kept whole, when the model was sharded, and train now. Let them "
                 "require gradients before fit, and freeze them in on_fit_start if they are to train later."
             )
+
+
+def _evaluate_without_inference_mode(trainer: pl.Trainer) -> None:
+    """Has validation, tests and predictions run under ``no_grad`` alone.
+
+    Tensors that FSDP2 gathers in inference mode stay in its units and cannot be read outside of it. Lightning does the
+    same for its FSDPStrategy and over gloo.
+    """
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_videoscale.compat.lightning import launched_processes, set_device_mesh, timeout_of, transferred
 from lightning_videoscale.parallel import Agreement, SequenceMesh, check_loss
+from lightning_videoscale.parallel.layout.divide import divide_mesh
 from lightning_videoscale.parallel.mesh import host_group
 from lightning_videoscale.parallel.transport import Transport, create_transport
 from lightning_videoscale.strategies.advice import OwnAdvice
@@ -35,7 +36,14 @@ from lightning_videoscale.strategies.failures.detector import FailureDetector
 from lightning_videoscale.strategies.failures.endings import end_processes
 from lightning_videoscale.strategies.failures.stopping import StopsOnSignals
 from lightning_videoscale.strategies.generators import seed_generators
-from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks, split_plans
+from lightning_videoscale.strategies.graphs import describe_graphs
+from lightning_videoscale.strategies.mesh_division import (
+    clips_of,
+    networks_to_split,
+    objection_to_rings,
+    size_of_group,
+)
+from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks, split_plans, transform
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.weight_averaging import PortableWeights
@@ -53,6 +61,7 @@ class SequenceParallelMixin(
         self._settings = settings
         self._init_attention(settings.attention_backend)
         self._mesh: SequenceMesh | None = None
+        self._devices_per_node = 1
         self.transport: Transport | None = None
         self._transforms: list[ModelTransform] = []
         self._undo_changes: Undo | None = None
@@ -67,6 +76,7 @@ class SequenceParallelMixin(
         self._failed = False
         self._built = WeakKeyDictionary()
         self._left_out = {}
+        self._saves = None
 
     # -- who am I ------------------------------------------------------------------------------------------------
 
@@ -74,13 +84,17 @@ class SequenceParallelMixin(
     def mesh(self) -> SequenceMesh:
         """The mesh of ranks; exists once the Trainer has set the environment up.
 
+        Its axes ulysses and ring, where they are to be chosen, and under ``sp_size="auto"`` all of it, exist once the
+        strategy is set up: after the DataModule's ``setup`` and ``configure_model``, and before any loader.
+
         Raises:
             RuntimeError: If asked for earlier.
         """
         if self._mesh is None:
-            raise RuntimeError(
-                "The mesh exists from the Trainer's setup of the environment on; it was asked for earlier."
+            when = (
+                "environment" if self._settings.sp_size != "auto" else "strategy, as sp_size='auto' asks the data first"
             )
+            raise RuntimeError(f"The mesh exists from the Trainer's setup of the {when}; it was asked for earlier.")
         return self._mesh
 
     @property
@@ -113,7 +127,7 @@ class SequenceParallelMixin(
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     def describe(self) -> dict[str, Any]:
-        """What all ranks agreed to run, for reports; from the Trainer's setup of the environment on."""
+        """What all ranks agreed to run, for reports; from the strategy's setup on."""
         assert self.transport is not None
         return {
             "data-parallel ranks": self.mesh.dp.size,
@@ -123,7 +137,13 @@ class SequenceParallelMixin(
             "attention": self.attention_choices.backend,
             "activation checkpointing": self._settings.activation_checkpointing,
             "compile": bool(self._settings.compile),
+            "graphs": self._settings.graphs.mode,
         }
+
+    def describe_graphs(self) -> dict[str, int]:
+        """How many forward passes so far ran by CUDA graphs, and how many did not; see `GraphedNetwork.counts`."""
+        assert self.lightning_module is not None
+        return describe_graphs(self.lightning_module.modules())
 
     # -- setting up ----------------------------------------------------------------------------------------------
 
@@ -155,27 +175,60 @@ class SequenceParallelMixin(
                 self.cluster_environment.main_address, self._place, self._stop.look, lambda: self._end_processes(0.0)
             )
         self._settings.check_agreement()
-        ulysses_size, ring_size = self._settings.sizes(devices_per_node)
-        self._failed = False
+        self._devices_per_node, self._failed = devices_per_node, False
         # A Trainer that fits and then tests opens the mesh again: copies of the network go on to be split by it.
+        if self._mesh is None and self._settings.sp_size != "auto":
+            size, ulysses_size = self._settings.sizes(devices_per_node)
+            self._mesh = SequenceMesh(self.root_device.type, ulysses_size=ulysses_size, sp_size=size, timeout=timeout)
+        if self._mesh is not None:
+            self._open_mesh(self._mesh)
+
+    def _open_mesh(self, mesh: SequenceMesh) -> None:
+        mesh.open()
+        if mesh.sp.size > 1 and self._sharing is None:
+            self._sharing = BatchSharing(mesh, self.root_device)
+        if mesh.is_divided:
+            self._connect(mesh)
+        self._publish(mesh)
+
+    def _complete_mesh(self, module: nn.Module) -> None:
+        """Chooses what the user left open, now that heads and lengths are known; collective over all ranks."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
         if self._mesh is None:
-            self._mesh = SequenceMesh(
-                self.root_device.type, ulysses_size=ulysses_size, ring_size=ring_size, timeout=timeout
+            size = size_of_group(trainer, self._devices_per_node)
+            self._mesh = SequenceMesh(self.root_device.type, sp_size=size, timeout=timeout_of(self))
+            self._open_mesh(self._mesh)
+        if not self._mesh.is_divided:
+            divide_mesh(
+                self._mesh,
+                networks_to_split(module, self._mesh, self._settings),
+                clips_of(trainer),
+                devices_per_node=self._devices_per_node,
+                ring_objection=objection_to_rings(self._settings),
+                log=rank_zero_info,
             )
-        self._mesh.open()
+            self._connect(self._mesh)
+            self._publish(self._mesh)
+
+    def _connect(self, mesh: SequenceMesh) -> None:
+        """Makes what sends messages along the axes of an open, divided mesh."""
         if self.transport is None:
             self.transport = create_transport(
-                self._settings.transport, self._mesh, self.root_device, timeout or default_pg_timeout
+                self._settings.transport, mesh, self.root_device, timeout_of(self) or default_pg_timeout
             )
-            if self._mesh.sp.size > 1:
-                self._sharing = BatchSharing(self._mesh, self.root_device)
-                self._losses = Agreement(self._mesh, self.transport)
-        set_device_mesh(self.lightning_module, self._mesh.device_mesh)
-        carrier = self.transport.carrier(self._mesh.ring if ring_size > 1 else self._mesh.ulysses)
+            if mesh.sp.size > 1:
+                self._losses = Agreement(mesh, self.transport)
+        carrier = self.transport.carrier(mesh.ring if mesh.ring.size > 1 else mesh.ulysses)
         rank_zero_info(
-            f"Sequence parallelism: {self._mesh} over {self.world_size} ranks, transport {self.transport.name!r}"
+            f"Sequence parallelism: {mesh} over {self.world_size} ranks, transport {self.transport.name!r}"
             + (f" (the ring's blocks go by {carrier!r})." if carrier != self.transport.name else ".")
         )
+
+    def _publish(self, mesh: SequenceMesh) -> None:
+        """Lets the LightningModule see the mesh."""
+        assert self.lightning_module is not None
+        set_device_mesh(self.lightning_module, mesh.device_mesh)
 
     def _place(self) -> str:
         """Where this rank is in the run, for messages to other ranks."""
@@ -199,7 +252,7 @@ class SequenceParallelMixin(
     def _change_model(self) -> None:
         """What comes before wrapping; for strategies whose ``setup`` does not go through their parent's."""
         assert self.lightning_module is not None
-        self._refuse_remote_folders(self.lightning_module.trainer)
+        self._prepare_saving(self.lightning_module.trainer)
         self._prepare_attention()
         self._seed = self._agree_on_seed()
         if self._undo_changes is None:
@@ -238,7 +291,9 @@ class SequenceParallelMixin(
 
     def _change_networks(self, module: nn.Module) -> Undo:
         transforms, self._transforms = self._transforms, []
-        return change_networks(module, transforms, self.mesh, self.transport, self._settings, self.attention_choices)
+        transform(module, transforms)
+        self._complete_mesh(module)
+        return change_networks(module, self.mesh, self.transport, self._settings, self.attention_choices)
 
     def trained_weights(self) -> TrainedWeights:
         """What is trained, as this rank holds it, for averages; see `HasTrainedWeights`."""
@@ -314,10 +369,13 @@ class SequenceParallelMixin(
     def teardown(self) -> None:
         self._uncount_calls()
         try:
-            super().teardown()
-            if self._undo_changes is not None:
-                self._undo_changes()
-                self._undo_changes = None
+            try:
+                self._finish_saving()
+            finally:
+                super().teardown()
+                if self._undo_changes is not None:
+                    self._undo_changes()
+                    self._undo_changes = None
         finally:
             if self._calls is not None:
                 self._calls.close()

@@ -23,39 +23,50 @@ from lightning_videoscale.parallel import (
 )
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from lightning_videoscale.strategies.compilation import compile_blocks
+from lightning_videoscale.strategies.graphs import run_by_graphs
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.undo import Undo
 
 ModelTransform = Callable[[nn.Module], None]
 
 
+def transform(module: nn.Module, transforms: Sequence[ModelTransform]) -> None:
+    """Makes the changes to a LightningModule that come before its sequence is split; they are not taken back.
+
+    Args:
+        module: The LightningModule, built and not wrapped.
+        transforms: Such as an injection of kernels, in this order.
+
+    Raises:
+        ValueError: If a part is compiled already.
+    """
+    _refuse_compiled(module)
+    for each in transforms:
+        each(module)
+
+
 def change_networks(
     module: nn.Module,
-    transforms: Sequence[ModelTransform],
     mesh: SequenceMesh,
     transport: Transport | None,
     settings: SequenceParallelSettings,
     choices: AttentionChoices,
 ) -> Undo:
-    """Changes a LightningModule in place.
+    """Splits the networks of a LightningModule, compiles and checkpoints their blocks, in place.
 
     Args:
-        module: The LightningModule, built and not wrapped.
-        transforms: Changes to make first, such as an injection of kernels.
+        module: The LightningModule, transformed and not wrapped.
         mesh: Whose ranks share the sequence.
         transport: Of the exchange.
-        settings: What to split, and whether to compile and to checkpoint.
+        settings: What to split, and whether to compile, to checkpoint and to run by graphs.
         choices: What chooses the kernel of attention.
 
     Returns:
-        Takes back everything but the transforms.
+        Takes back everything.
 
     Raises:
-        ValueError: If a part is compiled already, or it is unclear what to split.
+        ValueError: If it is unclear what to split.
     """
-    _refuse_compiled(module)
-    for transform in transforms:
-        transform(module)
     undo = Undo()
     for path, plan in split_plans(module, mesh, settings).items():
         network = module.get_submodule(path)
@@ -74,6 +85,8 @@ def change_networks(
             undo.add(compile_blocks(network, settings.compile))
         if settings.activation_checkpointing:
             undo.add(checkpoint_activations(network))
+        if settings.graphs.mode is not False:
+            undo.add(run_by_graphs(network, mesh, settings.graphs, choices))
     return undo
 
 

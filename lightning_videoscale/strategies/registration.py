@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_videoscale.compat.lightning import leave_precision_to
+from lightning_videoscale.compat.lightning import find_last_checkpoints_by_url, leave_precision_to
 from lightning_videoscale.strategies.advice import refuse_fabric
 from lightning_videoscale.strategies.ddp import SequenceParallelDDPStrategy
 from lightning_videoscale.strategies.deepspeed import SequenceParallelDeepSpeedStrategy
@@ -16,7 +16,7 @@ from lightning_videoscale.strategies.fsdp2 import SequenceParallelFSDP2Strategy
 from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, ZERO_PRECISIONS, check_precision
 
 _LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ulysses": ("Ulysses sequence parallelism", {}),
+    "ulysses": ("Ulysses sequence parallelism, in rings where these are predicted to be faster", {}),
     "usp": ("Ulysses in rings of two", {"ring_size": 2}),
 }
 _DDP: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
@@ -29,8 +29,9 @@ _DDP: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
 def register_strategies() -> None:
     """Makes the names known to Lightning."""
     leave_precision_to(_checks_precision)
+    find_last_checkpoints_by_url()
     for prefix, (split, sizes) in _LAYOUTS.items():
-        over = f"with {split} over the devices of each node"
+        over = f"over the devices of each node with {split}"
         for variant, (purpose, arguments) in _DDP.items():
             name = "_".join((prefix, "ddp", *variant))
             _register(name, SequenceParallelDDPStrategy, f"DDP {over}{purpose}", sizes | arguments)
@@ -39,7 +40,7 @@ def register_strategies() -> None:
         _register(
             f"ulysses_deepspeed_stage_{stage}",
             SequenceParallelDeepSpeedStrategy,
-            f"DeepSpeed ZeRO-{stage} with Ulysses sequence parallelism over the devices of each node",
+            f"DeepSpeed ZeRO-{stage} over the devices of each node with {_LAYOUTS['ulysses'][0]}",
             {"stage": stage},
         )
 

@@ -9,8 +9,10 @@ from typing import Any, get_args
 import torch.distributed as dist
 
 from lightning_videoscale.attention import AttentionBackend
+from lightning_videoscale.graphs import GraphOptions
 from lightning_videoscale.parallel import SplitPlan
-from lightning_videoscale.parallel.transport import COMPILABLE, TransportName
+from lightning_videoscale.parallel.layout import SequenceSizes, Size, SizeOfGroup, resolve_sizes
+from lightning_videoscale.parallel.transport import CAPTURABLE, COMPILABLE, TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 
 
@@ -18,18 +20,25 @@ from lightning_videoscale.strategies.compilation import CompileOptions
 class SequenceParallelSettings:
     """The arguments that all sequence-parallel strategies share; `SequenceParallelDDPStrategy` documents them."""
 
-    ulysses_size: int | None
-    ring_size: int
+    ulysses_size: Size
+    ring_size: Size
     modules: list[str] | None
     plan: SplitPlan | None
     activation_checkpointing: bool
     compile: CompileOptions = field(default=False, kw_only=True)
     transport: TransportName = field(default="collective", kw_only=True)
+    sp_size: SizeOfGroup = field(default=None, kw_only=True)
     verify_plan: bool = field(default=True, kw_only=True)
     save_frozen: bool | None = field(default=None, kw_only=True)
-    attention_backend: AttentionBackend = field(default="sdpa", kw_only=True)
+    attention_backend: AttentionBackend = field(default="auto", kw_only=True)
+    graphs: GraphOptions = field(default=GraphOptions(), kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.graphs.mode is not False and self.transport not in CAPTURABLE:
+            raise ValueError(
+                f"graphs={self.graphs.mode!r} cannot capture the exchanges of transport={self.transport!r}: take one "
+                f"of {CAPTURABLE}, or leave out graphs=."
+            )
         if self.transport not in get_args(TransportName):
             raise ValueError(f"transport={self.transport!r} is not one of {get_args(TransportName)}.")
         if self.compile and self.transport not in COMPILABLE:
@@ -37,23 +46,22 @@ class SequenceParallelSettings:
                 f"compile= cannot trace the exchanges of transport={self.transport!r}: take one of {COMPILABLE}, or "
                 "leave out compile=."
             )
+        if self.sp_size == "auto" and any(isinstance(size, int) for size in (self.ulysses_size, self.ring_size)):
+            raise ValueError(
+                f"sp_size='auto' chooses all sizes, and ulysses_size={self.ulysses_size!r} and "
+                f"ring_size={self.ring_size!r} name some: leave them out, or give sp_size a number."
+            )
         if self.plan is not None and (self.modules is None or len(self.modules) != 1):
             raise ValueError(f"plan= describes one network: name it with modules=[...] (got modules={self.modules}).")
 
-    def sizes(self, devices_per_node: int) -> tuple[int, int]:
-        """Returns the Ulysses and the ring size; left out, one group spans the devices of a node.
+    def sizes(self, devices_per_node: int) -> SequenceSizes:
+        """Returns the sizes that are known before the model is; one group spans the devices of a node by default.
 
         Raises:
-            ValueError: If the devices of a node do not form whole rings.
+            ValueError: If the sizes that were named contradict each other or the devices of a node.
         """
-        if self.ulysses_size is not None:
-            return self.ulysses_size, self.ring_size
-        if devices_per_node % self.ring_size:
-            raise ValueError(
-                f"ring_size={self.ring_size} does not divide the {devices_per_node} devices of a node: choose another "
-                "ring_size, or set ulysses_size too."
-            )
-        return devices_per_node // self.ring_size, self.ring_size
+        assert self.sp_size != "auto"  # which needs the data
+        return resolve_sizes(self.ulysses_size, self.ring_size, self.sp_size, usual=devices_per_node)
 
     def check_agreement(self) -> None:
         """Raises a ``ValueError`` on every rank, with the difference, if ranks were given different settings.

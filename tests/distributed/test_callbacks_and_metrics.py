@@ -35,10 +35,10 @@ class OneGroup(DDPStrategy):
 
 
 class UnequallySlow(Slope):
-    """Rank 0 computes for 40 ms, rank 1 for 160 ms."""
+    """Rank 0 computes for 100 ms, rank 1 for 400 ms."""
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        time.sleep(0.04 if self.global_rank == 0 else 0.16)
+        time.sleep(0.1 if self.global_rank == 0 else 0.4)
         return super().training_step(batch, batch_idx)
 
 
@@ -55,7 +55,7 @@ def _run_monitor(strategy: type[DDPStrategy]) -> tuple[dict[str, float], list[di
 def test_plain_ddp_ranks_are_compared(ranks: Ranks) -> None:
     for summary, rows, steps in ranks(2).run(_run_monitor, DDPStrategy):
         assert steps == 5 and len(rows) == 3
-        # (160 - 40) / 160: the wait of the fast rank, which lies in backward, is not counted.
+        # (400 - 100) / 400: the wait of the fast rank, which lies in backward, is not counted.
         assert summary["cv_step"] == pytest.approx(0.75, abs=0.1)
         # Loads 100 and 300: std 100, mean 200.
         assert summary["compute_cv"] == 0.5

@@ -86,8 +86,17 @@ def _losses(backend: str, fused: bool, **options: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "checkpointing"),
+    [
+        ("ddp", False),
+        ("fsdp2", True),
+        pytest.param("zero3", True, marks=needs_deepspeed),
+        pytest.param("ddp", True, marks=pytest.mark.full),
+        pytest.param("fsdp2", False, marks=pytest.mark.full),
+        pytest.param("zero3", False, marks=[needs_deepspeed, pytest.mark.full]),
+    ],
+)
 def test_kernels_train_alike_under_every_strategy(ranks: Ranks, backend: str, checkpointing: bool) -> None:
     plain = ranks(1).run(_losses, "ddp", fused=False)[0]
     for fused in ranks(2).run(_losses, backend, fused=True, activation_checkpointing=checkpointing):

@@ -104,9 +104,9 @@ def run_loops(strategy: str, folder: Path, sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "sizes"),
     [
-        ("ddp", {"ulysses_size": 2}),
+        pytest.param("ddp", {"ulysses_size": 2}, marks=pytest.mark.full),
         ("ddp", {"ulysses_size": 2, "ring_size": 2}),
-        ("fsdp2", {"ulysses_size": 2}),
+        pytest.param("fsdp2", {"ulysses_size": 2}, marks=pytest.mark.full),
         ("fsdp2", {"ulysses_size": 2, "replicas": 2}),
     ],
 )

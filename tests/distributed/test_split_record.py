@@ -209,14 +209,14 @@ def averaged(network: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def errors(kind: str) -> dict[str, float]:
+def errors(kind: str, orders: list[Callable[..., None]]) -> dict[str, float]:
     """Of the gradients, relative to those of a whole network that recomputes nothing."""
     torch._dynamo.reset()
     inputs = [torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)).double() for n in (8, 9, 10)]
     inputs = [x.requires_grad_() for x in inputs]  # a reentrant checkpoint needs one
     found = {}
     mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
-    for order in ORDERS:
+    for order in orders:
         whole, network = NETWORKS["kept"]().double(), NETWORKS[kind]().double()
         parallelize(network, mesh, BY_BLOCK, verify_plan=False)
         order(whole, *inputs)
@@ -225,10 +225,21 @@ def errors(kind: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("kind", NETWORKS)
-def test_layers_use_the_split_of_their_own_pass(ranks: Ranks, kind: str) -> None:
-    for found in ranks(2).run(errors, kind):
-        assert len(found) == len(ORDERS)
+@pytest.mark.parametrize(
+    ("kind", "orders"),
+    [
+        *((kind, ORDERS) for kind in NETWORKS if "compiled" not in kind),
+        # Each order compiles anew: every other one, and all in `make test-full`.
+        ("compiled and recomputed", ORDERS[::2]),
+        ("recomputed and compiled", ORDERS[1::2]),
+        pytest.param("compiled and recomputed", ORDERS[1::2], marks=pytest.mark.full),
+        pytest.param("recomputed and compiled", ORDERS[::2], marks=pytest.mark.full),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layers_use_the_split_of_their_own_pass(ranks: Ranks, kind: str, orders: list[Callable[..., None]]) -> None:
+    for found in ranks(2).run(errors, kind, orders):
+        assert len(found) == len(orders)
         assert max(found.values()) <= 1e-12, found
 
 

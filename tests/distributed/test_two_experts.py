@@ -147,7 +147,7 @@ def strategy(case: Case) -> Any:
         Case("ddp_unused", APART, accumulation=2),
         Case("ddp", LOW, ("low",)),
         Case("fsdp2"),
-        Case("fsdp2", LOW, ("low",)),
+        pytest.param(Case("fsdp2", LOW, ("low",)), marks=pytest.mark.full),
         pytest.param(Case("zero2"), marks=[needs_deepspeed, pytest.mark.full]),
         pytest.param(Case("zero3"), marks=needs_deepspeed),
     ],
@@ -172,7 +172,12 @@ def test_experts_train_as_on_one_device(ranks: Ranks, case: Case) -> None:
 
 @pytest.mark.parametrize(
     "backend",
-    ["ddp", "fsdp2", pytest.param("zero2", marks=needs_deepspeed), pytest.param("zero3", marks=needs_deepspeed)],
+    [
+        "ddp",
+        "fsdp2",
+        pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.full]),
+        pytest.param("zero3", marks=needs_deepspeed),
+    ],
 )
 def test_groups_that_need_different_experts_are_told(ranks: Ranks, backend: str) -> None:
     said = ranks(4).run(train, Case(backend, APART))

@@ -31,7 +31,7 @@ CLIPS = ["--clips", "16", "--side", "32"]
 
 
 def test_the_demo_compares_three_runs_in_two_processes(tmp_path, run_example, footage):
-    run_example("prepare_videos.py", "--output", "demo_data/shards", "--videos", footage, *CLIPS)
+    prepare_videos(["--output", str(tmp_path / "demo_data/shards"), "--videos", str(footage), *CLIPS])
     short = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.log_every_n_steps=1"]
     printed = run_example("demo.py", "--config", CONFIGS / "demo.yaml", *short, *SMALL_MODEL)
 
@@ -100,8 +100,9 @@ def test_a_family_trains_on_two_ranks_as_on_one(ranks, prepared, name):
     assert len(alone[0]) == 2
     assert alone[0][0] != alone[0][1]
     split = ranks(2).run(losses, CONFIGS / name, prepared, 2)
-    sharded = ranks(2).run(losses, CONFIGS / name, prepared, 2, "--trainer.strategy=ulysses_fsdp2")
-    for rank in split + sharded:
+    if name == "demo_cogvideox.yaml":
+        split += ranks(2).run(losses, CONFIGS / name, prepared, 2, "--trainer.strategy=ulysses_fsdp2")
+    for rank in split:
         assert rank == pytest.approx(alone[0], rel=1e-5)
 
 

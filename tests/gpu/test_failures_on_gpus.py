@@ -19,7 +19,10 @@ pytestmark = [
 ]
 
 Case = tuple[str, str, str]
-CASES: list[Case] = list(product(["ddp", "fsdp2"], ["collective", "symmetric"], ["raise", "kill", "hang"]))
+CASES: list[Case] = [
+    *product(["ddp", "fsdp2"], ["collective", "symmetric"], ["raise", "kill", "hang"]),
+    *product(["ddp"], ["graphs"], ["raise", "kill"]),  # collectives whose peers wait in a replay
+]
 TIMEOUT = 15.0
 
 
@@ -28,7 +31,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Job]]:
     """All cases at once: they mostly wait."""
     started = {}
     for strategy, transport, fault in CASES:
-        args = ["--strategy", strategy, "--transport", transport, "--fault", fault, "--rank", "1"]
+        args = ["--strategy", strategy, "--fault", fault, "--rank", "1"]
+        args += ["--graphs"] if transport == "graphs" else ["--transport", transport]
         args += ["--timeout", str(TIMEOUT), "--accelerator", "gpu"]
         folder = tmp_path_factory.mktemp(f"{strategy}-{transport}-{fault}")
         started[strategy, transport, fault] = Job(folder, "torchrun", *args)
@@ -39,7 +43,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Job]]:
 
 def continue_from(folder: Path, strategy: str, transport: str) -> list[float]:
     (last,) = (folder / "checkpoints").glob(f"step={FAILING_STEP}.ckpt")
-    return train(strategy, None, Module(), start=last, transport=transport, accelerator="gpu")
+    graphs = transport == "graphs"
+    how = "collective" if graphs else transport
+    return train(strategy, None, Module(), start=last, transport=how, accelerator="gpu", graphs=graphs)
 
 
 @pytest.mark.parametrize(("strategy", "transport", "fault"), CASES)

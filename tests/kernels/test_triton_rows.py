@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize(
     "checks",
     [
-        "few_variants widths_and_dtypes eager_rounding repeats dtypes gelus",  # in one process, as it starts slowly
-        pytest.param("other_variants", marks=pytest.mark.full),
+        "few_variants widths_and_dtypes eager_rounding repeats dtypes gelus fuzz",  # in one process: it starts slowly
+        pytest.param("other_variants widest", marks=pytest.mark.full),
     ],
 )
 def test_interpreted(checks: str) -> None:

@@ -29,8 +29,6 @@ def test_too_few_heads() -> None:
 
 
 def test_devices_that_do_not_form_groups() -> None:
-    check_sizes(12, ulysses_size=2, ring_size=3)
+    check_sizes(12, 6, 2)
     with pytest.raises(ValueError, match=r"12 devices .*5.*\[1, 2, 3, 4, 6, 12\]"):
-        check_sizes(12, ulysses_size=5)
-    with pytest.raises(ValueError, match="ulysses_size=0 and ring_size=1"):
-        check_sizes(12, ulysses_size=0)
+        check_sizes(12, 5, 5)

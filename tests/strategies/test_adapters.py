@@ -90,12 +90,16 @@ def fit(module_class: type[RectifiedFlow], settings: list[dict[str, Any]]) -> li
     return found
 
 
-def compare(ranks: Ranks, module_class: type[RectifiedFlow], **kwargs: Any) -> None:
+ALL = [*itertools.product((fsdp2, ddp), (1, 2))]
+CROSSED = [[(fsdp2, 1), (ddp, 2)], [(fsdp2, 2), (ddp, 1)]]
+
+
+def compare(
+    ranks: Ranks, module_class: type[RectifiedFlow], strategies: list[tuple[Any, int]] = ALL, **kwargs: Any
+) -> None:
+    """Under strategies with a number of ranks per group."""
     (expected,) = ranks(1).run(fit, module_class, [{"strategy": ddp, "ulysses_size": 1, **kwargs}])[0]
-    settings = [
-        {"strategy": strategy, "ulysses_size": size, **kwargs}
-        for strategy, size in itertools.product((fsdp2, ddp), (1, 2))
-    ]
+    settings = [{"strategy": strategy, "ulysses_size": size, **kwargs} for strategy, size in strategies]
     for got in ranks(2).run(fit, module_class, settings)[0]:
         assert len(got.gradients) == 2 and any("lora_B" in name for name in got.gradients[0])
         for gradients, wanted in zip(got.gradients, expected.gradients, strict=True):
@@ -105,13 +109,19 @@ def compare(ranks: Ranks, module_class: type[RectifiedFlow], **kwargs: Any) -> N
         assert gradient_error(got.weights, expected.weights) <= 1e-10
 
 
-@pytest.mark.parametrize("module_class", [Lora, LateDora, KeptBefore, KeptAfter])
-def test_adapters_train_as_on_one_device(ranks: Ranks, module_class: type[RectifiedFlow]) -> None:
-    compare(ranks, module_class)
+@pytest.mark.parametrize(
+    ("module_class", "strategies"),
+    [(Lora, ALL), (LateDora, CROSSED[1]), (KeptBefore, CROSSED[0]), (KeptAfter, CROSSED[1])],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_adapters_train_as_on_one_device(
+    ranks: Ranks, module_class: type[RectifiedFlow], strategies: list[tuple[Any, int]]
+) -> None:
+    compare(ranks, module_class, strategies)
 
 
 def test_the_adapter_may_be_named_for_what_it_adapts(ranks: Ranks) -> None:
-    compare(ranks, Distilled, modules=["transformer"])
+    compare(ranks, Distilled, CROSSED[0], modules=["transformer"])
 
 
 def own_plan() -> SplitPlan:
@@ -121,4 +131,4 @@ def own_plan() -> SplitPlan:
 
 
 def test_a_plan_for_the_network_serves_its_adapter(ranks: Ranks) -> None:
-    compare(ranks, Lora, modules=["transformer"], plan=own_plan())
+    compare(ranks, Lora, CROSSED[1], modules=["transformer"], plan=own_plan())

@@ -57,8 +57,15 @@ def fit(strategy: type, compiled: bool, checkpointing: bool) -> tuple[list[float
     return record.losses, record.gradients, compiler.frame_count
 
 
-@pytest.mark.parametrize("strategy", [SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "checkpointing"),
+    [
+        (SequenceParallelDDPStrategy, False),
+        (SequenceParallelFSDP2Strategy, True),
+        pytest.param(SequenceParallelDDPStrategy, True, marks=pytest.mark.full),
+        pytest.param(SequenceParallelFSDP2Strategy, False, marks=pytest.mark.full),
+    ],
+)
 def test_a_split_and_compiled_model_trains_as_a_split_one(ranks: Ranks, strategy: type, checkpointing: bool) -> None:
     (losses, gradients, none), (compiled_losses, compiled_gradients, graphs) = (
         ranks(2).run(fit, strategy, compiled, checkpointing)[0] for compiled in (False, True)

@@ -72,12 +72,12 @@ def strategy(ulysses_size: int) -> SequenceParallelDDPStrategy:
 # -- selecting -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "ring_size"), [("ulysses_ddp", 1), ("usp_ddp", 2)])
-def test_the_name_is_registered(name: str, ring_size: int) -> None:
+@pytest.mark.parametrize(("name", "ulysses_size"), [("ulysses_ddp", None), ("usp_ddp", 4)])
+def test_the_name_is_registered(name: str, ulysses_size: int | None) -> None:
     assert name in StrategyRegistry.available_strategies()
     built = pl.Trainer(strategy=name, accelerator="cpu").strategy
     assert isinstance(built, SequenceParallelDDPStrategy)
-    assert built._settings.sizes(devices_per_node=8) == (8 // ring_size, ring_size)
+    assert built._settings.sizes(devices_per_node=8) == (8, ulysses_size)
 
 
 def test_lightning_cli_takes_the_name_and_the_class() -> None:
@@ -94,6 +94,12 @@ def test_lightning_cli_takes_the_name_and_the_class() -> None:
     )
     assert built._settings.ulysses_size == 2
     assert built._settings.modules == ["net"]
+    built = parse(accelerator, "--trainer.strategy=usp_fsdp2")
+    assert (built._settings.ulysses_size, built._settings.ring_size) == (None, 2)
+    sizes = {"ulysses_size": 2, "ring_size": "auto", "sp_size": 4}
+    named = [f"--trainer.strategy.{name}={size}" for name, size in sizes.items()]
+    built = parse(accelerator, "--trainer.strategy=lightning_videoscale.SequenceParallelFSDP2Strategy", *named)
+    assert {name: getattr(built._settings, name) for name in sizes} == sizes
 
 
 def test_a_plan_needs_the_network_it_describes() -> None:
@@ -208,7 +214,7 @@ def setup_messages() -> list[str]:
     messages = []
     for module, selected in (
         (TwoNetworks(net=tiny_wan()), SequenceParallelDDPStrategy(ulysses_size=3)),
-        (TwoNetworks(net=tiny_wan(num_attention_heads=3)), SequenceParallelDDPStrategy()),
+        (TwoNetworks(net=tiny_wan(num_attention_heads=3)), SequenceParallelDDPStrategy(ulysses_size=4)),
         (TwoNetworks(), SequenceParallelDDPStrategy()),
         (TwoNetworks(student=tiny_wan(), teacher=tiny_wan()), SequenceParallelDDPStrategy()),
         (TwoNetworks(student=tiny_wan()), SequenceParallelDDPStrategy(modules=["pupil"])),

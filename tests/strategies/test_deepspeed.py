@@ -323,7 +323,7 @@ def evaluate_between_fits(stage: int | None) -> list[float]:
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_the_loops_follow_one_another_on_one_module(ranks: Ranks, stage: int) -> None:
     (expected,) = ranks(1).run(evaluate_between_fits, None)
     assert expected[0] == expected[1] != expected[2] == expected[3]

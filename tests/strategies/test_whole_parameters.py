@@ -79,8 +79,17 @@ def load_saved(adapter: str | None, folder: Path) -> dict[str, Tensor]:
     return module.state_dict()
 
 
-@pytest.mark.parametrize("adapter", ["diffusers", "peft", None])
-@pytest.mark.parametrize("strategy", [fsdp2, pytest.param(zero3, marks=needs_deepspeed)])
+@pytest.mark.parametrize(
+    ("strategy", "adapter"),
+    [
+        (fsdp2, "diffusers"),
+        (fsdp2, None),
+        pytest.param(zero3, "peft", marks=needs_deepspeed),
+        pytest.param(zero3, None, marks=needs_deepspeed),
+        pytest.param(fsdp2, "peft", marks=pytest.mark.full),
+        pytest.param(zero3, "diffusers", marks=[needs_deepspeed, pytest.mark.full]),
+    ],
+)
 def test_networks_save_themselves_after_fit(
     ranks: Ranks, tmp_path: Path, adapter: str | None, strategy: Callable[..., Strategy]
 ) -> None:

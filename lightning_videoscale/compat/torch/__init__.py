@@ -7,6 +7,7 @@
 `checkpoint`      what the metadata of a distributed checkpoint consists of
 `data_parallel`   where DDP and FSDP2 wait, and what FSDP2 is doing
 `distributed`     process groups, functional collectives, symmetric memory
+`graphs`          the memory of CUDA graphs
 `loaders`         a DataLoader's workers and sampler
 `modules`         what a module is made of: hooks, buffers, children
 `trees`           nested structures of tensors, and tensors that wrap others

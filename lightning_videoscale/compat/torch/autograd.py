@@ -56,3 +56,16 @@ unsafe_view: Callable[[Tensor, torch.Size], Tensor] = torch.ops.aten._unsafe_vie
 
 Only for tensors that nobody else holds. The public ``view`` marks a view, and ``reshape`` one too.
 """
+
+
+def has_hooks(x: Tensor) -> bool:
+    """Whether a tensor has hooks on its gradient, as `Tensor.register_hook` adds them."""
+    return bool(TORCH.get(x, "_backward_hooks"))
+
+
+def version_of(x: Tensor) -> int:
+    """Returns how often a tensor was written to; 0 in inference mode, which does not count."""
+    if x.is_inference():
+        return 0
+    version: int = TORCH.get(x, "_version")
+    return version

@@ -265,6 +265,14 @@ class VideoDataModule(pl.LightningDataModule):
             self._encode.to(self.trainer.strategy.root_device)
         return table, RepresentativeBatches(self._shards.reader("shards"), table, self._encode)
 
+    def clip_lengths(self) -> dict[int, int]:
+        """Returns how many clips there are to train on, by their tokens; nothing before `setup`."""
+        return self._table("shards").samples_by_length() if "shards" in self._shards.arguments else {}
+
+    def tokens_per_device(self) -> float | None:
+        """Returns how many tokens a device holds in training, as far as the budget or an earlier benchmark tells."""
+        return self._budget.tokens_per_device(self.matrix_file)
+
     @property
     def matrix_file(self) -> Path:
         """Where ``budget="auto"`` looks for what `videoscale benchmark-shapes` has measured."""

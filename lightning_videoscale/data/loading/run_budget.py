@@ -10,7 +10,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_videoscale.cost import BucketBudget, Calibration, StepTimeModel
+from lightning_videoscale.cost import BucketBudget, Calibration, MemoryModel, ShapeMatrix, StepTimeModel
 from lightning_videoscale.cost.auto_budget import AutoBudget, budget_of_longest, step_time_of
 from lightning_videoscale.cost.benchmark.grid import SyntheticBatches, spread_over_shapes
 from lightning_videoscale.cost.benchmark.known_matrix import known_matrix
@@ -94,6 +94,26 @@ class RunBudget:
         self._found = found if trainer is None else trainer.strategy.broadcast(found)
         self._use(self._found)
         return self.training
+
+    def tokens_per_device(self, beside_index: Path) -> float | None:
+        """How many tokens a device holds: M_mem as given, or that of a measured matrix over its ranks of a sequence.
+
+        Args:
+            beside_index: Where a matrix may lie, if none was named.
+
+        Returns:
+            None where neither is there, or the matrix has no peaks.
+        """
+        if self._auto is None:
+            return None if self.training is None else self.training.m_mem
+        try:
+            matrix = ShapeMatrix.load(self._auto.matrix or beside_index)
+            if matrix.capacity_bytes is None:
+                return None
+            held = MemoryModel.fit(matrix.measurements).m_mem(matrix.capacity_bytes, self._auto.reserve)
+        except (OSError, ValueError):
+            return None
+        return held / int(matrix.provenance.get("sequence_parallel_size", 1))
 
     def adopt(self, calibration: Calibration) -> None:
         """Lets other costs and budgets count from now on."""

@@ -89,3 +89,8 @@ class SampleTable:
 
     def __len__(self) -> int:
         return len(self.shape_id)
+
+    def samples_by_length(self) -> dict[int, int]:
+        """Returns how many samples there are by their tokens; those that are left out are none."""
+        lengths = self.sequence_lengths[self.shape_id[self.shape_id >= 0]]
+        return {int(tokens): int(count) for tokens, count in zip(*np.unique(lengths, return_counts=True), strict=True)}

@@ -18,6 +18,7 @@ from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.transport.collective import CollectiveTransport
 
 __all__ = [
+    "CAPTURABLE",
     "COMPILABLE",
     "DEFAULT_TRANSPORT",
     "CollectiveTransport",
@@ -31,6 +32,9 @@ TransportName = Literal["collective", "symmetric"]
 
 COMPILABLE: tuple[TransportName, ...] = ("collective",)
 """The transports whose messages `torch.compile` can trace."""
+
+CAPTURABLE: tuple[TransportName, ...] = ("collective",)
+"""The transports whose messages a CUDA graph can repeat."""
 
 
 class Transport(Protocol):

@@ -1,12 +1,11 @@
-"""The format of a checkpoint, the same for all strategies and numbers of ranks: a folder.
+"""The format of a checkpoint, the same for all strategies and numbers of ranks.
 
-    last.ckpt/
-        .metadata, *.distcp    the tensors by name, written by torch.distributed.checkpoint
-        meta.pt                everything else, one torch.save
+    .metadata, *.distcp    the tensors by name, written by torch.distributed.checkpoint
+    meta.pt                everything else, one torch.save
 
-`write_checkpoint`   writes a folder, all ranks together; a folder is complete or not there
+`write_checkpoint`   writes it, all ranks together, to a folder or URL (see `places`); it is whole or not there
 `CheckpointFolder`   reads one, each rank for itself: any tensor, whole or as this rank holds it
-`read_single_file`   reads what a strategy of Lightning's saved
+`open_checkpoint`    the same, or what a strategy of Lightning's saved as one file
 `read_weights`       reads the weights of either, without a Trainer
 
 Tensors are named by where they are in nested dicts: ``("state_dict", "blocks.0.weight")``. Nothing that is read from a
@@ -16,9 +15,9 @@ unpickler that knows the few classes it consists of.
 
 from __future__ import annotations
 
-import os
+import io
 import pickle
-import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,123 +27,141 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from typing_extensions import override
 
+from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.compat.torch.checkpoint import METADATA_CLASSES
+from lightning_videoscale.strategies.checkpoints.agreement import all_ranks, on_first
+from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
+from lightning_videoscale.strategies.checkpoints.places import (
+    REST,
+    TENSORS,
+    Place,
+    is_remote,
+    previous_of,
+    read_object,
+    reader_of,
+)
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors, StoredTensor
 from lightning_videoscale.trained_weights import AVERAGES
 
-_REST = "meta.pt"
-_TENSORS = ".metadata"
+_TENSORS_IN = "lightning_videoscale/tensors_in"
+"""In what is not a tensor: where the tensors lie, if not in the same folder."""
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or read; the message says why and what to do."""
+def write_checkpoint(
+    place: Place,
+    tensors: dict[str, Any],
+    rest: bytes,
+    group: dist.ProcessGroup | None = None,
+    on_written: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes a checkpoint in the place of whatever has its name; collective over all ranks.
 
-
-def write_checkpoint(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Writes a checkpoint in the place of whatever is at ``path``; collective over all ranks.
-
-    The folder is written under another name and renamed when it is complete: a job that is killed meanwhile leaves the
-    previous checkpoint. Ranks that hold equal tensors under one name share the writing.
+    A job that is killed meanwhile leaves the previous checkpoint. Ranks that hold equal tensors under one name share
+    the writing.
 
     Args:
-        path: The folder, on a file system that all ranks see.
+        place: Where; the same on all ranks.
         tensors: Nested dicts of tensors; a rank may leave out what others have. Of a ``DTensor`` each rank writes its
             shard.
-        rest: What else belongs to the checkpoint; rank 0's is kept.
+        rest: What else belongs to the checkpoint, from `pack`; rank 0's is kept.
+        group: A group of all ranks; the default one if left out.
+        on_written: Called when this rank has written its share.
 
     Raises:
-        CheckpointError: If a rank does not see the folder that rank 0 made.
+        CheckpointError: On all ranks, if rank 0 cannot write there or a rank does not see what rank 0 wrote.
+        CheckpointException: On all ranks, if a rank cannot write its share.
     """
-    # Lightning takes any name with ``hpc_ckpt_`` in it for a checkpoint to resume from.
-    folder = path.with_name(f".{path.name.replace('_', '-')}.partial")
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    if first:
-        remove(folder)
-        folder.mkdir(parents=True)
-    _all_ranks(None)
-    blind = [rank for rank, sees in enumerate(_all_ranks(folder.is_dir())) if not sees]
+    begin(place, group)
+    writer = place.writer()
+    write = writer.write_data
+
+    def write_and_say(*args: Any) -> Any:
+        written = write(*args)
+        written.wait()
+        on_written()
+        return written
+
+    patch(writer, "write_data", write_and_say)
+    save(tensors, storage_writer=writer, process_group=group)
+    on_first(lambda: place.publish(rest), "put the checkpoint into its place", group)
+
+
+def begin(place: Place, group: dist.ProcessGroup | None = None) -> None:
+    """Makes room for a checkpoint that all ranks can write to; collective over all ranks.
+
+    Raises:
+        CheckpointError: On all ranks, if rank 0 cannot write there or a rank does not see what rank 0 wrote.
+    """
+    on_first(place.begin, "write there", group)
+    try:
+        seen = "" if place.sees() else "not there"
+    except CheckpointError as error:
+        seen = str(error)
+    blind = {rank: reason for rank, reason in enumerate(all_ranks(seen, group)) if reason}
     if blind:
         raise CheckpointError(
-            f"Ranks {blind} do not see {folder}, which rank 0 made: save checkpoints on a file system that all nodes "
-            "share."
+            f"Ranks {list(blind)} do not see what rank 0 wrote ({next(iter(blind.values()))}): save checkpoints on a "
+            "file system that all nodes share, or at a URL that they all reach, with the same credentials."
         )
-    save(tensors, storage_writer=FileSystemWriter(folder))
-    if first:
-        _write_rest(folder / _REST, rest)
-        _replace(path, folder)
-    _all_ranks(None)
 
 
-def remove(path: Path) -> None:
-    """Removes a file, a link or a folder, if there is one."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        shutil.rmtree(path)
-
-
-def previous_of(path: Path) -> Path:
-    """The name that a checkpoint has while another takes its place: ``last.previous.ckpt`` for ``last.ckpt``."""
-    return path.with_name(f"{path.stem}.previous{path.suffix}")
-
-
-def _replace(path: Path, complete: Path) -> None:
-    previous = previous_of(path)
-    if path.exists() or path.is_symlink():
-        remove(previous)
-        path.rename(previous)  # folders cannot be exchanged in one step
-    complete.rename(path)
-    remove(previous)
-
-
-def _write_rest(file: Path, rest: dict[str, Any]) -> None:
-    with file.open("wb") as stream:
-        torch.save(rest, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unsafe = get_unsafe_globals_in_checkpoint(file)
+def pack(rest: dict[str, Any], place: Place) -> bytes:
+    """Returns as a file's content what is not a tensor by name; warns of what could not be loaded again."""
+    stream = io.BytesIO()
+    torch.save(rest | ({_TENSORS_IN: place.tensors_in} if place.tensors_in else {}), stream)
+    stream.seek(0)
+    unsafe = get_unsafe_globals_in_checkpoint(stream)
     if unsafe:
         rank_zero_warn(
             f"The checkpoint holds objects that are not loaded from a file without being told so: {unsafe}. They come "
             "from hyperparameters, callbacks or on_save_checkpoint: save plain numbers, strings and tensors instead, "
             f"or call torch.serialization.add_safe_globals([...]) with them before loading the checkpoint."
         )
+    return stream.getvalue()
 
 
 class CheckpointFolder:
     """A checkpoint to read from; needs no other ranks.
 
     Args:
-        path: A folder written by `write_checkpoint`. Where a job was killed while it put another checkpoint in its
-            place, the previous one is read.
+        path: What `write_checkpoint` wrote, by path or URL; also a copy of a folder behind a URL, or of a URL's objects
+            in a folder. Where a job was killed while it put another checkpoint in a folder's place, the previous one
+            is read.
         trusted: Load arbitrary objects from ``meta.pt``, which can run code.
 
     Attributes:
+        path: Where it is.
         rest: What is not a tensor by name.
 
     Raises:
-        CheckpointError: If there is no such folder, or it holds something else.
+        CheckpointError: If there is no such checkpoint, or it holds something else.
     """
 
-    def __init__(self, path: Path, trusted: bool = False) -> None:
-        if not path.exists() and previous_of(path).exists():
-            path = previous_of(path)
-        if not (path / _REST).is_file() or not (path / _TENSORS).is_file():
-            raise CheckpointError(f"{path} is not a checkpoint of lightning-videoscale: {_what_is(path)}.")
-        self.path = path
-        self.rest: dict[str, Any] = _load(path / _REST, trusted)
-        with (path / _TENSORS).open("rb") as stream:
-            self._metadata: Metadata = _MetadataUnpickler(stream).load()
+    def __init__(self, path: str | Path, trusted: bool = False) -> None:
+        rest, tensors = _find(path, trusted)
+        if tensors is None:
+            raise CheckpointError(f"{path} is not a checkpoint of lightning-videoscale: it is a file.")
+        self._open(rest, tensors)
+
+    @classmethod
+    def of(cls, rest: dict[str, Any], tensors: str | Path) -> CheckpointFolder:
+        """Returns the checkpoint whose parts were found."""
+        folder = cls.__new__(cls)
+        folder._open(rest, tensors)
+        return folder
+
+    def _open(self, rest: dict[str, Any], tensors: str | Path) -> None:
+        self.path, self.rest = tensors, rest
+        self._metadata: Metadata = _MetadataUnpickler(io.BytesIO(_read_metadata(tensors))).load()
         self._keys: dict[tuple[str, ...], dict[str, str]] = {}
         for key, place in self._metadata.planner_data.items():
             self._keys.setdefault(place[:-1], {})[place[-1]] = key
-        self._reader = FileSystemReader(path)
+        self._reader = reader_of(tensors)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     @property
@@ -200,13 +217,11 @@ def read_weights(path: str | Path, module: str = "", averaged: bool = False) -> 
     Raises:
         CheckpointError: If that is no checkpoint, nothing in it belongs to the network, or it has no averages.
     """
-    path = Path(path)
-    if path.is_file():
-        single = read_single_file(path)
-        values, averages = SavedTensors(single["state_dict"]), single.get(AVERAGES, {})
+    found = open_checkpoint(path)
+    if isinstance(found, CheckpointFolder):
+        values, averages = found.tensors("state_dict"), found.averages()
     else:
-        folder = CheckpointFolder(path)
-        values, averages = folder.tensors("state_dict"), folder.averages()
+        values, averages = SavedTensors(found["state_dict"]), found.get(AVERAGES, {})
     if averaged:
         if not averages:
             raise CheckpointError(f"{path} holds no averaged weights: it was saved without the callback EMA.")
@@ -219,28 +234,66 @@ def read_weights(path: str | Path, module: str = "", averaged: bool = False) -> 
     return weights
 
 
-def read_single_file(file: Path, trusted: bool = False) -> dict[str, Any]:
-    """Reads a checkpoint that a strategy of Lightning's saved as one file; tensors stay on disk until they are used.
+def open_checkpoint(path: str | Path, trusted: bool = False) -> CheckpointFolder | dict[str, Any]:
+    """Opens a checkpoint of ours, or reads one that a strategy of Lightning's saved as one file.
 
     Args:
-        file: The file.
+        path: Its path or URL. Tensors of a local file stay on disk until they are used.
         trusted: Load arbitrary objects, which can run code.
 
     Raises:
-        CheckpointError: If it is no checkpoint of Lightning's.
+        CheckpointError: If it is neither.
     """
-    checkpoint = _load(file, trusted, mmap=True)
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise CheckpointError(f"{file} is not a checkpoint of Lightning's: it has no 'state_dict'.")
-    return checkpoint
+    rest, tensors = _find(path, trusted)
+    if tensors is not None:
+        return CheckpointFolder.of(rest, tensors)
+    if not isinstance(rest, dict) or "state_dict" not in rest:
+        raise CheckpointError(f"{path} is not a checkpoint of Lightning's: it has no 'state_dict'.")
+    return rest
 
 
-def _load(file: Path, trusted: bool, mmap: bool = False) -> Any:
+def _find(path: str | Path, trusted: bool) -> tuple[Any, str | Path | None]:
+    """What is not a tensor by name, and the folder of the tensors; of a single file all, and None."""
+    rest: Any
+    folder: str | Path
+    if is_remote(path):
+        url = str(path).rstrip("/")
+        if (content := read_object(url)) is None:
+            if (content := read_object(f"{url}/{REST}")) is None:
+                raise CheckpointError(f"{path} is not a checkpoint of lightning-videoscale: nothing is there.")
+            return _load(io.BytesIO(content), url, trusted), url
+        rest, folder = _load(io.BytesIO(content), url, trusted), url.rpartition("/")[0]
+    else:
+        path = Path(path)
+        if not path.exists() and previous_of(path).exists():
+            path = previous_of(path)
+        if not path.is_file():
+            if not (path / REST).is_file() or not (path / TENSORS).is_file():
+                raise CheckpointError(f"{path} is not a checkpoint of lightning-videoscale: {_what_is(path)}.")
+            return _load(path / REST, path / REST, trusted), path
+        rest, folder = _load(path, path, trusted, mmap=True), path.parent
+    where = rest.pop(_TENSORS_IN, None) if isinstance(rest, dict) else None
+    return rest, f"{folder}/{where}" if where else None
+
+
+def _read_metadata(folder: str | Path) -> bytes:
+    if is_remote(folder):
+        content = read_object(f"{folder}/{TENSORS}")
+    else:
+        content = (Path(folder) / TENSORS).read_bytes() if (Path(folder) / TENSORS).is_file() else None
+    if content is None:
+        raise CheckpointError(
+            f"The tensors of the checkpoint are not in {folder}: copy that folder too, whose name begins with a dot."
+        )
+    return content
+
+
+def _load(file: Any, name: str | Path, trusted: bool, mmap: bool = False) -> Any:
     try:
         return torch.load(file, map_location="cpu", mmap=mmap, weights_only=not trusted)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{file} holds objects that are not loaded without being told so ({error}). If you trust the file, call "
+            f"{name} holds objects that are not loaded without being told so ({error}). If you trust the file, call "
             "torch.serialization.add_safe_globals([...]) with them first."
         ) from error
 
@@ -248,21 +301,10 @@ def _load(file: Path, trusted: bool, mmap: bool = False) -> Any:
 def _what_is(path: Path) -> str:
     if not path.exists():
         return "nothing is there"
-    if path.is_file():
-        return "it is a file"
     found = sorted(child.name for child in path.iterdir())
     if "zero_to_fp32.py" in found or (path / "checkpoint").is_dir():
         return "it was saved by Lightning's DeepSpeedStrategy; convert it with its zero_to_fp32.py"
-    return f"it holds {found[:5]}, and {[name for name in (_REST, _TENSORS) if name not in found]} is missing"
-
-
-def _all_ranks(value: Any) -> list[Any]:
-    """Every rank's value; a barrier too."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return f"it holds {found[:5]}, and {[name for name in (REST, TENSORS) if name not in found]} is missing"
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -274,5 +316,5 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch":
             known = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
         if not known:
-            raise CheckpointError(f"A checkpoint's {_TENSORS} names {module}.{name}, which has no place there.")
+            raise CheckpointError(f"A checkpoint's {TENSORS} names {module}.{name}, which has no place there.")
         return super().find_class(module, name)

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.deepspeed import full_numel, full_shape
 from lightning_videoscale.strategies.checkpoints.adapters import adapter_parameters
+from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.fingerprints import Fingerprint
-from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
 from lightning_videoscale.strategies.checkpoints.gathering import gather_parameter
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors, StoredTensor
 from lightning_videoscale.strategies.checkpoints.shares import Shares

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
+from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 
 Names = tuple[str, ...]

@@ -1,13 +1,13 @@
 """How the strategies save and load: one format for all of them, in which everything has its parameter's name.
 
-A checkpoint is a folder (see `folder`). What it holds depends neither on the strategy nor on the number of
-ranks, so that any strategy continues what any other has saved. `PortableCheckpoints` serves parameters that are whole
-or ``DTensor``; `zero` does the same for ZeRO's.
+A checkpoint is a folder, or objects behind a URL (see `folder`). What it holds depends neither on the strategy nor on
+the number of ranks, so that any strategy continues what any other has saved. `PortableCheckpoints` serves parameters
+that are whole or ``DTensor``; `zero` does the same for ZeRO's.
 """
 
 from __future__ import annotations
 
-import re
+import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,27 +18,33 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionChoices
+from lightning_videoscale.compat.lightning import is_asynchronous, timeout_of
 from lightning_videoscale.parallel import SequenceMesh
 from lightning_videoscale.strategies.checkpoints import frozen
 from lightning_videoscale.strategies.checkpoints.adapters import only_adapters_train
+from lightning_videoscale.strategies.checkpoints.agreement import on_first
+from lightning_videoscale.strategies.checkpoints.background import BackgroundSaves
+from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.fingerprints import Fingerprint
 from lightning_videoscale.strategies.checkpoints.folder import (
-    CheckpointError,
     CheckpointFolder,
-    read_single_file,
-    remove,
+    begin,
+    open_checkpoint,
+    pack,
     write_checkpoint,
 )
 from lightning_videoscale.strategies.checkpoints.networks import describe_networks
 from lightning_videoscale.strategies.checkpoints.optimizer_names import ParameterNames, from_names, to_names
+from lightning_videoscale.strategies.checkpoints.places import is_remote, place_of, remove
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 from lightning_videoscale.strategies.generators import generator_states, set_generator_states
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
@@ -63,6 +69,9 @@ class PortableCheckpoints(_Parent):
     """Fingerprints of what is frozen, of LightningModules whose checkpoints leave it out."""
     _left_out: Mapping[str, Fingerprint]
     """Of the checkpoint that is being saved."""
+    _saves: BackgroundSaves | None
+    """What writes checkpoints while training goes on, if they are asynchronous."""
+    _failed: bool
     attention_choices: AttentionChoices
 
     @property
@@ -82,21 +91,40 @@ class PortableCheckpoints(_Parent):
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    def _refuse_remote_folders(self, trainer: pl.Trainer) -> None:
-        """Before hours of training rather than at the first checkpoint."""
+    def _prepare_saving(self, trainer: pl.Trainer) -> None:
+        """Finds out before hours of training what would fail at the first checkpoint; collective."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        in_background = is_asynchronous(self.checkpoint_io, type(self).__name__)
         # Where the checkpoint of a job that a scheduler ends belongs.
         folders: dict[str, Any] = {"default_root_dir of the Trainer": trainer.default_root_dir}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
             if isinstance(callback, Checkpoint):
                 folders[f"dirpath of {type(callback).__name__}"] = getattr(callback, "dirpath", None) or ""
-        remote = {name: str(folder) for name, folder in folders.items() if is_remote(folder)}
-        if remote:
-            raise CheckpointError(
-                f"Checkpoints of {type(self).__name__} are folders on a file system that all ranks see, and "
-                f"{remote} are none: name a mounted folder, and copy to a remote store from there."
-            )
+            if in_background and getattr(callback, "save_last", None) == "link":
+                raise CheckpointError(
+                    "save_last='link' points at a checkpoint before it is whole, as AsyncCheckpointIO() writes it "
+                    "later: take save_last=True."
+                )
+        for name, folder in folders.items():
+            if is_remote(folder):
+                self._try_to_write(name, str(folder))
+        if in_background and self._saves is None:
+            self._saves = BackgroundSaves(self.root_device, timeout_of(self) or default_pg_timeout)
+
+    def _try_to_write(self, name: str, folder: str) -> None:
+        try:
+            place = place_of(f"{folder.rstrip('/')}/videoscale-write-test", self.broadcast(secrets.token_hex(8)))
+            begin(place)
+            on_first(place.discard, "remove what it wrote")
+        except CheckpointError as error:
+            raise CheckpointError(f"No checkpoints can be kept in {folder}, {name}: {error}") from error
+
+    def _finish_saving(self) -> None:
+        """Waits for the checkpoint under way; later ones are written before their save returns. Collective."""
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            saves.close(self._failed)
 
     def _note_frozen(self) -> None:
         """To be called when the model is set up, before anything changes what its code has built; collective."""
@@ -145,11 +173,12 @@ class PortableCheckpoints(_Parent):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes a checkpoint; collective over all ranks. See `write_checkpoint`."""
+        """Writes a checkpoint, or begins to; collective over all ranks. See `write_checkpoint`, `BackgroundSaves`."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes checkpoints itself and takes no storage_options=.")
         assert self.lightning_module is not None
-        path = _local(self.broadcast(filepath))
+        path, token = self.broadcast((str(filepath), secrets.token_hex(8)))
+        place = place_of(path, token)
         if self._left_out:
             checkpoint = frozen.without(checkpoint, self._left_out, self.lightning_module)
         rest = dict(checkpoint)
@@ -171,7 +200,13 @@ class PortableCheckpoints(_Parent):
             frozen.LEFT_OUT: {name: fingerprint.to_dict() for name, fingerprint in self._left_out.items()},
             **describe_networks(self.lightning_module),
         }
-        write_checkpoint(path, tensors, _whole(rest))
+        rest = _whole(rest)
+        packed = pack(rest, place) if self.is_global_zero else b""
+        # After an exception nobody would wait for what is written in the background.
+        if self._saves is not None and self.lightning_module.trainer.state.status == TrainerStatus.RUNNING:
+            self._saves.save(path, place, tensors, packed)
+        else:
+            write_checkpoint(place, tensors, packed)
 
     def _to_write(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Leaves all that is no parameter to rank 0: buffers, such as BatchNorm's statistics, may differ elsewhere."""
@@ -186,7 +221,7 @@ class PortableCheckpoints(_Parent):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            remove(_local(filepath))
+            (remove if self._saves is None else self._saves.remove)(str(filepath))
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -197,17 +232,16 @@ class PortableCheckpoints(_Parent):
         Tensors of the folder are read later, each rank what it needs.
 
         Args:
-            checkpoint_path: The folder or file; rank 0's on all ranks.
+            checkpoint_path: The folder, file or URL; rank 0's on all ranks.
             weights_only: False lets the checkpoint bring arbitrary objects, which can run code; load only what you
                 trust. Left out, it can not.
 
         Raises:
             CheckpointError: If it is no checkpoint that can be loaded.
         """
-        path = _local(self.broadcast(checkpoint_path))
-        if path.is_file():
-            return read_single_file(path, trusted=weights_only is False)
-        folder = CheckpointFolder(path, trusted=weights_only is False)
+        folder = open_checkpoint(str(self.broadcast(checkpoint_path)), trusted=weights_only is False)
+        if not isinstance(folder, CheckpointFolder):
+            return folder
         checkpoint = dict(folder.rest)
         checkpoint["state_dict"] = folder.tensors("state_dict")
         checkpoint["state_dict"].update(folder.rest["state_dict"])
@@ -299,14 +333,3 @@ def _whole(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_whole(item) for item in value)
     return value
-
-
-def is_remote(path: str | Path) -> bool:
-    """Whether a path is a URL; ``pathlib`` makes ``s3:/bucket`` of ``s3://bucket``."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
-
-
-def _local(path: str | Path) -> Path:
-    if is_remote(path):
-        raise CheckpointError(f"Checkpoints are folders on a file system that all ranks see; {path} is not.")
-    return Path(path)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_videoscale.compat.deepspeed import base_optimizer, full_shape
-from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
+from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.optimizer_names import Names, ParameterNames, check_groups, named
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors

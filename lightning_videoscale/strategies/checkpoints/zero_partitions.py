@@ -25,7 +25,7 @@ from lightning_videoscale.compat.deepspeed import (
     own_piece,
     swaps_to_disk,
 )
-from lightning_videoscale.strategies.checkpoints.folder import CheckpointError
+from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 
 

@@ -22,6 +22,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from lightning_videoscale.compat.torch.distributed import count_collectives, process_groups, timeout_of
+from lightning_videoscale.parallel.mesh import is_in_background
 
 _NOT_THE_USERS = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
@@ -111,8 +112,9 @@ class RankState:
 
 
 def begun_collectives() -> dict[str, int]:
-    """How many collectives this rank has begun in each of its process groups, by the group's name."""
-    return {group.group_name: count_collectives(group) for group in process_groups()}
+    """How many collectives this rank's main thread has begun in each of its process groups, by the group's name."""
+    groups = [group for group in process_groups() if not is_in_background(group)]
+    return {group.group_name: count_collectives(group) for group in groups}
 
 
 def timeouts_of_groups() -> dict[str, timedelta]:

@@ -152,6 +152,10 @@ class StopsOnSignals(_Parent):
     _is_stopping = False
     _has_trained = False
 
+    def _finish_saving(self) -> None:
+        """Waits for the checkpoint under way; later ones are written before their save returns. Collective."""
+        raise NotImplementedError
+
     def _listen(self, trainer: pl.Trainer) -> None:
         """Takes the place of Lightning's handlers, which begin a collective wherever the signal meets a rank."""
         self._stop = StopAgreement(self.global_rank, self.world_size)
@@ -201,6 +205,7 @@ class StopsOnSignals(_Parent):
         trainer = self._listens_to
         assert trainer is not None
         note_sigterm(trainer)
+        self._finish_saving()  # the scheduler may end the job as soon as the next checkpoint is saved
         if self._stop.requeues if requeue is None else requeue:
             self._save_and_requeue()
         else:

@@ -24,9 +24,10 @@ from lightning_videoscale.data.shards.indexing import build_index, index_shards
 from lightning_videoscale.data.shards.location import ByteRange
 from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from lightning_videoscale.data.shards.storage import open_member, open_shard
-from tests.data.clips import clip, npy, write_shard
+from tests.data.clips import clip, expand_shards, npy, write_shard
 from tests.data.films import film, numbered
 from tests.data.servers import RangeServer, serving
+from tests.object_store import object_store
 
 QUICK = (0.01, 0.02, 0.04)
 
@@ -184,6 +185,24 @@ def test_any_file_system_of_fsspec(tmp_path: Path) -> None:
     assert index.digest == index_shards([str(shard)]).digest
     assert SampleReader(index).read(1)["latents"].mean() == 1
     assert default_index_file(["memory://bucket/000.tar"]).parent == Path.home() / ".cache" / "lightning-videoscale"
+
+
+def test_an_object_store(tmp_path: Path) -> None:
+    """Listed, indexed, and read by ranges, also in forked workers."""
+    shards = [write_shard(tmp_path / f"{i:03}.tar", [clip(4 * i + j) for j in range(4)]) for i in range(2)]
+    with object_store() as store:
+        for shard in shards:
+            store.put(f"shards/{shard.name}", shard.read_bytes())
+        index = index_shards(expand_shards("s3://bucket/shards/*.tar"))
+        assert index.digest == index_shards([str(shard) for shard in shards]).digest
+        reader = SampleReader(index)
+        assert reader.read(1)["latents"].mean() == 1
+        loader: DataLoader[Any] = DataLoader(
+            _Numbers(reader), num_workers=1, multiprocessing_context="fork", timeout=60
+        )
+        assert [float(number) for number in loader] == [float(i) for i in range(8)]
+        with pytest.raises(ShardError, match="cannot be read"):
+            index_shards(["s3://nobodys/000.tar"])
 
 
 class _Numbers(torch.utils.data.Dataset[float]):

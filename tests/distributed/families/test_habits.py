@@ -148,9 +148,10 @@ def said(habits: list[Attend], subclass: bool, name: str = "hunyuan_video") -> l
 
 @pytest.mark.parametrize("subclass", [False, True])
 def test_changed_attention_is_refused_on_all_ranks(ranks: Ranks, subclass: bool) -> None:
-    for of_rank in ranks(2).run(said, [*HABITS], subclass):
-        for (message, error), (habit, expected) in zip(of_rank, HABITS.items(), strict=True):
-            assert expected in message and "gloo" not in message, habit
+    habits = [*HABITS][::2] if subclass else [*HABITS]  # verification takes four times as long
+    for of_rank in ranks(2).run(said, habits, subclass):
+        for (message, error), habit in zip(of_rank, habits, strict=True):
+            assert HABITS[habit] in message and "gloo" not in message, habit
             assert error < 1e-5, habit
 
 

@@ -28,7 +28,7 @@ from tests.models import gradient_error
 
 Ranks = Callable[[int], ProcessPool]
 
-STEPS = 3
+STEPS = 2
 BACKENDS = ["ddp", "fsdp2", pytest.param("zero3", marks=needs_deepspeed)]
 
 

@@ -105,7 +105,10 @@ def weights(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("strategy", "arguments"),
     [
-        ("ddp", {"activation_checkpointing": True, "compile": {"backend": "eager"}}),
+        ("ddp", {}),
+        pytest.param(
+            "ddp", {"activation_checkpointing": True, "compile": {"backend": "eager"}}, marks=pytest.mark.full
+        ),
         ("fsdp2", {"activation_checkpointing": True}),
         pytest.param("zero3", {}, marks=needs_deepspeed),
     ],

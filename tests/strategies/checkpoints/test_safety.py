@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 
-from lightning_videoscale.strategies.checkpoints import folder as checkpoint_folder
-from lightning_videoscale.strategies.checkpoints.folder import CheckpointError, CheckpointFolder, read_weights
-from lightning_videoscale.strategies.checkpoints.portable import is_remote
+from lightning_videoscale.strategies.checkpoints import places
+from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
+from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder, pack, read_weights, write_checkpoint
+from lightning_videoscale.strategies.checkpoints.places import is_remote, place_of
 from tests.distributed.pool import ProcessPool
 from tests.strategies.checkpoints.checkpointing import Module, Stateful, fit, message, trainer
 
@@ -50,7 +52,7 @@ def load_what_does_not_fit(folder: Path) -> list[str]:
     torch.save({"weights": 1}, folder / "other.ckpt")
     tries = [(Renamed(), path), (Trains(), path), (Module("lbfgs"), path)]
     tries += [(Module(), folder / f"{name}.ckpt") for name in ("empty", "nothing", "other")]
-    tries += [(Module(), "s3://bucket/one.ckpt")]
+    tries += [(Module(), "memory://bucket/one.ckpt")]
     return [message(lambda module=module, start=start: fit(2, module, start=start)) for module, start in tries]
 
 
@@ -64,15 +66,23 @@ def test_messages_say_what_does_not_fit(ranks: Ranks, tmp_path: Path) -> None:
     assert "holds []" in empty and "['meta.pt', '.metadata']" in empty
     assert "nothing is there" in nothing
     assert "it has no 'state_dict'" in other
-    assert "s3://bucket/one.ckpt" in remote
+    assert "memory://bucket/one.ckpt" in remote and "nothing is there" in remote
 
 
-def train_with_remote_folders(folder: Path) -> list[tuple[str, int]]:
+class NoCheckpoints(TorchCheckpointIO):
+    """A plugin that a user may have written."""
+
+
+def train_where_nothing_can_be_kept(folder: Path) -> list[tuple[str, int]]:
     """The message for each, and the steps that were trained before it."""
     said = []
     for kwargs in (
         {"default_root_dir": "memory://runs", "enable_checkpointing": False},
         {"default_root_dir": folder, "callbacks": [ModelCheckpoint("memory://checkpoints", every_n_train_steps=1)]},
+        {"default_root_dir": "nobodys://runs", "enable_checkpointing": False},
+        {"default_root_dir": folder, "plugins": [NoCheckpoints()]},
+        {"default_root_dir": folder, "plugins": [AsyncCheckpointIO(NoCheckpoints())]},
+        {"plugins": [AsyncCheckpointIO()], "callbacks": [ModelCheckpoint(folder, save_last="link")]},
     ):
         runner = trainer(1, **{"enable_checkpointing": True} | kwargs)
         text = message(lambda runner=runner: runner.fit(Module(), datamodule=Stateful()))
@@ -80,12 +90,17 @@ def train_with_remote_folders(folder: Path) -> list[tuple[str, int]]:
     return said
 
 
-def test_remote_folders_are_refused_before_training(ranks: Ranks, tmp_path: Path) -> None:
-    for said in ranks(2).run(train_with_remote_folders, tmp_path):
-        root, model_checkpoint = said
-        assert "default_root_dir" in root[0] and "memory://runs" in root[0]
-        assert "'dirpath of ModelCheckpoint': 'memory://checkpoints" in model_checkpoint[0]
-        assert all("CheckpointError" in text and steps == 0 for text, steps in said)
+def test_where_no_checkpoints_can_be_kept_is_said_before_training(ranks: Ranks, tmp_path: Path) -> None:
+    """What one process has in memory, no other sees."""
+    for said in ranks(2).run(train_where_nothing_can_be_kept, tmp_path):
+        root, model_checkpoint, unknown, plugin, wrapped, link = (text for text, _ in said)
+        assert "CheckpointError" in root and "default_root_dir" in root and "memory://runs" in root
+        assert "Ranks [1] do not see" in root
+        assert "CheckpointError" in model_checkpoint and "dirpath of ModelCheckpoint" in model_checkpoint
+        assert "CheckpointError" in unknown and "nobodys" in unknown
+        assert "NoCheckpoints" in plugin and "NoCheckpoints" in wrapped
+        assert "CheckpointError" in link and "save_last='link'" in link
+        assert all(steps == 0 for _, steps in said)
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/a", "s3:/bucket/a", "gs://bucket", "memory://a", "file:///a"])
@@ -123,7 +138,8 @@ class Attack:
 
 
 def test_metadata_cannot_run_code(tmp_path: Path) -> None:
-    checkpoint_folder.write_checkpoint(tmp_path / "one.ckpt", {"state_dict": {"x": torch.zeros(2)}}, {})
+    place = place_of(str(tmp_path / "one.ckpt"), "")
+    write_checkpoint(place, {"state_dict": {"x": torch.zeros(2)}}, pack({}, place))
     (tmp_path / "one.ckpt" / ".metadata").write_bytes(pickle.dumps(Attack()))
     with pytest.raises(CheckpointError, match=r"posix\.system"):
         CheckpointFolder(tmp_path / "one.ckpt")
@@ -143,7 +159,7 @@ def save_and_die(folder: Path, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if where == "before_the_rename":
-        checkpoint_folder._replace = die
+        places._replace = die
     else:  # the old one has moved away, the new one has not come
         rename, renamed = Path.rename, []
 

@@ -117,6 +117,7 @@ def train(
     transport: Any = "collective",
     accelerator: str = "cpu",
     start: Path | None = None,
+    graphs: bool = False,
 ) -> list[float]:
     """Trains on two devices, saves every step in ``folder``, returns the losses."""
     batch = torch.randn(9, 8, generator=torch.Generator().manual_seed(1))
@@ -127,7 +128,11 @@ def train(
         context = deepspeed_on_cpu()
     with context:
         built = STRATEGIES[strategy](
-            modules=["net"], plan=split_plan(), timeout=timedelta(seconds=timeout), transport=transport
+            modules=["net"],
+            plan=split_plan(),
+            timeout=timedelta(seconds=timeout),
+            transport=transport,
+            **({"graphs": True} if graphs else {}),
         )
         pl.Trainer(
             strategy=built,
@@ -158,6 +163,7 @@ if __name__ == "__main__":
     parser.add_argument("--timeout", type=float, default=60)
     parser.add_argument("--transport", default="collective")
     parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--graphs", action="store_true", help="the failing step is replayed")
     given = parser.parse_args()
     train(
         given.strategy,
@@ -166,4 +172,5 @@ if __name__ == "__main__":
         timeout=given.timeout,
         transport=given.transport,
         accelerator=given.accelerator,
+        graphs=given.graphs,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from lightning_videoscale.strategies.failures import detector
 from lightning_videoscale.strategies.failures.stopping import EXIT_CODE
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import RectifiedFlow
+from tests.scripts import printed_in, start_forked
 from tests.strategies.fsdp2.training import clips, trainer
 
 SCRIPT = """
@@ -60,19 +61,10 @@ pl.Trainer(
 """
 
 
-def start(folder: Path, *args: str) -> subprocess.Popen[str]:
+def start(folder: Path, *args: str) -> BaseProcess:
     script = folder / "user_script.py"
     script.write_text(SCRIPT)
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        [sys.executable, str(script), *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,  # where the checkpoint of a job that is ended goes
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,  # a process group of its own, as a terminal gives it
-    )
+    return start_forked(folder, script, *args)
 
 
 def alive(group: int) -> bool:
@@ -81,46 +73,48 @@ def alive(group: int) -> bool:
     return any(row.split()[0] == str(group) and "Z" not in row.split()[1] for row in listing.splitlines())
 
 
-def wait_until_all_ended(process: subprocess.Popen[str], seconds: float) -> str:
-    output, _ = process.communicate(timeout=240)  # to import, to train and to end
+def wait_until_all_ended(folder: Path, process: BaseProcess, seconds: float) -> str:
+    process.join(240)  # to import, to train and to end
     deadline = time.monotonic() + seconds
-    while alive(process.pid):
-        assert time.monotonic() < deadline, f"processes left behind:\n{output}"
+    while alive(group_of(process)):
+        assert time.monotonic() < deadline, f"processes left behind:\n{printed_in(folder)}"
         time.sleep(0.1)
-    return output
+    return "".join(printed_in(folder))
+
+
+def group_of(process: BaseProcess) -> int:
+    assert process.pid is not None
+    return process.pid
 
 
 class Ended(NamedTuple):
     """How a job ended: its exit status, what it printed, and the seconds since it was interrupted."""
 
-    status: int
+    status: int | None
     output: str
     seconds: float = 0.0
 
 
 def fail(folder: Path, *args: str) -> Ended:
     process = start(folder, *args)
-    output = wait_until_all_ended(process, seconds=5)
-    return Ended(process.returncode, output)
+    output = wait_until_all_ended(folder, process, seconds=5)
+    return Ended(process.exitcode, output)
 
 
 def interrupt(folder: Path, receiver: str, number: int = signal.SIGINT) -> Ended:
     process = start(folder, "nobody")
-    assert process.stdout is not None
-    while "step 3 on rank" not in process.stdout.readline():
-        assert process.poll() is None
+    while "step 3 on rank" not in printed_in(folder).stdout:
+        assert process.is_alive()
+        time.sleep(0.05)
     started = time.monotonic()
-    if receiver == "group":
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
-    output = wait_until_all_ended(process, seconds=5)
-    return Ended(process.returncode, output, time.monotonic() - started)
+    (os.killpg if receiver == "group" else os.kill)(group_of(process), number)
+    output = wait_until_all_ended(folder, process, seconds=5)
+    return Ended(process.exitcode, output, time.monotonic() - started)
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
-    """Two jobs at a time, since each mostly imports, on one core."""
+    """Two jobs at a time, since each mostly waits for its second rank, which imports on one core."""
     cases: dict[str, tuple[Callable[..., Ended], *tuple[Any, ...]]] = {
         "a child": (fail, "1"),
         "the launcher": (fail, "0", "and_sleep"),
@@ -136,14 +130,14 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
 
 def test_an_exception_of_a_child_ends_its_peer_that_waits_for_it(jobs: dict[str, Future[Ended]]) -> None:
     ended = jobs["a child"].result()
-    assert ended.status != 0
+    assert ended.status not in (0, None)
     assert "[rank1]: ValueError: the actual cause" in ended.output
     assert "The first error of the job was on rank 1: ValueError: the actual cause" in ended.output
 
 
 def test_an_exception_of_the_launcher_ends_its_peer_that_computes(jobs: dict[str, Future[Ended]]) -> None:
     ended = jobs["the launcher"].result()
-    assert ended.status != 0
+    assert ended.status not in (0, None)
     assert "[rank0]: ValueError: the actual cause" in ended.output
 
 

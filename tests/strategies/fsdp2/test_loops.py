@@ -46,7 +46,7 @@ def run_all_loops(strategy: Callable[..., Strategy], settings: dict[str, Any]) -
 def test_all_loops_one_after_the_other(ranks: Ranks) -> None:
     expected = ranks(1).run(run_all_loops, ddp, {})[0]
     assert len(expected) > 10
-    for values in ranks(4).run(run_all_loops, fsdp2, {"activation_checkpointing": True}):
+    for values in ranks(2).run(run_all_loops, fsdp2, {"activation_checkpointing": True}):
         assert values == pytest.approx(expected, rel=1e-10)
 
 

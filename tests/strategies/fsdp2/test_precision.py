@@ -87,7 +87,7 @@ def test_matrices_travel_in_bfloat16_and_what_is_added_in_float32_in_float32(ran
 
 
 def test_the_names_are_registered() -> None:
-    for name, ring_size in (("ulysses_fsdp2", 1), ("usp_fsdp2", 2)):
+    for name, ring_size in (("ulysses_fsdp2", None), ("usp_fsdp2", 2)):
         selected = pl.Trainer(strategy=name, accelerator="cpu").strategy
         assert isinstance(selected, SequenceParallelFSDP2Strategy)
         assert selected._settings.ring_size == ring_size

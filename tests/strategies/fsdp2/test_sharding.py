@@ -34,7 +34,7 @@ def fit_everything(
     return record.gradients, {name: assembled(p) for name, p in module.named_parameters()}, whole
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_every_trained_parameter_gets_the_gradient_of_one_device(ranks: Ranks, replicas: int) -> None:
     expected, parameters, _ = ranks(1).run(fit_everything, ddp, 2, {"ulysses_size": 1})[0]
     settings = {"ulysses_size": 2, "replicas": replicas}

@@ -1,0 +1,205 @@
+"""What a user gains who adds our strategy, planner, kernels, attention and graphs to what there is without them.
+
+    python benchmarks/suite.py --shapes clips.csv --ranks 2    # columns source, width, height, fps, num_frames
+
+Blocks of Wan-1.3B with random weights train on draws of the standard mix, shards of zeros, in bf16-mixed with
+activation checkpointing, one micro-batch a step. The first variant is what a user has today: Lightning's ``ddp``,
+diffusers' blocks with their own checkpointing, batches of equally many tokens, torch's attention. Each of the others
+adds parts. All train on the same clips for as many steps, and take turns: in every round each runs once, and is
+compared with the first of that round. M_mem is twice the longest sample and M_comp once, for all.
+
+The planner's costs are measured beforehand, once, with fused kernels. ``--tiny`` tries the script on CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import provenance
+from benchmarks.data.balance_figures import columns_of, row_of
+from benchmarks.data.balances import Record, budget_of, matrix_of, mix, table_of
+from benchmarks.data.sparse_shards import write_sparse_shards
+from benchmarks.launch import finish, launch, say, task_of_worker
+from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, trainer_with
+from lightning_videoscale import VideoDataModule
+from lightning_videoscale.cost import StepTimeModel, TransformerFlops
+from lightning_videoscale.data.planning.shapes import ClipShape
+from lightning_videoscale.injection import inject_fused_kernels
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+
+TODAY = "today"
+VARIANTS: dict[str, tuple[str, ...]] = {
+    TODAY: (),
+    "planned": ("planned",),
+    "fused": ("fused",),
+    "planned, fused": ("planned", "fused"),
+    "planned, fused, attention": ("planned", "fused", "attention"),
+    "all": ("planned", "fused", "attention", "graphs"),
+}
+WARM_UP = 4
+Row = dict[str, Any]
+
+
+def module_of(parts: tuple[str, ...], config: dict[str, int]) -> RectifiedFlow:
+    """The network of a variant."""
+    torch.manual_seed(0)
+    module = RectifiedFlow(config)
+    if "fused" in parts:
+        inject_fused_kernels(module)
+    if not parts:
+        module.transformer.enable_gradient_checkpointing()
+    return module
+
+
+def strategy_of(parts: tuple[str, ...]) -> DDPStrategy:
+    """Lightning's own where nothing of ours takes part."""
+    if not parts:
+        return DDPStrategy(gradient_as_bucket_view=True)
+    return SequenceParallelDDPStrategy(
+        ulysses_size=1,
+        activation_checkpointing=True,
+        attention_backend="auto" if "attention" in parts else "sdpa",
+        graphs="auto" if "graphs" in parts else False,
+    )
+
+
+def train(name: str, shards: str, cost: dict[str, Any], task: dict[str, Any]) -> Row:
+    """A run of one variant, and its figures."""
+    parts = VARIANTS[name]
+    step_time, table = StepTimeModel.from_dict(cost), table_of(shards)
+    data = VideoDataModule(
+        shards,
+        balance="planned" if "planned" in parts else "equal_token",
+        budget=budget_of(table, 2.0, 1.0, step_time),
+        micro_batches=1,
+        step_time=step_time,
+        num_workers=2,
+    )
+    record = Record()
+    trainer = trainer_with(
+        int(os.environ["WORLD_SIZE"]),
+        task["tiny"],
+        strategy=strategy_of(parts),
+        max_steps=WARM_UP + task["steps"],
+        callbacks=[record],
+    )
+    trainer.fit(module_of(parts, task["config"]), data)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, record.rows)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    figures = row_of("planned" if "planned" in parts else "equal_token", 1, columns_of(everyone, 1, WARM_UP))
+    kept = ("tokens_per_second", "step_seconds_median", "cv_step_mean", "cv_step_median", "steps")
+    return {"variant": name, **{key: figures[key] for key in kept}}
+
+
+def measure(shards: str, **task: Any) -> None:
+    """All variants in turns, in one process group; after each round, rank 0 writes what there is."""
+    cost = cost_of(shards, task)
+    runs: list[Row] = []
+    for number in range(task["rounds"]):
+        for name in task["variants"]:
+            runs.append({"round": number, **train(name, shards, cost, task)})
+            if os.environ["RANK"] == "0":
+                say(str(runs[-1]))
+                settings = task["settings"] | {"cost": cost}
+                provenance.write(Path(task["output"]), "suite", task["commit"], settings, rows_of(runs))
+    finish(len(runs))
+
+
+def cost_of(shards: str, task: dict[str, Any]) -> dict[str, Any]:
+    """The costs that `planned` plans by: measured, or by FLOPs for a tiny model, whose times tell nothing."""
+    module = module_of(("fused",), task["config"])
+    if task["tiny"]:
+        return StepTimeModel.analytic(TransformerFlops.from_config(module.transformer.config), 1e9).to_dict()
+    return StepTimeModel.fit(matrix_of(module, shards, task["seconds"], task["tiny"]).measurements).to_dict()
+
+
+def rows_of(runs: list[Row]) -> list[Row]:
+    """Medians of each variant, and of its ratios to the first of the same round."""
+    first = {run["round"]: run["tokens_per_second"] for run in runs if run["variant"] == TODAY}
+    rows = []
+    for name in dict.fromkeys(run["variant"] for run in runs):
+        mine = [run for run in runs if run["variant"] == name]
+        over = [run["tokens_per_second"] / first[run["round"]] for run in mine if run["round"] in first]
+        rows.append(
+            {
+                "variant": name,
+                "tokens_per_second": statistics.median(run["tokens_per_second"] for run in mine),
+                "over_today": round(statistics.median(over), 4) if over else None,
+                "over_today_of_rounds": [round(ratio, 4) for ratio in over],
+                "cv_step_mean": statistics.median(run["cv_step_mean"] for run in mine),
+                "cv_step_median": statistics.median(run["cv_step_median"] for run in mine),
+                "rounds": len(mine),
+                "steps": mine[0]["steps"],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=Path, required=True, help="table of clips")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=10, help="of Wan-1.3B's 30")
+    parser.add_argument("--longest", type=int, default=32_760, help="tokens; longer samples are left out")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--steps", type=int, default=30, help="that count, of each run")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=0.2, help="per shape of the cost model's measurement")
+    parser.add_argument("--samples", type=int, default=3000, help="draws of the mix")
+    parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
+    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
+    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
+    options = parser.parse_args()
+    commit = options.commit or provenance.commit()
+    output = (options.output or provenance.path("suite", "today")).absolute()
+    config = TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers}
+    settings = {name: getattr(options, name) for name in ("ranks", "longest", "steps", "rounds", "samples", "tiny")}
+    with tempfile.TemporaryDirectory() as folder:
+        draws = [
+            shape for shape in mix(options.shapes, options.samples, options.tiny) if _tokens(shape) <= options.longest
+        ]
+        shards = write_sparse_shards(Path(folder), draws, shards=32)
+        VideoDataModule(shards).prepare_data()
+        say(f"{len(draws)} samples are indexed")
+        launch(
+            __file__,
+            options.ranks,
+            shards=shards,
+            config=config,
+            variants=options.variants,
+            steps=options.steps,
+            rounds=options.rounds,
+            seconds=options.seconds,
+            tiny=options.tiny,
+            settings=settings | {"model": config, "warm_up_steps": WARM_UP},
+            output=str(output),
+            commit=commit,
+        )
+    print(f"written to {output}")
+
+
+def _tokens(latents: ClipShape) -> int:
+    return latents.frames * (latents.height // 2) * (latents.width // 2)
+
+
+if __name__ == "__main__":
+    if (task := task_of_worker()) is not None:
+        measure(**task)
+    else:
+        main()

@@ -1,0 +1,119 @@
+"""`videoscale plan --layout`: how long a layer takes under every division of ranks into ulysses × ring."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_videoscale.cli.arguments import positive
+from lightning_videoscale.parallel.layout import DEFAULT_TOKENS, Layout, LayoutChoice, choose_layout, read_machine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what ``--layout`` takes beside the clips of ``plan``."""
+    group = parser.add_argument_group(
+        "layout",
+        "With --layout, how ranks that share a sequence best divide into ulysses x ring, as strategies choose it where "
+        "both sizes are left out. Needs no GPU. Lengths come from --tokens, or from the clips of --index or --shapes.",
+    )
+    group.add_argument("--layout", action="store_true", help="predict a layer under every layout, and plan nothing")
+    group.add_argument("--heads", type=positive, help="attention heads")
+    group.add_argument("--head-dim", type=positive, default=128, help="numbers in a head (default: %(default)s)")
+    group.add_argument("--config", type=Path, help="config.json of a diffusers transformer, which tells both instead")
+    group.add_argument(
+        "--tokens", type=positive, help=f"of a clip (default: those of the clips, or {DEFAULT_TOKENS} without any)"
+    )
+    group.add_argument("--ranks", type=positive, default=8, help="that share a sequence (default: %(default)s)")
+    group.add_argument("--devices-per-node", type=positive, help="default: all ranks are on one node")
+    group.add_argument(
+        "--machine",
+        default="h200",
+        help="h200, h100, default (other GPUs), or a file of benchmarks/parallel/layouts.py (default: %(default)s)",
+    )
+
+
+def print_layouts(options: argparse.Namespace, lengths: Mapping[int, int] | None) -> None:
+    """Prints the table and the choice, or one JSON object.
+
+    Args:
+        options: Of the command line.
+        lengths: How many clips there are of how many tokens; None where no clips were given.
+
+    Raises:
+        ValueError: If no heads are named, or the machine is unknown.
+    """
+    heads, head_dim = _heads(options)
+    lengths = {options.tokens: 1} if options.tokens is not None else lengths
+    machine = read_machine(options.machine)
+    choice = choose_layout(options.ranks, heads, head_dim, machine, lengths, devices_per_node=options.devices_per_node)
+    if options.json:
+        sys.stdout.write(json.dumps(_to_dict(choice), indent=2) + "\n")
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(
+        f"Milliseconds of a transformer block on the slowest rank, forward and backward, at {choice.longest} tokens. "
+        "The device and its host work at the same time. Layouts are ulysses x ring."
+    )
+    columns = ("layout", "heads", "linear", "exchange", "attention", "ring", "device", "host", "speed", "")
+    table = Table(*columns, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for layout, time in choice.times.items():
+        parts = (*time[:4], time.device, time.host)
+        table.add_row(
+            f"{layout.ulysses} x {layout.ring}",
+            str(math.ceil(heads / layout.ulysses)),
+            *(f"{1e3 * seconds:.2f}" for seconds in parts),
+            f"{choice.speed(layout):.2f}",
+            "chosen" if layout == choice.layout else "",
+        )
+    console.print(table)
+    console.print(choice.describe())
+
+
+def _heads(options: argparse.Namespace) -> tuple[int, int]:
+    if options.config is None:
+        if options.heads is None:
+            raise ValueError("--layout needs the model's heads: give --heads (and --head-dim), or --config.")
+        return options.heads, options.head_dim
+    try:
+        config = json.loads(options.config.read_text(encoding="utf-8"))
+        return int(config["num_attention_heads"]), int(config["attention_head_dim"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{options.config} is no config of a diffusers transformer with num_attention_heads and "
+            f"attention_head_dim: {error!r}. Give --heads and --head-dim instead."
+        ) from error
+
+
+def _to_dict(choice: LayoutChoice) -> dict[str, object]:
+    return {
+        "heads": choice.heads,
+        "tokens": choice.longest,
+        "machine": choice.machine.name,
+        "source": choice.machine.source,
+        "chosen": _sizes(choice.layout),
+        "layouts": [
+            {
+                **_sizes(layout),
+                "projections_ms": 1e3 * time.projections,
+                "exchange_ms": 1e3 * time.exchange,
+                "attention_ms": 1e3 * time.attention,
+                "ring_ms": 1e3 * time.ring,
+                "host_ms": 1e3 * time.host,
+                "total_ms": 1e3 * time.total,
+                "speed": choice.speed(layout),
+            }
+            for layout, time in choice.times.items()
+        ],
+    }
+
+
+def _sizes(layout: Layout) -> dict[str, int]:
+    return {"ulysses": layout.ulysses, "ring": layout.ring}

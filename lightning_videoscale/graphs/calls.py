@@ -1,0 +1,75 @@
+"""What one call of a network is to a CUDA graph: its tensors, and everything else, which a graph holds constant."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_videoscale.compat.torch.attention import sdpa_choice
+from lightning_videoscale.compat.torch.autograd import (
+    dispatch_modes_active,
+    function_transforms_active,
+    saved_tensors_pack_hook,
+)
+from lightning_videoscale.compat.torch.trees import tree_flatten
+
+
+class Call(NamedTuple):
+    """The inputs of one call.
+
+    Attributes:
+        key: Equal for calls that one graph can serve.
+        leaves: Of the arguments, in the order of their structure.
+        structure: As `tree_unflatten` takes it.
+        tensors: Those of the leaves that are tensors.
+    """
+
+    key: Hashable
+    leaves: list[Any]
+    structure: Any
+    tensors: list[Tensor]
+
+
+def read_call(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
+    """Returns what a call consists of, or why no graph can serve it."""
+    leaves, structure = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for tensor in tensors:
+        if tensor.device.type != "cuda":
+            return f"an input is on {tensor.device}"
+        if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
+            return f"an input is a {type(tensor).__name__}"
+    facts = tuple(_fact(leaf) for leaf in leaves)
+    try:
+        hash(facts)
+    except TypeError:
+        kinds = sorted({type(leaf).__name__ for leaf in leaves if leaf.__hash__ is None})
+        return f"an input of type {kinds} is compared by identity only"
+    return Call((facts, repr(structure), network.training, *_modes()), leaves, structure, tensors)
+
+
+def is_observed() -> bool:
+    """Whether something follows each operation: a transform, a counter, a hook on what is saved."""
+    return function_transforms_active() or dispatch_modes_active() > 0 or saved_tensors_pack_hook() is not None
+
+
+def _fact(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad and torch.is_grad_enabled()
+    return type(leaf), leaf
+
+
+def _modes() -> tuple[Hashable, ...]:
+    """Switches of torch that decide which kernels run."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        sdpa_choice(),
+    )

@@ -1,0 +1,310 @@
+"""Captures one pass of a network, forward and backward: `capture` makes a `CapturedPass`.
+
+Nothing of the pass is computed meanwhile. Backward is recorded as the autograd engine runs it. At a few blocks'
+entrances the engine comes to a `_Cut`, which ends one graph and begins the next. So each graph holds whole layers, and
+gradients are complete, last layers first, while the next graph still runs.
+
+All graphs of a network take their memory from one pool. A graph's activations, outputs and gradients lie there only
+until the next forward, so tensors over them do not own their memory (`alias`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_videoscale.compat.torch.graphs import alias, end_allocation
+from lightning_videoscale.compat.torch.trees import tree_flatten, tree_unflatten
+from lightning_videoscale.graphs.calls import Call
+
+
+@dataclass
+class Segment:
+    """A part of backward.
+
+    Attributes:
+        graph: Its kernels.
+        parameters: Whose gradients are complete when it has run.
+        gradients: Of these parameters, in memory of the pool.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class CapturedPass:
+    """A pass that can be replayed.
+
+    Attributes:
+        inputs: Tensors of the arguments, to be filled before forward.
+        forward: Its kernels.
+        outputs: Leaves of what the network returns; tensors lie in memory of the pool.
+        structure: Of the outputs.
+        output_gradients: To be filled before backward, one for each output that requires it, else None.
+        segments: Of backward, those that run first in front; empty without gradients.
+        input_gradients: For each input, in memory of the pool; None where it requires none.
+    """
+
+    inputs: list[Tensor]
+    forward: torch.cuda.CUDAGraph
+    outputs: list[Any]
+    structure: Any
+    output_gradients: list[Tensor | None]
+    segments: list[Segment]
+    input_gradients: list[Tensor | None]
+
+    @property
+    def last(self) -> int:
+        """The segment that runs last: those behind it have no gradients that anybody takes."""
+        if any(gradient is not None for gradient in self.input_gradients):
+            return len(self.segments) - 1
+        return max((number for number, segment in enumerate(self.segments) if segment.parameters), default=-1)
+
+
+class Recorder:
+    """Records graphs one behind the other, on a stream of its own and in one pool of memory.
+
+    Args:
+        device: Of the network.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._is_warm = False
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Inside, work goes to the recorder's stream, behind all work so far."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            if not self._is_warm:
+                self._warm_up()
+            yield
+        torch.cuda.synchronize()
+
+    def _warm_up(self) -> None:
+        """Has cuBLAS take its workspace of the stream, once and not from the pool."""
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.ones(16, 16, device=self._stream.device, dtype=dtype)
+            torch.nn.functional.linear(x, x, x[0])
+            x @ x
+        torch.cuda.synchronize()
+        self._is_warm = True
+
+    def begin(self) -> torch.cuda.CUDAGraph:
+        """Begins a graph."""
+        self._graph = torch.cuda.CUDAGraph()
+        # Relaxed, since a graph of backward ends in a thread of the autograd engine.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+        return self._graph
+
+    def end(self) -> None:
+        """Ends the graph."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.capture_end()
+
+    @contextmanager
+    def recording(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Inside, kernels are recorded rather than run; the graph may end, and others begin, inside."""
+        try:
+            yield self.begin()
+            self.end()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """Leaves allocator and generators as they were before a capture that was broken."""
+        graph, self._graph = self._graph, None
+        with suppress(RuntimeError):  # which says less than what broke the capture
+            if graph is not None:
+                graph.capture_end()
+        end_allocation(self._stream.device, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        with suppress(RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the graph is empty
+            empty = torch.cuda.CUDAGraph()  # generators believe in a capture until the next one ends
+            empty.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            empty.capture_end()
+
+
+def capture(
+    network: nn.Module,
+    forward: Callable[..., Any],
+    call: Call,
+    entrances: Sequence[nn.Module],
+    recorder: Recorder,
+    region: Callable[[], AbstractContextManager[object]],
+) -> CapturedPass:
+    """Records a pass.
+
+    Args:
+        network: The network, whose parameters others take the place of meanwhile: `_fresh_parameters`.
+        forward: Its forward, which has run like this before.
+        call: The arguments.
+        entrances: Modules in front of which backward is cut.
+        recorder: Of all passes of the network.
+        region: Holds the random numbers of the split region, around forward.
+
+    Raises:
+        RuntimeError: If something in the pass cannot be captured.
+    """
+    inputs = [_static(x) for x in call.tensors]
+    of_tensor = iter(inputs)
+    leaves = [next(of_tensor) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+    args, kwargs = tree_unflatten(leaves, call.structure)
+    cuts = _Cuts()
+    with recorder.stream(), _fresh_parameters(network) as parameters:
+        with region(), cuts.in_front_of(entrances), _casting_anew(), recorder.recording() as graph:
+            outputs, structure = tree_flatten(forward(*args, **kwargs))
+        needs = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
+        gradients = [torch.zeros_like(x) if need else None for x, need in zip(outputs, needs, strict=True)]
+        trained = [x for x in (*inputs, *parameters) if x.requires_grad]
+        segments, others = _record_backward(
+            [x for x, need in zip(outputs, needs, strict=True) if need],
+            [x for x in gradients if x is not None],
+            trained,
+            cuts,
+            recorder,
+        )
+    for segment in segments:
+        segment.parameters = [parameters[fresh] for fresh in segment.parameters]
+    of_inputs = [others.get(x) for x in inputs]
+    for static in inputs:
+        static.requires_grad_(False)
+    aliases = [alias(x.detach()) if isinstance(x, Tensor) else x for x in outputs]
+    return CapturedPass(inputs, graph, aliases, structure, gradients, segments, of_inputs)
+
+
+@contextmanager
+def _fresh_parameters(network: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """Inside, the network has other parameters of the same values, in the same memory.
+
+    The autograd engine has the gradients of a parameter wait for the stream on which it first saw that parameter, also
+    where nobody accumulates them. That stream is outside of the capture, and these parameters it has not seen.
+
+    Yields:
+        The network's parameters by those that take their place.
+    """
+    places = [
+        (module, name, parameter)
+        for module in network.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    fresh = {id(own): nn.Parameter(own.detach(), requires_grad=own.requires_grad) for _, _, own in places}
+    try:
+        for module, name, own in places:
+            setattr(module, name, fresh[id(own)])
+        yield {fresh[id(own)]: own for _, _, own in places}
+    finally:
+        for module, name, own in places:
+            setattr(module, name, own)
+
+
+def _static(x: Tensor) -> Tensor:
+    """A tensor that takes the place of an argument in all replays."""
+    static = torch.empty_like(x, requires_grad=False)
+    static.copy_(x.detach())
+    return static.requires_grad_(x.requires_grad and torch.is_grad_enabled())
+
+
+def _record_backward(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], trained: Sequence[Tensor], cuts: _Cuts, recorder: Recorder
+) -> tuple[list[Segment], dict[Tensor, Tensor]]:
+    """Returns the parts of backward, and the gradients of what is no parameter."""
+    if not outputs or not trained:
+        return [], {}
+    segments: list[Segment] = []
+    found: list[Tensor | None] = []
+    completed: dict[Tensor, Segment] = {}
+
+    def next_segment() -> None:
+        recorder.end()
+        segments.append(Segment(recorder.begin()))
+
+    def note(x: Tensor) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            completed[x] = segments[-1]
+
+        return hook
+
+    handles = [x.register_hook(note(x)) for x in trained]
+    try:
+        cuts.reached = next_segment
+        # As backward runs outside of the user's autocast.
+        with torch.autocast("cuda", enabled=False), recorder.recording() as first:
+            segments.append(Segment(first))
+            found = list(torch.autograd.grad(outputs, trained, gradients, allow_unused=True))
+    finally:
+        for handle in handles:
+            handle.remove()
+    others: dict[Tensor, Tensor] = {}
+    for x, gradient in zip(trained, found, strict=True):
+        if gradient is None:
+            continue
+        if isinstance(x, nn.Parameter):
+            completed[x].parameters.append(x)
+            completed[x].gradients.append(alias(gradient))
+        else:
+            others[x] = alias(gradient)
+    return segments, others
+
+
+class _Cuts:
+    """Places where backward goes from one graph to the next.
+
+    Attributes:
+        reached: Called by the autograd engine when backward comes to one.
+    """
+
+    def __init__(self) -> None:
+        self.reached: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def in_front_of(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        handles = [module.register_forward_pre_hook(self._hook, with_kwargs=True) for module in modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Cuts at the first argument that has a gradient: what the blocks hand on."""
+        leaves, structure = tree_flatten((args, kwargs))
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaves[number] = _Cut.apply(self, leaf)  # type: ignore[no-untyped-call]
+                break
+        changed: tuple[Any, Any] = tree_unflatten(leaves, structure)
+        return changed
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cuts: _Cuts, x: Tensor) -> Tensor:
+        ctx.cuts = cuts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ctx.cuts.reached()
+        return None, gradient
+
+
+def _casting_anew() -> AbstractContextManager[object]:
+    """Autocast as it is, without the casts of parameters that earlier calls have left: they would be constants."""
+    if not torch.is_autocast_enabled("cuda"):
+        return nullcontext()
+    return torch.autocast("cuda", torch.get_autocast_dtype("cuda"), cache_enabled=False)

@@ -1,0 +1,272 @@
+"""A network that runs by CUDA graphs where it can: `GraphedNetwork`.
+
+A call is first computed eagerly. The second call of its kind is inspected (`inspect_call`), and, where the mode is
+``"auto"``, timed. The third is captured and replayed, as are all that follow. A call that no graph can serve stays
+eager, which is logged once with the reason.
+
+Replayed or eager, a call makes the same collectives in the same order, so ranks need not run it in the same way. They
+agree on what is captured, in the third call of a kind and then in every 64th: a rank may have lost its graphs, because
+somebody has added a hook there.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_videoscale.graphs.calls import Call, is_observed, read_call
+from lightning_videoscale.graphs.capture import CapturedPass, Recorder, capture
+from lightning_videoscale.graphs.inspection import inspect_call
+from lightning_videoscale.graphs.options import GraphOptions
+from lightning_videoscale.graphs.replay import Tenancy, replay
+from lightning_videoscale.graphs.snapshot import Snapshot
+from lightning_videoscale.parallel.auxiliary_loss import context_of
+from lightning_videoscale.parallel.context import SequenceContext, SplitRecord
+from lightning_videoscale.parallel.region_randomness import RegionRandomness
+
+_DROPS = 4  # after which a network that is changed again and again stays eager
+_ROOM = 1.5  # times what a pass keeps, for all that it takes while it runs
+_AGREE = 64  # calls of a kind between two agreements
+_LAUNCH_BOUND = 0.8  # of the device's time between the begin and the end of forward, that the host needs to launch it
+
+
+@dataclass
+class _Kind:
+    """What is known of the calls of one key.
+
+    Attributes:
+        calls: How many there were.
+        seen: The network as it was when one was inspected; None if none was since the network was last changed.
+        objection: Why they stay eager.
+        bytes: Memory that a pass keeps for backward.
+        waits: The host's seconds for a forward, and the events around it on the device.
+        captured: The pass, once there is one.
+        record: How the pass was split.
+    """
+
+    calls: int = 0
+    seen: Snapshot | None = None
+    objection: str | None = None
+    bytes: int = 0
+    waits: tuple[float, torch.cuda.Event, torch.cuda.Event] | None = None
+    captured: CapturedPass | None = None
+    record: SplitRecord | None = None
+
+
+class GraphedNetwork:
+    """Stands in front of a network's forward; see the module.
+
+    Args:
+        network: The network, split already.
+        forward: Its forward, inside its hooks.
+        entrances: Modules in front of which backward is cut.
+        options: When to capture, and with how much memory.
+        agree: Whether all ranks that share the sequence say yes; they ask together. None: this rank has it alone.
+        kernels: Says which kernels of attention are chosen.
+        log: Is told what is captured, and what is not and why.
+
+    Attributes:
+        counts: Of calls: ``"replayed"``, ``"eager"``, ``"busy"`` (a pass before had not gone backward), ``"captured"``.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        forward: Callable[..., Any],
+        entrances: list[nn.Module],
+        options: GraphOptions,
+        agree: Callable[[bool], bool] | None,
+        kernels: Callable[[], Hashable],
+        log: Callable[[str], None],
+    ) -> None:
+        self._network, self._forward, self._entrances = network, forward, entrances
+        self._options, self._log = options, log
+        self._kernels, self._chosen = kernels, kernels()
+        self._is_alone, self._agree = agree is None, agree or bool
+        self._name = type(network).__name__
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._said: set[str] = set()
+        self._changes, self._always = 0, ""
+        self._relied_on: dict[bool, Snapshot] = {}  # in train mode and in eval mode
+        self.counts: Counter[str] = Counter()
+        self._recorder: Recorder | None = None
+        self._tenancy = Tenancy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The forward of the copy: a copy of a network (an average, a teacher) runs eagerly."""
+        return copy.deepcopy(self._forward, memo)
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (self._forward,)
+
+    def drop(self, reason: str = "they are taken back") -> None:
+        """Lets all graphs go; calls are inspected and captured anew as they come."""
+        if any(kind.captured is not None for kind in self._kinds.values()):
+            torch.cuda.synchronize()  # some may still run
+            self._log(f"CUDA graphs of {self._name} are dropped: {reason}.")
+        for kind in self._kinds.values():
+            kind.captured, kind.objection, kind.seen = None, None, None
+        self._relied_on.clear()
+        self._recorder, self._tenancy = None, Tenancy()
+
+    def _compare(self) -> None:
+        """Drops the graphs if the network is another than the one that they were captured of."""
+        before = self._relied_on.get(self._network.training)
+        where = None if before is None else before.difference()
+        if where is not None:
+            self.drop(f"{where} has changed")
+            self._note_change(where)
+
+    def _note_change(self, where: str) -> None:
+        self._changes += 1
+        if self._changes == _DROPS:
+            self._always = f"{where} has changed between calls, as something did {_DROPS} times"
+            self._explain(self._always)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The network's forward."""
+        context = context_of(self._network)
+        if torch.compiler.is_compiling() or (context is not None and (context.suspended or context.on_exchange)):
+            return self._forward(*args, **kwargs)
+        call = read_call(self._network, args, kwargs)
+        if isinstance(call, str):
+            self._explain(call)
+            return self._eagerly("eager", args, kwargs)
+        if (chosen := self._kernels()) != self._chosen:
+            self._chosen = chosen
+            self.drop("kernels of attention were chosen anew")
+            self._kinds.clear()  # as on all ranks, which agree in the third call from here
+        kind = self._kinds.setdefault(call.key, _Kind())
+        kind.calls += 1
+        if kind.captured is not None:
+            self._compare()
+        if kind.calls == 3 or kind.calls % _AGREE == 0 or (self._is_alone and kind.calls > 3):
+            self._settle(kind, call, context)
+        if is_observed():
+            return self._eagerly("eager", args, kwargs)
+        if kind.captured is None:
+            if kind.calls > 1 and kind.seen is None and not self._always:
+                return self._inspected(kind, call, context, args, kwargs)
+            return self._eagerly("eager", args, kwargs)
+        if self._tenancy.is_taken:
+            return self._eagerly("busy", args, kwargs)
+        return self._replayed(kind, call, context)
+
+    def _eagerly(self, count: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.counts[count] += 1
+        return self._forward(*args, **kwargs)
+
+    def _explain(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            self._log(f"{self._name} runs without CUDA graphs: {reason}.")
+
+    def _inspected(
+        self, kind: _Kind, call: Call, context: SequenceContext | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        def run() -> Any:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            start = time.perf_counter()
+            result = self._eagerly("eager", args, kwargs)
+            seconds = time.perf_counter() - start
+            end.record()
+            kind.waits = seconds, begin, end
+            return result
+
+        result, seen = inspect_call(self._network, run, call, context, call.tensors[0].device)
+        kind.seen, kind.objection, kind.bytes = seen.network, seen.objection, seen.bytes
+        if kind.objection is not None:
+            self._explain(kind.objection)
+        return result
+
+    def _settle(self, kind: _Kind, call: Call, context: SequenceContext | None) -> None:
+        """Captures a pass if it is worth it and fits; collective over the ranks that share the sequence."""
+        if self._is_alone and (kind.captured is not None or kind.objection is not None or kind.seen is None):
+            return
+        device = call.tensors[0].device
+        trained = [parameter for parameter in self._network.parameters() if parameter.requires_grad]
+        self._compare()  # also for graphs of other kinds, before what they rely on is noted anew
+        if kind.captured is None and kind.seen is not None and (where := kind.seen.difference()) is not None:
+            kind.seen = kind.objection = None  # to be inspected anew
+            self._note_change(where)
+        if kind.captured is None and kind.seen is not None and kind.objection is None:
+            kind.objection = self._not_worth_it(kind, call) or self._too_large(kind, trained, device)
+            if kind.objection is not None:
+                self._explain(kind.objection)
+        can = kind.seen is not None and kind.objection is None and not self._tenancy.is_taken and not is_observed()
+        if not self._agree(kind.captured is not None or can) or kind.captured is not None or kind.seen is None:
+            return
+        before, start = torch.cuda.memory_reserved(device), time.perf_counter()
+        try:
+            with _generators_put_back(context, device):
+                kind.captured = self._record(call, context, device)
+        except RuntimeError as error:
+            kind.objection = f"its capture failed: {str(error).splitlines()[0]}"
+            self._explain(kind.objection)
+            return
+        kind.record = None if context is None else context.record
+        self._relied_on[self._network.training] = kind.seen
+        self.counts["captured"] += 1
+        taken = torch.cuda.memory_reserved(device) - before
+        self._log(
+            f"{self._name} runs by CUDA graphs for inputs {[tuple(x.shape) for x in call.tensors]}: captured in "
+            f"{time.perf_counter() - start:.2f} s, {taken / 2**30:.2f} GiB more."
+        )
+
+    def _record(self, call: Call, context: SequenceContext | None, device: torch.device) -> CapturedPass:
+        if self._recorder is None:
+            self._recorder = Recorder(device)
+        region = nullcontext if context is None else lambda: context.randomness.held(device)
+        return capture(self._network, self._forward, call, self._entrances, self._recorder, region)
+
+    def _not_worth_it(self, kind: _Kind, call: Call) -> str | None:
+        if self._options.mode is True:
+            return None
+        if any(x.requires_grad for x in call.tensors):
+            return "an input requires gradients, which may be differentiated again; graphs=True takes it all the same"
+        assert kind.waits is not None
+        seconds, begin, end = kind.waits
+        end.synchronize()
+        share = seconds * 1e3 / max(begin.elapsed_time(end), 1e-6)
+        if share >= _LAUNCH_BOUND:
+            return None
+        return f"with inputs {[tuple(x.shape) for x in call.tensors]} the host takes {share:.2f} of the device's time"
+
+    def _too_large(self, kind: _Kind, trained: list[nn.Parameter], device: torch.device) -> str | None:
+        needed = kind.bytes + sum(x.numel() * x.element_size() for x in trained) * torch.is_grad_enabled()
+        allowed = self._options.max_memory * torch.cuda.get_device_properties(device).total_memory
+        if needed <= allowed:
+            if torch.cuda.mem_get_info(device)[0] < _ROOM * needed:
+                torch.cuda.empty_cache()  # the pool of graphs takes nothing of what the allocator keeps for others
+            return None
+        return (
+            f"a graph needs {needed / 2**30:.1f} GiB for activations and gradients, and "
+            f"graphs_max_memory={self._options.max_memory} allows {allowed / 2**30:.1f}"
+        )
+
+    def _replayed(self, kind: _Kind, call: Call, context: SequenceContext | None) -> Any:
+        assert kind.captured is not None
+        self.counts["replayed"] += 1
+        if context is None or kind.record is None:
+            return replay(kind.captured, call.tensors, self._tenancy)
+        with context.randomness.held(call.tensors[0].device) as seed:
+            result = replay(kind.captured, call.tensors, self._tenancy)
+        context.record = replace(kind.record, seed=seed or context.record.seed)
+        return result
+
+
+@contextmanager
+def _generators_put_back(context: SequenceContext | None, device: torch.device) -> Iterator[None]:
+    """What a capture draws is drawn again by its replay."""
+    randomness = RegionRandomness(0) if context is None else context.randomness
+    with randomness.put_back(device):
+        yield

@@ -1,0 +1,29 @@
+"""When graphs are used: `GraphOptions`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GraphMode = bool | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """When a network runs by CUDA graphs.
+
+    Attributes:
+        mode: True for every call that can be captured; ``"auto"`` for those of them whose forward waits for the host.
+        max_memory: Share of a device's memory that graphs may take.
+        segments: Into how many graphs backward is cut at most, so that finished gradients are averaged beside the rest.
+    """
+
+    mode: GraphMode = False
+    max_memory: float = 0.05
+    segments: int = 4
+
+    def __post_init__(self) -> None:
+        if self.mode not in (True, False, "auto"):
+            raise ValueError(f'graphs={self.mode!r} is neither True, False nor "auto".')
+        if not 0 < self.max_memory <= 1:
+            raise ValueError(f"graphs_max_memory={self.max_memory} is a share of the device's memory, between 0 and 1.")

@@ -1,0 +1,143 @@
+"""Replays a captured pass as part of autograd: `replay`.
+
+Forward is one graph. Backward is a chain of autograd functions, one for each segment, tied by empty tensors. Each
+returns the gradients of its parameters, so that whatever waits for them (DDP's buckets, hooks, accumulation) goes on
+while the next segment's graph runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_videoscale.compat.torch.trees import tree_unflatten
+from lightning_videoscale.graphs.capture import CapturedPass
+
+
+class Tenancy:
+    """Whose activations lie in the pool: those of one pass at a time, until its backward is over or it is let go."""
+
+    def __init__(self) -> None:
+        self._tenant: weakref.ref[Run] | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a pass may still go backward."""
+        run = None if self._tenant is None else self._tenant()
+        return run is not None and not run.is_over
+
+    def take(self, run: Run) -> None:
+        """Gives the pool to a pass."""
+        self._tenant = weakref.ref(run)
+
+    def is_held_by(self, run: Run) -> bool:
+        """Whether nothing has taken the pool since."""
+        return self._tenant is not None and self._tenant() is run
+
+
+class Run:
+    """One replay of a pass; lives as long as something may go backward through it."""
+
+    def __init__(self, captured: CapturedPass, tenancy: Tenancy) -> None:
+        self.captured, self._tenancy = captured, tenancy
+        self.is_over = False
+        self.last = captured.last
+        tenancy.take(self)
+
+    def outputs(self) -> list[Any]:
+        """The leaves of what the network returns, in memory of their own."""
+        return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.captured.outputs]
+
+    def backward(self, number: int) -> list[Tensor]:
+        """Runs a segment of backward and returns its parameters' gradients, in memory of the pool."""
+        if self.is_over or not self._tenancy.is_held_by(self):
+            raise RuntimeError(
+                "A pass that ran by a CUDA graph goes backward once, since its activations are overwritten meanwhile. "
+                "Add the losses up and go backward once, or take graphs=False."
+            )
+        segment = self.captured.segments[number]
+        segment.graph.replay()
+        self.is_over = number == self.last
+        return segment.gradients
+
+
+def replay(captured: CapturedPass, tensors: Sequence[Tensor], tenancy: Tenancy) -> Any:
+    """Computes a pass by its graphs.
+
+    Args:
+        captured: The pass.
+        tensors: Of the arguments.
+        tenancy: Of the pool, which nothing else holds.
+
+    Returns:
+        What the network returns.
+    """
+    for static, x in zip(captured.inputs, tensors, strict=True):
+        static.copy_(x.detach())
+    run = Run(captured, tenancy)
+    captured.forward.replay()
+    if not captured.segments:
+        run.is_over = True
+        return tree_unflatten(run.outputs(), captured.structure)
+    tie = tensors[0].new_empty(0, dtype=torch.float32)
+    inputs = [x for x, gradient in zip(tensors, captured.input_gradients, strict=True) if gradient is not None]
+    for number in reversed(range(len(captured.segments))):  # those that run last in backward come first
+        tie = _tie(run, number, tie, inputs if number == run.last else [])
+    leaves = iter(_Outputs.apply(run, tie))  # type: ignore[no-untyped-call]
+    outputs = [next(leaves) if isinstance(leaf, Tensor) else leaf for leaf in captured.outputs]
+    return tree_unflatten(outputs, captured.structure)
+
+
+def _tie(run: Run, number: int, tie: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    parameters = run.captured.segments[number].parameters
+    tied: Tensor = _Segment.apply(run, number, tie, *inputs, *parameters)  # type: ignore[no-untyped-call]
+    return tied
+
+
+class _Segment(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Run, number: int, tie: Tensor, *_: Tensor) -> Tensor:
+        ctx.run, ctx.number, ctx.returns = run, number, "whole"
+        return torch.empty_like(tie)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, tie: Tensor) -> tuple[Any, ...]:
+        run: Run = ctx.run
+        gradients = run.backward(ctx.number)
+        of_inputs = [x.clone() for x in run.captured.input_gradients if x is not None] if ctx.number == run.last else []
+        return None, None, tie, *of_inputs, *gradients
+
+
+class _Outputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Run, tie: Tensor) -> tuple[Tensor, ...]:
+        # `auxiliary_loss.check_loss` looks for it: a network's output is the same on all ranks that share a sequence.
+        ctx.run, ctx.tie, ctx.returns = run, tie.detach(), "whole"
+        ctx.set_materialize_grads(False)
+        outputs = tuple(leaf for leaf in run.outputs() if isinstance(leaf, Tensor))
+        places = _places(run.captured)
+        ctx.mark_non_differentiable(*(x for x, place in zip(outputs, places, strict=True) if place is None))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        for place, gradient in zip(_places(ctx.run.captured), gradients, strict=True):
+            if place is not None:
+                place.zero_() if gradient is None else place.copy_(gradient)
+        return None, ctx.tie
+
+
+def _places(captured: CapturedPass) -> list[Tensor | None]:
+    """Where the gradients of the output's tensors go, if they have any."""
+    return [
+        place
+        for leaf, place in zip(captured.outputs, captured.output_gradients, strict=True)
+        if isinstance(leaf, Tensor)
+    ]

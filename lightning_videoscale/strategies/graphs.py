@@ -1,0 +1,74 @@
+"""CUDA graphs for the networks of a strategy: `run_by_graphs`, and how often they ran, `describe_graphs`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_videoscale.attention import AttentionChoices
+from lightning_videoscale.compat.patching import patch
+from lightning_videoscale.graphs import GraphedNetwork, GraphOptions
+from lightning_videoscale.parallel import SequenceMesh
+from lightning_videoscale.strategies.blocks import find_blocks
+from lightning_videoscale.undo import Undo
+
+
+def run_by_graphs(network: nn.Module, mesh: SequenceMesh, options: GraphOptions, choices: AttentionChoices) -> Undo:
+    """Has a network run by CUDA graphs where it can; see `GraphedNetwork`.
+
+    Args:
+        network: The network, split already.
+        mesh: Whose ranks share the sequence.
+        options: When, and with how much memory.
+        choices: What chooses the kernel of attention.
+
+    Returns:
+        What takes it back.
+
+    Raises:
+        ValueError: If graphs are asked for and the mesh has rings, whose messages no graph was tried with.
+    """
+    if mesh.ring.size > 1:
+        if options.mode is True:
+            raise ValueError(
+                f"graphs=True captures exchanges of Ulysses, and this mesh has rings of {mesh.ring.size} ranks. Take "
+                "ring_size=1, or leave out graphs=."
+            )
+        rank_zero_info(f"{type(network).__name__} runs without CUDA graphs: the mesh has rings.")
+        return Undo()
+
+    def agree(yes: bool) -> bool:
+        everyone: list[bool] = [False] * mesh.sp.size
+        dist.all_gather_object(everyone, yes, group=mesh.sp.group)
+        return all(everyone)
+
+    graphed = GraphedNetwork(
+        network,
+        network.forward,
+        _entrances(network, options.segments),
+        options,
+        agree if mesh.sp.size > 1 else None,
+        lambda: choices.version,
+        rank_zero_info,
+    )
+    return Undo(graphed.drop, patch(network, "forward", graphed))
+
+
+def describe_graphs(networks: Iterable[nn.Module]) -> dict[str, int]:
+    """Returns how many forward passes of some networks were replayed, eager and so on, see `GraphedNetwork.counts`."""
+    graphed = (network.forward for network in networks)
+    return dict(sum((each.counts for each in graphed if isinstance(each, GraphedNetwork)), Counter[str]()))
+
+
+def _entrances(network: nn.Module, segments: int) -> list[nn.Module]:
+    """Blocks in front of which backward is cut into segments of about equally many; none where it has no blocks."""
+    try:
+        blocks = list(find_blocks(network).values())
+    except ValueError:
+        return []
+    places = sorted({len(blocks) * number // segments for number in range(1, segments)} - {0})
+    return [blocks[place] for place in places]

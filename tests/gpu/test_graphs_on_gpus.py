@@ -1,0 +1,433 @@
+"""Networks that run by CUDA graphs: the same numbers as eagerly, to the bit, and never those of a network of before."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.attention_dispatch import attention_backend
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_videoscale.graphs import GraphedNetwork, GraphOptions
+from lightning_videoscale.injection import inject_fused_kernels
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from tests.distributed.pool import ProcessPool
+from tests.distributed.wan_training import Clips, RectifiedFlow
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+Ranks = Callable[[int], ProcessPool]
+SHAPES = ((3, 8, 8), (1, 16, 8), (2, 10, 6))
+
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, by the first deterministic product
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def wan(layers: int = 5, fused: bool = True) -> WanTransformer3DModel:
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=64,
+        ffn_dim=256,
+        num_layers=layers,
+        text_dim=64,
+        qk_norm="rms_norm_across_heads",
+        cross_attn_norm=True,
+    ).cuda()
+    if fused:
+        inject_fused_kernels(model)
+    return model
+
+
+def graphed(network: nn.Module, mode: Any = True, cuts: tuple[int, ...] = (2, 4)) -> GraphedNetwork:
+    """Has a network run by graphs, without a strategy."""
+    blocks: Any = network.blocks
+    runs = GraphedNetwork(
+        network, network.forward, [blocks[i] for i in cuts], GraphOptions(mode, 0.5), None, lambda: 0, print
+    )
+    network.forward = runs
+    return runs
+
+
+def draw(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (
+        torch.randn(1, 16, *shape, device="cuda", generator=generator),
+        torch.rand(1, device="cuda", generator=generator) * 1000,
+        torch.randn(1, 12, 64, device="cuda", generator=generator),
+    )
+
+
+class Training:
+    """Steps of one network with an optimizer, and what they computed."""
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype | None = torch.bfloat16) -> None:
+        self.network, self.dtype = network, dtype
+        self.optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=1e-3)
+
+    def loss(self, number: int, shape: tuple[int, ...]) -> Tensor:
+        inputs = draw(shape, number)
+        torch.manual_seed(number)
+        with torch.autocast("cuda", self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+            (out,) = self.network(*inputs, return_dict=False)
+        loss: Tensor = (out.float() - inputs[0]).square().mean()
+        return loss
+
+    def step(self, number: int, shape: tuple[int, ...], micro_batches: int = 1) -> tuple[float, float]:
+        total = 0.0
+        for micro_batch in range(micro_batches):
+            loss = self.loss(100 * number + micro_batch, shape)
+            loss.backward()
+            total += float(loss)
+        norm = nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, float(norm)
+
+
+def both(change: Callable[[nn.Module], object] = lambda _: None, **options: Any) -> tuple[Training, Training, Any]:
+    """The same network twice, eager and by graphs."""
+    eager, other = wan(), wan()
+    change(eager)
+    change(other)
+    runs = graphed(other)
+    return Training(eager, **options), Training(other, **options), runs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_losses_and_norms_are_equal_to_the_bit(dtype: torch.dtype | None, micro_batches: int) -> None:
+    eager, other, runs = both(dtype=dtype)
+    for number in range(12):
+        shape = SHAPES[number % 3]
+        assert eager.step(number, shape, micro_batches) == other.step(number, shape, micro_batches)
+    assert runs.counts["captured"] == 3
+    assert runs.counts["replayed"] == 12 * micro_batches - 6
+
+
+def freeze(network: Any) -> None:
+    network.requires_grad_(False)
+    for block in network.blocks:
+        block.attn1.to_q.requires_grad_(True)
+
+
+def drop_out(network: Any) -> None:
+    for block in network.blocks:
+        block.attn1.to_out[1] = nn.Dropout(0.2)
+    network.train()
+
+
+def own_checkpoints(network: Any) -> None:
+    network.enable_gradient_checkpointing()
+
+
+@pytest.mark.parametrize("change", [freeze, drop_out])
+def test_networks_with_other_parts(change: Callable[[nn.Module], object]) -> None:
+    eager, other, runs = both(change)
+    for number in range(8):
+        assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
+    assert runs.counts["replayed"] == 6
+
+
+def test_what_cannot_be_captured_stays_eager_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    eager, other, runs = both(own_checkpoints)
+    for number in range(6):
+        assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
+    if not runs.counts["replayed"]:
+        assert "runs without CUDA graphs" in capsys.readouterr().out
+
+
+def reads_a_number(network: Any) -> None:
+    """A forward that waits for the device, which no graph can repeat."""
+    original = network.blocks[3].forward
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert float(hidden.detach().abs().max()) > 0
+        return original(hidden, *args, **kwargs)  # type: ignore[no-any-return]
+
+    network.blocks[3].forward = forward
+
+
+def test_a_capture_that_breaks_leaves_all_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    eager, other, runs = both(reads_a_number)
+    drop_out(eager.network)
+    drop_out(other.network)
+    for number in range(6):
+        assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
+    assert runs.counts["replayed"] == 0
+    assert "its capture failed" in capsys.readouterr().out
+    sound, by_graphs, runs = both(drop_out)
+    for number in range(6):
+        assert sound.step(number, SHAPES[0]) == by_graphs.step(number, SHAPES[0])
+    assert runs.counts["replayed"] == 4
+    torch.cuda.empty_cache()  # which does nothing while the allocator believes in a capture
+    assert torch.cuda.memory_reserved() < 2**31
+
+
+def test_validation_and_a_second_forward_before_the_first_backward() -> None:
+    eager, other, runs = both()
+    for number in range(8):
+        seen = []
+        for training in (eager, other):
+            with torch.no_grad():
+                before = float(training.loss(number + 50, SHAPES[1]))
+            first, second = training.loss(number, SHAPES[0]), training.loss(number + 20, SHAPES[0])
+            (first + second).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            seen.append((before, float(first), float(second)))
+        assert seen[0] == seen[1]
+    assert runs.counts["busy"] > 0
+    assert runs.counts["replayed"] > 8
+
+
+def test_eval_mode_between_steps_keeps_the_graphs_of_training() -> None:
+    eager, other, runs = both(drop_out)
+    for number in range(16):
+        if number % 2:
+            for training in (eager, other):
+                training.network.eval()
+                with torch.no_grad():
+                    training.loss(number, SHAPES[0])
+                training.network.train()
+        assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
+    assert runs.counts["captured"] == 2
+    assert runs.counts["replayed"] == 14 + 6
+
+
+def test_an_output_that_is_kept_is_not_overwritten() -> None:
+    _, other, _ = both()
+    for number in range(4):
+        other.step(number, SHAPES[0])
+    inputs = draw(SHAPES[0], 1)
+    with torch.no_grad():
+        for _ in range(3):
+            other.network(*inputs)
+        first = other.network(*inputs).sample
+        kept = first.clone()
+        other.network(*draw(SHAPES[0], 2))
+    assert torch.equal(first, kept)
+
+
+def test_a_second_backward_is_an_error() -> None:
+    _, other, runs = both()
+    for number in range(4):
+        other.step(number, SHAPES[0])
+    loss = other.loss(9, SHAPES[0])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="graphs=False"):
+        loss.backward()
+    assert runs.counts["replayed"] == 3
+
+
+def test_gradients_of_inputs() -> None:
+    eager, other, runs = both()
+    for number in range(6):
+        found = []
+        for training in (eager, other):
+            x, t, text = draw(SHAPES[0], number)
+            x.requires_grad_()
+            training.network(x, t, text, return_dict=False)[0].square().mean().backward()
+            training.optimizer.zero_grad()
+            assert x.grad is not None
+            found.append(x.grad)
+        assert torch.equal(found[0], found[1])
+    assert runs.counts["replayed"] == 4
+
+
+def move(network: Any) -> None:
+    network.blocks[1].ffn.net[2].weight.data = network.blocks[1].ffn.net[2].weight.data * 2
+
+
+def replace(network: Any) -> None:
+    old = network.proj_out
+    network.proj_out = nn.Linear(old.in_features, old.out_features).cuda()
+    network.proj_out.load_state_dict({name: 3 * value for name, value in old.state_dict().items()})
+
+
+def freeze_one(network: Any) -> None:
+    network.blocks[0].attn1.to_q.weight.requires_grad_(False)
+    network.blocks[0].attn1.to_q.weight.grad = None
+
+
+def add_hook(network: Any) -> None:
+    network.blocks[2].register_forward_hook(lambda _, __, output: output * 1.5)
+
+
+def set_attribute(network: Any) -> None:
+    network.blocks[3].norm2.eps = 0.5
+
+
+def choose_backend(network: Any) -> None:
+    network.set_attention_backend("_native_math")
+
+
+def end_training(network: Any) -> None:
+    network.blocks[1].eval()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [move, replace, freeze_one, add_hook, set_attribute, choose_backend, end_training],
+    ids=lambda f: f.__name__,
+)
+def test_a_graph_is_never_stale(change: Callable[[Any], None]) -> None:
+    eager, other, runs = both()
+    for number in range(5):
+        assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
+    replayed = runs.counts["replayed"]
+    assert replayed > 0
+    for training in (eager, other):
+        with attention_backend("native"):  # setting one sets it for all networks too, until the block ends
+            change(training.network)
+        training.optimizer = torch.optim.AdamW(training.network.parameters(), lr=1e-3)
+    for number in range(5, 10):
+        assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
+    assert runs.counts["eager"] > 2
+
+
+def test_a_graph_is_not_taken_for_valid_because_another_was_captured_since() -> None:
+    eager, other, runs = both()
+    for number in range(4):
+        assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
+    for training in (eager, other):
+        set_attribute(training.network)
+    for number in range(4, 12):
+        shape = SHAPES[1] if number < 9 else SHAPES[0]
+        assert eager.step(number, shape) == other.step(number, shape)
+    assert runs.counts["captured"] >= 2
+
+
+def test_a_counter_of_flops_sees_all_of_them() -> None:
+    eager, other, runs = both()
+    counts = []
+    for training in (eager, other):
+        for number in range(4):
+            training.step(number, SHAPES[0])
+        with FlopCounterMode(display=False) as counter:
+            training.step(9, SHAPES[0])
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+    assert runs.counts["replayed"] == 2
+
+
+def test_auto_captures_what_waits_for_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    network = wan(layers=5, fused=False)
+    runs, training = graphed(network, "auto"), Training(network)
+    for number in range(5):
+        training.step(number, SHAPES[0])
+    assert runs.counts["replayed"] == 3
+    capsys.readouterr()
+    with torch.no_grad():  # 30 720 tokens, which keep the device busy
+        for number in range(5):
+            training.loss(number, (30, 64, 64))
+    assert runs.counts["replayed"] == 3
+    assert "the host takes" in capsys.readouterr().out
+
+
+def test_a_network_that_changes_in_every_step_stays_eager(capsys: pytest.CaptureFixture[str]) -> None:
+    eager, other, runs = both()
+    for number in range(24):
+        for training in (eager, other):
+            training.network.blocks[0].weight = torch.ones(2, device="cuda")  # type: ignore[union-attr,index]
+        assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
+    assert runs.counts["replayed"] <= 8
+    assert "has changed between calls" in capsys.readouterr().out
+
+
+def test_a_copy_runs_eagerly_and_by_its_own_weights() -> None:
+    _, other, runs = both()
+    for number in range(4):
+        other.step(number, SHAPES[0])
+    average = copy.deepcopy(other.network)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.mul_(0.5)
+    count = runs.counts.total()
+    inputs = draw(SHAPES[0], 1)
+    assert not torch.equal(average(*inputs).sample, other.network(*inputs).sample)
+    assert runs.counts.total() == count + 1
+
+
+def test_graphs_leave_their_memory() -> None:
+    _, other, runs = both()
+    for number in range(4):
+        other.step(number, SHAPES[0])
+    before = torch.cuda.memory_reserved()
+    runs.drop()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < before
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.all: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        self.all.append(float(outputs["loss"]))
+
+
+def train(
+    graphs: bool, mesh: tuple[int, int], precision: Any, accumulate: int = 1
+) -> tuple[list[float], dict[str, int]]:
+    """Losses of a run on a mesh of Ulysses and ring ranks, and how its calls ran."""
+    torch.use_deterministic_algorithms(True)
+    pl.seed_everything(1, verbose=False)
+    module = RectifiedFlow(num_layers=4, num_attention_heads=4, attention_head_dim=64)
+    inject_fused_kernels(module)
+    strategy = SequenceParallelDDPStrategy(*mesh, graphs=graphs, graphs_max_memory=0.5)
+    losses = Losses()
+    counts: dict[str, int] = {}
+
+    class Count(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            counts.update(strategy.describe_graphs())
+
+    trainer = pl.Trainer(
+        accelerator="gpu",
+        devices=torch.cuda.device_count(),
+        strategy=strategy,
+        precision=precision,
+        max_steps=10,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=1.0,
+        callbacks=[losses, Count()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(Clips((3, 8, 8), torch.float32, length=80), batch_size=1))
+    return losses.all, counts
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("mesh", "accumulate"), [((1, 1), 1), ((2, 1), 1), ((2, 1), 2)])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_two_gpus_train_as_without_graphs(
+    gpu_ranks: Ranks, mesh: tuple[int, int], accumulate: int, precision: str
+) -> None:
+    pool = gpu_ranks(2)
+    eager = pool.run(train, False, mesh, precision, accumulate)
+    by_graphs = pool.run(train, True, mesh, precision, accumulate)
+    for (expected, _), (found, counts) in zip(eager, by_graphs, strict=True):
+        assert found == expected
+        assert counts["replayed"] == 10 * accumulate - 2

@@ -1,0 +1,148 @@
+"""The code of the pages on data, kernels and LoRA runs as it stands, on small things in the place of large ones."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+import lightning_videoscale as vs
+from lightning_videoscale.cli import main
+from lightning_videoscale.cost import BucketBudget
+from tests.distributed.pool import ProcessPool
+from tests.distributed.sampling import Pipelines, save_parts
+from tests.models import tiny_wan
+from tests.newcomer import blocks, commands, make_newcomers_folder, replaced
+from tests.strategies.checkpoints.adapted import Adapted, Look, fit, look
+
+Ranks = Callable[[int], ProcessPool]
+DOCS = Path(__file__).parents[1] / "docs"
+BUDGET = BucketBudget(m_mem=64, m_comp=64**2, p=2.0)
+
+
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text()
+
+
+def run(script: str, **names: Any) -> dict[str, Any]:
+    exec(script, names)
+    return names
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+SMALLER = {
+    "{000..099}": "*",
+    " --sizes 480x832 720x1280": " --sizes 32x48 --fps 25 --max-frames 9 --workers 0",
+    "shards/videoscale-index-80daaccb.jsonl": "INDEX",
+    "train.yaml": "train.yaml --seconds 0.001 --max-shapes 2",
+}
+
+
+def test_the_page_on_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_newcomers_folder(tmp_path / "newcomer")
+    monkeypatch.chdir(folder)
+    trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+    content = {"trainer": trainer, "model": {"class_path": "tests.cost.benchmark.flow.Flow"}}
+    (folder / "train.yaml").write_text(yaml.safe_dump(content | {"data": {"shards": "latents/*.tar"}}))
+    done = []
+    for command in commands(page("data")):
+        for old, new in SMALLER.items():
+            command = command.replace(old, new)
+        index = next(iter((folder / "shards").glob("videoscale-index-*.jsonl")), "")
+        words = shlex.split(command.replace("INDEX", str(index)))
+        assert words[0] == "videoscale" and main(words[1:]) == 0, command
+        done.append(words[1])
+    assert done == ["pack", "index", "encode", "benchmark-shapes", "plan"]
+    assert "planned" in capsys.readouterr().out
+    packed, online = blocks(page("data"), "python")
+    for script in (replaced(packed, {'.csv")': '.csv", budget=BUDGET)'}), made_smaller(online)):
+        data = run(script, vs=vs, BUDGET=BUDGET)["data"]
+        data.prepare_data()
+        data.setup("fit")
+        batches = list(data.train_dataloader())
+        assert sorted(caption for batch in batches for caption in batch["caption"]) == [f"{i} {i}" for i in range(10)]
+    encoded = run(script, vs=vs, BUDGET=BUDGET)["encode"](batches[0])
+    assert encoded["latents"].ndim == 5 and encoded["text_embeds"].ndim == 3
+
+
+def made_smaller(script: str) -> str:
+    return replaced(script, {"{000..099}": "*", "encode=encode)": "encode=encode, budget=BUDGET)"})
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+MODEL = """
+from torch import nn
+
+
+class MyBlock(nn.Module):
+    def __init__(self, dim=16):
+        super().__init__()
+        self.modulation, self.norm = nn.Linear(dim, 3 * dim), nn.LayerNorm(dim, elementwise_affine=False)
+        self.mlp = nn.Linear(dim, dim)
+
+    def forward(self, x, c):
+        shift, scale, gate = self.modulation(c).unsqueeze(1).chunk(3, dim=-1)
+        return x + gate * self.mlp(self.norm(x) * (1 + scale) + shift)
+"""
+
+
+def test_the_page_on_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    injected, own = blocks(page("kernels"), "python")
+    wan = tiny_wan()
+    before = look(wan)
+    found = run(injected.partition("report.undo()")[0], vs=vs, model=wan)
+    torch.testing.assert_close(look(wan), before)
+    assert found["report"].replaced and "WanTransformerBlock" in capsys.readouterr().out
+    run("report.undo()" + injected.partition("report.undo()")[2], report=found["report"])
+    assert torch.equal(look(wan), before)
+
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "model.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    MyBlock = importlib.import_module("my_package.model").MyBlock
+    blocks_of_mine = nn.Sequential(MyBlock(), MyBlock())
+    x, c = torch.randn(2, 5, 16), torch.randn(2, 16)
+    expected = blocks_of_mine[0](x, c)
+    assert len(run(own, model=blocks_of_mine)["report"].replaced) == 2
+    torch.testing.assert_close(blocks_of_mine[0](x, c), expected)
+
+
+# -- LoRA --------------------------------------------------------------------------------------------------------------
+
+
+def train_adapter(folder: Path) -> Tensor:
+    seen = Look()
+    fit(Adapted(), "ddp", 1, None, folder / "last.ckpt", [seen])
+    return seen.seen
+
+
+def test_the_page_on_lora(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import PeftModel
+
+    expected = ranks(1).run(train_adapter, tmp_path)[0]
+    monkeypatch.chdir(tmp_path)
+    tiny_wan().save_pretrained("Wan2.1-T2V-1.3B/transformer")
+    for command in commands(page("lora")):
+        assert main(shlex.split(command)[1:]) == 0, command
+    torch.testing.assert_close(look(type(tiny_wan()).from_pretrained("merged")), expected, rtol=0, atol=2e-6)
+
+    (script,) = blocks(page("lora"), "python")
+    module = ModuleType("module")
+    module.transformer = tiny_wan()  # type: ignore[attr-defined]
+    pipeline = Pipelines(save_parts(tmp_path / "parts"))(module)  # type: ignore[arg-type]
+    model = run(script, pipeline=pipeline, transformer=tiny_wan(), PeftModel=PeftModel)["model"]
+    for loaded in (pipeline.transformer, model):
+        torch.testing.assert_close(look(loaded), expected, rtol=0, atol=2e-6)
