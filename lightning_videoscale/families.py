@@ -23,10 +23,10 @@ _Value = TypeVar("_Value")
 
 FAMILIES = {
     "diffusers.models.transformers.transformer_wan": "wan",
-    "diffusers.models.transformers.transformer_wan_vace": "wan_vace",
-    "diffusers.models.transformers.transformer_chronoedit": "chronoedit",
-    "diffusers.models.transformers.transformer_skyreels_v2": "skyreels_v2",
-    "diffusers.models.transformers.transformer_wan_animate": "wan_animate",
+    "diffusers.models.transformers.transformer_wan_vace": "wan.vace",
+    "diffusers.models.transformers.transformer_chronoedit": "wan.chronoedit",
+    "diffusers.models.transformers.transformer_skyreels_v2": "wan.skyreels_v2",
+    "diffusers.models.transformers.transformer_wan_animate": "wan.animate",
     "diffusers.models.transformers.transformer_hunyuan_video": "hunyuan_video",
     "diffusers.models.transformers.transformer_hunyuan_video15": "hunyuan_video",
     "diffusers.models.transformers.transformer_hunyuan_video_framepack": "hunyuan_video",
@@ -37,7 +37,7 @@ FAMILIES = {
     "diffusers.models.attention": "feed_forward",
     "models": "dit",
 }
-"""By the module that classes are in, the file in `models/` that knows them."""
+"""By the module that classes are in, the file in `models/` that knows them; ``"wan.vace"`` is `models/wan/vace.py`."""
 
 
 def class_path(cls: type) -> str:

@@ -5,7 +5,7 @@
 - `split`: the split plan, and the attention that exchanges.
 - `fused_attention`, `block`, `timesteps`: the fused forwards. The embedding is of timesteps that repeat over tokens.
 
-Models that are made of Wan's blocks, or of copies of them, have files of their own beside this folder.
+- `vace`, `animate`, `skyreels_v2`, `chronoedit`: models that are made of Wan's blocks, or of copies of them.
 """
 
 from lightning_videoscale.models.wan.block import FUSED_BLOCK
