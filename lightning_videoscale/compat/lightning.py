@@ -152,6 +152,21 @@ def launched_processes(launcher: Any) -> Sequence[subprocess.Popen[bytes]]:
     return processes
 
 
+def end_observation(launcher: Any) -> bool:
+    """Ends Lightning's thread that kills rank 0, in mid-sentence, once a process that rank 0 started has failed.
+
+    The thread looks at the launcher's list every five seconds and ends where that is empty.
+
+    Returns:
+        Whether there were such processes. `launched_processes` still knows them.
+    """
+    processes = list(launched_processes(launcher))
+    if processes:
+        launcher.procs.clear()  # this list is the thread's, too
+        launcher.procs = processes
+    return bool(processes)
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,12 @@ The user's LightningModule contains no line about any of it.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_videoscale.compat.lightning import launched_processes, set_device_mesh, timeout_of, transferred
+from lightning_videoscale.compat.lightning import (
+    end_observation,
+    launched_processes,
+    set_device_mesh,
+    timeout_of,
+    transferred,
+)
 from lightning_videoscale.parallel import Agreement, SequenceMesh, check_loss
 from lightning_videoscale.parallel.layout.divide import divide_mesh
 from lightning_videoscale.parallel.mesh import host_group
@@ -33,7 +41,7 @@ from lightning_videoscale.strategies.call_agreement import CallAgreement
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.chosen_attention import ChoosesAttention
 from lightning_videoscale.strategies.failures.detector import FailureDetector
-from lightning_videoscale.strategies.failures.endings import end_processes
+from lightning_videoscale.strategies.failures.endings import end_by_alarm, end_processes
 from lightning_videoscale.strategies.failures.stopping import StopsOnSignals
 from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.graphs import describe_graphs
@@ -50,6 +58,8 @@ from lightning_videoscale.strategies.weight_averaging import PortableWeights
 from lightning_videoscale.strategies.whole_parameters import WholeParameters
 from lightning_videoscale.trained_weights import TrainedWeights
 from lightning_videoscale.undo import Undo
+
+_EXIT = 60.0  # s in which a process that has failed, and that nobody watches any more, ends
 
 
 class SequenceParallelMixin(
@@ -396,6 +406,8 @@ class SequenceParallelMixin(
     def on_exception(self, exception: BaseException) -> None:
         self._failed = not self._is_stopping
         super().on_exception(exception)
+        if end_observation(self.launcher):  # this process ends the others, says why, and ends with its own status
+            atexit.register(partial(end_by_alarm, _EXIT))
         if self._is_stopping:  # every rank alike
             return
         if isinstance(exception, KeyboardInterrupt):  # every rank receives it, and Lightning ends the processes

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.profilers import SimpleProfiler
@@ -315,6 +316,20 @@ def test_the_processes_that_a_launcher_started() -> None:
     assert private.launched_processes(launcher) == [process]
     assert process.wait() == 0
     assert private.launched_processes(None) == ()
+
+
+def test_rank_0_outlives_the_processes_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = pl.Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False).strategy.launcher
+    assert not private.end_observation(launcher)
+    failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    assert failed.wait() == 3
+    launcher.procs.append(failed)
+    observer, killed = _ChildProcessObserver(os.getpid(), launcher.procs), []
+    monkeypatch.setattr(os, "kill", lambda *args: killed.append(args))
+    assert private.end_observation(launcher)
+    assert observer._run() and killed == []
+    assert private.launched_processes(launcher) == [failed]
+    assert _ChildProcessObserver(os.getpid(), launcher.procs)._run() and killed == [(os.getpid(), signal.SIGKILL)]
 
 
 def test_no_group_is_left_behind() -> None:
