@@ -1,26 +1,25 @@
 """Train video diffusion transformers at scale with PyTorch Lightning.
 
-Importing the package registers its strategies with Lightning (`Trainer(strategy="ulysses_ddp")`). Everything else is
-imported when it is first asked for: sequence parallelism and kernels serve plain PyTorch, which needs neither the data
-room nor the callbacks.
+Importing the package makes its strategies known to Lightning (`Trainer(strategy="ulysses_ddp")`), at once or as soon as
+Lightning is imported. Everything else is imported when it is first asked for: sequence parallelism and kernels serve
+plain PyTorch, and ``videoscale --help`` needs not even that.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_videoscale import injection, kernels, parallel, strategies
-from lightning_videoscale.injection import inject_fused_kernels
-from lightning_videoscale.strategies import (
-    SequenceParallelDDPStrategy,
-    SequenceParallelDeepSpeedStrategy,
-    SequenceParallelFSDP2Strategy,
-    register_strategies,
-)
+from wrapt import when_imported
 
 if TYPE_CHECKING:
-    from lightning_videoscale import callbacks, cost, data, metrics
+    from lightning_videoscale import callbacks, cost, data, injection, kernels, metrics, parallel, strategies
     from lightning_videoscale.cost import BucketBudget
     from lightning_videoscale.data import VideoDataModule, benchmark_shapes
+    from lightning_videoscale.injection import inject_fused_kernels
+    from lightning_videoscale.strategies import (
+        SequenceParallelDDPStrategy,
+        SequenceParallelDeepSpeedStrategy,
+        SequenceParallelFSDP2Strategy,
+    )
 
 __all__ = [
     "BucketBudget",
@@ -40,27 +39,29 @@ __all__ = [
     "strategies",
 ]
 
-_LAZY = {
+_HOMES = {
     "BucketBudget": "cost",
+    "SequenceParallelDDPStrategy": "strategies",
+    "SequenceParallelDeepSpeedStrategy": "strategies",
+    "SequenceParallelFSDP2Strategy": "strategies",
     "VideoDataModule": "data",
     "benchmark_shapes": "data",
-    "callbacks": "callbacks",
-    "cost": "cost",
-    "data": "data",
-    "metrics": "metrics",
+    "inject_fused_kernels": "injection",
 }
-"""Public names whose room is imported when they are first asked for."""
+"""The rooms of public names that are none themselves."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = import_module(f"{__name__}.{_LAZY[name]}")
-    return room if name == _LAZY[name] else getattr(room, name)
+    room = import_module(f"{__name__}.{_HOMES.get(name, name)}")
+    return getattr(room, name) if name in _HOMES else room
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register_strategies()
+@when_imported("lightning.pytorch")  # and all of it: our strategies derive from Lightning's
+def _register(_: object) -> None:
+    import_module(f"{__name__}.strategies").register_strategies()

@@ -43,7 +43,8 @@ def test_names_and_imports_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_understood(page: Path) -> None:
     for command in commands(page):
-        build_parser().parse_args(shlex.split(command, comments=True)[1:])
+        words = shlex.split(command, comments=True)[1:]
+        build_parser(words).parse_args(words)
 
 
 def sentences(page: Path) -> list[str]:

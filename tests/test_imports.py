@@ -47,6 +47,7 @@ dist.destroy_process_group()
 if not child:
     sys.exit()
 assert os.waitpid(child, 0)[1] == 0
+assert "lightning" not in sys.modules
 from lightning.pytorch.cli import LightningCLI  # after our package; the other order has a test of its own
 from lightning.pytorch.demos.boring_classes import BoringModel
 args = ["--trainer.strategy=usp_fsdp2", "--trainer.accelerator=cpu", "--trainer.logger=false"]
@@ -106,6 +107,11 @@ def test_a_wan_is_split_by_who_imports_nothing_but_parallel_and_a_strategy_is_kn
 )
 def test_strategies_are_known_by_name_in_either_order_of_imports(script: str, imports: str, strategy: str) -> None:
     assert printed_by(script.format(imports=imports))[-1] == strategy
+
+
+def test_the_package_alone_loads_nothing() -> None:
+    script = "import sys, lightning_videoscale\nprint(*sorted({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
+    assert printed_by(script) == [""]
 
 
 def test_every_public_name_is_there_and_no_other() -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+from pathlib import Path
+
+from lightning_videoscale.families import AllFamilies
 
 
 def cores() -> int:
@@ -20,3 +24,65 @@ def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
+
+
+def at_least(least: int, text: str) -> int:
+    """An integer that is not smaller.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is.
+    """
+    if not text.removeprefix("-").isdecimal() or (number := int(text)) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+    return number
+
+
+def one_of(kind: str, text: str) -> str:
+    """A name that model families know; not by ``choices``, which ``--help`` would read from all of them.
+
+    Args:
+        kind: What the name is of, such as ``"GEOMETRIES"``.
+        text: The name.
+
+    Raises:
+        argparse.ArgumentTypeError: If none knows it.
+    """
+    names: AllFamilies[object] = AllFamilies(kind)
+    if text not in names:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+    return text
+
+
+def area(text: str) -> int:
+    """The area of ``HEIGHTxWIDTH``, in pixels.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    if not (size := re.fullmatch(r"(\d+)x(\d+)", text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HEIGHTxWIDTH, such as 480x832")
+    return int(size[1]) * int(size[2])
+
+
+def local_folder(text: str) -> Path:
+    """A folder on a disk.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is a URL.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL: name a folder on a disk, and copy it from there")
+    return Path(text)
+
+
+def add_shards(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument ``shards`` and the option ``--captions``."""
+    parser.add_argument(
+        "shards",
+        nargs="+",
+        help="tars: paths or URLs, with {000..099} and * as in WebDataset; or folders of videos and images, which are "
+        "packed first, into FOLDER.packed beside each",
+    )
+    parser.add_argument(
+        "--captions", type=Path, metavar="FILE", help="captions of the folders, as `videoscale pack` takes them"
+    )

@@ -22,29 +22,8 @@ from lightning_videoscale.data import VideoDataModule, benchmark_shapes
 _GIB = 2**30
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``benchmark-shapes`` to the command line."""
-    description = (
-        "Runs the module of a LightningCLI config under its Trainer, forward and backward, on batches of the shapes in "
-        "its data, and writes time and memory of each as a matrix. Nothing is trained. budget='auto' finds the matrix "
-        "beside the index; `videoscale plan --cost` reads it too. A call that is ended keeps what it has measured in "
-        "MATRIX.part, and the next one goes on from there. Under torchrun, or with several devices, the processes "
-        "measure together."
-    )
-    parser = commands.add_parser("benchmark-shapes", help="time and memory of training steps", description=description)
-    parser.add_argument("--config", type=Path, required=True, help="what `fit --config` takes")
-    parser.add_argument("--model", help="package.Class, where the config names no class_path of the model")
-    parser.add_argument("--data", help="package.Class, likewise (default: VideoDataModule)")
-    parser.add_argument("--output", type=Path, help="the matrix (default: where budget='auto' looks for it)")
-    parser.add_argument("--max-shapes", type=int, default=12, help="sequence lengths (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, help="B * S (default: those of two of the longest samples)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="per shape, about (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("overrides", nargs="*", help="after --: settings of the config, as --trainer.devices 2")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
     console = Console(stderr=True, soft_wrap=True)
     try:
         trainer, module, data = _from_config(options)

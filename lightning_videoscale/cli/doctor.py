@@ -65,15 +65,8 @@ def examine() -> list[Finding]:
     return [*_packages(), *_known_bad_packages(), *_gpus()]
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``doctor`` to the command line."""
-    description = "Checks versions, GPUs and links, and says what to do about it. Exit status 1 if something is bad."
-    parser = commands.add_parser("doctor", help="check this machine", description=description)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
     findings = examine()
     if options.json:
         sys.stdout.write(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2) + "\n")

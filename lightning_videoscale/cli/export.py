@@ -19,7 +19,6 @@ from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.fingerprints import Fingerprint
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder
 from lightning_videoscale.strategies.checkpoints.frozen import LEFT_OUT, check_base
-from lightning_videoscale.strategies.checkpoints.places import is_remote
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 
 
@@ -88,35 +87,8 @@ def export(
     return [f"{network.path} -> {output}"]
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``export`` to the command line."""
-    description = (
-        "Writes a trained network as an ordinary diffusers folder, for from_pretrained. Of one that was trained with "
-        "adapters (LoRA), writes these, for diffusers' load_lora_weights and peft's PeftModel.from_pretrained."
-    )
-    parser = commands.add_parser("export", help="weights of a checkpoint for diffusers", description=description)
-    parser.add_argument("checkpoint", help="a checkpoint, such as checkpoints/last.ckpt or s3://bucket/run/last.ckpt")
-    parser.add_argument("output", type=_local_folder, help="the folder to write, on a disk")
-    parser.add_argument("--module", help="path of the network in the LightningModule, such as transformer")
-    parser.add_argument("--merge", action="store_true", help="write the network with its adapters merged into it")
-    parser.add_argument(
-        "--base", type=Path, help="folder of the network before training, for checkpoints that leave it out"
-    )
-    parser.add_argument(
-        "--ema",
-        action=argparse.BooleanOptionalAction,
-        help="averages of the weights (callback EMA), or the weights in training; by default averages if there are any",
-    )
-    parser.set_defaults(run=_run)
-
-
-def _local_folder(text: str) -> Path:
-    if is_remote(text):
-        raise argparse.ArgumentTypeError(f"{text} is a URL: name a folder on a disk, and copy it from there")
-    return Path(text)
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
     try:
         written = export(options.checkpoint, options.output, options.module, options.merge, options.base, options.ema)
     except (CheckpointError, ModuleNotFoundError) as error:

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 
 from lightning_videoscale.cli.arguments import cores
 from lightning_videoscale.data.packing.on_the_way import Found, pack_on_the_way
-
-
-def add_shards(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument ``shards`` and the option ``--captions``."""
-    parser.add_argument(
-        "shards",
-        nargs="+",
-        help="tars: paths or URLs, with {000..099} and * as in WebDataset; or folders of videos and images, which are "
-        "packed first, into FOLDER.packed beside each",
-    )
-    parser.add_argument(
-        "--captions", type=Path, metavar="FILE", help="captions of the folders, as `videoscale pack` takes them"
-    )
 
 
 def find_shards(options: argparse.Namespace) -> Found:

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from lightning_videoscale.cli.arguments import cores, positive
-from lightning_videoscale.cli.folders import add_shards, find_shards
+from lightning_videoscale.cli.folders import find_shards
 from lightning_videoscale.data.loading.data_warnings import check_caption_key
 from lightning_videoscale.data.planning.shapes import Media
 from lightning_videoscale.data.shards.errors import ShardError
@@ -22,24 +21,8 @@ from lightning_videoscale.data.shards.indexing import build_index
 _SHOWN = 20
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``index`` to the command line."""
-    description = (
-        "Decodes every sample of the shards once and keeps a table of their true shapes. Running it again looks only "
-        "at shards that changed, and at what could not be reached; a run that was stopped goes on. A folder of videos "
-        "and images is packed into shards first, into FOLDER.packed. Exit status 1 if nothing can be used, or "
-        "something could not be reached."
-    )
-    parser = commands.add_parser("index", help="what is in some shards", description=description)
-    add_shards(parser)
-    parser.add_argument("--index", type=Path, help="where to keep the table (default: beside the first shard)")
-    parser.add_argument("--workers", type=positive, default=cores(), help="threads (default: one per core)")
-    parser.add_argument("--caption-key", help="field of .json that holds the captions (default: .txt, or the usual)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
     try:
         found = find_shards(options)
         file = options.index or found.index_file

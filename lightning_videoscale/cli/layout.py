@@ -7,37 +7,12 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_videoscale.cli.arguments import positive
-from lightning_videoscale.parallel.layout import DEFAULT_TOKENS, Layout, LayoutChoice, choose_layout, read_machine
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what ``--layout`` takes beside the clips of ``plan``."""
-    group = parser.add_argument_group(
-        "layout",
-        "With --layout, how ranks that share a sequence best divide into ulysses x ring, as strategies choose it where "
-        "both sizes are left out. Needs no GPU. Lengths come from --tokens, or from the clips of --index or --shapes.",
-    )
-    group.add_argument("--layout", action="store_true", help="predict a layer under every layout, and plan nothing")
-    group.add_argument("--heads", type=positive, help="attention heads")
-    group.add_argument("--head-dim", type=positive, default=128, help="numbers in a head (default: %(default)s)")
-    group.add_argument("--config", type=Path, help="config.json of a diffusers transformer, which tells both instead")
-    group.add_argument(
-        "--tokens", type=positive, help=f"of a clip (default: those of the clips, or {DEFAULT_TOKENS} without any)"
-    )
-    group.add_argument("--ranks", type=positive, default=8, help="that share a sequence (default: %(default)s)")
-    group.add_argument("--devices-per-node", type=positive, help="default: all ranks are on one node")
-    group.add_argument(
-        "--machine",
-        default="h200",
-        help="h200, h100, default (other GPUs), or a file of benchmarks/parallel/layouts.py (default: %(default)s)",
-    )
+from lightning_videoscale.parallel.layout import Layout, LayoutChoice, choose_layout, read_machine
 
 
 def print_layouts(options: argparse.Namespace, lengths: Mapping[int, int] | None) -> None:

@@ -10,8 +10,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -19,17 +17,16 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from lightning_videoscale.cli.layout import add_arguments, print_layouts
+from lightning_videoscale.cli.layout import print_layouts
+from lightning_videoscale.cli.parsers.plan import LONGEST
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, ShapeMatrix, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES
+from lightning_videoscale.data.loading.data_warnings import oversized_shapes
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, SampleTable
 from lightning_videoscale.data.planning.compute_budget import TriedBudget, best_of, try_budgets
 from lightning_videoscale.data.planning.figures import PlanFigures
 from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ShapePolicy, standard_mix
 from lightning_videoscale.data.shards.index import ShardIndex
-
-LONGEST = 75_600
-"""Tokens of the longest clip that Wan is trained on: 81 frames of 720 x 1280."""
 
 _FEW_STEPS = 10
 """Below as many steps, the last one and its fillers alone move every mean."""
@@ -50,55 +47,11 @@ _ROWS = {
 _TRIED = {"efficiency": "mean/max", "cv_step": "CV_step", "diversity": "diversity", "tokens_per_cost": "tokens/s"}
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``plan`` to the command line."""
-    description = (
-        "Plans one epoch and prints how evenly it loads the ranks, by predicted cost: of one balance, or of all three "
-        "beside each other. The defaults are those of Wan-14B on groups of two GPUs of 80 GB."
-    )
-    parser = commands.add_parser("plan", help="simulate the balances on an index or a table", description=description)
-    clips = parser.add_mutually_exclusive_group()
-    clips.add_argument("--shapes", type=Path, help="CSV with the columns source, width, height, fps, num_frames")
-    clips.add_argument("--index", type=Path, help="what `videoscale index` wrote")
-    parser.add_argument("--standard-mix", action="store_true", help="draw sources, tiers, crops and images at random")
-    parser.add_argument(
-        "--samples",
-        type=partial(_at_least, 1),
-        default=100_000,
-        help="samples that the mix draws (default: %(default)s)",
-    )
-    parser.add_argument("--dp-size", type=int, default=16, help="data-parallel ranks (default: %(default)s)")
-    parser.add_argument("--micro-batches", type=int, default=1, help="per rank and step (default: %(default)s)")
-    parser.add_argument("--balance", choices=get_args(Balance), help="default: all three")
-    parser.add_argument(
-        "--m-mem", type=float, default=2 * LONGEST, help="tokens per micro-batch (default: %(default)s)"
-    )
-    m_comp = parser.add_mutually_exclusive_group()
-    m_comp.add_argument("--m-comp", type=float, help="tokens to the power p (default: one clip of 81 frames in 720p)")
-    m_comp.add_argument(
-        "--best-m-comp",
-        action="store_true",
-        help="try the default and more, up to twice as much, and plan by the one of most predicted tokens/s",
-    )
-    parser.add_argument(
-        "--cost",
-        type=Path,
-        help="matrix of `videoscale benchmark-shapes`, or a step-time model (default: FLOPs of --transformer)",
-    )
-    parser.add_argument(
-        "--geometry", choices=GEOMETRIES, default="wan2.1", help="VAE and patches (default: %(default)s)"
-    )
-    parser.add_argument("--transformer", choices=TRANSFORMERS, default="wan2.1-14b", help="default: %(default)s")
-    parser.add_argument("--seed", type=partial(_at_least, 0), default=0, help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    add_arguments(parser)
-    parser.set_defaults(run=partial(_run, parser))
-
-
-def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
     has_clips = options.shapes is not None or options.index is not None
     if not has_clips and not options.layout:
-        parser.error("one of the arguments --shapes --index is required")
+        raise argparse.ArgumentError(None, "one of the arguments --shapes --index is required")
     try:
         if options.layout:
             print_layouts(options, _table(options).samples_by_length() if has_clips else None)
@@ -120,6 +73,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             planner = replace(planner, budget=best_of(tried).budget)
         balances: Sequence[Balance] = [options.balance] if options.balance else get_args(Balance)[::-1]
         plans = {balance: replace(planner, balance=balance).plan(epoch=0) for balance in balances}
+        if said := oversized_shapes(table, budget):
+            Console(stderr=True, soft_wrap=True).print(said, style="yellow", markup=False)
     except (ValueError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         return 1
@@ -230,9 +185,3 @@ def _draw(costs: NDArray[np.float64], width: int = 96) -> str:
     spread = costs.std(axis=1) / costs.mean(axis=1)
     step = costs[np.argsort(spread, kind="stable")[len(spread) // 2]][:width]
     return "".join(_BARS[round(height * (len(_BARS) - 1))] for height in step / step.max())
-
-
-def _at_least(least: int, text: str) -> int:
-    if not text.removeprefix("-").isdecimal() or (number := int(text)) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
-    return number

@@ -75,16 +75,23 @@ def warn_of_shapeless(index: ShardIndex, table: SampleTable) -> None:
 
 def warn_of_oversized(table: SampleTable, budget: BucketBudget) -> None:
     """Names shapes of which one sample is more than the memory budget."""
+    if said := oversized_shapes(table, budget):
+        rank_zero_warn(said)
+
+
+def oversized_shapes(table: SampleTable, budget: BucketBudget) -> str:
+    """Returns which shapes are, of which one sample is more than the memory budget; empty if none."""
     counts = np.bincount(table.shape_id[table.shape_id >= 0], minlength=len(table.shapes)).tolist()
     lengths = table.sequence_lengths.tolist()
     rows = zip(table.shapes, lengths, counts, strict=True)
-    if oversized := [row for row in rows if budget.exceeds_memory(row[1])]:
-        listed = ", ".join(f"{shape[:3]}: {length} tokens, {count} samples" for shape, length, count in oversized[:20])
-        rank_zero_warn(
-            f"One sample alone exceeds the memory budget m_mem={budget.m_mem} tokens in {len(oversized)} buckets "
-            f"({listed}{', …' * (len(oversized) > 20)}); they train with batch size 1. Raise m_mem if they fit, or "
-            "leave such clips out."
-        )
+    if not (oversized := [row for row in rows if budget.exceeds_memory(row[1])]):
+        return ""
+    listed = ", ".join(f"{shape[:3]}: {length} tokens, {count} samples" for shape, length, count in oversized[:20])
+    return (
+        f"One sample alone exceeds the memory budget m_mem={budget.m_mem} tokens in {len(oversized)} buckets "
+        f"({listed}{', …' * (len(oversized) > 20)}); they train with batch size 1. Raise m_mem if they fit, or "
+        "leave such clips out."
+    )
 
 
 def say_passes(epoch: int, passes: Mapping[str, float]) -> None:

@@ -143,7 +143,7 @@ class ShapePolicy:
         fps: Frames per second.
         max_frames: Frames that a sample has at most.
         crop_share: Share of the clips that are cropped in time to a random number of frames.
-        crop_min_frames: Frames that such a crop leaves at least (where the clip has them).
+        crop_min_frames: Frames that such a crop leaves at least (where the clip has them); only with ``crop_share``.
         image_share: Share of the clips of which one frame is taken, as an image.
 
     Raises:
@@ -164,10 +164,15 @@ class ShapePolicy:
             raise ValueError(f"ShapePolicy needs one positive weight per area, got {self.areas} and {self.weights}.")
         if not (0 <= self.crop_share <= 1 and 0 <= self.image_share <= 1):
             raise ValueError(f"Shares lie in [0, 1]; got crop_share={self.crop_share}, image_share={self.image_share}.")
-        if not (1 <= self.crop_min_frames <= self.max_frames and self.fps > 0 and math.isfinite(self.fps)):
+        if not (min(self.crop_min_frames, self.max_frames) >= 1 and self.fps > 0 and math.isfinite(self.fps)):
             raise ValueError(
-                f"ShapePolicy needs 1 <= crop_min_frames <= max_frames and fps > 0, got {self.crop_min_frames}, "
+                f"ShapePolicy needs crop_min_frames >= 1, max_frames >= 1 and fps > 0, got {self.crop_min_frames}, "
                 f"{self.max_frames} and {self.fps}."
+            )
+        if self.crop_share > 0 and self.crop_min_frames > self.max_frames:
+            raise ValueError(
+                f"With crop_share={self.crop_share}, ShapePolicy needs crop_min_frames <= max_frames, got "
+                f"{self.crop_min_frames} and {self.max_frames}: give a smaller crop_min_frames."
             )
 
     @property
@@ -208,7 +213,7 @@ class ShapePolicy:
         # 1e-9: a rate such as 29.97 must not lose a frame to rounding.
         available = np.floor(clips.num_frames * slower + 1e-9).astype(np.int64)
         available = np.maximum(available, np.minimum(clips.num_frames, 1))
-        span = self.max_frames - self.crop_min_frames + 1
+        span = max(0, self.max_frames - self.crop_min_frames) + 1
         crop = self.crop_min_frames + np.floor(cropped * span).astype(np.int64)
         limit = np.where(is_cropped < self.crop_share, crop, self.max_frames)
         limit = np.where((is_image < self.image_share) | (clips.media == Media.IMAGE), 1, limit)

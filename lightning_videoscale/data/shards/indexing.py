@@ -94,8 +94,9 @@ def index_shards(
             entries.append(entry)
             bar.set_postfix(shards=f"{len(entries)}/{len(shards)}", refresh=False)
     finally:
+        samples_pool.shutdown(wait=False, cancel_futures=True)  # first: shards under way wait for their samples
         shards_pool.shutdown(cancel_futures=True)
-        samples_pool.shutdown(cancel_futures=True)
+        samples_pool.shutdown()
         bar.close()
     return ShardIndex(tuple(entries))
 

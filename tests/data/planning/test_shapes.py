@@ -169,5 +169,12 @@ def test_a_policy_of_nonsense_is_refused() -> None:
         ShapePolicy(areas=(100, 200), weights=(1.0,))
     with pytest.raises(ValueError, match="Shares lie in"):
         ShapePolicy(crop_share=1.5)
-    with pytest.raises(ValueError, match="crop_min_frames <= max_frames"):
-        ShapePolicy(max_frames=9)
+    with pytest.raises(ValueError, match="crop_min_frames <= max_frames, got 17 and 9"):
+        ShapePolicy(max_frames=9, crop_share=0.5)
+    for nonsense in ({"max_frames": 0}, {"crop_min_frames": 0}, {"fps": 0.0}, {"fps": float("inf")}):
+        with pytest.raises(ValueError, match="ShapePolicy needs"):
+            ShapePolicy(**nonsense)
+
+
+def test_short_clips_need_no_word_about_crops() -> None:
+    assert shapes_of(clips((320, 240, 40, 16.0)), ShapePolicy(max_frames=9)) == [ClipShape(9, 240, 320)]
