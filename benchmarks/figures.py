@@ -268,23 +268,18 @@ def kernels_loss_overlay(result: Result) -> None:
 
 
 def recalibration(result: Result) -> None:
-    """M_comp, p and the ranks' spread over the steps, of every case over its oracle's.
-
-    Where p has not arrived, M_comp, in tokens^p, cannot be compared: then what the budget has room for is.
-    """
+    """Samples of the longest length that fit, p and the ranks' spread over the steps, over the oracle's."""
     _, (budgets, exponents, spreads) = plt.subplots(1, 3, figsize=(13, 3.6))
     for row in result["rows"]:
         ranks = row.get("dp_size", result["settings"].get("ranks"))
         label = f"{ranks} ranks, K = {row.get('micro_batches', 1)}, p {row['p_error']:+.1f}"
-        budget = row.get("room_over_oracle", row["m_comp_over_oracle"])
-        (line,) = budgets.plot(row["steps"], budget, ".-", linewidth=1, label=label)
+        (line,) = budgets.plot(row["steps"], row["room_over_oracle"], ".-", linewidth=1, label=label)
         color = line.get_color()
         exponents.plot(row["steps"], np.array(row["p_by_step"]) - row["p"], ".-", linewidth=1, color=color)
         spreads.plot(row["steps"], np.array(row["cv"]) / row["oracle_cv"], linewidth=1, color=color)
     budgets.axhspan(0.95, 1.05, color="gray", alpha=0.2)
-    measured = "room_over_oracle" in row
-    title = "Samples of the longest length that fit" if measured else "M_comp"
-    budgets.set(title=f"{title} over the oracle's", yscale="linear" if measured else "log")
+    measured = "step_seconds" in row
+    budgets.set(title="Samples of the longest length that fit, over the oracle's")
     exponents.set(title="p minus what the oracle began with" if measured else "p minus the true p")
     spreads.axhline(1.3, color="gray", linestyle=":", linewidth=1)
     spreads.set(title="CV of the ranks' costs over the oracle's", ylim=(0, None))

@@ -193,7 +193,7 @@ class BudgetRecalibrator(pl.Callback):
         assert self._recalibration is not None
         calibration, speeds = self._recalibration.calibration, self._recalibration.speeds
         budget = calibration.budget
-        now = {"m_mem": budget.m_mem, "m_comp": budget.m_comp, "p": budget.p}
+        now = budget.numbers
         if changed:
             self.history.append({"step": trainer.global_step, "version": calibration.version, **now, "reason": reason})
             rank_zero_info(f"BudgetRecalibrator, step {trainer.global_step}, version {calibration.version}: {reason}.")

@@ -30,6 +30,7 @@ from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.cost.measurement import Measurement
 from lightning_videoscale.cost.recalibration import Recalibration
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw
+from lightning_videoscale.cost.time_budget import TimeBudget
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, SampleTable
 from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, standard_mix
 
@@ -67,7 +68,7 @@ class World:
 
     def calibration(self, step_time: StepTimeModel) -> Calibration:
         """Budgets by a model of the costs."""
-        return Calibration(step_time.budget(self.target_sync, m_mem=2.0 * LONGEST), step_time)
+        return Calibration(TimeBudget(2.0 * LONGEST, self.target_sync, step_time), step_time)
 
     def planner(self, calibration: Calibration) -> BucketPlanner:
         """Plans by a calibration."""
@@ -165,17 +166,18 @@ def simulate(
         stop: A step, a multiple of ``every``, at which the loop goes through JSON, as through a checkpoint.
 
     Returns:
-        Per step M_comp, p, CV and the oracle's CV; the oracle's M_comp and p; what changed when and why.
+        Per step how many of the longest samples the budget has room for, p, CV and the oracle's CV; its room and
+        p; what changed when and why.
     """
     loop, oracle = Walk(world, world.calibration(first)), Walk(world, world.calibration(world.truth))
-    recalibration = Recalibration(loop.calibration, world.target_sync)
+    recalibration = Recalibration(loop.calibration, world.target_sync, LONGEST)
     window: list[Measurement] = []
-    track: dict[str, list[float]] = {"m_comp": [], "p": [], "cv": [], "oracle_cv": []}
+    track: dict[str, list[float]] = {"room": [], "p": [], "cv": [], "oracle_cv": []}
     changes: list[dict[str, Any]] = []
     for step, (shapes, seconds), (_, best) in zip(range(1, steps + 1), loop.steps(), oracle.steps(), strict=False):
         window += observe(world, shapes, seconds, step)
         budget = loop.calibration.budget
-        for name, value in zip(track, (budget.m_comp, budget.p, spread(seconds), spread(best)), strict=True):
+        for name, value in zip(track, (budget.room(LONGEST), budget.p, spread(seconds), spread(best)), strict=True):
             track[name].append(value)
         if step % every == 0:
             outcome = recalibration.update(window)
@@ -185,11 +187,11 @@ def simulate(
                 changes.append({"step": step, "version": outcome.calibration.version, "reason": outcome.reason})
         if step == stop:
             state = json.loads(json.dumps(recalibration.state_dict()))
-            recalibration = Recalibration(world.calibration(first), world.target_sync)
+            recalibration = Recalibration(world.calibration(first), world.target_sync, LONGEST)
             recalibration.load_state_dict(state)
     right = oracle.calibration.budget
     return {
-        "oracle_m_comp": right.m_comp,
+        "oracle_room": right.room(LONGEST),
         "oracle_p": right.p,
         "changes": changes,
         "speeds": recalibration.speeds,
@@ -209,17 +211,17 @@ SETTINGS = {"steps": 2000, "every_n_steps": 20, "samples": 40_000, "noise": 0.03
 
 def row(case: dict[str, Any], result: dict[str, Any], every: int) -> dict[str, Any]:
     """A case's figures; curves by windows of steps."""
-    windows = {name: np.array(result[name]).reshape(-1, every) for name in ("m_comp", "p", "cv", "oracle_cv")}
-    error = windows["m_comp"][:, -1] / result["oracle_m_comp"] - 1
+    windows = {name: np.array(result[name]).reshape(-1, every) for name in ("room", "p", "cv", "oracle_cv")}
+    error = windows["room"][:, -1] / result["oracle_room"] - 1
     after = 200 // every
     return {
         **case,
         "steps": [every * (n + 1) for n in range(len(error))],
-        "m_comp_over_oracle": (1 + error).round(4).tolist(),
+        "room_over_oracle": (1 + error).round(4).tolist(),
         "p_by_step": windows["p"][:, -1].round(4).tolist(),
         "cv": windows["cv"].mean(axis=1).round(5).tolist(),
         "oracle_cv": windows["oracle_cv"].mean(axis=1).round(5).tolist(),
-        "largest_m_comp_error_from_200": round(float(np.abs(error[after - 1 :]).max()), 4),
+        "largest_room_error_from_200": round(float(np.abs(error[after - 1 :]).max()), 4),
         "cv_over_oracle_from_200": round(float(windows["cv"][after:].mean() / windows["oracle_cv"][after:].mean()), 3),
         "changes_from_200": sum(change["step"] > 200 for change in result["changes"]),
         "changes": result["changes"],

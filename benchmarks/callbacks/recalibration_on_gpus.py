@@ -37,7 +37,8 @@ from benchmarks.launch import finish, launch, say, task_of_worker
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, latents_of, trainer_with
 from lightning_videoscale import VideoDataModule
 from lightning_videoscale.callbacks import BudgetRecalibrator
-from lightning_videoscale.cost import BucketBudget, StepTimeModel, TransformerFlops
+from lightning_videoscale.cost import BucketBudget, StepTimeModel, TimeBudget, TransformerFlops
+from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.planning import SampleTable
 from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ClipShape, standard_mix
@@ -64,8 +65,9 @@ def mix(file: Path, samples: int, tiny: bool) -> list[ClipShape]:
 class Record(pl.Callback):
     """After every step, this rank's seconds of work and budget."""
 
-    def __init__(self, recalibrator: BudgetRecalibrator) -> None:
+    def __init__(self, recalibrator: BudgetRecalibrator, longest: int) -> None:
         self.recalibrator = recalibrator
+        self.longest = longest
         self.budgets: list[tuple[str, float, float]] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -77,7 +79,7 @@ class Record(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         calibration = self.recalibrator.calibration
         assert calibration is not None
-        self.budgets.append((calibration.version, calibration.budget.m_comp, calibration.budget.p))
+        self.budgets.append((calibration.version, calibration.budget.room(self.longest), calibration.budget.p))
         if trainer.is_global_zero and len(self.budgets) % SAY_EVERY == 0:
             say(f"  {len(self.budgets)} steps")
 
@@ -85,9 +87,10 @@ class Record(pl.Callback):
 def train(
     module: RectifiedFlow,
     shards: str,
-    budget: BucketBudget,
+    budget: Budget,
     first: StepTimeModel,
     target_sync: float | None,
+    longest: int,
     **run: Any,
 ) -> dict[str, Any]:
     """Trains some steps; figures of each, and the last fit."""
@@ -95,7 +98,7 @@ def train(
         shards, budget=budget, step_time=first, num_workers=0 if run["tiny"] else 2, seed=run["seed"]
     )
     recalibrator = BudgetRecalibrator(EVERY_N_STEPS, target_sync)
-    record = Record(recalibrator)
+    record = Record(recalibrator, longest)
     devices = int(os.environ["WORLD_SIZE"])
     trainer_with(devices, run["tiny"], max_steps=run["steps"], callbacks=[recalibrator, record]).fit(module, data)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -107,7 +110,7 @@ def train(
     assert fitted is not None, f"no fit in {run['steps']} steps: {recalibrator.history}"
     return {
         "cv": (seconds.std(axis=0) / seconds.mean(axis=0)).tolist(),
-        "m_comp": [m_comp for _, m_comp, _ in record.budgets],
+        "room": [room for _, room, _ in record.budgets],
         "p": [p for _, _, p in record.budgets],
         "equal_on_all_ranks": all(versions == everyone[0][1] for _, versions in everyone),
         "changes": recalibrator.history,
@@ -126,14 +129,14 @@ def measure(shards: str, longest: int, layers: int, tiny: bool) -> None:
 
     def run(first: StepTimeModel, target_sync: float | None, **settings: Any) -> dict[str, Any]:
         alone = BucketBudget(2 * longest, longest**first.power_law.p, first.power_law.p)
-        budget = first.budget(target_sync, 2 * longest) if target_sync else alone
+        budget = TimeBudget(2 * longest, target_sync, first) if target_sync else alone
         if os.environ["RANK"] == "0":
             say(f"{settings['steps']} steps from {budget}")
-        return train(module, shards, budget, first, target_sync, tiny=tiny, **settings)
+        return train(module, shards, budget, first, target_sync, longest, tiny=tiny, **settings)
 
     found = run(by_flops, None, steps=STEPS_OF_ORACLE, seed=0)
     truth = StepTimeModel.from_dict(found["fitted"])
-    target_sync = float(truth.power_law.predict(1, longest))
+    target_sync = float(truth.predict(1, longest))
     law, p = truth.power_law, truth.power_law.p + P_ERROR
     wrong = power_law(law.a, FACTOR * law.b * longest ** (law.p - p), p)
     loop = run(wrong, target_sync, steps=STEPS, seed=1)
@@ -144,24 +147,22 @@ def measure(shards: str, longest: int, layers: int, tiny: bool) -> None:
 def row_of(result: dict[str, Any], longest: int) -> dict[str, Any]:
     """The figures of the loop beside the oracle's, by windows of steps."""
     truth, loop, oracle = StepTimeModel.from_dict(result["truth"]), result["loop"], result["oracle"]
-    right = truth.budget(result["target_sync"], 2 * longest)
-    again = StepTimeModel.from_dict(oracle["fitted"]).budget(result["target_sync"], 2 * longest)
+    right = TimeBudget(2 * longest, result["target_sync"], truth)
+    again = replace(right, step_time=StepTimeModel.from_dict(oracle["fitted"]))
     cv, of_oracle = (np.array(run["cv"]).reshape(-1, EVERY_N_STEPS).mean(axis=1) for run in (loop, oracle))
-    m_comp, p = (np.array(loop[name][EVERY_N_STEPS - 1 :: EVERY_N_STEPS]) for name in ("m_comp", "p"))
-    room = m_comp / longest**p / (right.m_comp / longest**right.p)
+    room, p = (np.array(loop[name][EVERY_N_STEPS - 1 :: EVERY_N_STEPS]) for name in ("room", "p"))
     return {
         "p": right.p,
         "p_error": P_ERROR,
         "factor": FACTOR,
         "steps": list(range(EVERY_N_STEPS, STEPS + 1, EVERY_N_STEPS)),
-        "m_comp_over_oracle": np.round(m_comp / right.m_comp, 4).tolist(),
-        "room_over_oracle": np.round(room, 4).tolist(),
+        "room_over_oracle": np.round(room / right.room(longest), 4).tolist(),
         "p_by_step": np.round(p, 4).tolist(),
         "cv": np.round(cv, 5).tolist(),
         "oracle_cv": np.round([*of_oracle, *[of_oracle[2:].mean()] * (len(cv) - len(of_oracle))], 5).tolist(),
         "cv_over_oracle_in_the_end": round(float(cv[-3:].mean() / of_oracle[2:].mean()), 3),
         "equal_on_all_ranks": loop["equal_on_all_ranks"] and oracle["equal_on_all_ranks"],
-        "oracle_measured_again": round(again.m_comp / longest**again.p / (right.m_comp / longest**right.p), 4),
+        "oracle_measured_again": round(again.room(longest) / right.room(longest), 4),
         "changes": loop["changes"],
         "changes_of_oracle": oracle["changes"],
         "speeds": loop["speeds"],
@@ -190,7 +191,7 @@ def main() -> None:
             __file__, options.ranks, shards=shards, longest=longest, layers=options.layers, tiny=options.tiny
         )
     row = row_of(result, longest)
-    for name in ("m_comp_over_oracle", "room_over_oracle", "p_by_step", "cv", "oracle_cv"):
+    for name in ("room_over_oracle", "p_by_step", "cv", "oracle_cv"):
         print(f"{name:20} {row[name]}")
     for name, value in row.items():
         if not isinstance(value, (list, dict)):

@@ -20,6 +20,7 @@ from rich.table import Table
 from lightning_videoscale.cli.layout import print_layouts
 from lightning_videoscale.cli.parsers.plan import LONGEST
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, ShapeMatrix, StepTimeModel
+from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.loading.data_warnings import oversized_shapes
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, SampleTable
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         rows: dict[str, Any] = {balance: found.to_dict() for balance, found in figures.items()}
         report = {"balance": options.balance, **rows[options.balance]} if options.balance else rows
         if tried:
-            report["m_comp"] = planner.budget.m_comp
+            report["m_comp"] = best_of(tried).budget.m_comp
             report["tried"] = [{"m_comp": each.budget.m_comp, **each.figures.to_dict()} for each in tried]
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
@@ -143,15 +144,15 @@ def _print(
     console: Console,
     figures: dict[Balance, PlanFigures],
     plans: dict[Balance, EpochPlan],
-    budget: BucketBudget,
+    budget: Budget,
     step_time: StepTimeModel,
 ) -> None:
     first = next(iter(plans.values()))
     _, ranks, micro_batches = first.grid.shape
     console.print(
         f"{len(first.stream)} samples of {len(first.table.shapes)} shapes on {ranks} data-parallel ranks, "
-        f"{micro_batches} micro-batches a step. M_mem = {budget.m_mem:g} tokens, M_comp = {budget.m_comp:.4g} tokens^"
-        f"{budget.p:g}; costs predicted by the {'sum' if step_time.form is step_time.additive else 'power law'}."
+        f"{micro_batches} micro-batches a step. M_mem = {budget.m_mem:g} tokens, {budget}; "
+        f"costs predicted by the {'sum' if step_time.form is step_time.additive else 'power law'}."
     )
     table = Table("", *figures)
     for name, title in _ROWS.items():

@@ -2,7 +2,7 @@
 
 The way of a budget, from the argument of `VideoDataModule` to the plan:
 
-    budget= ──┬── BucketBudget ─────────────────────────────────────────────────┐
+    budget= ──┬── BucketBudget, TimeBudget ─────────────────────────────────────┐
               │                                                                 │
               └── "auto", AutoBudget ── ShapeMatrix ──┬─ MemoryModel ── M_mem ──┤
                                    (a file, or        │                         ├── Calibration ── BucketPlanner
@@ -18,6 +18,7 @@ The way of a budget, from the argument of `VideoDataModule` to the plan:
 Trainers and plans are handed in. Only `benchmark/` knows Lightning.
 
 - `budget`: `BucketBudget`, M_mem and M_comp and the batch size that they allow (equation 2).
+- `time_budget`: `TimeBudget`, M_mem and the seconds that a micro-batch may take.
 - `measurement`: `Measurement`, a point of a shape benchmark or a micro-batch of a run.
 - `matrix`: `ShapeMatrix`, all of its points and where they were measured, as a file.
 - `step_time`: `StepTimeModel`, fitted to measurements or derived from FLOPs.
@@ -42,6 +43,7 @@ from lightning_videoscale.cost.measurement import Measurement
 from lightning_videoscale.cost.memory import MemoryModel
 from lightning_videoscale.cost.recalibration import Recalibration
 from lightning_videoscale.cost.step_time import StepTimeModel
+from lightning_videoscale.cost.time_budget import TimeBudget
 
 __all__ = [
     "TRANSFORMERS",
@@ -53,6 +55,7 @@ __all__ = [
     "Recalibration",
     "ShapeMatrix",
     "StepTimeModel",
+    "TimeBudget",
     "TransformerFlops",
     "training_flops",
 ]

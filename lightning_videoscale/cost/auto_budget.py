@@ -11,12 +11,13 @@ from pathlib import Path
 
 from torch import nn
 
-from lightning_videoscale.cost.budget import BucketBudget
+from lightning_videoscale.cost.budget import BucketBudget, Budget
 from lightning_videoscale.cost.calibration import Calibration
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.matrix import ShapeMatrix
 from lightning_videoscale.cost.memory import MemoryModel
 from lightning_videoscale.cost.step_time import StepTimeModel
+from lightning_videoscale.cost.time_budget import TimeBudget
 
 BestCompute = Callable[[BucketBudget, StepTimeModel | None, str], tuple[BucketBudget, str]]
 """From the smallest budget, the costs, and words for what that budget is, to the budget of the best plan, and why."""
@@ -28,8 +29,8 @@ class AutoBudget:
 
     M_mem is what the measured peaks leave room for. M_comp is what the longest sample alone takes, or up to twice that:
     the least that has the most tokens per predicted second, when a sample of the epoch is planned for the run's ranks,
-    micro-batches and strategy. A ``target_sync`` that is named is kept instead: M_comp = (target_sync - a) / b of the
-    measured power law a + b * B * S^p. Memory and costs come from the first of these that there is: the ``matrix``; the
+    micro-batches and strategy. A ``target_sync`` that is named is kept instead, see
+    `TimeBudget`. Memory and costs come from the first of these that there is: the ``matrix``; the
     file that `videoscale benchmark-shapes` left beside the index, if it was measured under the same strategy, precision
     and GPUs; a short benchmark at the start of ``fit`` on GPUs; else M_mem is the longest sample, and costs are the
     model's FLOPs. A run that goes on keeps what it began with, on however many ranks, unless a ``matrix`` is named.
@@ -84,15 +85,17 @@ class AutoBudget:
             notes.append(note)
         m_mem, from_peaks = self._m_mem(longest, matrix)
         if step_time is not None and self.target_sync is not None:
-            budget, why = step_time.budget(self.target_sync, m_mem), f"target_sync = {self.target_sync:g} s"
+            budget: Budget = TimeBudget(m_mem, self.target_sync, step_time)
+            limit = str(budget)
         else:
             alone = budget_of_longest(longest, step_time, m_mem)
             takes = f", {float(step_time.predict(1, longest)):.3g} s" if step_time is not None and has_seconds else ""
             sample = f"what one sample of {longest} tokens takes{takes}"
             budget, why = best(alone, step_time, sample)
+            limit = f"{budget} ({why})"
         return Calibration(budget, step_time), (
-            f"budget='auto', {source}: M_mem = {budget.m_mem:g} tokens ({from_peaks}), M_comp = {budget.m_comp:.4g} "
-            f"tokens^{budget.p:g} ({why}){''.join(f'; {n}' for n in notes).rstrip('.')}."
+            f"budget='auto', {source}: M_mem = {budget.m_mem:g} tokens ({from_peaks}), {limit}"
+            f"{''.join(f'; {n}' for n in notes).rstrip('.')}."
         )
 
     def _m_mem(self, longest: int, matrix: ShapeMatrix | None) -> tuple[float, str]:

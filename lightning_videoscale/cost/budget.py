@@ -1,16 +1,75 @@
-"""How many samples of one sequence length make a micro-batch (AdaptiveLoad, equation 2)."""
+"""How many samples of one sequence length make a micro-batch.
+
+`BucketBudget` is equation 2 of AdaptiveLoad, to the letter. `time_budget.TimeBudget` bounds predicted seconds instead.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class BucketBudget:
+class Budget(ABC):
+    """What a micro-batch may take of memory, and of time.
+
+    Args:
+        m_mem: Memory budget M_mem in tokens: ``B * S`` stays at or below it.
+    """
+
+    m_mem: float
+
+    @property
+    @abstractmethod
+    def p(self) -> float:
+        """How the time of a step grows with the sequence length, as a power."""
+
+    @abstractmethod
+    def room(self, sequence_length: int | float) -> float:
+        """How many samples of this many tokens the time allows, in fractions; below 1 where one is too much."""
+
+    @abstractmethod
+    def cost(self, samples: int, sequence_length: int) -> float:
+        """What a micro-batch is predicted to take, in the unit of the budget."""
+
+    @property
+    @abstractmethod
+    def numbers(self) -> dict[str, float]:
+        """What the budget consists of, by name, for logs."""
+
+    def batch_size(self, sequence_length: int) -> int:
+        """Returns how many samples make a micro-batch: as many as memory and time allow, and at least one.
+
+        Args:
+            sequence_length: Tokens S of one sample, at least 1.
+        """
+        return max(1, math.floor(min(self.m_mem / sequence_length, self.room(sequence_length))))
+
+    def batch_sizes(self, sequence_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns `batch_size` of every length, shape (lengths,)."""
+        # Python's numbers: numpy's powers differ in the last bit between processors, and all ranks must agree.
+        return np.array([self.batch_size(length) for length in sequence_lengths.tolist()], np.int64)
+
+    def exceeds_memory(self, sequence_length: int) -> bool:
+        """Whether one sample of this many tokens is already more than the memory budget."""
+        return sequence_length > self.m_mem
+
+    def memory_alone(self) -> BucketBudget:
+        """The budget of batches of equally many tokens, whatever time they take."""
+        return BucketBudget(self.m_mem, math.inf, self.p)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain numbers, for JSON and checkpoints; `calibration.read_budget` reads them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class BucketBudget(Budget):
     """The dual constraint of AdaptiveLoad: no micro-batch exceeds the memory or the compute of its budget.
 
     Args:
@@ -24,7 +83,6 @@ class BucketBudget:
         ValueError: If a budget is not positive, or ``p`` is not a positive number.
     """
 
-    m_mem: float
     m_comp: float
     p: float = 2.0
 
@@ -33,24 +91,18 @@ class BucketBudget:
             if not value > 0 or (name != "m_comp" and math.isinf(value)):
                 raise ValueError(f"BucketBudget({name}={value}): {name} must be a positive number.")
 
-    def batch_size(self, sequence_length: int) -> int:
-        """Returns B = max(1, min(⌊M_mem / S⌋, ⌊M_comp / S^p⌋)), equation 2 of the paper.
-
-        Args:
-            sequence_length: Tokens S of one sample, at least 1.
-        """
-        limits = (self.m_mem / sequence_length, self.m_comp / self.cost(1, sequence_length))
-        return max(1, math.floor(min(limits)))
-
-    def batch_sizes(self, sequence_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns `batch_size` of every length, shape (lengths,)."""
-        # Python's numbers: numpy's powers differ in the last bit between processors, and all ranks must agree.
-        return np.array([self.batch_size(length) for length in sequence_lengths.tolist()], np.int64)
-
-    def exceeds_memory(self, sequence_length: int) -> bool:
-        """Whether one sample of this many tokens is already more than the memory budget."""
-        return sequence_length > self.m_mem
+    def room(self, sequence_length: int | float) -> float:
+        """Returns M_comp / S^p. With it, `batch_size` is max(1, min(⌊M_mem / S⌋, ⌊M_comp / S^p⌋)), equation 2."""
+        return self.m_comp / math.pow(sequence_length, self.p)
 
     def cost(self, samples: int, sequence_length: int) -> float:
         """Predicted cost B * S^p of a micro-batch, in tokens to the power p."""
         return samples * math.pow(sequence_length, self.p)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """M_mem, M_comp and p."""
+        return {"m_mem": self.m_mem, "m_comp": self.m_comp, "p": self.p}
+
+    def __str__(self) -> str:
+        return f"M_comp = {self.m_comp:.4g} tokens^{self.p:g}"

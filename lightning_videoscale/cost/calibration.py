@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from lightning_videoscale.cost.budget import BucketBudget
+from lightning_videoscale.cost.budget import BucketBudget, Budget
 from lightning_videoscale.cost.step_time import StepTimeModel
+from lightning_videoscale.cost.time_budget import TimeBudget
+
+
+def read_budget(fields: Mapping[str, Any]) -> Budget:
+    """Reads what `Budget.to_dict` returned, also from JSON, where no limit is null."""
+    if "target_sync" in fields:
+        return TimeBudget(fields["m_mem"], fields["target_sync"], StepTimeModel.from_dict(fields["step_time"]))
+    m_comp = math.inf if fields["m_comp"] is None else fields["m_comp"]
+    return BucketBudget(fields["m_mem"], m_comp, fields["p"])
 
 
 @dataclass(frozen=True)
@@ -16,11 +27,11 @@ class Calibration:
     """Costs and budgets that belong together.
 
     Attributes:
-        budget: M_mem, M_comp and p.
+        budget: What a micro-batch may take.
         step_time: Predicts the seconds that are balanced; None balances B * S^p with the budget's p.
     """
 
-    budget: BucketBudget
+    budget: Budget
     step_time: StepTimeModel | None = None
 
     @property
@@ -30,10 +41,10 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain numbers, for JSON and checkpoints."""
-        return {"budget": asdict(self.budget), "step_time": self.step_time.to_dict() if self.step_time else None}
+        return {"budget": self.budget.to_dict(), "step_time": self.step_time.to_dict() if self.step_time else None}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Calibration:
         """Reads what `to_dict` returned."""
         step_time = StepTimeModel.from_dict(fields["step_time"]) if fields["step_time"] else None
-        return cls(BucketBudget(**fields["budget"]), step_time)
+        return cls(read_budget(fields["budget"]), step_time)

@@ -3,8 +3,9 @@
 From all ranks' times for their micro-batches, remembered with the ranks' own speeds taken out (`ObservedCosts`), follow
 
 - the power law a + b * B * S^p, whose p moves by `P_STEP` at most at a time, and the additive form;
-- M_comp = (target_sync - a) / b, AdaptiveLoad's; without a target in seconds, room for as many of the longest samples
-  as in the first budget, n * S^p. It moves by `BATCH_STEP` at most at a time;
+- the time that a micro-batch may take: with a target in seconds, what is predicted to take as long (`TimeBudget`);
+  without one, M_comp, which keeps room for as many of the longest samples as in the first budget, n * S^p. The longest
+  micro-batch moves by `BATCH_STEP` at most at a time;
 - M_mem, from peaks of memory, by `MEMORY_STEP` at most at a time.
 
 A change that is small (`TOLERANCE`), or that noise may have made (`CERTAIN`), is left alone: hysteresis.
@@ -14,26 +15,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_videoscale.cost.budget import BucketBudget
+from lightning_videoscale.cost.budget import BucketBudget, Budget
 from lightning_videoscale.cost.calibration import Calibration
 from lightning_videoscale.cost.measurement import Measurement
 from lightning_videoscale.cost.memory import MemoryModel
 from lightning_videoscale.cost.observations import ObservedCosts
-from lightning_videoscale.cost.step_time import StepTimeModel
+from lightning_videoscale.cost.step_time import PowerLaw, StepTimeModel
+from lightning_videoscale.cost.time_budget import TimeBudget
 from lightning_videoscale.cost.weighted_fit import P_BOUNDS, Uncertainty, fit_step_time
 
 P_STEP = 0.08
 """Most that p moves at a time."""
 BATCH_STEP = 1.5
-"""Most that the compute budget grows or shrinks at a time, as a factor of B at one sequence length."""
+"""Most that the time of a micro-batch grows or shrinks at a time, as a factor of B at the longest sample."""
 MEMORY_STEP = 1.25
 """Most that M_mem grows or shrinks at a time: larger batches are tried before they are extrapolated from."""
 TOLERANCE = 0.03
-"""Relative change of M_comp, or of predicted costs beside each other, that is worth a new plan."""
+"""Relative change of the budget, or of predicted costs beside each other, that is worth a new plan."""
 CERTAIN = 2.5
 """Standard errors that such a change must have."""
 MEMORY_TOLERANCE = 0.1
@@ -64,9 +67,9 @@ class Recalibration:
 
     Args:
         calibration: What the run starts with.
-        target_sync: Seconds that a micro-batch may take. None keeps what the first budget means: room for so many
-            samples of the longest.
-        longest: Tokens of the longest sample. None: as many as the first budget has room for one of.
+        target_sync: Seconds that a micro-batch may take. None keeps what the first budget means: its own seconds, or
+            room for so many samples of the longest.
+        longest: Tokens of the longest sample. None: as many as the first M_comp has room for one of, or M_mem.
 
     Attributes:
         calibration: What holds now.
@@ -79,9 +82,13 @@ class Recalibration:
         self.calibration = calibration
         self.fitted: StepTimeModel | None = None
         self._observed = ObservedCosts()
-        self._target_sync = target_sync
         budget = calibration.budget
-        self._longest = longest if longest is not None else budget.m_comp ** (1 / budget.p)
+        self._target_sync = (
+            budget.target_sync if target_sync is None and isinstance(budget, TimeBudget) else target_sync
+        )
+        if longest is None:
+            longest = budget.m_comp ** (1 / budget.p) if isinstance(budget, BucketBudget) else budget.m_mem
+        self._longest = longest
         self._peaks: dict[int, float] = {}
         self._m_mem_limit = math.inf
 
@@ -95,8 +102,7 @@ class Recalibration:
         self._m_mem_limit = min(self._m_mem_limit, m_mem)
         budget = self.calibration.budget
         if budget.m_mem > self._m_mem_limit:
-            lower = BucketBudget(self._m_mem_limit, budget.m_comp, budget.p)
-            self.calibration = Calibration(lower, self.calibration.step_time)
+            self.calibration = replace(self.calibration, budget=replace(budget, m_mem=self._m_mem_limit))
 
     def update(
         self,
@@ -116,15 +122,15 @@ class Recalibration:
         try:
             self._observed.add(observations)
             self.fitted = self._fit()
-            m_comp, p = self._compute_budget(self.fitted)
-            if reason := self._difference(self.fitted, m_comp, p):
-                step_time, budget = self.fitted, BucketBudget(budget.m_mem, m_comp, p)
+            wanted = self._time_budget(self.fitted)
+            if reason := self._difference(self.fitted, wanted):
+                step_time, budget = self.fitted, wanted
                 reasons.append(reason)
         except ValueError as error:
             reasons.append(f"costs stay: {error}")
         m_mem, reason = self._memory_budget(peaks or {}, capacity)
         if m_mem != budget.m_mem:
-            budget = BucketBudget(m_mem, budget.m_comp, budget.p)
+            budget = replace(budget, m_mem=m_mem)
             reasons.append(reason)
         self.calibration = Calibration(budget, step_time)
         slow = [f"rank {rank} ({speed:.2f} x)" for rank, speed in self.speeds.items() if speed > SLOW]
@@ -137,6 +143,7 @@ class Recalibration:
         """Returns everything that the next update depends on, as plain numbers."""
         return {
             "calibration": self.calibration.to_dict(),
+            "target_sync": self._target_sync,
             "fitted": self.fitted.to_dict() if self.fitted else None,
             "observed": self._observed.state_dict(),
             "peaks": [[*item] for item in self._peaks.items()],
@@ -146,6 +153,7 @@ class Recalibration:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned."""
         self.calibration = Calibration.from_dict(state["calibration"])
+        self._target_sync = state.get("target_sync", self._target_sync)
         self.fitted = StepTimeModel.from_dict(state["fitted"]) if state["fitted"] else None
         self._observed.load_state_dict(state["observed"])
         self._peaks = dict(state["peaks"])
@@ -158,38 +166,47 @@ class Recalibration:
         low, high = (min(max(bound, P_BOUNDS[0]), P_BOUNDS[1]) for bound in (p - P_STEP, p + P_STEP))
         return free if low <= free.power_law.p <= high else fit_step_time(points, (low, high))
 
-    def _compute_budget(self, fitted: StepTimeModel) -> tuple[float, float]:
-        """M_comp and p, clamped to `BATCH_STEP` at the longest sample."""
+    def _time_budget(self, fitted: StepTimeModel) -> Budget:
+        """The budget by a fit, whose room for the longest sample moves by `BATCH_STEP` at most."""
         before, p = self.calibration.budget, fitted.power_law.p
-        if math.isinf(before.m_comp):
-            return math.inf, p
-        # How many samples of one length there is room for is what M_comp of different p have in common.
-        one = self._longest**p
-        room = before.m_comp / self._longest**before.p
-        if self._target_sync is None:
-            return room * one, p
-        wanted = fitted.budget(self._target_sync, before.m_mem).m_comp / one
-        return one * min(max(wanted, room / BATCH_STEP), room * BATCH_STEP), p
+        # How many samples of one length there is room for is what budgets of all kinds have in common.
+        room = before.room(self._longest)
+        if self._target_sync is None or math.isinf(room):
+            return BucketBudget(before.m_mem, room * self._longest**p, p)
+        wanted = TimeBudget(before.m_mem, self._target_sync, fitted)
+        least, most = (float(fitted.form.predict(room * step, self._longest)) for step in (1 / BATCH_STEP, BATCH_STEP))
+        return replace(wanted, target_sync=min(max(wanted.target_sync, least), most))
 
-    def _difference(self, fitted: StepTimeModel, m_comp: float, p: float) -> str:
+    def _difference(self, fitted: StepTimeModel, wanted: Budget) -> str:
         """Why the fit is worth a new plan, or nothing."""
         now, points, law = self.calibration, self._observed.points(), fitted.power_law
-        move = f"from {_describe(now.budget.m_comp, now.budget.p)} to {_describe(m_comp, p)}"
+        move = f"from {now.budget} to {wanted}"
         if now.step_time is None:
-            return f"first fit, of {len(self._observed)} observed shapes: compute budget {move}"
+            return f"first fit, of {len(self._observed)} observed shapes: {move}"
         new = fitted.predict(points.samples, points.lengths)
         above = points.where(new > fitted.floor)  # what only took long to launch says nothing of the law
         uncertain = Uncertainty.of(above, law, self._observed.noise)
-        if math.isfinite(m_comp):
-            error = uncertain.m_comp(law, self._target_sync) if self._target_sync else uncertain.power(self._longest)
-            if abs(math.log(m_comp / now.budget.m_comp)) > max(TOLERANCE, CERTAIN * error):
-                return f"compute budget {move}"
+        if self._differs(now.budget, wanted, uncertain, law):
+            return move
         ratio = np.log(new / now.step_time.predict(points.samples, points.lengths))
         ratio -= np.average(ratio, weights=points.weights)
         uneven = math.sqrt(float(np.average(ratio**2, weights=points.weights)))
         if uneven > max(TOLERANCE, CERTAIN * uncertain.costs(above, law)):
-            return f"costs of shapes beside each other differ by {uneven:.1%}: compute budget {move}"
+            return f"costs of shapes beside each other differ by {uneven:.1%}: {move}"
         return ""
+
+    def _differs(self, before: Budget, wanted: Budget, uncertain: Uncertainty, law: PowerLaw) -> bool:
+        """Whether a budget is another one, beyond what noise makes of it."""
+        if isinstance(before, BucketBudget) and isinstance(wanted, BucketBudget):
+            if math.isinf(wanted.m_comp):
+                return False
+            change, error = wanted.m_comp / before.m_comp, uncertain.power(self._longest)
+        elif isinstance(before, TimeBudget) and isinstance(wanted, TimeBudget):
+            change = wanted.room(self._longest) / before.room(self._longest)
+            error = uncertain.room(law, wanted.target_sync, self._longest)
+        else:
+            return True
+        return abs(math.log(change)) > max(TOLERANCE, CERTAIN * error)
 
     def _memory_budget(self, peaks: Mapping[int, float], capacity: float | None) -> tuple[float, str]:
         """M_mem and the reason for it."""
@@ -209,7 +226,3 @@ class Recalibration:
         return float(
             int(wanted)
         ), f"M_mem from {before:.0f} to {wanted:.0f} tokens, by peaks of {len(self._peaks)} sizes"
-
-
-def _describe(m_comp: float, p: float) -> str:
-    return f"M_comp = {m_comp:.4g}, p = {p:.3f}"

@@ -7,6 +7,7 @@ M_comp = S^p moves by a tenth for 0.01 of p at 30 000 tokens.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -88,9 +89,11 @@ class Uncertainty(NamedTuple):
         information = slopes.T @ (slopes * points.weights[:, None])
         return cls(np.asarray(noise**2 * np.linalg.pinv(information, hermitian=True), np.float64))
 
-    def m_comp(self, law: PowerLaw, target_sync: float) -> float:
-        """Standard error of log((target_sync - a) / b)."""
-        return self._of(np.array([-1 / (target_sync - law.a), -1.0, 0.0]))
+    def room(self, law: PowerLaw, target_sync: float, length: float) -> float:
+        """Standard error of log((target_sync - a) / (b * length^p)); infinite where no step is as short."""
+        if target_sync <= law.a:
+            return math.inf
+        return self._of(np.array([-1 / (target_sync - law.a), -1.0, -np.log(length)]))
 
     def power(self, length: float) -> float:
         """Standard error of log(length^p)."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
 
-from lightning_videoscale.cost import BucketBudget, StepTimeModel
+from lightning_videoscale.cost import StepTimeModel
+from lightning_videoscale.cost.budget import Budget
+from lightning_videoscale.cost.calibration import read_budget
 from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.figures import StepSpreads
 from lightning_videoscale.data.planning.shapes import ClipShape
@@ -19,10 +20,9 @@ MOST_SAMPLES = 50_000
 """Of longer runs, as many samples in the same proportions are planned: a second's work."""
 
 
-def budget_of(plan: Record) -> BucketBudget:
+def budget_of(plan: Record) -> Budget:
     """The budget of a `plan` record."""
-    budget = plan["budget"]
-    return BucketBudget(budget["m_mem"], math.inf if budget["m_comp"] is None else budget["m_comp"], budget["p"])
+    return read_budget(plan["budget"])
 
 
 def seen_samples(windows: Sequence[Record]) -> Counter[tuple[int, int, int, int]]:

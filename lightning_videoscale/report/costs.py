@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_videoscale.cost import BucketBudget, StepTimeModel
+from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.cost.points import Points, weighted_median
 from lightning_videoscale.cost.weighted_fit import fit_step_time
 from lightning_videoscale.data.planning import Balance
@@ -114,7 +114,7 @@ def batch_size(plan: Record, tokens: int) -> int:
     budget = budget_of(plan)
     balance: Balance = plan["balance"]
     if balance == "equal_token":
-        budget = BucketBudget(budget.m_mem, float("inf"), budget.p)
+        budget = budget.memory_alone()
     return budget.batch_size(tokens)
 
 

@@ -7,7 +7,6 @@ user's module.
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -47,7 +46,7 @@ def plan_record(planner: BucketPlanner) -> dict[str, Any]:
         "loss_weighting": planner.loss_weighting,
         "loss_normalization": planner.loss_normalization,
         "seed": planner.seed,
-        "budget": asdict(planner.budget),
+        "budget": planner.budget.to_dict(),
         "step_time": None if planner.step_time is None else planner.step_time.to_dict(),
     }
 

@@ -220,6 +220,7 @@ def recalibration(found: Findings) -> Section | None:
         return None
     kept = [record for record in records if not record["adopted"]]
     return {
+        "names": [name for name in ("m_mem", "m_comp", "target_sync", "p") if any(name in row for row in records)],
         "rows": [record for record in records if record["adopted"]],
         "kept": len(kept),
         "last": kept[-1]["reason"] if kept else None,
@@ -256,7 +257,8 @@ def setup(found: Findings) -> list[tuple[str, Section]]:
     groups = [("Exchange", start["exchange"]), ("Trainer", start["settings"])]
     if found.plans:
         plan = found.plans[-1]
-        budget = {name: None if value is None else number(value) for name, value in plan["budget"].items()}
+        limits = {name: value for name, value in plan["budget"].items() if name != "step_time"}
+        budget = {name: None if value is None else number(value) for name, value in limits.items()}
         weighting = f"{plan['loss_weighting']} over the {plan['loss_normalization']}"
         figures = {"balance": plan["balance"], "micro-batches per step": plan["micro_batches"]}
         figures |= {"loss weighting": weighting, **budget, "seed": plan["seed"]}

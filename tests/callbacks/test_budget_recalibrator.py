@@ -19,7 +19,7 @@ from lightning_videoscale import SequenceParallelDDPStrategy
 from lightning_videoscale.callbacks import BudgetRecalibrator
 from lightning_videoscale.callbacks.budget_recalibrator import observations_of
 from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge
-from lightning_videoscale.cost import StepTimeModel
+from lightning_videoscale.cost import StepTimeModel, TimeBudget
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw
 from lightning_videoscale.data import Batch, VideoDataModule
 from lightning_videoscale.timing import Marks, MicroBatchLoad, StepTimes, StepWindow, step_timer
@@ -41,7 +41,7 @@ def power_law(a: float, b: float, p: float) -> StepTimeModel:
 
 TRUTH = power_law(0.1, 0.9 / LONGEST**1.9, 1.9)
 WRONG = power_law(0.2, 1.8 / LONGEST**2.2, 2.2)
-ORACLE = TRUTH.budget(2.0, 2 * LONGEST)
+ORACLE = TimeBudget(2 * LONGEST, 2.0, TRUTH)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_wrong_costs_become_right_within_an_epoch(shards: str, capsys: pytest.Ca
     assert recalibrator.calibration is not None
     found = recalibrator.calibration.budget
     assert found.p == pytest.approx(ORACLE.p, abs=0.01)
-    assert found.m_comp == pytest.approx(ORACLE.m_comp, rel=0.05)
+    assert found.room(LONGEST) == pytest.approx(ORACLE.room(LONGEST), rel=0.05)
     sizes = {length: ORACLE.batch_size(length) for length in (16, 80, 320)}
     assert {length: found.batch_size(length) for length in sizes} == sizes
 
@@ -114,7 +114,7 @@ def test_wrong_costs_become_right_within_an_epoch(shards: str, capsys: pytest.Ca
     assert recalibrator.history[0]["step"] == 3 + 8 and "p = 2.200 to M_comp" in recalibrator.history[0]["reason"]
     assert recalibrator.history[-1]["version"] == recalibrator.calibration.version
     logged = [row for _, row in logger.rows if "recalibration/p" in row]
-    assert logged[-1]["recalibration/m_comp"] == found.m_comp
+    assert logged[-1]["recalibration/target_sync"] == 2.0
     steps = [row["recalibration/p"] for row in logged]
     assert steps[0] == pytest.approx(2.12) and steps[0] >= steps[1] >= steps[2] >= steps[3] > 1.95
 
@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_continues_the_calibration(shards: str, tmp_path: Pat
     before = [change for change in first.history if change["step"] <= 30]
     assert resumed.history[: len(before)] == before != []
     assert module.metas[0].cost_version == saving.at_30.step_time.version
-    assert resumed.calibration.budget.m_comp == pytest.approx(ORACLE.m_comp, rel=0.05)
+    assert resumed.calibration.budget.room(LONGEST) == pytest.approx(ORACLE.room(LONGEST), rel=0.05)
 
 
 def test_what_fails_does_not_stop_the_training(shards: str) -> None:

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from benchmarks.callbacks.recalibration import LONGEST, power_law, simulate, world_of, wrong
-from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, Calibration, Measurement, Recalibration, StepTimeModel
+from lightning_videoscale.cost import (
+    TRANSFORMERS,
+    BucketBudget,
+    Calibration,
+    Measurement,
+    Recalibration,
+    StepTimeModel,
+    TimeBudget,
+)
 from lightning_videoscale.cost.step_time import AdditiveCost
 from tests.data.planning.tables import footage
 
@@ -33,16 +41,16 @@ def window(
 
 
 def start(step_time: Any = TRUTH, target_sync: float | None = 1.0) -> Recalibration:
-    return Recalibration(Calibration(step_time.budget(1.0, 2 * LONGEST), step_time), target_sync)
+    return Recalibration(Calibration(TimeBudget(2 * LONGEST, 1.0, step_time), step_time), target_sync, LONGEST)
 
 
 @pytest.mark.parametrize(("micro_batches", "factor", "p_error"), [(4, 2.0, 0.3), (1, 0.5, -0.3)])
 def test_wrong_costs_are_corrected_and_stay_so(micro_batches: int, factor: float, p_error: float) -> None:
     world = world_of(footage(), 20_000, 1.9, dp_size=4, micro_batches=micro_batches)
     result = simulate(world, wrong(world.truth, factor, p_error), steps=2000)
-    m_comp, cv, oracle_cv = (np.array(result[name]) for name in ("m_comp", "cv", "oracle_cv"))
-    assert abs(math.log(m_comp[0] / result["oracle_m_comp"])) > 1
-    assert np.abs(m_comp[199:] / result["oracle_m_comp"] - 1).max() < 0.05
+    room, cv, oracle_cv = (np.array(result[name]) for name in ("room", "cv", "oracle_cv"))
+    assert abs(math.log(room[0] / result["oracle_room"])) > 0.6
+    assert np.abs(room[199:] / result["oracle_room"] - 1).max() < 0.05
     assert cv[:20].mean() > 1.3 * oracle_cv[:20].mean()
     assert cv[200:].mean() < 1.3 * oracle_cv[200:].mean()
     late = [change for change in result["changes"] if change["step"] > 200]
@@ -87,7 +95,8 @@ def test_a_slow_gpu_is_no_wrong_cost() -> None:
             assert "slow" in outcome.reason and "rank 2" in outcome.reason
         assert loop.speeds[2] == pytest.approx(slowness, rel=0.03)
         assert loop.fitted is not None
-        assert loop.fitted.budget(1.0, 1e6).m_comp == pytest.approx(loop.calibration.budget.m_comp, rel=0.03)
+        refitted = TimeBudget(1e6, 1.0, loop.fitted)
+        assert refitted.room(LONGEST) == pytest.approx(loop.calibration.budget.room(LONGEST), rel=0.03)
 
 
 def test_all_gpus_slower_is_a_wrong_cost() -> None:
@@ -95,7 +104,9 @@ def test_all_gpus_slower_is_a_wrong_cost() -> None:
     for n in range(12):
         loop.update(window((1.3, 1.3, 1.3), seed=n))
     slower = power_law(0.02 * 1.3, TRUTH.power_law.b * 1.3, 1.9)
-    assert loop.calibration.budget.m_comp == pytest.approx(slower.budget(1.0, 1e6).m_comp, rel=0.05)
+    right = TimeBudget(1e6, 1.0, slower)
+    for length in LENGTHS[2:]:
+        assert loop.calibration.budget.room(length) == pytest.approx(right.room(length), rel=0.05)
     assert all(speed < 1.05 for speed in loop.speeds.values())
 
 
@@ -116,8 +127,7 @@ def test_one_window_moves_p_and_the_budget_a_little() -> None:
     loop.update(window((1.0, 1.0)))
     after = loop.calibration.budget
     assert before.p - after.p == pytest.approx(0.08)
-    room = [budget.m_comp / LONGEST**budget.p for budget in (before, after)]
-    assert 1 < room[1] / room[0] < 3
+    assert 1 < after.room(LONGEST) / before.room(LONGEST) <= 1.5 * (1 + 1e-9)
 
 
 def test_without_a_target_the_longest_sample_keeps_setting_it() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.data.planning import SampleTable
 from lightning_videoscale.data.shards.captions import CAPTION_KEYS
 from lightning_videoscale.data.shards.errors import ShardError
@@ -73,13 +73,13 @@ def warn_of_shapeless(index: ShardIndex, table: SampleTable) -> None:
         rank_zero_warn(left_out)
 
 
-def warn_of_oversized(table: SampleTable, budget: BucketBudget) -> None:
+def warn_of_oversized(table: SampleTable, budget: Budget) -> None:
     """Names shapes of which one sample is more than the memory budget."""
     if said := oversized_shapes(table, budget):
         rank_zero_warn(said)
 
 
-def oversized_shapes(table: SampleTable, budget: BucketBudget) -> str:
+def oversized_shapes(table: SampleTable, budget: Budget) -> str:
     """Returns which shapes are, of which one sample is more than the memory budget; empty if none."""
     counts = np.bincount(table.shape_id[table.shape_id >= 0], minlength=len(table.shapes)).tolist()
     lengths = table.sequence_lengths.tolist()

@@ -22,7 +22,7 @@ from lightning_videoscale.data.loading.consistency import check_same_index, chec
 from lightning_videoscale.data.loading.data_warnings import say_passes, warn_of_oversized, warn_of_shapeless
 from lightning_videoscale.data.loading.indexed_shards import IndexedShards, Shards
 from lightning_videoscale.data.loading.loader import PlannedLoader, PlannedSampler
-from lightning_videoscale.data.loading.run_budget import Budget, RunBudget
+from lightning_videoscale.data.loading.run_budget import BudgetArgument, RunBudget
 from lightning_videoscale.data.loading.synthetic_batches import RepresentativeBatches
 from lightning_videoscale.data.loading.trainer import (
     TrainerPosition,
@@ -74,7 +74,7 @@ class VideoDataModule(pl.LightningDataModule):
         shape_policy: Which frames and pixels of a video or an image are read, drawn anew every epoch. Latents are read
             whole.
         step_time: Predicts the cost that is balanced. None: what ``budget="auto"`` has measured, else the FLOPs of the
-            transformer in the LightningModule; where none tells its size, B * S^p with the budget's p.
+            transformer in the LightningModule; where none tells its size, the cost that the budget predicts.
         loss_weighting: ``sample``: every sample of a step weighs the same in the gradient, whatever the batch sizes.
             ``token``: every token does. ``none``: every micro-batch does, as in plain DDP.
         loss_normalization: ``step``: a step's gradient is the mean over its samples (or tokens), as of one big batch;
@@ -96,7 +96,7 @@ class VideoDataModule(pl.LightningDataModule):
         shards: Shards,
         index: str | Path | None = None,
         balance: Balance = "planned",
-        budget: Budget = "auto",
+        budget: BudgetArgument = "auto",
         *,
         val_shards: Patterns | None = None,
         predict_shards: Patterns | None = None,

@@ -10,16 +10,17 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_videoscale.cost import BucketBudget, Calibration, MemoryModel, ShapeMatrix, StepTimeModel
+from lightning_videoscale.cost import BucketBudget, Calibration, MemoryModel, ShapeMatrix, StepTimeModel, TimeBudget
 from lightning_videoscale.cost.auto_budget import AutoBudget, budget_of_longest, step_time_of
 from lightning_videoscale.cost.benchmark.grid import SyntheticBatches, spread_over_shapes
 from lightning_videoscale.cost.benchmark.known_matrix import known_matrix
 from lightning_videoscale.cost.benchmark.measure_shapes import measure_shapes
+from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.compute_budget import best_of, explain, try_budgets
 from lightning_videoscale.topology import waits_in_every_micro_batch
 
-Budget = BucketBudget | AutoBudget | Literal["auto"]
+BudgetArgument = Budget | AutoBudget | Literal["auto"]
 
 _MAX_SHAPES, _SECONDS = 6, 0.3
 """Of the benchmark at the start of fit: about a minute."""
@@ -40,12 +41,12 @@ class RunBudget:
         step_time: Predicts costs; None: by the model's size, or by B * S^p.
     """
 
-    def __init__(self, budget: Budget, step_time: StepTimeModel | None) -> None:
-        if budget != "auto" and not isinstance(budget, (BucketBudget, AutoBudget)):
-            raise ValueError(f"budget={budget!r} must be 'auto', a BucketBudget or an AutoBudget.")
-        self.training = budget if isinstance(budget, BucketBudget) else None
-        self.step_time = step_time
-        self._auto = None if isinstance(budget, BucketBudget) else AutoBudget() if budget == "auto" else budget
+    def __init__(self, budget: BudgetArgument, step_time: StepTimeModel | None) -> None:
+        if budget != "auto" and not isinstance(budget, (Budget, AutoBudget)):
+            raise ValueError(f"budget={budget!r} must be 'auto', a BucketBudget, a TimeBudget or an AutoBudget.")
+        self.training = budget if isinstance(budget, Budget) else None
+        self.step_time = budget.step_time if step_time is None and isinstance(budget, TimeBudget) else step_time
+        self._auto = None if isinstance(budget, Budget) else AutoBudget() if budget == "auto" else budget
         self._found: Calibration | None = None
         self._adopted: Calibration | None = None
 
@@ -55,7 +56,7 @@ class RunBudget:
         make_planner: Callable[[], BucketPlanner],
         make_batches: Callable[[], tuple[SampleTable, SyntheticBatches]],
         beside_index: Path,
-    ) -> BucketBudget | None:
+    ) -> Budget | None:
         """Finds what is not known yet, says once what and why; collective where there is a Trainer.
 
         Args:
@@ -122,7 +123,7 @@ class RunBudget:
 
     def of(
         self, table: SampleTable, trainer: pl.Trainer | None, is_training: bool
-    ) -> tuple[BucketBudget, StepTimeModel | None]:
+    ) -> tuple[Budget, StepTimeModel | None]:
         """The budget and the costs to plan a table by.
 
         Where budgets are found, nobody measures what batches take that nothing is trained on: they hold no more than

@@ -58,12 +58,18 @@ def try_budgets(planner: BucketPlanner) -> list[TriedBudget]:
 
     Returns:
         By rising M_comp; the planner's own is the first.
+
+    Raises:
+        ValueError: If the planner's budget has no M_comp.
     """
     sampled = replace(planner, table=_sampled(planner), shuffle=False, source_weights=None, redraw=None)
+    smallest = planner.budget
+    if not isinstance(smallest, BucketBudget):
+        raise ValueError(f"Budgets are tried by their M_comp, and {type(smallest).__name__} has none.")
     tried: dict[tuple[int, ...], TriedBudget] = {}
     least = planner.min_diversity
     for factor in FACTORS:
-        budget = replace(planner.budget, m_comp=planner.budget.m_comp * factor)
+        budget = replace(smallest, m_comp=smallest.m_comp * factor)
         trial = replace(sampled, budget=budget)
         if (sizes := tuple(trial.batch_sizes.tolist())) in tried:
             continue

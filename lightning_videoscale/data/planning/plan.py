@@ -18,7 +18,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.cost import BucketBudget, StepTimeModel
+from lightning_videoscale.cost import StepTimeModel
+from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.data.planning.arrange import balanced, in_stream_order
 from lightning_videoscale.data.planning.batches import Batches, cut
 from lightning_videoscale.data.planning.layout import Layout
@@ -147,7 +148,7 @@ class BucketPlanner:
             memory.
         dp_size: Data-parallel ranks R.
         micro_batches: Micro-batches K per rank and step.
-        step_time: Predicts what is balanced, in seconds. None balances B * S^p with the budget's p.
+        step_time: Predicts what is balanced, in seconds. None balances the cost that the budget predicts.
         loss_weighting: ``sample``: every sample has the same weight in the gradient. ``token``: every token has.
             ``none``: every micro-batch has.
         loss_normalization: ``step``: the weights of a step's samples (or tokens) sum to one, so its gradient is that of
@@ -169,7 +170,7 @@ class BucketPlanner:
     """
 
     table: SampleTable
-    budget: BucketBudget
+    budget: Budget
     balance: Balance = "planned"
     dp_size: int = 1
     micro_batches: int = 1
@@ -265,9 +266,7 @@ class BucketPlanner:
     @property
     def batch_sizes(self) -> NDArray[np.int64]:
         """(shapes,) samples that a micro-batch of each shape holds at most."""
-        budget = self.budget
-        if self.balance == "equal_token":
-            budget = BucketBudget(budget.m_mem, math.inf, budget.p)
+        budget = self.budget.memory_alone() if self.balance == "equal_token" else self.budget
         return budget.batch_sizes(self.table.sequence_lengths)
 
     def _costs(

@@ -100,11 +100,13 @@ def test_a_matrix_gives_memory_and_compute(shards: str, tmp_path: Path, said: Ca
         assert value in said()[0]
 
 
-def test_the_compute_budget_is_that_of_the_target(shards: str, tmp_path: Path) -> None:
+def test_batches_take_the_target(shards: str, tmp_path: Path, said: Callable[[], list[str]]) -> None:
     _matrix().save(tmp_path / "matrix.json")
     data = VideoDataModule(shards, budget=AutoBudget(tmp_path / "matrix.json", target_sync=0.6))
     _fit(data)
-    assert _budget(data).m_comp == pytest.approx((0.6 - 0.1) / 1e-4, rel=1e-6)
+    found = _budget(data)
+    assert [found.room(s) for s in (4, 16, 48, 80)] == pytest.approx([5e3 / s**1.8 for s in (4, 16, 48, 80)], rel=1e-6)
+    assert len(said()) == 1 and "target_sync = 0.6 s by the power law" in said()[0]
 
 
 def test_the_matrix_beside_the_index_is_found_if_it_is_of_this_setting(
@@ -170,7 +172,7 @@ def test_a_step_time_of_the_users_own_goes_before_a_measured_one(shards: str, tm
     _fit(data)
     assert data.planner is not None and data.planner.step_time == mine
     assert _budget(data).m_mem in (359, 360)
-    assert _budget(data).m_comp == pytest.approx((0.6 - 0.2) / 2e-4, rel=1e-6)
+    assert _budget(data).room(80) == pytest.approx((0.6 - 0.2) / 2e-4 / 80**1.8, rel=1e-6)
 
 
 def test_a_run_that_goes_on_keeps_its_budgets(shards: str, tmp_path: Path) -> None:
