@@ -27,6 +27,7 @@ from lightning_videoscale.parallel.plan import (
     find_plan,
     find_planned_modules,
     known_models,
+    refusals,
     register_plan,
 )
 from lightning_videoscale.parallel.plan_verification import PlanReport
@@ -60,6 +61,7 @@ __all__ = [
     "gather_sequence",
     "known_models",
     "parallelize",
+    "refusals",
     "register_plan",
     "sequence_parallel_attention",
     "split",

@@ -27,7 +27,10 @@ class Projection:
         rotary: The argument with the tables (cos, sin) of the stream's positions, if its queries and keys are rotated.
             Where a call has None for it, they are not.
         layout: The tables' dims: ``"sd"`` (s, head dim), ``"bshd"`` (1, s, 1, head dim), ``"bsc"`` (B, s, all heads'
-            channels) with each pair's values twice, or ``"bhsd"`` (B, H, s, head dim / 2) with each once.
+            channels) with each pair's values twice, or ``"bhsd"`` (B, H, s, head dim / 2) and ``"shd"`` (s, H,
+            head dim / 2) with each once. ``"matrices"`` is one table of rotations, (B, s, 1, head dim / 2, 2, 2);
+            ``"axes"`` are tables (positions, head dim / 3) for each third of a head, with each value twice, and
+            three tensors (1, s) of where a token is in them.
         halves: Whether a pair is a channel of a head's first half and one of its second, instead of two neighbours.
     """
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.trees import tree_leaves, tree_map_only
 from lightning_videoscale.parallel.context import SequenceContext
-from lightning_videoscale.parallel.plan import Count, Split, SplitPlan, submodules
+from lightning_videoscale.parallel.plan import Count, InputRule, Split, SplitPlan, submodules
 from lightning_videoscale.parallel.sharding import gather, gather_inside, split, whole_gradient
 from lightning_videoscale.undo import Undo
 
@@ -86,7 +86,7 @@ _TensorChange = Callable[..., Tensor]
 
 
 def _change_inputs(
-    module: nn.Module, path: str, rules: Mapping[str, Split | Count], context: SequenceContext, change: _Change
+    module: nn.Module, path: str, rules: Mapping[str, InputRule], context: SequenceContext, change: _Change
 ) -> Callable[..., _Inputs]:
     names = list(inspect.signature(type(module).forward).parameters)[1:]  # without self
     unknown = [name for name in rules if name not in names]
@@ -133,10 +133,15 @@ def _change_outputs(
     return hook
 
 
-def _share(value: Any, rule: Split | Count, context: SequenceContext) -> Any:
+def _share(value: Any, rule: InputRule, context: SequenceContext) -> Any:
     """This rank's share of an argument."""
     if value is None:
         return None
+    if isinstance(rule, Mapping):
+        members = list(value)
+        for position, inner in rule.items():
+            members[position] = _share(members[position], inner, context)
+        return type(value)(members)
     if isinstance(rule, Count):
         if not isinstance(value, int):
             raise TypeError(f"A Count is an integer, and this is {type(value).__name__}.")

@@ -85,7 +85,7 @@ class Family:
 @contextmanager
 def lifted_casts() -> Iterator[None]:
     """Lets float64 through the casts to float32 and bfloat16 that diffusers' models have."""
-    to, as_float = Tensor.to, Tensor.float
+    to, as_float, norm = Tensor.to, Tensor.float, torch.linalg.vector_norm
 
     def kept(argument: Any) -> Any:
         narrow = argument.dtype if isinstance(argument, Tensor) else argument
@@ -99,7 +99,13 @@ def lifted_casts() -> Iterator[None]:
     def lifted_float(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x if x.dtype is torch.float64 else as_float(x, *args, **kwargs)
 
-    with patch.object(Tensor, "to", lifted_to), patch.object(Tensor, "float", lifted_float):
+    def lifted_norm(x: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        return norm(x, *args, dtype=None if x.dtype is torch.float64 else dtype, **kwargs)
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(Tensor, "to", lifted_to))
+        patches.enter_context(patch.object(Tensor, "float", lifted_float))
+        patches.enter_context(patch.object(torch.linalg, "vector_norm", lifted_norm))
         yield
 
 

@@ -7,7 +7,20 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.families import cogvideox, hunyuan_video, ltx, own_model, wan
+from tests.distributed.families import (
+    allegro,
+    cogvideox,
+    cogview4,
+    cosmos,
+    easyanimate,
+    hunyuan_video,
+    kandinsky,
+    ltx,
+    mochi,
+    own_model,
+    pixart,
+    wan,
+)
 from tests.distributed.families.harness import Case, Family, errors_of
 from tests.distributed.pool import ProcessPool
 
@@ -17,6 +30,13 @@ FAMILIES: Mapping[str, Family] = {
     **cogvideox.FAMILIES,
     **hunyuan_video.FAMILIES,
     **ltx.FAMILIES,
+    **cosmos.FAMILIES,
+    **kandinsky.FAMILIES,
+    **mochi.FAMILIES,
+    **cogview4.FAMILIES,
+    **easyanimate.FAMILIES,
+    **allegro.FAMILIES,
+    **pixart.FAMILIES,
     **own_model.FAMILIES,
     **wan.FAMILIES,
 }
