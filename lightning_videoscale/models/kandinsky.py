@@ -4,6 +4,8 @@ Text passes blocks of its own and then enters the video's by cross-attention, so
 of frames, rows and columns and become a sequence outside of any module: each block splits its own. The output's layer
 takes frames, hence the gather behind the last block.
 
+Rotated queries and keys are rounded to bfloat16 in any dtype; in float32 split and whole agree up to that.
+
 NABLA is refused: its mask is made of means over 64 tokens at a time, and differs between heads and queries.
 """
 

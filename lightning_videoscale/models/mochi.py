@@ -63,10 +63,9 @@ class OneCallProcessor:
         query, key = (_rotated(x, image_rotary_emb) for x in (attn.norm_q(query), attn.norm_k(key)))
         pairs = (query, attn.norm_added_q(text_query)), (key, attn.norm_added_k(text_key)), (value, text_value)
         counts = attention_mask.bool()
-        out = F.scaled_dot_product_attention(
-            *(torch.cat(pair, 1).transpose(1, 2) for pair in pairs),
-            attn_mask=F.pad(counts, (query.shape[1], 0), value=True)[:, None, None],
-        )
+        q, k, v = (torch.cat(pair, 1).transpose(1, 2) for pair in pairs)
+        mask = F.pad(counts, (query.shape[1], 0), value=True)[:, None, None]
+        out = F.scaled_dot_product_attention(q, k, v, mask)
         out_video, out_text = out.transpose(1, 2).flatten(2).split([query.shape[1], counts.shape[1]], 1)
         out_text = out_text * counts[..., None]
         for layer in attn.to_out:

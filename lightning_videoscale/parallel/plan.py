@@ -4,7 +4,8 @@ A model's tokens form *streams*: video, and text or audio that its blocks update
 ranks on its own. What blocks only read, such as text of cross-attention, stays whole on every rank.
 
 `SplitPlan`              the plan itself; write one by hand for your own model
-`Split`, `Count`         how an argument or an output depends on tokens
+`Split`                  how a tensor that is an argument or an output depends on tokens
+`Count`, `Length`        how an integer does
 `Attention`, `Whole`     which modules see tokens of other ranks
 `register_plan`          makes a plan of your own known for a class of models, by the class's full name
 `find_plan`              the plan of a model, if one is known
@@ -39,7 +40,7 @@ class Split:
     """A tensor lies along ``dim`` as the tokens of one stream, or of several one behind the other.
 
     The first tensor of a stream in a forward pass says how long it is. Later ones are as long, or 1 and broadcast,
-    which stays. A tuple or list of tensors is split member by member; None stays None.
+    which stays. A tuple, list or dict of tensors is split member by member; None stays None.
 
     Attributes:
         dim: The dim of the tokens.
@@ -63,7 +64,17 @@ class Count:
     streams: tuple[str, ...] = VIDEO
 
 
-InputRule = Split | Count | Mapping[int, Split]
+@dataclass(frozen=True)
+class Length:
+    """An integer that is the length of a stream, perhaps 0; each rank gets that of its share.
+
+    Where no tensor of the stream came before, it says how long the stream is. So several streams can be in one tensor.
+    """
+
+    stream: str
+
+
+InputRule = Split | Count | Length | Mapping[int, Split]
 """How an argument is split."""
 
 
@@ -253,7 +264,7 @@ def check_streams(plan: SplitPlan, name: str) -> None:
         return
     rules: list[Split | Count] = []
     for rule in (rule for named in plan.inputs.values() for rule in named.values()):
-        rules += rule.values() if isinstance(rule, Mapping) else [rule]
+        rules += rule.values() if isinstance(rule, Mapping) else [] if isinstance(rule, Length) else [rule]
     rules += [rule for positions in plan.outputs.values() for rule in positions.values()]
     rules += [rule for whole in plan.whole.values() for rule in whole.outputs.values()]
     wholes = [rule for whole in plan.whole.values() for rule in whole.inputs.values()]

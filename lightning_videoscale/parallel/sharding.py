@@ -78,7 +78,7 @@ def split(
         known[name] = size - sum(known.values())
         record = record.with_stream(name, known[name], _table(known[name], name, context))
     totals = [known[name] for name in streams]
-    if sum(totals) != size or min(totals) < 1:
+    if sum(totals) != size or min(totals) < 0:
         expected = " + ".join(f"{total} of {name}" for total, name in zip(totals, streams, strict=True))
         raise ValueError(f"It has {size} tokens along dim {dim}, and the streams of this forward pass {expected}.")
     context.record = record
@@ -93,8 +93,20 @@ def split(
     return sliced
 
 
+def share_of_length(tokens: int, stream: str, context: SequenceContext) -> int:
+    """Returns how many tokens of a stream this rank has, which may be split later and has so many in all.
+
+    Raises:
+        ValueError: If the stream was split already and had another length.
+    """
+    context.record = context.record.with_stream(stream, tokens, _table(tokens, stream, context))
+    return context.lengths((stream,))[context.mesh.sp.rank]
+
+
 def _table(tokens: int, stream: str, context: SequenceContext) -> tuple[int, ...]:
     parts = context.mesh.sp.size
+    if tokens == 0 and stream in context.short_streams:
+        return (0,) * parts
     return split_sizes(max(tokens, parts) if stream in context.short_streams else tokens, parts)
 
 
@@ -153,6 +165,7 @@ def _gathered(
     whole = [
         _without_missing(function.apply(piece, _Place(dim, table, context)), dim, record.tokens(name))
         for piece, table, name in zip(pieces, tables, streams, strict=True)
+        if any(table)
     ]
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim)
 

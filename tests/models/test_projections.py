@@ -20,7 +20,10 @@ from lightning_videoscale.parallel.plan import matching_modules
 from tests.distributed.families.harness import Case, lifted_casts
 from tests.distributed.families.test_parity import FAMILIES
 
-OF_DIFFUSERS = [name for name in FAMILIES if name != "own_model"]
+UNDESCRIBED = ("own_model", "helios", "motif_video")
+"""The last two have several streams in one argument, of which Helios also scales the keys of one."""
+
+OF_DIFFUSERS = [name for name in FAMILIES if name not in UNDESCRIBED]
 VARIANTS = [(name, variant) for name in OF_DIFFUSERS for variant in FAMILIES[name].variants]
 
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -52,6 +55,9 @@ class Attended(TorchFunctionMode):
 
 def rotated(x: Tensor, tables: Any, projection: Projection) -> Tensor:
     """Of (B, s, H, D)."""
+    if projection.layout == "complex":
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * tables["query"].transpose(1, 2)).flatten(-2)
     if projection.layout == "axes":
         thirds = zip(x.chunk(3, dim=-1), *tables, strict=True)
         at = [(part, (cos[place[0]], sin[place[0]])) for part, (cos, sin), place in thirds]
@@ -59,6 +65,8 @@ def rotated(x: Tensor, tables: Any, projection: Projection) -> Tensor:
     if projection.layout == "matrices":
         return (tables @ x.unflatten(-1, (-1, 2))[..., None])[..., 0].flatten(-2)
     if projection.layout == "sd":
+        if (width := tables[0].shape[1]) < x.shape[3]:
+            return torch.cat([rotated(x[..., :width], tables, projection), x[..., width:]], -1)
         pairs = slice(x.shape[3] // 2) if projection.halves else slice(None, None, 2)
         cos, sin = (table[None, :, None, pairs] for table in tables)
     elif projection.layout == "shd":

@@ -82,18 +82,24 @@ class Family:
         return inputs if case.float32 else _doubled(inputs)
 
 
+_HALVES = (torch.bfloat16, torch.float16)
+_NARROWER = {torch.float64: (torch.float32, *_HALVES), torch.float32: _HALVES}
+
+
 @contextmanager
 def lifted_casts() -> Iterator[None]:
-    """Lets float64 through the casts to float32 and bfloat16 that diffusers' models have."""
+    """Lets float64 through the casts to float32 and bfloat16 that diffusers' models have, and float32 through those to
+    bfloat16: where one rounds up and the other down, their difference is one of bfloat16."""
     to, as_float, norm = Tensor.to, Tensor.float, torch.linalg.vector_norm
 
-    def kept(argument: Any) -> Any:
+    def kept(argument: Any, own: torch.dtype) -> Any:
         narrow = argument.dtype if isinstance(argument, Tensor) else argument
-        return torch.float64 if narrow in (torch.float32, torch.bfloat16, torch.float16) else argument
+        return own if narrow in _NARROWER[own] else argument
 
     def lifted_to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.dtype is torch.float64:
-            args, kwargs = tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
+        if x.dtype in _NARROWER:
+            args = tuple(kept(value, x.dtype) for value in args)
+            kwargs = {name: kept(value, x.dtype) for name, value in kwargs.items()}
         return to(x, *args, **kwargs)
 
     def lifted_float(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -118,8 +124,7 @@ def errors_of(case: Case, family: Family, plan: SplitPlan | None = None) -> dict
     undo = parallelize(sliced, mesh, plan, verify_plan=False)
     with ExitStack() as contexts:
         contexts.callback(undo)
-        if not case.float32:
-            contexts.enter_context(lifted_casts())
+        contexts.enter_context(lifted_casts())
         everyone = [family.inputs(case, rank) for rank in range(dp)]
         expected = [run(whole, inputs) for inputs in everyone]
         got = run(sliced, everyone[mesh.dp.rank])
