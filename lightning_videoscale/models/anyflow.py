@@ -33,7 +33,5 @@ def _split_plan(_: nn.Module) -> SplitPlan:
 
 SPLIT_PLANS = {_MODEL: _split_plan}
 PROJECTIONS = {
-    _MODEL: lambda _: {
-        "blocks.*.attn1": {"video": Projection(across_heads=True, rotary="rotary_emb", layout="complex")}
-    }
+    _MODEL: lambda _: {"blocks.*.attn1": {"video": Projection(across_heads=True, rotary="rotary_emb", layout="dict")}}
 }

@@ -24,7 +24,7 @@ REFUSALS = {
         "attention of all tokens, by one call for each module. Train it without sequence parallelism."
     ),
     f"{_DIFFUSERS}.transformer_anyflow_far.AnyFlowFARTransformer3DModel": (
-        "its attention is causal by blocks of frames, by a mask that differs between queries. Train it without sequence "
-        "parallelism. AnyFlowTransformer3DModel attends to all tokens and can be split."
+        "its attention is causal by blocks of frames, by a mask that differs between queries. Train it without "
+        "sequence parallelism. AnyFlowTransformer3DModel attends to all tokens and can be split."
     ),
 }

@@ -55,7 +55,7 @@ class Attended(TorchFunctionMode):
 
 def rotated(x: Tensor, tables: Any, projection: Projection) -> Tensor:
     """Of (B, s, H, D)."""
-    if projection.layout == "complex":
+    if projection.layout == "dict":
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * tables["query"].transpose(1, 2)).flatten(-2)
     if projection.layout == "axes":

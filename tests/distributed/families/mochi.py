@@ -25,7 +25,7 @@ def build(**_: Any) -> MochiTransformer3DModel:
     model = MochiTransformer3DModel(
         patch_size=1,
         num_attention_heads=4,
-        attention_head_dim=8,
+        attention_head_dim=12,
         num_layers=2,
         pooled_projection_dim=16,
         in_channels=4,
