@@ -42,4 +42,4 @@ def inputs(
     }
 
 
-FAMILIES = {"allegro": Family(build, inputs, [{}, {"rotary": False}])}
+FAMILIES = {"allegro": Family(build, inputs, [{}, {"rotary": False}], spread=0.1)}

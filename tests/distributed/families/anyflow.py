@@ -39,4 +39,4 @@ def inputs(
     }
 
 
-FAMILIES = {"anyflow": Family(build, inputs, [{}, {"image": True, "delta": "t-r"}])}
+FAMILIES = {"anyflow": Family(build, inputs, [{}, {"image": True, "delta": "t-r"}], spread=0.15)}

@@ -50,6 +50,7 @@ class Family:
         build: Returns a tiny model, given settings that it knows; others are for `inputs`.
         inputs: Returns what it is called with, by name, drawn from torch's generator.
         variants: Settings of either that matter beside lengths and batch size.
+        spread: Standard deviation of the weights.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class Family:
         build: Callable[..., nn.Module],
         inputs: Callable[..., Inputs],
         variants: Sequence[Mapping[str, Any]] = ({},),
+        spread: float = 0.3,
     ) -> None:
-        self._build, self._inputs, self.variants = build, inputs, variants
+        self._build, self._inputs, self.variants, self._spread = build, inputs, variants, spread
 
     def model(self, case: Case) -> nn.Module:
         """Seeded; all parameters are random, also those that start at zero."""
@@ -67,7 +69,7 @@ class Family:
             model = self._build(**case.settings).train()
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.1))
+                    parameter.copy_(torch.randn_like(parameter) * (self._spread if parameter.ndim > 1 else 0.1))
                     if parameter.ndim == 1:
                         parameter.add_(0.5)
         if case.checkpointing:
@@ -82,31 +84,30 @@ class Family:
         return inputs if case.float32 else _doubled(inputs)
 
 
-_HALVES = (torch.bfloat16, torch.float16)
-_NARROWER = {torch.float64: (torch.float32, *_HALVES), torch.float32: _HALVES}
-
-
 @contextmanager
-def lifted_casts() -> Iterator[None]:
-    """Lets float64 through the casts to float32 and bfloat16 that diffusers' models have, and float32 through those to
-    bfloat16: where one rounds up and the other down, their difference is one of bfloat16."""
-    to, as_float, norm = Tensor.to, Tensor.float, torch.linalg.vector_norm
+def lifted_casts(own: torch.dtype = torch.float64) -> Iterator[None]:
+    """Lets float64 through the casts to float32 and bfloat16 that diffusers' models have.
 
-    def kept(argument: Any, own: torch.dtype) -> Any:
+    Of ``own`` float32, through those to bfloat16: where split and whole round to different sides, they differ by that.
+    """
+    to, as_float, norm = Tensor.to, Tensor.float, torch.linalg.vector_norm
+    halves = (torch.bfloat16, torch.float16)
+    narrower = (torch.float32, *halves) if own is torch.float64 else halves
+
+    def kept(argument: Any) -> Any:
         narrow = argument.dtype if isinstance(argument, Tensor) else argument
-        return own if narrow in _NARROWER[own] else argument
+        return own if narrow in narrower else argument
 
     def lifted_to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.dtype in _NARROWER:
-            args = tuple(kept(value, x.dtype) for value in args)
-            kwargs = {name: kept(value, x.dtype) for name, value in kwargs.items()}
+        if x.dtype is own:
+            args, kwargs = tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
         return to(x, *args, **kwargs)
 
     def lifted_float(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return x if x.dtype is torch.float64 else as_float(x, *args, **kwargs)
+        return x if x.dtype is own else as_float(x, *args, **kwargs)
 
     def lifted_norm(x: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-        return norm(x, *args, dtype=None if x.dtype is torch.float64 else dtype, **kwargs)
+        return norm(x, *args, dtype=None if x.dtype is own else dtype, **kwargs)
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(Tensor, "to", lifted_to))
@@ -124,7 +125,7 @@ def errors_of(case: Case, family: Family, plan: SplitPlan | None = None) -> dict
     undo = parallelize(sliced, mesh, plan, verify_plan=False)
     with ExitStack() as contexts:
         contexts.callback(undo)
-        contexts.enter_context(lifted_casts())
+        contexts.enter_context(lifted_casts(torch.float32 if case.float32 else torch.float64))
         everyone = [family.inputs(case, rank) for rank in range(dp)]
         expected = [run(whole, inputs) for inputs in everyone]
         got = run(sliced, everyone[mesh.dp.rank])

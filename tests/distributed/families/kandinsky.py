@@ -41,4 +41,4 @@ def inputs(
     }
 
 
-FAMILIES = {"kandinsky": Family(build, inputs, [{}, {"condition": True}])}
+FAMILIES = {"kandinsky": Family(build, inputs, [{}, {"condition": True}], spread=0.15)}
