@@ -23,7 +23,6 @@ FAMILIES = {
     "ltx": ("ltx", "ltx2"),
     "cogvideox": ("cogvideox", "consisid"),
     "mochi": ("mochi",),
-    "cosmos": ("cosmos",),
     "cogview4": ("cogview4",),
     "easyanimate": ("easyanimate",),
     "allegro": ("allegro",),

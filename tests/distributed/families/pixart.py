@@ -39,4 +39,4 @@ def inputs(
     }
 
 
-FAMILIES = {"pixart": Family(build, inputs, [{}, {"sizes": True}], spread=0.1)}
+FAMILIES = {"pixart": Family(build, inputs, [{}, {"sizes": True}], spread=0.12)}
