@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, parallelize, verify_plan
@@ -109,7 +110,19 @@ def lifted_casts(own: torch.dtype = torch.float64) -> Iterator[None]:
     def lifted_norm(x: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
         return norm(x, *args, dtype=None if x.dtype is own else dtype, **kwargs)
 
+    def promoting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Of functions that take no mixed dtypes: what a model makes in float32 from the start meets float64."""
+
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            if any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in args):
+                args = tuple(x.double() if isinstance(x, Tensor) and x.dtype is torch.float32 else x for x in args)
+            return function(*args, **kwargs)
+
+        return call
+
     with ExitStack() as patches:
+        patches.enter_context(patch.object(F, "linear", promoting(F.linear)))
+        patches.enter_context(patch.object(torch, "einsum", promoting(torch.einsum)))
         patches.enter_context(patch.object(Tensor, "to", lifted_to))
         patches.enter_context(patch.object(Tensor, "float", lifted_float))
         patches.enter_context(patch.object(torch.linalg, "vector_norm", lifted_norm))

@@ -7,18 +7,9 @@ from typing import Any
 import torch
 from diffusers import MochiTransformer3DModel
 from diffusers.models.transformers.transformer_mochi import MochiRoPE
-from torch import Tensor
 
 from tests.distributed.families.harness import Family
 from tests.distributed.families.hunyuan_video import text_mask
-
-
-class WideRoPE(MochiRoPE):
-    """Its positions are float32 in models of any dtype, which no cast can lift."""
-
-    def _create_rope(self, freqs: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        tables: tuple[Tensor, Tensor] = super()._create_rope(freqs, pos.to(freqs.dtype))
-        return tables
 
 
 def build(**_: Any) -> MochiTransformer3DModel:
@@ -32,7 +23,7 @@ def build(**_: Any) -> MochiTransformer3DModel:
         text_embed_dim=8,
         time_embed_dim=8,
     )
-    model.rope = WideRoPE(4, 4)  # of small positions, as rounded frequencies turn by their products
+    model.rope = MochiRoPE(4, 4)  # of small positions, as rounded frequencies turn by their products
     return model
 
 
