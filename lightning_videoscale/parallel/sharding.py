@@ -69,9 +69,10 @@ def split(
     """
     size, record = x.shape[dim], context.record
     known = {name: record.tokens(name) for name in streams if name in record.tables}
-    if size == 1 and (broadcasts or len(streams) > 1 or any(tokens != 1 for tokens in known.values())):
-        return x
     new = [name for name in streams if name not in known]
+    tokens = sum(known.values())
+    if size == 1 and (broadcasts or len(new) > 1 or (tokens > 0 if new else tokens != 1)):
+        return x
     if len(new) > 1:
         raise ValueError(f"How {size} tokens share out to {new} is not known: split one of them before.")
     for name in new:
