@@ -63,6 +63,6 @@ FAMILIES = {
             {"singles": 3, "decoders": 1, "cross": True, "image": 2},
             {"singles": 0},
         ],
-        spread=0.15,
+        spread=0.2,
     )
 }
