@@ -4,6 +4,7 @@ A file is imported when one of its classes is first met, so that the rooms below
 what is known of the family under these names, and leaves out what does not apply:
 
 `SPLIT_PLANS`    by class path, what returns the `SplitPlan` of such a model
+`REFUSALS`       by class path, why such a model has no plan
 `PROJECTIONS`    by class path, what returns the `Projection` of each stream in each attention of such a model
 `BLOCKS`         by class path, the paths of the transformer blocks of such a model, as a `SplitPlan` has them
 `FUSED_BLOCKS`   by class path, the `FusedBlock`
@@ -34,6 +35,22 @@ FAMILIES = {
     "diffusers.models.transformers.consisid_transformer_3d": "cogvideox",
     "diffusers.models.transformers.transformer_ltx": "ltx",
     "diffusers.models.transformers.transformer_ltx2": "ltx",
+    "diffusers.models.transformers.transformer_mochi": "mochi",
+    "diffusers.models.transformers.transformer_cosmos": "cosmos",
+    "diffusers.models.transformers.transformer_kandinsky": "kandinsky",
+    "diffusers.models.transformers.transformer_cogview4": "cogview4",
+    "diffusers.models.transformers.transformer_easyanimate": "easyanimate",
+    "diffusers.models.transformers.transformer_allegro": "allegro",
+    "diffusers.models.transformers.pixart_transformer_2d": "pixart",
+    "diffusers.models.transformers.transformer_helios": "helios",
+    "diffusers.models.transformers.transformer_minimax_h3": "minimax_h3",
+    "diffusers.models.transformers.transformer_motif_video": "motif_video",
+    "diffusers.models.transformers.transformer_anyflow": "anyflow",
+    "diffusers.models.transformers.sana_transformer": "unsplit",
+    "diffusers.models.transformers.transformer_sana_video": "unsplit",
+    "diffusers.models.transformers.latte_transformer_3d": "unsplit",
+    "diffusers.models.transformers.transformer_cosmos3": "unsplit",
+    "diffusers.models.transformers.transformer_anyflow_far": "unsplit",
     "diffusers.models.attention": "feed_forward",
     "models": "dit",
 }

@@ -2,7 +2,7 @@
 
 `SequenceMesh`                  the ranks: dp × ring × ulysses
 `parallelize`                   splits a model's sequence over the mesh
-`SplitPlan`                     what is split where, in terms of `Split`, `Count`, `Attention` and `Whole`;
+`SplitPlan`                     what is split where, in terms of `Split`, `Count`, `Length`, `Attention`, `Whole`;
                                 `register_plan` makes a plan known
 `sequence_parallel_attention`   attention over a split sequence
 `verify_plan`                   compares a split network with a whole one
@@ -21,12 +21,14 @@ from lightning_videoscale.parallel.parallelize import parallelize, verify_plan
 from lightning_videoscale.parallel.plan import (
     Attention,
     Count,
+    Length,
     Split,
     SplitPlan,
     Whole,
     find_plan,
     find_planned_modules,
     known_models,
+    refusals,
     register_plan,
 )
 from lightning_videoscale.parallel.plan_verification import PlanReport
@@ -42,6 +44,7 @@ __all__ = [
     "Axis",
     "CollectiveTransport",
     "Count",
+    "Length",
     "PlanReport",
     "Projection",
     "Projections",
@@ -60,6 +63,7 @@ __all__ = [
     "gather_sequence",
     "known_models",
     "parallelize",
+    "refusals",
     "register_plan",
     "sequence_parallel_attention",
     "split",

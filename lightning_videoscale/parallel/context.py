@@ -28,8 +28,8 @@ class SplitRecord:
         rank: This rank's position in the group that shares the sequence.
         tables: Of each stream that was split, the tokens of all ranks; ``tables[stream][r]`` of them on rank ``r``.
             They are lists: `torch.compile` takes tuples for constants, and would compile blocks anew for each length.
-        short: Of streams with fewer tokens than there are ranks, how many they have. Each rank holds one token, those
-            that are missing are zeros that nobody attends to.
+        short: Of streams with fewer tokens than there are ranks, but some, how many they have. Each rank holds one
+            token, those that are missing are zeros that nobody attends to.
         seed: Of the random numbers between the first split and the last gather; None before the first split.
     """
 
@@ -45,7 +45,7 @@ class SplitRecord:
             ValueError: If the stream was split already and had another length.
         """
         if stream not in self.tables:
-            short = {**self.short, stream: tokens} if tokens < len(lengths) else self.short
+            short = {**self.short, stream: tokens} if tokens < sum(lengths) else self.short
             return replace(self, tables={**self.tables, stream: list(lengths)}, short=short)
         if self.tokens(stream) != tokens:
             raise ValueError(f"The {stream} has {self.tokens(stream)} tokens in this forward pass, not {tokens}.")

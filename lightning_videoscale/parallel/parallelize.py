@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,7 @@ from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.layout.divide import divide_mesh
 from lightning_videoscale.parallel.mesh import SequenceMesh
-from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_plan, known_models, submodules
+from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_plan, known_models, refusals, submodules
 from lightning_videoscale.parallel.plan_verification import PlanReport, check_exchanges, compare
 from lightning_videoscale.parallel.rank_agreement import Agreement, compare_inputs
 from lightning_videoscale.parallel.split_hooks import average_input_gradients, install_hooks
@@ -138,6 +139,8 @@ def verify_plan(
 def _plan_for(model: nn.Module, plan: SplitPlan | None) -> SplitPlan:
     plan = plan if plan is not None else find_plan(model)
     if plan is None:
+        for name, reason in refusals(model).items():
+            raise ValueError(f"{name} cannot be split: {reason}")
         raise ValueError(
             f"No split plan is known for {type(model).__name__}. Models with a plan: {', '.join(known_models())}. "
             "For your own model pass plan=SplitPlan(...), or register one with parallel.register_plan."
@@ -174,6 +177,7 @@ def _install(
         if not context.suspended:
             _refuse_transforms(module, *inputs)
             _refuse_cache(module)
+            _refuse_objection(module, plan, *inputs)
         context.begin_forward()
         context.network = weakref.ref(module)
 
@@ -223,6 +227,14 @@ def _refuse_cache(module: nn.Module) -> None:
             "has a slice of them, so ranks would decide differently and wait for each other. Call disable_cache(), or "
             "take a cache that decides by the step, such as MagCache."
         )
+
+
+def _refuse_objection(module: nn.Module, plan: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if plan.objection is None:
+        return
+    arguments = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    if (reason := plan.objection(module, arguments)) is not None:
+        raise ValueError(f"{type(module).__name__} cannot be split in this call: {reason}")
 
 
 def _refuse_transforms(module: nn.Module, *inputs: Any) -> None:

@@ -4,17 +4,20 @@ A model's tokens form *streams*: video, and text or audio that its blocks update
 ranks on its own. What blocks only read, such as text of cross-attention, stays whole on every rank.
 
 `SplitPlan`              the plan itself; write one by hand for your own model
-`Split`, `Count`         how an argument or an output depends on tokens
+`Split`                  how a tensor that is an argument or an output depends on tokens
+`Count`, `Length`        how an integer does
 `Attention`, `Whole`     which modules see tokens of other ranks
 `register_plan`          makes a plan of your own known for a class of models, by the class's full name
 `find_plan`              the plan of a model, if one is known
 `find_planned_modules`   the networks inside a larger module that have a plan
+`refusals`               why networks inside a larger module can have none
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -25,6 +28,9 @@ from lightning_videoscale.parallel.context import SequenceContext
 AttentionChange = Callable[[nn.Module, SequenceContext], Callable[[], None]]
 """Makes a model's self-attention exchange over the group, and returns what takes that back."""
 
+Objection = Callable[[Any, Mapping[str, Any]], str | None]
+"""Says why a call of a model, given its arguments by name, cannot be split; None if it can."""
+
 VIDEO = ("video",)
 """The streams of most tensors."""
 
@@ -34,7 +40,7 @@ class Split:
     """A tensor lies along ``dim`` as the tokens of one stream, or of several one behind the other.
 
     The first tensor of a stream in a forward pass says how long it is. Later ones are as long, or 1 and broadcast,
-    which stays. A tuple or list of tensors is split member by member; None stays None.
+    which stays. A tuple, list or dict of tensors is split member by member; None stays None.
 
     Attributes:
         dim: The dim of the tokens.
@@ -59,6 +65,20 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Length:
+    """An integer that is the length of a stream, perhaps 0; each rank gets that of its share.
+
+    Where no tensor of the stream came before, it says how long the stream is. So several streams can be in one tensor.
+    """
+
+    stream: str
+
+
+InputRule = Split | Count | Length | Mapping[int, Split]
+"""How an argument is split."""
+
+
+@dataclass(frozen=True)
 class Attention:
     """A module that attends over split streams, by one call of `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -70,11 +90,14 @@ class Attention:
         keys: Those of its keys and values; as the queries if left out.
         padded_rows: The mask is (B, 1, tokens, tokens) and differs between queries only in those that it masks as
             keys, too: padding, whose output nobody reads.
+        in_one_call: For a module that attends otherwise: makes it attend by one call, before the call is exchanged,
+            and returns what takes that back.
     """
 
     queries: tuple[str, ...] = VIDEO
     keys: tuple[str, ...] | None = None
     padded_rows: bool = False
+    in_one_call: Callable[[nn.Module], Callable[[], None]] | None = None
 
     @property
     def key_streams(self) -> tuple[str, ...]:
@@ -105,7 +128,8 @@ class SplitPlan:
     for the last name of a list: ``"blocks.*.attn"``, ``"blocks.-1"``.
 
     Attributes:
-        inputs: Per module path, which arguments of its ``forward`` are split, by name, before it runs.
+        inputs: Per module path, which arguments of its ``forward`` are split, by name, before it runs. Of a tuple or
+            list, of which only some members are, those by position.
         outputs: Per module path, which of its outputs are split, by position (0 if it returns one tensor).
         gathers: Per module path, which of its outputs are gathered, by position. With the last to run, in whatever
             order they are listed, ranks draw equal random numbers again.
@@ -113,15 +137,18 @@ class SplitPlan:
             the model's attention exchange over the group, given the model and the shared context; it returns its undo,
             after which the model computes as before, and raises a ``ValueError`` if the heads do not fit the mesh.
         whole: Per module path, what must see all tokens.
+        objection: Asked before each call of the model; a reason is an error that says it. For what the model would
+            compute wrongly on slices, as its arguments or its configuration tell.
         exact: Whether tests hold the plan to one device for this very class of models; others are verified when the
             model is first called.
     """
 
-    inputs: Mapping[str, Mapping[str, Split | Count]]
+    inputs: Mapping[str, Mapping[str, InputRule]]
     outputs: Mapping[str, Mapping[int, Split]]
     gathers: Mapping[str, Mapping[int, Split]]
     attention: Mapping[str, Attention] | AttentionChange
     whole: Mapping[str, Whole] = field(default_factory=dict)
+    objection: Objection | None = None
     exact: bool = False
 
     @property
@@ -188,6 +215,12 @@ def find_planned_modules(root: nn.Module) -> dict[str, SplitPlan]:
     return found
 
 
+def refusals(root: nn.Module) -> dict[str, str]:
+    """Returns why networks under ``root`` cannot be split, by the names of their classes."""
+    reasons = {type(module): known("REFUSALS", type(module)) for module in root.modules()}
+    return {cls.__name__: reason for cls, reason in reasons.items() if reason is not None}
+
+
 def known_models() -> list[str]:
     """Names of the model classes that have a plan."""
     return sorted({path.rsplit(".", 1)[-1] for path in (*_REGISTERED, *AllFamilies[PlanFactory]("SPLIT_PLANS"))})
@@ -229,7 +262,9 @@ def check_streams(plan: SplitPlan, name: str) -> None:
     """
     if not isinstance(plan.attention, Mapping):
         return
-    rules = [rule for named in plan.inputs.values() for rule in named.values()]
+    rules: list[Split | Count] = []
+    for rule in (rule for named in plan.inputs.values() for rule in named.values()):
+        rules += rule.values() if isinstance(rule, Mapping) else [] if isinstance(rule, Length) else [rule]
     rules += [rule for positions in plan.outputs.values() for rule in positions.values()]
     rules += [rule for whole in plan.whole.values() for rule in whole.outputs.values()]
     wholes = [rule for whole in plan.whole.values() for rule in whole.inputs.values()]

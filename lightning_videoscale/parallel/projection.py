@@ -19,6 +19,12 @@ class Projection:
     All names are those of the attention module's children, and of arguments of its ``forward``. A child that a model
     has as None is left out. It is not for modules whose projections diffusers has fused (``fuse_projections``).
 
+    Layouts with each pair's values twice: ``"sd"`` (s, head dim), or fewer channels if only a head's first are rotated;
+    ``"bshd"`` (1, s, 1, head dim); ``"bsc"`` (B, s, all heads' channels). With each once: ``"bhsd"`` (B, H, s,
+    head dim / 2); ``"shd"`` (s, H, head dim / 2). Others are no two tables of all tokens: ``"matrices"`` are rotations
+    (B, s, 1, head dim / 2, 2, 2); ``"dict"`` are complex numbers (1, 1, s, head dim / 2) by the names query and key;
+    ``"axes"`` are tables (positions, head dim / 3) for each third of a head, and where in them a token is, (1, s) each.
+
     Attributes:
         tokens: The argument with the stream's tokens, (B, s, D).
         linears: Of query, key and value; None for what other streams give.
@@ -26,8 +32,7 @@ class Projection:
         across_heads: Whether norms are over the channels of all heads, not of each.
         rotary: The argument with the tables (cos, sin) of the stream's positions, if its queries and keys are rotated.
             Where a call has None for it, they are not.
-        layout: The tables' dims: ``"sd"`` (s, head dim), ``"bshd"`` (1, s, 1, head dim), ``"bsc"`` (B, s, all heads'
-            channels) with each pair's values twice, or ``"bhsd"`` (B, H, s, head dim / 2) with each once.
+        layout: What the tables are, see above.
         halves: Whether a pair is a channel of a head's first half and one of its second, instead of two neighbours.
     """
 

@@ -53,9 +53,12 @@ def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceConte
     undo = Undo()
     for pattern, rule in plan.attention.items():
         for path, module in submodules(model, pattern).items():
-            if isinstance(heads := getattr(module, "heads", None), int):  # as diffusers' attention has it
+            heads = getattr(module, "heads", getattr(module, "num_heads", None))  # as diffusers' attention has them
+            if isinstance(heads, int):
                 check_heads(heads, context.mesh.ulysses.size)
             context.attention[path] = module
+            if rule.in_one_call is not None:
+                undo.add(rule.in_one_call(module))
             forward = _exchanging_forward(module.forward, _Place(path, rule, context))
             undo.set(module, "forward", MethodType(forward, module))  # a copy of the module has it for its own
     return undo

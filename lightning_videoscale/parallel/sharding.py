@@ -69,16 +69,17 @@ def split(
     """
     size, record = x.shape[dim], context.record
     known = {name: record.tokens(name) for name in streams if name in record.tables}
-    if size == 1 and (broadcasts or len(streams) > 1 or any(tokens != 1 for tokens in known.values())):
-        return x
     new = [name for name in streams if name not in known]
+    tokens = sum(known.values())
+    if size == 1 and (broadcasts or len(new) > 1 or (tokens > 0 if new else tokens != 1)):
+        return x
     if len(new) > 1:
         raise ValueError(f"How {size} tokens share out to {new} is not known: split one of them before.")
     for name in new:
         known[name] = size - sum(known.values())
         record = record.with_stream(name, known[name], _table(known[name], name, context))
     totals = [known[name] for name in streams]
-    if sum(totals) != size or min(totals) < 1:
+    if sum(totals) != size or min(totals) < 0:
         expected = " + ".join(f"{total} of {name}" for total, name in zip(totals, streams, strict=True))
         raise ValueError(f"It has {size} tokens along dim {dim}, and the streams of this forward pass {expected}.")
     context.record = record
@@ -93,8 +94,20 @@ def split(
     return sliced
 
 
+def share_of_length(tokens: int, stream: str, context: SequenceContext) -> int:
+    """Returns how many tokens of a stream this rank has, which may be split later and has so many in all.
+
+    Raises:
+        ValueError: If the stream was split already and had another length.
+    """
+    context.record = context.record.with_stream(stream, tokens, _table(tokens, stream, context))
+    return context.lengths((stream,))[context.mesh.sp.rank]
+
+
 def _table(tokens: int, stream: str, context: SequenceContext) -> tuple[int, ...]:
     parts = context.mesh.sp.size
+    if tokens == 0 and stream in context.short_streams:
+        return (0,) * parts
     return split_sizes(max(tokens, parts) if stream in context.short_streams else tokens, parts)
 
 
@@ -153,6 +166,7 @@ def _gathered(
     whole = [
         _without_missing(function.apply(piece, _Place(dim, table, context)), dim, record.tokens(name))
         for piece, table, name in zip(pieces, tables, streams, strict=True)
+        if any(table)
     ]
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim)
 

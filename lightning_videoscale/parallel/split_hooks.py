@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.trees import tree_leaves, tree_map_only
 from lightning_videoscale.parallel.context import SequenceContext
-from lightning_videoscale.parallel.plan import Count, Split, SplitPlan, submodules
-from lightning_videoscale.parallel.sharding import gather, gather_inside, split, whole_gradient
+from lightning_videoscale.parallel.plan import Count, InputRule, Length, Split, SplitPlan, submodules
+from lightning_videoscale.parallel.sharding import gather, gather_inside, share_of_length, split, whole_gradient
 from lightning_videoscale.undo import Undo
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -86,7 +86,7 @@ _TensorChange = Callable[..., Tensor]
 
 
 def _change_inputs(
-    module: nn.Module, path: str, rules: Mapping[str, Split | Count], context: SequenceContext, change: _Change
+    module: nn.Module, path: str, rules: Mapping[str, InputRule], context: SequenceContext, change: _Change
 ) -> Callable[..., _Inputs]:
     names = list(inspect.signature(type(module).forward).parameters)[1:]  # without self
     unknown = [name for name in rules if name not in names]
@@ -133,13 +133,20 @@ def _change_outputs(
     return hook
 
 
-def _share(value: Any, rule: Split | Count, context: SequenceContext) -> Any:
+def _share(value: Any, rule: InputRule, context: SequenceContext) -> Any:
     """This rank's share of an argument."""
     if value is None:
         return None
+    if isinstance(rule, Mapping):
+        members = list(value)
+        for position, inner in rule.items():
+            members[position] = _share(members[position], inner, context)
+        return type(value)(members)
+    if isinstance(rule, Count | Length) and not isinstance(value, int):
+        raise TypeError(f"A {type(rule).__name__} is an integer, and this is {type(value).__name__}.")
+    if isinstance(rule, Length):
+        return share_of_length(value, rule.stream, context)
     if isinstance(rule, Count):
-        if not isinstance(value, int):
-            raise TypeError(f"A Count is an integer, and this is {type(value).__name__}.")
         lengths, rank = context.lengths(rule.streams), context.mesh.sp.rank
         return min(max(value - sum(lengths[:rank]), 0), lengths[rank])
     return _each(value, rule, context, _enter_and_split)
@@ -155,9 +162,11 @@ def _gather_argument(value: Any, rule: Split, context: SequenceContext) -> Any:
 
 
 def _each(value: Any, rule: Split, context: SequenceContext, change: _TensorChange) -> Any:
-    """Changes a tensor, or each of a tuple or list; what has another number of dims, or is None, stays."""
+    """Changes a tensor, or each of a tuple, list or dict; what has another number of dims, or is None, stays."""
     if value is None:
         return None
+    if isinstance(value, Mapping):
+        return type(value)({name: _each(x, rule, context, change) for name, x in value.items()})  # type: ignore[call-arg]
     if isinstance(value, tuple | list):
         return type(value)(_each(x, rule, context, change) for x in value)
     if not isinstance(value, Tensor):

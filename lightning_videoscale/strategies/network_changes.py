@@ -20,6 +20,7 @@ from lightning_videoscale.parallel import (
     find_planned_modules,
     known_models,
     parallelize,
+    refusals,
 )
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from lightning_videoscale.strategies.compilation import compile_blocks
@@ -112,9 +113,11 @@ def split_plans(
     if mesh.sp.size > 1 and len(found) != 1:
         classes = {name: type(child).__name__ for name, child in module.named_children()}
         what = f"Several networks have a split plan: {sorted(found)}" if found else "No network has a split plan"
+        refused = "".join(f" {name} cannot be split: {reason}" for name, reason in refusals(module).items())
         raise ValueError(
             f"{what} in the LightningModule with children {classes}. Name what to split with modules=[...]"
             + ("." if found else f" and plan=SplitPlan(...); models with a plan: {', '.join(known_models())}.")
+            + refused
         )
     return dict.fromkeys(found, None)
 

@@ -57,5 +57,6 @@ def float64_inside() -> Iterator[None]:
         patch.multiple(F, **{name: widened(getattr(F, name)) for name in names}),
         patch.object(Tensor, "__matmul__", widened(Tensor.__matmul__)),
         patch.object(torch, "matmul", widened(torch.matmul)),
+        patch.object(torch, "einsum", widened(torch.einsum)),
     ):
         yield

@@ -14,7 +14,7 @@ from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.families import FAMILIES, known
 from tests.models import tiny_wan
 
-BY_CLASS = ("SPLIT_PLANS", "FUSED_BLOCKS", "FLOPS")
+BY_CLASS = ("SPLIT_PLANS", "REFUSALS", "FUSED_BLOCKS", "FLOPS")
 
 
 def said(file: str, kind: str) -> dict[str, Any]:

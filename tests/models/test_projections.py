@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,10 @@ from lightning_videoscale.parallel.plan import matching_modules
 from tests.distributed.families.harness import Case, lifted_casts
 from tests.distributed.families.test_parity import FAMILIES
 
-OF_DIFFUSERS = [name for name in FAMILIES if name != "own_model"]
+UNDESCRIBED = ("own_model", "helios", "motif_video")
+"""The last two have several streams in one argument, of which Helios also scales the keys of one."""
+
+OF_DIFFUSERS = [name for name in FAMILIES if name not in UNDESCRIBED]
 VARIANTS = [(name, variant) for name in OF_DIFFUSERS for variant in FAMILIES[name].variants]
 
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -49,10 +53,24 @@ class Attended(TorchFunctionMode):
         self.path = ""
 
 
-def rotated(x: Tensor, tables: tuple[Tensor, Tensor], projection: Projection) -> Tensor:
+def rotated(x: Tensor, tables: Any, projection: Projection) -> Tensor:
     """Of (B, s, H, D)."""
+    if projection.layout == "dict":
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * tables["query"].transpose(1, 2)).flatten(-2)
+    if projection.layout == "axes":
+        thirds = zip(x.chunk(3, dim=-1), *tables, strict=True)
+        at = [(part, (cos[place[0]], sin[place[0]])) for part, (cos, sin), place in thirds]
+        return torch.cat([rotated(part, own, replace(projection, layout="sd")) for part, own in at], -1)
+    if projection.layout == "matrices":
+        return (tables @ x.unflatten(-1, (-1, 2))[..., None])[..., 0].flatten(-2)
     if projection.layout == "sd":
-        cos, sin = (table[None, :, None, ::2] for table in tables)
+        if (width := tables[0].shape[1]) < x.shape[3]:
+            return torch.cat([rotated(x[..., :width], tables, projection), x[..., width:]], -1)
+        pairs = slice(x.shape[3] // 2) if projection.halves else slice(None, None, 2)
+        cos, sin = (table[None, :, None, pairs] for table in tables)
+    elif projection.layout == "shd":
+        cos, sin = tables
     elif projection.layout == "bshd":
         cos, sin = tables[0][..., ::2], tables[1][..., 1::2]
     elif projection.layout == "bsc":
@@ -74,7 +92,7 @@ def recomputed(module: Any, projection: Projection, arguments: Mapping[str, Any]
             continue
         x = module.get_submodule(linear)(arguments[projection.tokens])
         norm_of = (norm and getattr(module, norm)) or nn.Identity()
-        heads = (module.heads, -1)
+        heads = (module.heads if hasattr(module, "heads") else module.num_heads, -1)
         x = norm_of(x).unflatten(-1, heads) if projection.across_heads else norm_of(x.unflatten(-1, heads))
         made.append(x if norm is None or tables is None else rotated(x, tables, projection))
     return made[0], made[1], made[2]

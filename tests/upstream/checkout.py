@@ -22,6 +22,14 @@ FAMILIES = {
     "hunyuan_video": ("hunyuan_video", "hunyuan_video_framepack", "hunyuan_1_5"),
     "ltx": ("ltx", "ltx2"),
     "cogvideox": ("cogvideox", "consisid"),
+    "mochi": ("mochi",),
+    "cogview4": ("cogview4",),
+    "easyanimate": ("easyanimate",),
+    "allegro": ("allegro",),
+    "helios": ("helios",),
+    "minimax_h3": ("minimax_h3",),
+    "motif_video": ("motif_video",),
+    "anyflow": ("anyflow",),
 }
 """By family, the models that its files of tests are named after."""
 

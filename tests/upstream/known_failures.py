@@ -8,6 +8,9 @@ _KEEPS_FLOAT32 = (
     "wan_animate.py::TestWanAnimateTransformer3D",
     "chronoedit.py::TestChronoEditTransformer",
     "skyreels_v2.py::TestSkyReelsV2Transformer",
+    "helios.py::TestHeliosTransformer3D",
+    "minimax_h3.py::TestMiniMaxH3Transformer",
+    "anyflow.py::TestAnyFlowTransformer3D",
 )
 _LORA = (
     "wan.py::TestWanTransformer3DLoRA",
@@ -16,6 +19,11 @@ _LORA = (
     "ltx.py::TestLTXTransformerLoRA",
     "ltx2.py::TestLTX2TransformerLoRA",
     "cogvideox.py::TestCogVideoXTransformerLoRA",
+    "mochi.py::TestMochiTransformerLoRA",
+    "cogview4.py::TestCogView4TransformerLoRA",
+    "helios.py::TestHeliosTransformer3DLoRA",
+    "minimax_h3.py::TestMiniMaxH3TransformerLoRA",
+    "motif_video.py::TestMotifVideoTransformerLora",
 )
 _LORA_LOGS = (
     "test_lora_missing_keys_warning",

@@ -2,13 +2,14 @@
 
 With diffusion forcing each latent frame has a timestep. The model repeats what it makes of them over a frame's tokens,
 (B, 6, S, D) for the blocks and (B, S, D) for the output, which it modulates outside of any module: hence the gather
-after the last block. Attention that is causal by blocks of frames (``num_frame_per_block > 1``) is an error at the
-first call: its mask differs between queries.
+after the last block. Attention that is causal by blocks of frames (``num_frame_per_block > 1``) is refused, since its
+mask differs between queries.
 """
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+from typing import Any
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
@@ -27,12 +28,22 @@ TRANSFORMERS = {
 FLOPS = {_MODEL: flops}
 
 
-def _split_plan(model: nn.Module) -> SplitPlan:
+def _causal(model: Any, _: Mapping[str, Any]) -> str | None:
+    if (frames := model.config.num_frame_per_block) <= 1:
+        return None
+    return (
+        f"num_frame_per_block={frames} makes its attention causal by blocks of frames, by a mask that differs between "
+        "queries. Set it to 1, for attention of all frames."
+    )
+
+
+def _split_plan(_: Any) -> SplitPlan:
     return SplitPlan(
         inputs={"blocks.0": {"hidden_states": Split(1)}, "blocks.*": {"temb": Split(2, ndim=4)}},
         outputs={"rope": {0: Split(1), 1: Split(1)}},
         gathers={"blocks.-1": {0: Split(1)}},
         attention={"blocks.*.attn1": Attention()},
+        objection=_causal,
     )
 
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, parallelize, verify_plan
@@ -50,6 +51,7 @@ class Family:
         build: Returns a tiny model, given settings that it knows; others are for `inputs`.
         inputs: Returns what it is called with, by name, drawn from torch's generator.
         variants: Settings of either that matter beside lengths and batch size.
+        spread: Standard deviation of the weights.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class Family:
         build: Callable[..., nn.Module],
         inputs: Callable[..., Inputs],
         variants: Sequence[Mapping[str, Any]] = ({},),
+        spread: float = 0.3,
     ) -> None:
-        self._build, self._inputs, self.variants = build, inputs, variants
+        self._build, self._inputs, self.variants, self._spread = build, inputs, variants, spread
 
     def model(self, case: Case) -> nn.Module:
         """Seeded; all parameters are random, also those that start at zero."""
@@ -67,7 +70,7 @@ class Family:
             model = self._build(**case.settings).train()
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.1))
+                    parameter.copy_(torch.randn_like(parameter) * (self._spread if parameter.ndim > 1 else 0.1))
                     if parameter.ndim == 1:
                         parameter.add_(0.5)
         if case.checkpointing:
@@ -83,23 +86,46 @@ class Family:
 
 
 @contextmanager
-def lifted_casts() -> Iterator[None]:
-    """Lets float64 through the casts to float32 and bfloat16 that diffusers' models have."""
-    to, as_float = Tensor.to, Tensor.float
+def lifted_casts(own: torch.dtype = torch.float64) -> Iterator[None]:
+    """Lets float64 through the casts to float32 and bfloat16 that diffusers' models have.
+
+    Of ``own`` float32, through those to bfloat16: where split and whole round to different sides, they differ by that.
+    """
+    to, as_float, norm = Tensor.to, Tensor.float, torch.linalg.vector_norm
+    halves = (torch.bfloat16, torch.float16)
+    narrower = (torch.float32, *halves) if own is torch.float64 else halves
 
     def kept(argument: Any) -> Any:
         narrow = argument.dtype if isinstance(argument, Tensor) else argument
-        return torch.float64 if narrow in (torch.float32, torch.bfloat16, torch.float16) else argument
+        return own if narrow in narrower else argument
 
     def lifted_to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.dtype is torch.float64:
+        if x.dtype is own:
             args, kwargs = tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
         return to(x, *args, **kwargs)
 
     def lifted_float(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return x if x.dtype is torch.float64 else as_float(x, *args, **kwargs)
+        return x if x.dtype is own else as_float(x, *args, **kwargs)
 
-    with patch.object(Tensor, "to", lifted_to), patch.object(Tensor, "float", lifted_float):
+    def lifted_norm(x: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        return norm(x, *args, dtype=None if x.dtype is own else dtype, **kwargs)
+
+    def promoting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Of functions that take no mixed dtypes: what a model makes in float32 from the start meets float64."""
+
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            if any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in args):
+                args = tuple(x.double() if isinstance(x, Tensor) and x.dtype is torch.float32 else x for x in args)
+            return function(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(F, "linear", promoting(F.linear)))
+        patches.enter_context(patch.object(torch, "einsum", promoting(torch.einsum)))
+        patches.enter_context(patch.object(Tensor, "to", lifted_to))
+        patches.enter_context(patch.object(Tensor, "float", lifted_float))
+        patches.enter_context(patch.object(torch.linalg, "vector_norm", lifted_norm))
         yield
 
 
@@ -112,8 +138,7 @@ def errors_of(case: Case, family: Family, plan: SplitPlan | None = None) -> dict
     undo = parallelize(sliced, mesh, plan, verify_plan=False)
     with ExitStack() as contexts:
         contexts.callback(undo)
-        if not case.float32:
-            contexts.enter_context(lifted_casts())
+        contexts.enter_context(lifted_casts(torch.float32 if case.float32 else torch.float64))
         everyone = [family.inputs(case, rank) for rank in range(dp)]
         expected = [run(whole, inputs) for inputs in everyone]
         got = run(sliced, everyone[mesh.dp.rank])

@@ -7,7 +7,24 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.families import cogvideox, hunyuan_video, ltx, own_model, wan
+from tests.distributed.families import (
+    allegro,
+    anyflow,
+    cogvideox,
+    cogview4,
+    cosmos,
+    easyanimate,
+    helios,
+    hunyuan_video,
+    kandinsky,
+    ltx,
+    minimax_h3,
+    mochi,
+    motif_video,
+    own_model,
+    pixart,
+    wan,
+)
 from tests.distributed.families.harness import Case, Family, errors_of
 from tests.distributed.pool import ProcessPool
 
@@ -17,6 +34,17 @@ FAMILIES: Mapping[str, Family] = {
     **cogvideox.FAMILIES,
     **hunyuan_video.FAMILIES,
     **ltx.FAMILIES,
+    **cosmos.FAMILIES,
+    **kandinsky.FAMILIES,
+    **mochi.FAMILIES,
+    **cogview4.FAMILIES,
+    **easyanimate.FAMILIES,
+    **allegro.FAMILIES,
+    **pixart.FAMILIES,
+    **helios.FAMILIES,
+    **minimax_h3.FAMILIES,
+    **motif_video.FAMILIES,
+    **anyflow.FAMILIES,
     **own_model.FAMILIES,
     **wan.FAMILIES,
 }

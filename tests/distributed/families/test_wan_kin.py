@@ -33,8 +33,7 @@ def said_of_causal_skyreels() -> str:
 
 def test_block_causal_attention_is_refused_on_all_ranks(ranks: Ranks) -> None:
     for said in ranks(2).run(said_of_causal_skyreels):
-        assert "blocks.0.attn1" in said
-        assert "its mask is (1, 1, 36, 36), for 18 keys of this rank" in said
+        assert "SkyReelsV2Transformer3DModel cannot be split" in said and "num_frame_per_block=2" in said
 
 
 def said_of_a_skipped_block() -> str:

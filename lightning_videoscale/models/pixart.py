@@ -1,0 +1,54 @@
+"""PixArt-α and PixArt-Σ as diffusers has them (`PixArtTransformer2DModel`).
+
+Text enters by cross-attention and stays whole; positions are added to the tokens before any block. Masks of the image's
+tokens are refused, as diffusers repeats them for each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_videoscale.cost.flops import TransformerFlops
+from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
+
+_MODEL = "diffusers.models.transformers.pixart_transformer_2d.PixArtTransformer2DModel"
+
+GEOMETRIES = {"pixart": ModelGeometry()}
+# The defaults of diffusers' class, which the published weights have.
+TRANSFORMERS = {"pixart": TransformerFlops(28, 1152, 4608)}
+
+
+def _flops(config: Mapping[str, Any]) -> TransformerFlops:
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    return TransformerFlops(config["num_layers"], width, 4 * width)
+
+
+FLOPS = {_MODEL: _flops}
+BLOCKS = {_MODEL: ("transformer_blocks.*",)}
+
+
+def _masked(_: nn.Module, arguments: Mapping[str, Any]) -> str | None:
+    if arguments.get("attention_mask") is None:
+        return None
+    return (
+        "attention_mask masks tokens of the image for each head. Call it without, with images of one size. The text's "
+        "mask is encoder_attention_mask."
+    )
+
+
+def _split_plan(_: nn.Module) -> SplitPlan:
+    return SplitPlan(
+        inputs={"transformer_blocks.0": {"hidden_states": Split(1)}},
+        outputs={},
+        gathers={"proj_out": {0: Split(1)}},
+        attention={"transformer_blocks.*.attn1": Attention()},
+        objection=_masked,
+    )
+
+
+SPLIT_PLANS = {_MODEL: _split_plan}
+PROJECTIONS = {_MODEL: lambda _: {"transformer_blocks.*.attn1": {"video": Projection()}}}
