@@ -34,6 +34,12 @@ FAMILIES = {
     "diffusers.models.transformers.consisid_transformer_3d": "cogvideox",
     "diffusers.models.transformers.transformer_ltx": "ltx",
     "diffusers.models.transformers.transformer_ltx2": "ltx",
+    "diffusers.models.transformers.transformer_flux": "flux",
+    "diffusers.models.transformers.transformer_flux2": "flux2",
+    "diffusers.models.transformers.transformer_qwenimage": "qwen_image",
+    "diffusers.models.transformers.transformer_sd3": "sd3",
+    "diffusers.models.transformers.transformer_chroma": "chroma",
+    "diffusers.models.transformers.transformer_z_image": "z_image",
     "diffusers.models.attention": "feed_forward",
     "models": "dit",
 }

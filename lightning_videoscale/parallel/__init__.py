@@ -2,7 +2,7 @@
 
 `SequenceMesh`                  the ranks: dp × ring × ulysses
 `parallelize`                   splits a model's sequence over the mesh
-`SplitPlan`                     what is split where, in terms of `Split`, `Count`, `Attention` and `Whole`;
+`SplitPlan`                     what is split where, in terms of `Split`, `Count`, `Refused`, `Attention`, `Whole`;
                                 `register_plan` makes a plan known
 `sequence_parallel_attention`   attention over a split sequence
 `verify_plan`                   compares a split network with a whole one
@@ -21,6 +21,7 @@ from lightning_videoscale.parallel.parallelize import parallelize, verify_plan
 from lightning_videoscale.parallel.plan import (
     Attention,
     Count,
+    Refused,
     Split,
     SplitPlan,
     Whole,
@@ -45,6 +46,7 @@ __all__ = [
     "PlanReport",
     "Projection",
     "Projections",
+    "Refused",
     "SequenceContext",
     "SequenceMesh",
     "Split",

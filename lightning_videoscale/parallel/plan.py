@@ -5,6 +5,7 @@ ranks on its own. What blocks only read, such as text of cross-attention, stays 
 
 `SplitPlan`              the plan itself; write one by hand for your own model
 `Split`, `Count`         how an argument or an output depends on tokens
+`Refused`                an argument with which the plan would be wrong
 `Attention`, `Whole`     which modules see tokens of other ranks
 `register_plan`          makes a plan of your own known for a class of models, by the class's full name
 `find_plan`              the plan of a model, if one is known
@@ -34,7 +35,7 @@ class Split:
     """A tensor lies along ``dim`` as the tokens of one stream, or of several one behind the other.
 
     The first tensor of a stream in a forward pass says how long it is. Later ones are as long, or 1 and broadcast,
-    which stays. A tuple or list of tensors is split member by member; None stays None.
+    which stays. A tuple, list or dict of tensors is split member by member; None stays None.
 
     Attributes:
         dim: The dim of the tokens.
@@ -59,6 +60,21 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """An argument that the plan does not cover: an error in every call that has it, unless it is None.
+
+    Attributes:
+        reason: What the argument would need, and what to do instead.
+    """
+
+    reason: str
+
+
+Rule = Split | Count | Refused
+"""What a plan says of an argument."""
+
+
+@dataclass(frozen=True)
 class Attention:
     """A module that attends over split streams, by one call of `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -69,7 +85,7 @@ class Attention:
         queries: The streams that its queries are, in their order.
         keys: Those of its keys and values; as the queries if left out.
         padded_rows: The mask is (B, 1, tokens, tokens) and differs between queries only in those that it masks as
-            keys, too: padding, whose output nobody reads.
+            keys, too: padding, which attends to nothing and gets zeros, as from torch's function.
     """
 
     queries: tuple[str, ...] = VIDEO
@@ -105,7 +121,8 @@ class SplitPlan:
     for the last name of a list: ``"blocks.*.attn"``, ``"blocks.-1"``.
 
     Attributes:
-        inputs: Per module path, which arguments of its ``forward`` are split, by name, before it runs.
+        inputs: Per module path, which arguments of its ``forward`` are split, by name, before it runs, and which are
+            refused.
         outputs: Per module path, which of its outputs are split, by position (0 if it returns one tensor).
         gathers: Per module path, which of its outputs are gathered, by position. With the last to run, in whatever
             order they are listed, ranks draw equal random numbers again.
@@ -113,15 +130,17 @@ class SplitPlan:
             the model's attention exchange over the group, given the model and the shared context; it returns its undo,
             after which the model computes as before, and raises a ``ValueError`` if the heads do not fit the mesh.
         whole: Per module path, what must see all tokens.
+        gathers_inside: As ``gathers``, of outputs from which something is split again before the last gather.
         exact: Whether tests hold the plan to one device for this very class of models; others are verified when the
             model is first called.
     """
 
-    inputs: Mapping[str, Mapping[str, Split | Count]]
+    inputs: Mapping[str, Mapping[str, Rule]]
     outputs: Mapping[str, Mapping[int, Split]]
     gathers: Mapping[str, Mapping[int, Split]]
     attention: Mapping[str, Attention] | AttentionChange
     whole: Mapping[str, Whole] = field(default_factory=dict)
+    gathers_inside: Mapping[str, Mapping[int, Split]] = field(default_factory=dict)
     exact: bool = False
 
     @property
@@ -229,7 +248,8 @@ def check_streams(plan: SplitPlan, name: str) -> None:
     """
     if not isinstance(plan.attention, Mapping):
         return
-    rules = [rule for named in plan.inputs.values() for rule in named.values()]
+    named = [rule for rules in plan.inputs.values() for rule in rules.values()]
+    rules = [rule for rule in named if not isinstance(rule, Refused)]
     rules += [rule for positions in plan.outputs.values() for rule in positions.values()]
     rules += [rule for whole in plan.whole.values() for rule in whole.outputs.values()]
     wholes = [rule for whole in plan.whole.values() for rule in whole.inputs.values()]

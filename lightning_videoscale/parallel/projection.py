@@ -27,8 +27,13 @@ class Projection:
         rotary: The argument with the tables (cos, sin) of the stream's positions, if its queries and keys are rotated.
             Where a call has None for it, they are not.
         layout: The tables' dims: ``"sd"`` (s, head dim), ``"bshd"`` (1, s, 1, head dim), ``"bsc"`` (B, s, all heads'
-            channels) with each pair's values twice, or ``"bhsd"`` (B, H, s, head dim / 2) with each once.
+            channels) with each pair's values twice, or ``"bhsd"`` (B, H, s, head dim / 2) with each once. ``"complex"``
+            is one table of cos + i sin, (s, head dim / 2) or (B, s, head dim / 2).
         halves: Whether a pair is a channel of a head's first half and one of its second, instead of two neighbours.
+        tokens_of: The streams whose tokens that argument has, one behind the other; this one's alone if left out.
+        packed: Whether the three are one layer's first channels, one behind the other, and others follow.
+        rotary_of: The streams whose positions the tables have, one behind the other; this one's alone if left out.
+        rotary_part: Which member of that argument is this stream's, where each stream has its own tables in there.
     """
 
     tokens: str = "hidden_states"
@@ -38,6 +43,10 @@ class Projection:
     rotary: str | None = None
     layout: str = "sd"
     halves: bool = False
+    tokens_of: tuple[str, ...] = ()
+    packed: bool = False
+    rotary_of: tuple[str, ...] = ()
+    rotary_part: int | None = None
 
 
 Projections = Callable[[nn.Module], Mapping[str, Mapping[str, Projection]]]

@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.families import cogvideox, hunyuan_video, ltx, own_model, wan
+from tests.distributed.families import (
+    chroma,
+    cogvideox,
+    flux,
+    flux2,
+    hunyuan_video,
+    ltx,
+    own_model,
+    qwen_image,
+    sd3,
+    wan,
+    z_image,
+)
 from tests.distributed.families.harness import Case, Family, errors_of
 from tests.distributed.pool import ProcessPool
 
@@ -15,6 +27,12 @@ Ranks = Callable[[int], ProcessPool]
 
 FAMILIES: Mapping[str, Family] = {
     **cogvideox.FAMILIES,
+    **flux.FAMILIES,
+    **sd3.FAMILIES,
+    **qwen_image.FAMILIES,
+    **flux2.FAMILIES,
+    **chroma.FAMILIES,
+    **z_image.FAMILIES,
     **hunyuan_video.FAMILIES,
     **ltx.FAMILIES,
     **own_model.FAMILIES,

@@ -1,0 +1,60 @@
+"""Tiny Stable Diffusion 3 and 3.5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel
+
+from tests.distributed.families.harness import Family
+
+
+def build(dual: tuple[int, ...] = (), norm: str | None = None, side: int = 3, **_: Any) -> SD3Transformer2DModel:
+    return SD3Transformer2DModel(
+        sample_size=2,
+        patch_size=1,
+        in_channels=4,
+        out_channels=4,
+        num_layers=3,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=8,
+        caption_projection_dim=32,
+        pooled_projection_dim=6,
+        pos_embed_max_size=3 * side + 1,
+        dual_attention_layers=dual,
+        qk_norm=norm,
+    )
+
+
+def inputs(
+    batch: int = 2,
+    text: int = 7,
+    frames: int = 3,
+    side: int = 3,
+    controlled: int = 0,
+    skipped: list[int] | None = None,
+    **_: Any,
+) -> dict[str, Any]:
+    """A picture of so many squares in a row."""
+    given = {
+        "hidden_states": torch.randn(batch, 4, side, frames * side),
+        "encoder_hidden_states": torch.randn(batch, text, 8),
+        "pooled_projections": torch.randn(batch, 6),
+        "timestep": torch.randint(0, 1000, (batch,)),
+        "skip_layers": skipped,
+    }
+    if controlled:
+        residuals = [torch.randn(batch, frames * side * side, 32) for _ in range(controlled)]
+        given["block_controlnet_hidden_states"] = residuals
+    return given
+
+
+FAMILIES = {
+    "sd3": Family(
+        build,
+        inputs,
+        [{"dual": (0, 2), "norm": "rms_norm"}, {"controlled": 2}, {"norm": "rms_norm", "skipped": [1]}],
+    ),
+}
