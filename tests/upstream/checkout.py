@@ -22,6 +22,12 @@ FAMILIES = {
     "hunyuan_video": ("hunyuan_video", "hunyuan_video_framepack", "hunyuan_1_5"),
     "ltx": ("ltx", "ltx2"),
     "cogvideox": ("cogvideox", "consisid"),
+    "flux": ("flux",),
+    "flux2": ("flux2",),
+    "qwen_image": ("qwenimage",),
+    "sd3": ("sd3",),
+    "chroma": ("chroma",),
+    "z_image": ("z_image",),
 }
 """By family, the models that its files of tests are named after."""
 

@@ -10,6 +10,10 @@ from diffusers import SD3Transformer2DModel
 from tests.distributed.families.harness import Family
 
 
+HEADS, HEAD_DIM = 4, 4  # narrow, since logits of queries that have no norm grow with the width
+WIDTH = HEADS * HEAD_DIM
+
+
 def build(dual: tuple[int, ...] = (), norm: str | None = None, side: int = 3, **_: Any) -> SD3Transformer2DModel:
     return SD3Transformer2DModel(
         sample_size=2,
@@ -17,10 +21,10 @@ def build(dual: tuple[int, ...] = (), norm: str | None = None, side: int = 3, **
         in_channels=4,
         out_channels=4,
         num_layers=3,
-        attention_head_dim=8,
-        num_attention_heads=4,
+        attention_head_dim=HEAD_DIM,
+        num_attention_heads=HEADS,
         joint_attention_dim=8,
-        caption_projection_dim=32,
+        caption_projection_dim=WIDTH,
         pooled_projection_dim=6,
         pos_embed_max_size=3 * side + 1,
         dual_attention_layers=dual,
@@ -46,7 +50,7 @@ def inputs(
         "skip_layers": skipped,
     }
     if controlled:
-        residuals = [torch.randn(batch, frames * side * side, 32) for _ in range(controlled)]
+        residuals = [torch.randn(batch, frames * side * side, WIDTH) for _ in range(controlled)]
         given["block_controlnet_hidden_states"] = residuals
     return given
 
@@ -55,6 +59,6 @@ FAMILIES = {
     "sd3": Family(
         build,
         inputs,
-        [{"dual": (0, 2), "norm": "rms_norm"}, {"controlled": 2}, {"norm": "rms_norm", "skipped": [1]}],
+        [{"dual": (0, 2), "norm": "rms_norm"}, {"controlled": 2}],
     ),
 }

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from diffusers import ZImageTransformer2DModel
+from diffusers.models.transformers.transformer_z_image import TimestepEmbedder
 from torch import Tensor
 
 from tests.distributed.families.harness import Family
 
 
 def build(omni: bool = False, refiners: int = 1, **_: Any) -> ZImageTransformer2DModel:
-    return ZImageTransformer2DModel(
+    model = ZImageTransformer2DModel(
         in_channels=4,
         dim=32,
         n_layers=2,
@@ -24,11 +25,17 @@ def build(omni: bool = False, refiners: int = 1, **_: Any) -> ZImageTransformer2
         axes_dims=[4, 2, 2],
         axes_lens=[1024, 64, 64],
     )
+    model.t_embedder = TimestepEmbedder(32, 8, 8)  # it is 1024 wide in models of any size, and modulation as large
+    return model
 
 
 def image(frames: int, side: int, taller: int) -> Tensor:
     """Frames are squares in a row."""
     return torch.randn(4, 1, 2 * (side + taller), 2 * side * frames)
+
+
+def padded(tokens: int) -> int:
+    return -(-tokens // 32) * 32
 
 
 def inputs(
@@ -47,8 +54,10 @@ def inputs(
     if not omni:
         given |= {"x": [image(frames, side, more) for more in tall], "cap_feats": captions}
         if controlled:
-            lengths = [-(-(side + more) * side * frames // 32) * 32 - (-len(cap) // 32) * 32
-                       for more, cap in zip(tall, captions, strict=True)]
+            lengths = [
+                padded((side + more) * side * frames) + padded(len(caption))
+                for more, caption in zip(tall, captions, strict=True)
+            ]
             given["controlnet_block_samples"] = {1: torch.randn(batch, max(lengths), 32)}
         return given
     return given | {
