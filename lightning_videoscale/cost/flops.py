@@ -61,7 +61,9 @@ class TransformerFlops:
         found: dict[str, Mapping[str, Any]] = {}
         for path, child in module.named_modules():
             config = getattr(child, "config", None)
-            if not isinstance(config, Mapping) or "num_attention_heads" not in config:
+            if not isinstance(config, Mapping):
+                continue
+            if "num_attention_heads" not in config and known("FLOPS", type(child)) is None:
                 continue
             is_within = any(outer == "" or path.startswith(f"{outer}.") for outer in found)
             if not is_within and any(p.requires_grad for p in child.parameters()):

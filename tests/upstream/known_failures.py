@@ -16,6 +16,12 @@ _LORA = (
     "ltx.py::TestLTXTransformerLoRA",
     "ltx2.py::TestLTX2TransformerLoRA",
     "cogvideox.py::TestCogVideoXTransformerLoRA",
+    "flux.py::TestFluxTransformerLoRA",
+    "flux2.py::TestFlux2TransformerLoRA",
+    "qwenimage.py::TestQwenImageTransformerLoRA",
+    "sd3.py::TestSD3TransformerLoRA",
+    "chroma.py::TestChromaTransformerLoRA",
+    "z_image.py::TestZImageTransformerLoRA",
 )
 _LORA_LOGS = (
     "test_lora_missing_keys_warning",

@@ -22,9 +22,7 @@ SIZES: dict[str, Any] = {
 
 def build(guidance: bool = False, singles: int = 2, **_: Any) -> FluxTransformer2DModel:
     sizes = SIZES | {"num_single_layers": singles}
-    return FluxTransformer2DModel(
-        **sizes, pooled_projection_dim=6, guidance_embeds=guidance, axes_dims_rope=(4, 2, 2)
-    )
+    return FluxTransformer2DModel(**sizes, pooled_projection_dim=6, guidance_embeds=guidance, axes_dims_rope=(4, 2, 2))
 
 
 def positions(frames: int, side: int) -> Tensor:
@@ -65,9 +63,7 @@ def inputs(
         given |= {name: given[name].expand(batch, -1, -1) for name in ("img_ids", "txt_ids")}
     if controlled is not None:
         names = ("controlnet_block_samples", "controlnet_single_block_samples")
-        given |= {
-            name: control(batch, frames, side, count) for name, count in zip(names, controlled, strict=True)
-        }
+        given |= {name: control(batch, frames, side, count) for name, count in zip(names, controlled, strict=True)}
     return given
 
 

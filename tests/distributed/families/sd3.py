@@ -9,12 +9,13 @@ from diffusers import SD3Transformer2DModel
 
 from tests.distributed.families.harness import Family
 
-
 HEADS, HEAD_DIM = 4, 4  # narrow, since logits of queries that have no norm grow with the width
 WIDTH = HEADS * HEAD_DIM
 
 
-def build(dual: tuple[int, ...] = (), norm: str | None = None, side: int = 3, **_: Any) -> SD3Transformer2DModel:
+def build(
+    dual: tuple[int, ...] = (), norm: str | None = None, frames: int = 3, side: int = 3, **_: Any
+) -> SD3Transformer2DModel:
     return SD3Transformer2DModel(
         sample_size=2,
         patch_size=1,
@@ -26,7 +27,7 @@ def build(dual: tuple[int, ...] = (), norm: str | None = None, side: int = 3, **
         joint_attention_dim=8,
         caption_projection_dim=WIDTH,
         pooled_projection_dim=6,
-        pos_embed_max_size=3 * side + 1,
+        pos_embed_max_size=frames * side + 1,
         dual_attention_layers=dual,
         qk_norm=norm,
     )
