@@ -53,11 +53,8 @@ def _split_plan(model: nn.Module) -> SplitPlan:
     if matching_modules(model, _OWN):
         attention[_OWN] = Attention()
     return SplitPlan(
-        inputs={
-            "": {"block_controlnet_hidden_states": Split(1)},
-            "transformer_blocks.0": {"hidden_states": Split(1), "encoder_hidden_states": Split(1, ("text",))},
-        },
-        outputs={},
+        inputs={"": {"encoder_hidden_states": Split(1, ("text",)), "block_controlnet_hidden_states": Split(1)}},
+        outputs={"pos_embed": {0: Split(1)}},  # not the first block's inputs, which a call may leave out
         gathers={"proj_out": {0: Split(1)}},
         attention=attention,
     )
