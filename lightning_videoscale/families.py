@@ -51,6 +51,12 @@ FAMILIES = {
     "diffusers.models.transformers.latte_transformer_3d": "unsplit",
     "diffusers.models.transformers.transformer_cosmos3": "unsplit",
     "diffusers.models.transformers.transformer_anyflow_far": "unsplit",
+    "diffusers.models.transformers.transformer_flux": "flux",
+    "diffusers.models.transformers.transformer_flux2": "flux2",
+    "diffusers.models.transformers.transformer_qwenimage": "qwen_image",
+    "diffusers.models.transformers.transformer_sd3": "sd3",
+    "diffusers.models.transformers.transformer_chroma": "chroma",
+    "diffusers.models.transformers.transformer_z_image": "z_image",
     "diffusers.models.attention": "feed_forward",
     "models": "dit",
 }

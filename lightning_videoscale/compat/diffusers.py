@@ -46,6 +46,15 @@ def kept_in_float32(network: nn.Module) -> set[str]:
     return set(getattr(network, "_keep_in_fp32_modules", None) or ())
 
 
+def joins_text_masks(network: nn.Module) -> bool:
+    """Whether a Qwen-Image's attention is given a mask of text and image, as in 0.37, instead of the text's.
+
+    What diffusers itself splits of the blocks' arguments, ``_cp_plan``, tells: nothing public does.
+    """
+    plan = getattr(network, "_cp_plan", None) or {}
+    return "encoder_hidden_states_mask" not in plan.get("transformer_blocks.*", {})
+
+
 def cache_by_values(network: nn.Module) -> str | None:
     """Returns the configuration's class of a cache that decides by hidden states what is computed; None without one.
 

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.parallel import Attention, Length, Split, SplitPlan
-from lightning_videoscale.parallel.plan import InputRule
+from lightning_videoscale.parallel.plan import Rule
 
 _MODEL = "diffusers.models.transformers.transformer_motif_video.MotifVideoTransformer3DModel"
 
@@ -38,7 +38,7 @@ def _split_plan(model: Any) -> SplitPlan:
     decoders = model.config["num_decoder_layers"]
     singles = len(model.single_transformer_blocks)
     lists = [name for name in (_DOUBLE, _SINGLE) if len(model.get_submodule(name))]
-    inputs: dict[str, dict[str, InputRule]] = {
+    inputs: dict[str, dict[str, Rule]] = {
         f"{name}.*": {"image_embed_seq_len": Length("image"), "attention_mask": Split(3, _JOINT)} for name in lists
     }
     inputs[f"{lists[0]}.0"] = {"hidden_states": Split(1), "encoder_hidden_states": Split(1, _OF_TEXT)}

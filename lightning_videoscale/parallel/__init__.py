@@ -2,7 +2,8 @@
 
 `SequenceMesh`                  the ranks: dp × ring × ulysses
 `parallelize`                   splits a model's sequence over the mesh
-`SplitPlan`                     what is split where, in terms of `Split`, `Count`, `Length`, `Attention`, `Whole`;
+`SplitPlan`                     what is split where, in terms of `Split`, `Count`, `Length`, `Refused`, `Attention`,
+                                `Whole`;
                                 `register_plan` makes a plan known
 `sequence_parallel_attention`   attention over a split sequence
 `verify_plan`                   compares a split network with a whole one
@@ -22,6 +23,7 @@ from lightning_videoscale.parallel.plan import (
     Attention,
     Count,
     Length,
+    Refused,
     Split,
     SplitPlan,
     Whole,
@@ -48,6 +50,7 @@ __all__ = [
     "PlanReport",
     "Projection",
     "Projections",
+    "Refused",
     "SequenceContext",
     "SequenceMesh",
     "Split",

@@ -6,6 +6,7 @@ ranks on its own. What blocks only read, such as text of cross-attention, stays 
 `SplitPlan`              the plan itself; write one by hand for your own model
 `Split`                  how a tensor that is an argument or an output depends on tokens
 `Count`, `Length`        how an integer does
+`Refused`                an argument with which the plan would be wrong
 `Attention`, `Whole`     which modules see tokens of other ranks
 `register_plan`          makes a plan of your own known for a class of models, by the class's full name
 `find_plan`              the plan of a model, if one is known
@@ -74,8 +75,19 @@ class Length:
     stream: str
 
 
-InputRule = Split | Count | Length | Mapping[int, Split]
-"""How an argument is split."""
+@dataclass(frozen=True)
+class Refused:
+    """An argument that the plan does not cover: an error in every call that has it, unless it is None.
+
+    Attributes:
+        reason: What the argument would need, and what to do instead.
+    """
+
+    reason: str
+
+
+Rule = Split | Count | Length | Refused | Mapping[int, Split]
+"""What a plan says of an argument."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,7 @@ class Attention:
         queries: The streams that its queries are, in their order.
         keys: Those of its keys and values; as the queries if left out.
         padded_rows: The mask is (B, 1, tokens, tokens) and differs between queries only in those that it masks as
-            keys, too: padding, whose output nobody reads.
+            keys, too: padding, which attends to nothing and gets zeros, as from torch's function.
         in_one_call: For a module that attends otherwise: makes it attend by one call, before the call is exchanged,
             and returns what takes that back.
     """
@@ -128,8 +140,8 @@ class SplitPlan:
     for the last name of a list: ``"blocks.*.attn"``, ``"blocks.-1"``.
 
     Attributes:
-        inputs: Per module path, which arguments of its ``forward`` are split, by name, before it runs. Of a tuple or
-            list, of which only some members are, those by position.
+        inputs: Per module path, which arguments of its ``forward`` are split, by name, before it runs, and which are
+            refused. Of a tuple or list, of which only some members are split, those by position.
         outputs: Per module path, which of its outputs are split, by position (0 if it returns one tensor).
         gathers: Per module path, which of its outputs are gathered, by position. With the last to run, in whatever
             order they are listed, ranks draw equal random numbers again.
@@ -139,16 +151,18 @@ class SplitPlan:
         whole: Per module path, what must see all tokens.
         objection: Asked before each call of the model; a reason is an error that says it. For what the model would
             compute wrongly on slices, as its arguments or its configuration tell.
+        gathers_inside: As ``gathers``, of outputs from which something is split again before the last gather.
         exact: Whether tests hold the plan to one device for this very class of models; others are verified when the
             model is first called.
     """
 
-    inputs: Mapping[str, Mapping[str, InputRule]]
+    inputs: Mapping[str, Mapping[str, Rule]]
     outputs: Mapping[str, Mapping[int, Split]]
     gathers: Mapping[str, Mapping[int, Split]]
     attention: Mapping[str, Attention] | AttentionChange
     whole: Mapping[str, Whole] = field(default_factory=dict)
     objection: Objection | None = None
+    gathers_inside: Mapping[str, Mapping[int, Split]] = field(default_factory=dict)
     exact: bool = False
 
     @property
@@ -264,7 +278,7 @@ def check_streams(plan: SplitPlan, name: str) -> None:
         return
     rules: list[Split | Count] = []
     for rule in (rule for named in plan.inputs.values() for rule in named.values()):
-        rules += rule.values() if isinstance(rule, Mapping) else [] if isinstance(rule, Length) else [rule]
+        rules += rule.values() if isinstance(rule, Mapping) else [] if isinstance(rule, Length | Refused) else [rule]
     rules += [rule for positions in plan.outputs.values() for rule in positions.values()]
     rules += [rule for whole in plan.whole.values() for rule in whole.outputs.values()]
     wholes = [rule for whole in plan.whole.values() for rule in whole.inputs.values()]

@@ -22,7 +22,7 @@ class Projection:
     Layouts with each pair's values twice: ``"sd"`` (s, head dim), or fewer channels if only a head's first are rotated;
     ``"bshd"`` (1, s, 1, head dim); ``"bsc"`` (B, s, all heads' channels). With each once: ``"bhsd"`` (B, H, s,
     head dim / 2); ``"shd"`` (s, H, head dim / 2). Others are no two tables of all tokens: ``"matrices"`` are rotations
-    (B, s, 1, head dim / 2, 2, 2); ``"dict"`` are complex numbers (1, 1, s, head dim / 2) by the names query and key;
+    (B, s, 1, head dim / 2, 2, 2); ``"complex"`` is one table of cos + i sin, (s, head dim / 2) or (B, s, head dim / 2); ``"dict"`` are complex numbers (1, 1, s, head dim / 2) by the names query and key;
     ``"axes"`` are tables (positions, head dim / 3) for each third of a head, and where in them a token is, (1, s) each.
 
     Attributes:
@@ -34,6 +34,10 @@ class Projection:
             Where a call has None for it, they are not.
         layout: What the tables are, see above.
         halves: Whether a pair is a channel of a head's first half and one of its second, instead of two neighbours.
+        tokens_of: The streams whose tokens that argument has, one behind the other; this one's alone if left out.
+        packed: Whether the three are one layer's first channels, one behind the other, and others follow.
+        rotary_of: The streams whose positions the tables have, one behind the other; this one's alone if left out.
+        rotary_part: Which member of that argument is this stream's, where each stream has its own tables in there.
     """
 
     tokens: str = "hidden_states"
@@ -43,6 +47,10 @@ class Projection:
     rotary: str | None = None
     layout: str = "sd"
     halves: bool = False
+    tokens_of: tuple[str, ...] = ()
+    packed: bool = False
+    rotary_of: tuple[str, ...] = ()
+    rotary_part: int | None = None
 
 
 Projections = Callable[[nn.Module], Mapping[str, Mapping[str, Projection]]]

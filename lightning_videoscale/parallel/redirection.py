@@ -138,7 +138,7 @@ class _Exchange(TorchFunctionMode):
         if missing is not None:
             there = torch.tensor(missing, device=query.device).logical_not().expand(query.shape[0], -1)
             mask = there if mask is None else mask & there
-        return sequence_parallel_attention(
+        out = sequence_parallel_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
@@ -151,6 +151,10 @@ class _Exchange(TorchFunctionMode):
             # A backend that the user set, and that calls torch's function, is torch's own pick.
             attention_backend=_TORCH if self._by_torch else context.choices,
         ).transpose(1, 2)
+        if rule.padded_rows and attn_mask is not None:
+            assert mask is not None
+            out = out.masked_fill(mask.logical_not()[:, None, :, None], 0.0)
+        return out
 
     def _objection(
         self, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool

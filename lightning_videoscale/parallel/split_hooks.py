@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.trees import tree_leaves, tree_map_only
 from lightning_videoscale.parallel.context import SequenceContext
-from lightning_videoscale.parallel.plan import Count, InputRule, Length, Split, SplitPlan, submodules
+from lightning_videoscale.parallel.plan import Count, Length, Refused, Rule, Split, SplitPlan, submodules
 from lightning_videoscale.parallel.sharding import gather, gather_inside, share_of_length, split, whole_gradient
 from lightning_videoscale.undo import Undo
 
@@ -36,6 +36,9 @@ def install_hooks(model: nn.Module, plan: SplitPlan, context: SequenceContext) -
             for path, module in submodules(model, pattern).items():
                 undo.add(_before(module, _change_inputs(module, path, whole.inputs, context, _gather_argument)))
                 undo.add(module.register_forward_hook(_change_outputs(path, whole.outputs, context, split)).remove)
+        for pattern, positions in plan.gathers_inside.items():
+            for path, module in submodules(model, pattern).items():
+                undo.add(module.register_forward_hook(_change_outputs(path, positions, context, gather_inside)).remove)
         _install_gathers(model, plan, context, undo)
     except BaseException:
         undo()
@@ -86,7 +89,7 @@ _TensorChange = Callable[..., Tensor]
 
 
 def _change_inputs(
-    module: nn.Module, path: str, rules: Mapping[str, InputRule], context: SequenceContext, change: _Change
+    module: nn.Module, path: str, rules: Mapping[str, Rule], context: SequenceContext, change: _Change
 ) -> Callable[..., _Inputs]:
     names = list(inspect.signature(type(module).forward).parameters)[1:]  # without self
     unknown = [name for name in rules if name not in names]
@@ -133,10 +136,12 @@ def _change_outputs(
     return hook
 
 
-def _share(value: Any, rule: InputRule, context: SequenceContext) -> Any:
+def _share(value: Any, rule: Rule, context: SequenceContext) -> Any:
     """This rank's share of an argument."""
     if value is None:
         return None
+    if isinstance(rule, Refused):
+        raise ValueError(f"It cannot be given where the sequence is split. {rule.reason}")
     if isinstance(rule, Mapping):
         members = list(value)
         for position, inner in rule.items():

@@ -24,6 +24,7 @@ UNDESCRIBED = ("own_model", "helios", "motif_video")
 """The last two have several streams in one argument, of which Helios also scales the keys of one."""
 
 OF_DIFFUSERS = [name for name in FAMILIES if name not in UNDESCRIBED]
+TEXT = 7
 VARIANTS = [(name, variant) for name in OF_DIFFUSERS for variant in FAMILIES[name].variants]
 
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -75,6 +76,8 @@ def rotated(x: Tensor, tables: Any, projection: Projection) -> Tensor:
         cos, sin = tables[0][..., ::2], tables[1][..., 1::2]
     elif projection.layout == "bsc":
         cos, sin = (table.unflatten(-1, (x.shape[2], -1))[..., ::2] for table in tables)
+    elif projection.layout == "complex":
+        cos, sin = (table.unsqueeze(-2) for table in (tables.real, tables.imag))
     else:
         cos, sin = (table.transpose(1, 2) for table in tables)
     first, second = x.chunk(2, dim=-1) if projection.halves else (x[..., ::2], x[..., 1::2])
@@ -82,15 +85,34 @@ def rotated(x: Tensor, tables: Any, projection: Projection) -> Tensor:
     return torch.cat(pair, -1) if projection.halves else torch.stack(pair, -1).flatten(-2)
 
 
-def recomputed(module: Any, projection: Projection, arguments: Mapping[str, Any]) -> Triple:
+def own_rows(x: Tensor, dim: int, stream: str, streams: tuple[str, ...]) -> Tensor:
+    """Of text and video, one behind the other, what is a stream's."""
+    counts = {"text": TEXT, "video": x.shape[dim] - TEXT}
+    rows = dict(zip(streams, x.split([counts[each] for each in streams], dim), strict=True))
+    return rows[stream]
+
+
+def tables_of(stream: str, projection: Projection, arguments: Mapping[str, Any]) -> Any:
+    tables = None if projection.rotary is None else arguments.get(projection.rotary)
+    if tables is None:
+        return None
+    tables = tables if projection.rotary_part is None else tables[projection.rotary_part]
+    return [own_rows(x, 0, stream, projection.rotary_of) for x in tables] if projection.rotary_of else tables
+
+
+def recomputed(module: Any, stream: str, projection: Projection, arguments: Mapping[str, Any]) -> Triple:
     """Query, key and value as the description has them."""
     made: list[Tensor | None] = []
-    tables = None if projection.rotary is None else arguments.get(projection.rotary)
-    for linear, norm in zip(projection.linears, (*projection.norms, None), strict=True):
+    tables, tokens = tables_of(stream, projection, arguments), arguments[projection.tokens]
+    if projection.tokens_of:
+        tokens = own_rows(tokens, 1, stream, projection.tokens_of)
+    for position, (linear, norm) in enumerate(zip(projection.linears, (*projection.norms, None), strict=True)):
         if linear is None:
             made.append(None)
             continue
-        x = module.get_submodule(linear)(arguments[projection.tokens])
+        x = module.get_submodule(linear)(tokens)
+        if projection.packed:
+            x = x.split(module.inner_dim, -1)[position]
         norm_of = (norm and getattr(module, norm)) or nn.Identity()
         heads = (module.heads if hasattr(module, "heads") else module.num_heads, -1)
         x = norm_of(x).unflatten(-1, heads) if projection.across_heads else norm_of(x.unflatten(-1, heads))
@@ -100,7 +122,7 @@ def recomputed(module: Any, projection: Projection, arguments: Mapping[str, Any]
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS, ids=str)
 def test_queries_keys_and_values_are_those_that_are_described(family: str, variant: dict[str, Any]) -> None:
-    case = Case(family, settings={"batch": 1, "frames": 2, "side": 2} | variant)
+    case = Case(family, settings={"batch": 1, "text": TEXT, "frames": 2, "side": 2} | variant)
     model = FAMILIES[family].model(case).eval()
     attended, described = Attended(), {}
     for pattern, streams in known("PROJECTIONS", type(model))(model).items():  # type: ignore[misc]
@@ -116,7 +138,7 @@ def test_queries_keys_and_values_are_those_that_are_described(family: str, varia
     for path, arguments, given in attended.seen:
         module, streams = described[path]
         with lifted_casts(), torch.no_grad():
-            triples = [recomputed(module, projection, arguments) for projection in streams.values()]
+            triples = [recomputed(module, *stream, arguments) for stream in streams.items()]
         for got, parts in zip(given, zip(*triples, strict=True), strict=True):
             expected = torch.cat([part for part in parts if part is not None], dim=1)
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

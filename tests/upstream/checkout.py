@@ -30,6 +30,12 @@ FAMILIES = {
     "minimax_h3": ("minimax_h3",),
     "motif_video": ("motif_video",),
     "anyflow": ("anyflow",),
+    "flux": ("flux",),
+    "flux2": ("flux2",),
+    "qwen_image": ("qwenimage",),
+    "sd3": ("sd3",),
+    "chroma": ("chroma",),
+    "z_image": ("z_image",),
 }
 """By family, the models that its files of tests are named after."""
 

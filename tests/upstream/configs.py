@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.distributed.families.harness import Case, Family, errors_of
 from tests.upstream.checkout import PACKAGE
+from tests.upstream.in_step import fewest_heads
 
 MESHES = [(1, 1, 2), (1, 2, 1)]
 
@@ -20,12 +21,18 @@ def errors_of_configs(parent: Path, files: Sequence[str]) -> Mapping[str, Mappin
     return {
         name: {
             case: errors_of(case, family)
-            for mesh in MESHES
+            for mesh in meshes_of(family)
             for case in (Case(name, mesh), Case(name, mesh, float32=True))
         }
         for file in files
         for name, family in families_in(file).items()
     }
+
+
+def meshes_of(family: Family) -> list[tuple[int, int, int]]:
+    """Those that have no more Ulysses ranks than the models have heads."""
+    heads = fewest_heads(family.model(Case("")))
+    return [mesh for mesh in MESHES if mesh[2] <= heads]
 
 
 def families_in(file: str) -> dict[str, Family]:

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_videoscale.families import AllFamilies
-from lightning_videoscale.parallel import SequenceMesh, parallelize
+from lightning_videoscale.parallel import SequenceMesh, find_plan, parallelize
+from lightning_videoscale.parallel.layout.heads import attention_sizes
 from tests.upstream.checkout import PACKAGE
 
 
@@ -81,7 +82,7 @@ class InStep:
         self.outcomes: dict[str, Outcome] = {}
         self._store, self._wait, self._number = store, wait, 0
         self._reports: list[pytest.TestReport] = []
-        self._mesh: SequenceMesh | None = None
+        self._meshes: dict[int, SequenceMesh] = {}  # by the size of their Ulysses groups
         self._calls = 0
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -96,9 +97,7 @@ class InStep:
         np.random.seed(0)
         random.seed(0)
         self._reports, self._calls = [], 0
-        if self._mesh is None:
-            self._mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size(), timeout=self._wait)
-        with self._split(self._mesh):
+        with self._split():
             result = yield
         self._agree(item.nodeid)
         return result
@@ -107,8 +106,8 @@ class InStep:
         self._reports.append(report)
 
     def pytest_sessionfinish(self) -> None:
-        if self._mesh is not None:
-            self._mesh.close()
+        for mesh in self._meshes.values():
+            mesh.close()
 
     def _agree(self, test: str) -> None:
         failed = [report for report in self._reports if report.failed]
@@ -124,22 +123,23 @@ class InStep:
         tracebacks = [f"rank {rank}: {text}" for rank, (_, result, text) in enumerate(said) if result == "failed"]
         result = results[0] if len(set(results)) == 1 else "/".join(results)
         self.outcomes[test] = Outcome(result, "\n".join(tracebacks) or said[0][2], self._calls)
-        if "failed" in results and self._mesh is not None:  # messages may be under way that nobody takes
-            self._mesh.close(after_failure=True)
-            self._mesh = None
+        if "failed" in results:  # messages may be under way that nobody takes
+            for mesh in self._meshes.values():
+                mesh.close(after_failure=True)
+            self._meshes.clear()
 
     def _said(self, rank: int) -> str:
         return self._store.get(f"{self._number}-{rank}").decode()
 
     @contextmanager
-    def _split(self, mesh: SequenceMesh) -> Iterator[None]:
+    def _split(self) -> Iterator[None]:
         """Every model of a class with a plan is split when it has been constructed, however that is done."""
         with ExitStack() as patches:
             for model_class in split_classes():
-                patches.enter_context(patch.object(model_class, "__init__", self._splitting(model_class, mesh)))
+                patches.enter_context(patch.object(model_class, "__init__", self._splitting(model_class)))
             yield
 
-    def _splitting(self, model_class: type[nn.Module], mesh: SequenceMesh) -> Any:
+    def _splitting(self, model_class: type[nn.Module]) -> Any:
         construct = model_class.__init__
 
         def count(*_: Any) -> None:  # a function, which copies of the model share
@@ -149,10 +149,27 @@ class InStep:
         def __init__(model: nn.Module, *args: Any, **kwargs: Any) -> None:
             construct(model, *args, **kwargs)
             if type(model) is model_class:
-                parallelize(model, mesh)
+                parallelize(model, self._mesh(model))
                 model.register_forward_hook(count)
 
         return __init__
+
+    def _mesh(self, model: nn.Module) -> SequenceMesh:
+        """By Ulysses, or by a ring where the model has fewer heads than there are ranks."""
+        ranks = dist.get_world_size()
+        ulysses = ranks if fewest_heads(model) >= ranks else 1
+        if ulysses not in self._meshes:
+            self._meshes[ulysses] = SequenceMesh.create(
+                "cpu", ulysses_size=ulysses, ring_size=ranks // ulysses, timeout=self._wait
+            )
+        return self._meshes[ulysses]
+
+
+def fewest_heads(model: nn.Module) -> int:
+    """Of any attention that a model's plan exchanges."""
+    plan = find_plan(model)
+    assert plan is not None
+    return min(size.heads for size in attention_sizes(model, plan))
 
 
 def _text(report: pytest.TestReport) -> str:

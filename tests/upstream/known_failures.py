@@ -24,6 +24,12 @@ _LORA = (
     "helios.py::TestHeliosTransformer3DLoRA",
     "minimax_h3.py::TestMiniMaxH3TransformerLoRA",
     "motif_video.py::TestMotifVideoTransformerLora",
+    "flux.py::TestFluxTransformerLoRA",
+    "flux2.py::TestFlux2TransformerLoRA",
+    "qwenimage.py::TestQwenImageTransformerLoRA",
+    "sd3.py::TestSD3TransformerLoRA",
+    "chroma.py::TestChromaTransformerLoRA",
+    "z_image.py::TestZImageTransformerLoRA",
 )
 _LORA_LOGS = (
     "test_lora_missing_keys_warning",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_videoscale.compat.torch.trees import tree_leaves
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, parallelize, verify_plan
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from tests.models import gradient_error
@@ -182,9 +183,8 @@ def complaints(case: Case, family: Family, plans: Mapping[str, SplitPlan]) -> di
 def run(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], Tensor]:
     """What a model returns, and a loss that depends on all of it."""
     outputs = model(**inputs)
-    if isinstance(outputs, Tensor):
-        outputs = (outputs,)
-    tensors = [x for x in (outputs.values() if isinstance(outputs, Mapping) else outputs) if isinstance(x, Tensor)]
+    leaves = tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
     loss = sum(
         (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).mean() + 0.1 * x.square().mean()
         for x in tensors

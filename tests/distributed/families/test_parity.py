@@ -10,10 +10,13 @@ import pytest
 from tests.distributed.families import (
     allegro,
     anyflow,
+    chroma,
     cogvideox,
     cogview4,
     cosmos,
     easyanimate,
+    flux,
+    flux2,
     helios,
     hunyuan_video,
     kandinsky,
@@ -23,7 +26,10 @@ from tests.distributed.families import (
     motif_video,
     own_model,
     pixart,
+    qwen_image,
+    sd3,
     wan,
+    z_image,
 )
 from tests.distributed.families.harness import Case, Family, errors_of
 from tests.distributed.pool import ProcessPool
@@ -32,6 +38,12 @@ Ranks = Callable[[int], ProcessPool]
 
 FAMILIES: Mapping[str, Family] = {
     **cogvideox.FAMILIES,
+    **flux.FAMILIES,
+    **sd3.FAMILIES,
+    **qwen_image.FAMILIES,
+    **flux2.FAMILIES,
+    **chroma.FAMILIES,
+    **z_image.FAMILIES,
     **hunyuan_video.FAMILIES,
     **ltx.FAMILIES,
     **cosmos.FAMILIES,

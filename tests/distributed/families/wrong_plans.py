@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from lightning_videoscale.parallel import SplitPlan, Whole
+from lightning_videoscale.parallel import Refused, SplitPlan, Whole
 
 UNKNOWN = "streem"
 
@@ -28,6 +28,8 @@ def plans_with_another_stream(plan: SplitPlan) -> dict[str, SplitPlan]:
 def _without(value: Any) -> _Mistakes:
     if isinstance(value, Mapping):
         for key, inner in value.items():
+            if isinstance(inner, Refused):  # of what these inputs do not have
+                continue
             rest = {other: each for other, each in value.items() if other != key}
             if not isinstance(inner, Mapping):
                 yield str(key), rest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import nn
@@ -10,19 +11,22 @@ from torch import nn
 from examples.joint_dit import JointDiT
 from lightning_videoscale.parallel import Attention, SplitPlan, find_plan
 from lightning_videoscale.parallel.layout.heads import attention_sizes
-from tests.distributed.families import cogvideox, hunyuan_video, ltx, wan
 from tests.distributed.families.harness import Case
+from tests.distributed.families.test_parity import FAMILIES
 
-FAMILIES = {**cogvideox.FAMILIES, **hunyuan_video.FAMILIES, **ltx.FAMILIES, **wan.FAMILIES}
+OF_DIFFUSERS = [name for name in FAMILIES if name != "own_model"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_DIFFUSERS)
 def test_every_family_tells_its_heads(family: str) -> None:
     model = FAMILIES[family].model(Case(family))
     plan = find_plan(model)
     assert plan is not None
-    config = model.config
-    mine = config["num_attention_heads"], config["attention_head_dim"]
+    config: Any = model.config
+    if family == "z_image":
+        mine = config["n_heads"], config["dim"] // config["n_heads"]
+    else:
+        mine = config["num_attention_heads"], config["attention_head_dim"]
     sizes = attention_sizes(model, plan)
     assert mine in sizes and len(sizes) >= 2, "one for each module that exchanges"
     if family != "ltx2":  # whose audio has smaller heads
@@ -37,7 +41,7 @@ def test_a_model_of_your_own() -> None:
 
 
 def test_a_function_that_no_test_knows_tells_none() -> None:
-    model = wan.FAMILIES["wan"].model(Case("wan"))
+    model = FAMILIES["wan"].model(Case("wan"))
     plan = find_plan(model)
     assert plan is not None and attention_sizes(model, plan)
     assert attention_sizes(model, replace(plan, exact=False)) == []

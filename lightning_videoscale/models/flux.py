@@ -1,0 +1,82 @@
+"""Flux.1 as diffusers has it (`FluxTransformer2DModel`): its sizes and split plan.
+
+Text and image are streams of their own in the first blocks and attend together, text first. The later blocks join them
+while they run. Everything is token by token from the start, so the inputs are split, positions included; the rotary
+tables are made of a rank's own. What a ControlNet adds between blocks is of the image's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_videoscale.cost.flops import TransformerFlops
+from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
+
+_MODEL = "diffusers.models.transformers.transformer_flux.FluxTransformer2DModel"
+
+JOINT, TEXT = ("text", "video"), Split(1, ("text",))
+DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
+
+GEOMETRIES = {"flux": ModelGeometry(temporal_stride=1, text_tokens=512)}  # images alone; text as the pipelines pad it
+TRANSFORMERS = {"flux": TransformerFlops(19 + 38, 3072, 12288, cross_attention=False)}  # the class's defaults
+
+
+def flops(config: Mapping[str, Any]) -> TransformerFlops:
+    """Both kinds of blocks cost the same, token by token."""
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    layers = config["num_layers"] + config["num_single_layers"]
+    return TransformerFlops(layers, width, 4 * width, cross_attention=False)
+
+
+FLOPS = {_MODEL: flops}
+
+BLOCKS = {_MODEL: (f"{DOUBLE}.*", f"{SINGLE}.*")}
+
+TOKENS = {
+    "hidden_states": Split(1),
+    "encoder_hidden_states": TEXT,
+    "img_ids": Split(-2),  # (S, axes), or (B, S, axes) as earlier versions took them
+    "txt_ids": Split(-2, ("text",)),
+}
+"""Arguments of the network, of Flux's kin, too."""
+
+CONTROL = {"controlnet_block_samples": Split(1), "controlnet_single_block_samples": Split(1)}
+"""What a ControlNet adds behind blocks."""
+
+
+def joint_attention(model: nn.Module, *, padded_rows: bool = False) -> dict[str, Attention]:
+    """Returns the attention of those lists of blocks that have any."""
+    lists = [name for name in (DOUBLE, SINGLE) if [*model.get_submodule(name).children()]]
+    return {f"{name}.*.attn": Attention(JOINT, padded_rows=padded_rows) for name in lists}
+
+
+def _split_plan(model: nn.Module) -> SplitPlan:
+    return SplitPlan(
+        inputs={"": {**TOKENS, **CONTROL}},
+        outputs={},
+        gathers={"proj_out": {0: Split(1)}},
+        attention=joint_attention(model),
+    )
+
+
+SPLIT_PLANS = {_MODEL: _split_plan}
+
+_ADDED = ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
+OF_DOUBLE = {
+    "text": Projection(
+        "encoder_hidden_states", linears=_ADDED[0], norms=_ADDED[1], rotary="image_rotary_emb", rotary_of=JOINT
+    ),
+    "video": Projection(rotary="image_rotary_emb", rotary_of=JOINT),
+}
+"""The streams of attention in the first blocks, of Flux's kin, too."""
+
+_PROJECTIONS = {
+    f"{DOUBLE}.*.attn": OF_DOUBLE,
+    f"{SINGLE}.*.attn": dict.fromkeys(JOINT, Projection(tokens_of=JOINT, rotary="image_rotary_emb", rotary_of=JOINT)),
+}
+
+PROJECTIONS = {_MODEL: lambda _: _PROJECTIONS}
