@@ -7,6 +7,7 @@ what is known of the family under these names, and leaves out what does not appl
 `PROJECTIONS`    by class path, what returns the `Projection` of each stream in each attention of such a model
 `BLOCKS`         by class path, the paths of the transformer blocks of such a model, as a `SplitPlan` has them
 `FUSED_BLOCKS`   by class path, the `FusedBlock`
+`FUSED_ATTENTIONS`   by class path of an attention's processor, the `FusedBlock` of the attention
 `FLOPS`          by class path, what makes `TransformerFlops` of a model's configuration
 `TRANSFORMERS`   by name, `TransformerFlops` of the published models
 `GEOMETRIES`     by name, `ModelGeometry`: the factors of the VAE and of the patches

@@ -55,7 +55,7 @@ def inject_fused_kernels(
     own = {block.class_path: block for block in extra_blocks}
     _refuse_compiled(model, own)
     report = InjectionReport(type(model).__name__, meaning)
-    found = [(path, module, known("FUSED_BLOCKS", type(module), own)) for path, module in model.named_modules()]
+    found = [(path, module, _known(module, own)) for path, module in model.named_modules()]
     meant = [(path, module, block) for path, module, block in found if block is not None and block.is_meant(module)]
     meant.sort(key=lambda entry: entry[2].only_with is not None)
     # What is inside comes first, since it decides what is fused around it.
@@ -78,6 +78,14 @@ def _device(model: nn.Module) -> torch.device | None:
     if on_gpus or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return min(on_gpus, key=str, default=None)
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _known(module: nn.Module, own: Mapping[str, FusedBlock]) -> FusedBlock | None:
+    """Returns what is known of a module: by its class, or by that of its processor, where one class has several."""
+    block: FusedBlock | None = known("FUSED_BLOCKS", type(module), own)
+    if block is None and (processor := getattr(module, "processor", None)) is not None:
+        block = known("FUSED_ATTENTIONS", type(processor))
+    return block
 
 
 def _refusal(module: nn.Module, block: FusedBlock) -> str | None:
@@ -110,7 +118,7 @@ def _missing_others(block: FusedBlock, model: nn.Module) -> str | None:
 
 def _refuse_compiled(model: nn.Module, own: Mapping[str, FusedBlock]) -> None:
     for path, module in model.named_modules():
-        if is_compiled(module) and any(known("FUSED_BLOCKS", type(inner), own) for inner in module.modules()):
+        if is_compiled(module) and any(_known(inner, own) for inner in module.modules()):
             raise RuntimeError(
                 f"{path or type(model).__name__} is compiled already and contains blocks to replace: inject the fused "
                 "kernels first and compile afterwards."

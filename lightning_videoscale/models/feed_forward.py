@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.branch_bias import changed_linear
-from lightning_videoscale.injection.bypassed import changed, unfused
-from lightning_videoscale.injection.fused_block import FusedBlock, original_forward
+from lightning_videoscale.injection.bypassed import changed
+from lightning_videoscale.injection.fused_block import FusedBlock, original_forward, unfused
 from lightning_videoscale.injection.methods import difference
 from lightning_videoscale.kernels import gelu_linear
 

@@ -1,0 +1,212 @@
+"""Every family's blocks with fused kernels: diffusers' outputs, and gradients as exact."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_videoscale.injection import inject_fused_kernels
+from lightning_videoscale.injection.fused_block import fused_block_of
+from tests.distributed.families import hunyuan_video, wan
+from tests.distributed.families.harness import Case, Family, lifted_casts
+from tests.distributed.families.harness import run as outputs_and_loss
+from tests.models import gradient_error
+
+FAMILIES: dict[str, Family] = {**hunyuan_video.FAMILIES, **wan.FAMILIES}
+CASES = [(name, place) for name, family in FAMILIES.items() for place in range(len(family.variants))]
+FIRST = [(name, 0) for name in FAMILIES]
+
+BLOCKS = {
+    "hunyuan_video": {"HunyuanVideoTransformerBlock": 1, "HunyuanVideoSingleTransformerBlock": 2, "Attention": 3},
+    "hunyuan_video_framepack": {
+        "HunyuanVideoTransformerBlock": 1,
+        "HunyuanVideoSingleTransformerBlock": 2,
+        "Attention": 3,
+    },
+    "hunyuan_video_15": {"HunyuanVideo15TransformerBlock": 2, "Attention": 2},
+    "wan": {"WanTransformerBlock": 2, "WanAttention": 4, "WanTimeTextImageEmbedding": 1},
+    "wan_vace": {
+        "WanVACETransformerBlock": 2,
+        "WanTransformerBlock": 2,
+        "WanAttention": 8,
+        "WanTimeTextImageEmbedding": 1,
+    },
+    "chronoedit": {"WanTransformerBlock": 2, "WanAttention": 4, "WanTimeTextImageEmbedding": 1},
+    "skyreels_v2": {"SkyReelsV2TransformerBlock": 2, "SkyReelsV2Attention": 4},
+    "wan_animate": {"WanTransformerBlock": 3, "WanAttention": 6},
+}
+"""What is replaced in the first variant, beside feed-forwards."""
+
+
+@pytest.fixture(autouse=True)
+def loud() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*runs without its fused kernels")
+        yield
+
+
+def cast(inputs: Any, dtype: torch.dtype) -> Any:
+    if isinstance(inputs, Mapping):
+        return {name: cast(x, dtype) for name, x in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(cast(x, dtype) for x in inputs)
+    return inputs.to(dtype) if isinstance(inputs, Tensor) and inputs.is_floating_point() else inputs
+
+
+def model_of(name: str, place: int, **settings: Any) -> nn.Module:
+    family = FAMILIES[name]
+    return family.model(Case(name, settings=family.variants[place] | settings, float32=True))
+
+
+def inputs_of(name: str, place: int, **settings: Any) -> dict[str, Any]:
+    family = FAMILIES[name]
+    return dict(family.inputs(Case(name, settings=family.variants[place] | settings, float32=True), 0))
+
+
+def run(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model.zero_grad()
+    outputs, loss = outputs_and_loss(model, inputs)
+    loss.backward()
+    return outputs, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model: nn.Module, inputs: Mapping[str, Any], expected: Any, bound: float = 1e-5) -> None:
+    outputs, gradients = run(model, inputs)
+    for got, wanted in zip(outputs, expected[0], strict=True):
+        assert torch.equal(got, wanted)
+    assert gradient_error(gradients, expected[1]) < bound
+
+
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_same_output_to_the_bit_and_gradients_to_the_rounding(name: str, place: int) -> None:
+    model, inputs = model_of(name, place), inputs_of(name, place)
+    expected = run(model, inputs)
+    report = inject_fused_kernels(model)
+    assert_same(model, inputs, expected)
+    if place == 0:
+        assert not report.skipped
+        names = [entry.class_name for entry in report.replaced]
+        assert {each: names.count(each) for each in names if each != "FeedForward"} == BLOCKS[name]
+
+
+def half(model: nn.Module) -> nn.Module:
+    """In bfloat16 but for what diffusers keeps in float32 when it loads a model, and for rotary tables."""
+    kept = ("rope", *(getattr(model, "_keep_in_fp32_modules", None) or ()))
+    before = {n: p.clone() for n, p in [*model.named_parameters(), *model.named_buffers()] if any(k in n for k in kept)}
+    model.to(torch.bfloat16)
+    for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if path in before:
+            tensor.data = before[path].to(torch.bfloat16).to(before[path].dtype)
+    return model
+
+
+def distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    off = torch.stack([(gradients[name] - g).norm() for name, g in exact.items()])
+    return float(off.norm() / torch.stack([g.norm() for g in exact.values()]).norm())
+
+
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_in_bfloat16_the_same_bits_and_gradients_as_exact(name: str, place: int) -> None:
+    model, inputs = half(model_of(name, place)), cast(inputs_of(name, place), torch.bfloat16)
+    with lifted_casts():
+        _, exact = run(copy.deepcopy(model).double(), cast(inputs, torch.float64))
+    outputs, gradients = run(model, inputs)
+    inject_fused_kernels(model)
+    fused_outputs, fused_gradients = run(model, inputs)
+    for got, wanted in zip(fused_outputs, outputs, strict=True):
+        assert torch.equal(got, wanted)
+    assert distance(fused_gradients, exact) <= 1.05 * distance(gradients, exact)
+
+
+@pytest.mark.parametrize(("name", "place"), FIRST)
+def test_under_autocast_as_exact(name: str, place: int) -> None:
+    model, inputs = model_of(name, place), inputs_of(name, place)
+    with lifted_casts():
+        wanted, exact = run(copy.deepcopy(model).double(), cast(inputs, torch.float64))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs, gradients = run(model, inputs)
+        inject_fused_kernels(model)
+        fused_outputs, fused_gradients = run(model, inputs)
+    for got, eager, right in zip(fused_outputs, outputs, wanted, strict=True):
+        assert got.dtype is eager.dtype
+        assert (got - right).norm() <= 1.05 * (eager - right).norm()
+    assert distance(fused_gradients, exact) <= 1.05 * distance(gradients, exact)
+
+
+@pytest.mark.parametrize(("name", "place"), FIRST)
+def test_everything_else_stays(name: str, place: int) -> None:
+    model, inputs = model_of(name, place), inputs_of(name, place)
+    expected = run(model, inputs)
+    classes = [type(module) for module in model.modules()]
+    state = {path: tensor.data_ptr() for path, tensor in model.state_dict().items()}
+    report = inject_fused_kernels(model, recompute_norms=True)
+    assert {path: tensor.data_ptr() for path, tensor in model.state_dict().items()} == state
+    assert_same(model, inputs, expected)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        fused = [
+            (fused_block_of(mine), fused_block_of(theirs))
+            for mine, theirs in zip(model.modules(), twin.modules(), strict=True)
+        ]
+        assert all(mine == theirs for mine, theirs in fused)
+        assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
+        assert_same(twin, inputs, expected)
+    model.enable_gradient_checkpointing()  # type: ignore[operator]
+    assert_same(model, inputs, expected)
+    model.disable_gradient_checkpointing()  # type: ignore[operator]
+    report.undo()
+    assert [type(module) for module in model.modules()] == classes
+    assert_same(model, inputs, expected)
+
+
+def first_block(model: nn.Module) -> nn.Module:
+    (_, block), *_ = [
+        (n, m)
+        for n, m in model.named_modules()
+        if type(m).__name__.endswith("TransformerBlock") or type(m).__name__.endswith("XBlock")
+    ]
+    return block
+
+
+@pytest.mark.parametrize(("name", "place"), FIRST)
+def test_blocks_that_somebody_changed_run_as_changed(name: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that was wrapped before, and hooks on what a fused forward does not call, that came later."""
+    model, inputs = model_of(name, place), inputs_of(name, place)
+    block = first_block(model)
+    cls: Any = type(block)
+    forward = cls.forward
+
+    @functools.wraps(forward)
+    def doubled(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, 2 * hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", doubled)
+    expected = run(model, inputs)
+    with pytest.warns(UserWarning, match=f"{cls.__name__} .*its forward was replaced by .*doubled"):
+        inject_fused_kernels(model)
+    assert_same(model, inputs, expected)
+
+
+@pytest.mark.parametrize(("name", "place"), FIRST)
+def test_hooks_on_norms_are_called(name: str, place: int) -> None:
+    model, inputs = model_of(name, place), inputs_of(name, place)
+    plain = copy.deepcopy(model)
+    inject_fused_kernels(model)
+    for each in (plain, model):
+        block = first_block(each)
+        norms = [m for n, m in block.named_modules() if "norm" in n and not [*m.children()]]
+        assert norms
+        for norm in norms[:2]:
+            norm.register_forward_hook(lambda module, args, output: 2 * output)
+    expected = run(plain, inputs)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert_same(model, inputs, expected)
+    assert any("runs without its fused kernels" in str(w.message) and "has hooks" in str(w.message) for w in said)
