@@ -35,6 +35,7 @@ FAMILIES = {
     "diffusers.models.transformers.consisid_transformer_3d": "cogvideox",
     "diffusers.models.transformers.transformer_ltx": "ltx",
     "diffusers.models.transformers.transformer_ltx2": "ltx",
+    "diffusers.models.attention_processor": "cogvideox",  # whose processor is there
     "diffusers.models.attention": "feed_forward",
     "models": "dit",
 }

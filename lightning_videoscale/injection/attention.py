@@ -311,10 +311,10 @@ def rope_of(tables: Rotary, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def expanded_mask(attn: Any, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """A mask as diffusers' processors have it made for ``tokens``, (B, T, D): (B, H, 1 or S, T)."""
+    """A mask as diffusers' processors have it made for ``tokens``, (B, T, …): (B, H, 1 or S, T)."""
     if mask is None:
         return None
-    batch_size, length, _ = tokens.shape
+    batch_size, length = tokens.shape[:2]
     mask = attn.prepare_attention_mask(mask, length, batch_size)
     return mask.view(batch_size, attn.heads, -1, mask.shape[-1])
 

@@ -15,16 +15,24 @@ from torch import Tensor, nn
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.injection.fused_block import fused_block_of
-from tests.distributed.families import hunyuan_video, wan
+from tests.distributed.families import cogvideox, hunyuan_video, ltx, wan
 from tests.distributed.families.harness import Case, Family, lifted_casts
 from tests.distributed.families.harness import run as outputs_and_loss
 from tests.models import gradient_error
 
-FAMILIES: dict[str, Family] = {**hunyuan_video.FAMILIES, **wan.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **cogvideox.FAMILIES,
+    **hunyuan_video.FAMILIES,
+    "ltx": ltx.FAMILIES["ltx"],
+    **wan.FAMILIES,
+}
 CASES = [(name, place) for name, family in FAMILIES.items() for place in range(len(family.variants))]
 FIRST = [(name, 0) for name in FAMILIES]
 
 BLOCKS = {
+    "cogvideox": {"CogVideoXBlock": 2, "Attention": 2},
+    "consisid": {"ConsisIDBlock": 2, "Attention": 2},
+    "ltx": {"LTXVideoTransformerBlock": 2, "LTXAttention": 4},
     "hunyuan_video": {"HunyuanVideoTransformerBlock": 1, "HunyuanVideoSingleTransformerBlock": 2, "Attention": 3},
     "hunyuan_video_framepack": {
         "HunyuanVideoTransformerBlock": 1,
