@@ -143,6 +143,9 @@ def _unless_changed(block: FusedBlock) -> Callable[..., Any]:
         named = {name: _per_token(value) for name, value in kwargs.items()}
         return unfused(self, change)(*map(_per_token, args), **named)
 
+    # One code for each class: Dynamo counts the recompilations of a code, and stops at eight.
+    own: Any = forward
+    own.__code__ = own.__code__.replace(co_name=f"forward_of_{block.class_path.rpartition('.')[2]}")
     return forward
 
 

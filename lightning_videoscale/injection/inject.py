@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from lightning_videoscale.compat.diffusers import block_classes
 from lightning_videoscale.compat.torch.modules import is_compiled
 from lightning_videoscale.families import class_path, known
 from lightning_videoscale.injection.branch_bias import last_linear
@@ -16,6 +17,7 @@ from lightning_videoscale.injection.report import InjectionReport, Skipped
 from lightning_videoscale.kernels.backend import BackendName, settle
 
 _ALREADY = "uses fused kernels already"
+_UNKNOWN = "no fused forward is known of it"
 
 
 def inject_fused_kernels(
@@ -44,7 +46,8 @@ def inject_fused_kernels(
             runs the kernels of a model elsewhere is decided at its first call on a device.
 
     Returns:
-        What was replaced and what was skipped and why, with an ``undo()``. A warning names skipped blocks too.
+        What was replaced and what was skipped and why, with an ``undo()``. A warning names skipped blocks too. Blocks
+        of diffusers' transformers of which nothing is known count as skipped.
 
     Raises:
         ValueError: If there is no such backend.
@@ -66,7 +69,9 @@ def inject_fused_kernels(
             report.replace(path, module, fused, _what(module, block), setting, recompute_norms)
         else:
             report.skipped.append(Skipped(path, type(module).__name__, reason))
-    report.sort([path for path, _, _ in meant])
+    unknown = _unknown_blocks(model, own)
+    report.skipped += [Skipped(path, type(module).__name__, _UNKNOWN) for path, module in unknown.items()]
+    report.sort([path for path, *_ in found])
     if any(skipped.reason != _ALREADY for skipped in report.skipped):
         warnings.warn(str(report), stacklevel=2)
     return report
@@ -86,6 +91,18 @@ def _known(module: nn.Module, own: Mapping[str, FusedBlock]) -> FusedBlock | Non
     if block is None and (processor := getattr(module, "processor", None)) is not None:
         block = known("FUSED_ATTENTIONS", type(processor))
     return block
+
+
+def _unknown_blocks(model: nn.Module, own: Mapping[str, FusedBlock]) -> dict[str, nn.Module]:
+    """Returns the transformer blocks that networks of diffusers declare, and of which no family knows anything."""
+    found = {}
+    for path, network in model.named_modules():
+        if type(network).__module__.startswith("diffusers.models.transformers."):
+            names = {name for name in block_classes(network) if name.endswith("Block")}
+            for inside, module in network.named_modules(prefix=path):
+                if type(module).__name__ in names and known("FUSED_BLOCKS", type(module), own) is None:
+                    found[inside] = module
+    return found
 
 
 def _refusal(module: nn.Module, block: FusedBlock) -> str | None:

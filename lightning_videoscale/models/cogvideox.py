@@ -127,8 +127,8 @@ def _attend(
 
 
 def _by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    heads_first = (x.transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, dropout_p=0.0, is_causal=False).transpose(1, 2)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.0, is_causal=False).transpose(1, 2)
 
 
 def _block(block: Any, hidden_states: Tensor, text: Tensor, temb: Tensor, **named: Any) -> tuple[Tensor, Tensor]:

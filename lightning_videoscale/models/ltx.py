@@ -144,7 +144,8 @@ def _attend(
         return unchanged
     rope = None
     if image_rotary_emb is not None:  # (B, S, D), another entry for each head
-        rope = rope_per_pair(*(table.unflatten(-1, (self.heads, -1)) for table in image_rotary_emb), "interleaved")
+        cos, sin = (table.unflatten(-1, (self.heads, -1)) for table in image_rotary_emb)
+        rope = rope_per_pair(cos, sin, "interleaved")
     stream = projected(self, hidden_states, encoder_hidden_states, per_head=False, rope=rope)
     mask = expanded_mask(self, attention_mask, stream.values)
     attended = attend_jointly(self, [stream], partial(dispatched, self.processor, mask=mask))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 
 from lightning_videoscale.injection import inject_fused_kernels
@@ -224,3 +225,61 @@ def test_hooks_on_norms_are_called(name: str, place: int) -> None:
     expected = run(plain, inputs)
     with pytest.warns(UserWarning, match=f"{fused.parts[-1].path} has hooks, which would not be called"):
         assert_same(model, inputs, expected)
+
+
+@pytest.mark.parametrize(("name", "place"), mostly_full(FIRST, [("hunyuan_video", 0), ("cogvideox", 0)]))
+def test_adapters_train_as_without(name: str, place: int) -> None:
+    """LoRA in every second Linear that fused forwards do the work of."""
+    model, inputs = model_of(name, place), inputs_of(name, place)
+    model.requires_grad_(False)
+    adapted = ["to_k", "to_v", "to_out.0", "proj", "proj_out", "add_q_proj"]
+    model.add_adapter(LoraConfig(r=2, target_modules=adapted, init_lora_weights=False))  # type: ignore[operator]
+    expected = run(model, inputs)
+    assert expected[1]
+    report = inject_fused_kernels(model)
+    assert {entry.class_name for entry in report.replaced} >= BLOCKS[name].keys() - {"FeedForward"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # feed-forwards with an adapter run as they are, and say so
+        assert_same(model, inputs, expected)
+
+
+@pytest.mark.parametrize(("name", "place"), mostly_full(FIRST, [("hunyuan_video", 0), ("ltx", 0)]))
+def test_compiled_blocks_have_no_graph_break(name: str, place: int) -> None:
+    model, inputs = model_of(name, place), inputs_of(name, place)
+    output, gradients = run(model, inputs)
+    inject_fused_kernels(model)
+    torch._dynamo.reset()  # it counts what other cases have compiled
+    for module in model.modules():
+        if type(module).__name__ in BLOCKS[name] and type(module).__name__.endswith("Block"):
+            module.compile(fullgraph=True, backend="aot_eager")
+    compiled_output, compiled_gradients = run(model, inputs)
+    for got, wanted in zip(compiled_output, output, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert gradient_error(compiled_gradients, gradients) < 1e-4
+
+
+def test_blocks_that_nobody_knows_are_skipped() -> None:
+    case = Case("ltx2", float32=True)
+    with pytest.warns(UserWarning, match="2 LTX2VideoTransformerBlock .*no fused forward is known"):
+        report = inject_fused_kernels(ltx.FAMILIES["ltx2"].model(case))
+    assert [entry.path for entry in report.skipped] == ["transformer_blocks.0", "transformer_blocks.1"]
+    assert {entry.class_name for entry in report.replaced} == {"FeedForward"}
+
+
+def test_a_norm_of_queries_that_is_another_is_not_taken_for_diffusers() -> None:
+    model, inputs = model_of("hunyuan_video", 0), inputs_of("hunyuan_video", 0)
+    attention: Any = model.get_submodule("transformer_blocks.0.attn")
+    attention.norm_q = nn.LayerNorm(8)
+    expected = run(model, inputs)
+    with pytest.warns(UserWarning, match=r"norm_q is not diffusers' RMSNorm, but torch\.nn\..*LayerNorm"):
+        report = inject_fused_kernels(model)
+    assert [entry.path for entry in report.skipped] == ["transformer_blocks.0.attn"]
+    assert_same(model, inputs, expected)
+
+
+def test_rotary_tables_of_other_lengths_are_refused() -> None:
+    model, inputs = model_of("cogvideox", 1), inputs_of("cogvideox", 1)
+    inject_fused_kernels(model)
+    inputs["image_rotary_emb"] = tuple(table[:5] for table in inputs["image_rotary_emb"])
+    with pytest.raises(ValueError, match=r"27 tokens .*\(5, 8\)"):
+        model(**inputs)
