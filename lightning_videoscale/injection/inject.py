@@ -71,7 +71,7 @@ def inject_fused_kernels(
             report.skipped.append(Skipped(path, type(module).__name__, reason))
     unknown = _unknown_blocks(model, own)
     report.skipped += [Skipped(path, type(module).__name__, _UNKNOWN) for path, module in unknown.items()]
-    report.sort([path for path, *_ in found])
+    report.sort([*unknown, *(path for path, _, _ in meant)])
     if any(skipped.reason != _ALREADY for skipped in report.skipped):
         warnings.warn(str(report), stacklevel=2)
     return report
