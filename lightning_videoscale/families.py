@@ -8,6 +8,7 @@ what is known of the family under these names, and leaves out what does not appl
 `PROJECTIONS`    by class path, what returns the `Projection` of each stream in each attention of such a model
 `BLOCKS`         by class path, the paths of the transformer blocks of such a model, as a `SplitPlan` has them
 `FUSED_BLOCKS`   by class path, the `FusedBlock`
+`FUSED_ATTENTIONS`   by class path of an attention's processor, the `FusedBlock` of the attention
 `FLOPS`          by class path, what makes `TransformerFlops` of a model's configuration
 `TRANSFORMERS`   by name, `TransformerFlops` of the published models
 `GEOMETRIES`     by name, `ModelGeometry`: the factors of the VAE and of the patches
@@ -57,6 +58,7 @@ FAMILIES = {
     "diffusers.models.transformers.transformer_sd3": "sd3",
     "diffusers.models.transformers.transformer_chroma": "chroma",
     "diffusers.models.transformers.transformer_z_image": "z_image",
+    "diffusers.models.attention_processor": "cogvideox",  # whose processor is there
     "diffusers.models.attention": "feed_forward",
     "models": "dit",
 }

@@ -5,6 +5,9 @@
 - `fused_block`: `FusedBlock`, how one class of blocks is replaced.
 - `methods`: whether a class's methods are still those it was written with, and which version.
 - `branch_bias`: the bias gradient of a branch's last Linear, taken by the gated residual after it.
+- `residual_stream`: the branches of a block in order, fused where one ends and the next begins.
+- `attention`: projections, norms and rotations of diffusers' attentions, fused.
+- `parts`, `norms`: the norms that a fused forward does the work of, and what they must be.
 - `bypassed`: whether modules that fused forwards do not call are still as they take them to be.
 - `modulation`: shift, scale and gate of a timestep's part and a block's own, and timesteps that repeat over tokens.
 

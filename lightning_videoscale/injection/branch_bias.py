@@ -21,7 +21,7 @@ from lightning_videoscale.injection.bypassed import changed, has_hooks
 from lightning_videoscale.injection.fused_block import fused_block_of
 
 
-def branch_and_bias(module: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+def branch_and_bias(module: nn.Module, *arguments: Any, **named: Any) -> tuple[Any, Tensor | None]:
     """Calls a module of the model.
 
     Returns:
@@ -31,8 +31,8 @@ def branch_and_bias(module: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor 
     """
     linear = last_linear(module)
     if isinstance(linear, str):
-        return module(*arguments), None
-    return module(*arguments, detach_bias=True), linear.bias
+        return module(*arguments, **named), None
+    return module(*arguments, **named, detach_bias=True), linear.bias
 
 
 def last_linear(module: nn.Module) -> nn.Linear | str:
@@ -47,6 +47,8 @@ def last_linear(module: nn.Module) -> nn.Linear | str:
 
 def output_linear(attn: Any) -> nn.Linear | str:
     """Returns the Linear of an attention's ``to_out``, as diffusers makes it, or why its bias stays as it is."""
+    if attn.to_out is None:
+        return "there is no to_out"
     projection, dropout = attn.to_out
     if (change := changed_linear(projection)) is not None:
         return f"to_out.0 {change}"
@@ -57,10 +59,9 @@ def output_linear(attn: Any) -> nn.Linear | str:
     return "to_out.0 has no bias" if projection.bias is None else projection
 
 
-def apply_detached(linear: nn.Linear, x: Tensor) -> Tensor:
-    """A Linear as it is, but for its bias's gradient."""
-    assert linear.bias is not None
-    return F.linear(x, linear.weight, linear.bias.detach())
+def without_bias_gradient(linear: Any, x: Tensor) -> Tensor:
+    """A Linear that `changed_linear` lets pass, with a bias or without, whose gradient the caller sees to."""
+    return F.linear(x, linear.weight, None if linear.bias is None else linear.bias.detach())
 
 
 def changed_linear(linear: nn.Module) -> str | None:

@@ -6,17 +6,10 @@ forwards look at every call, and leave it to the original where something has ch
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import Any
-
-import torch
 from torch import nn
 
 from lightning_videoscale.compat.patching import replaces_forward
 from lightning_videoscale.compat.torch.modules import hooks_of
-from lightning_videoscale.families import class_path
-from lightning_videoscale.injection.fused_block import original_forward
 from lightning_videoscale.injection.methods import replacement_among
 
 _METHODS = "forward", "__call__"
@@ -57,10 +50,3 @@ def changed(module: nn.Module, *helpers: str) -> str | None:
     if (replacement := replacement_among(type(module), methods)) is not None:
         return f"has a {replacement}"
     return "has hooks, which would not be called" if has_hooks(module) else None
-
-
-def unfused(module: nn.Module, change: str) -> Callable[..., Any]:
-    """Returns the original forward of a fused module, and warns, once, that and why it is called."""
-    if not torch.compiler.is_compiling():
-        warnings.warn(f"{class_path(type(module))} runs without its fused kernels: {change}.", stacklevel=2)
-    return original_forward(module)

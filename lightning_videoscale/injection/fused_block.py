@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_videoscale.compat.diffusers import declare_as
+from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.methods import difference, replacement_of
+from lightning_videoscale.injection.modulation import GroupedModulation
+from lightning_videoscale.injection.parts import Part, changed_part, object_to_parts
 
 
 def _supports_all(module: nn.Module) -> str | None:
@@ -36,7 +41,8 @@ class FusedBlock:
         known_forwards: `source_hash` of every original forward that the new one stands for; as a mapping, each with
             the releases that have it, for the report. None means whatever the class's body says, for classes whose code
             you own; a decorated forward must be named.
-        objection: Returns why one block cannot be replaced, None if it can.
+        parts: The norms that the new forward does the work of. Where one has changed, the original is called.
+        objection: Returns why else one block cannot be replaced, None if it can.
         is_meant: Whether a module of that class is such a block at all, where one class has many uses; the others are
             not in the report.
         only_with: Path of another class, of which no block in the model may keep its own forward; None if this one does
@@ -51,6 +57,7 @@ class FusedBlock:
     forward: Callable[..., Any]
     what: str
     known_forwards: Collection[str] | None = field(default=None, hash=False)
+    parts: tuple[Part, ...] = ()
     objection: Callable[[nn.Module], str | None] = _supports_all
     is_meant: Callable[[nn.Module], bool] = _every_one
     only_with: str | None = None
@@ -68,7 +75,7 @@ class FusedBlock:
                 return f"its forward was replaced by {replacement}; known_forwards may name it by its source_hash"
         elif (other := difference(cls, "forward", self.known_forwards)) is not None:
             return f"its forward {other}" if replacement is None else f"its forward was replaced by {replacement}"
-        return self.objection(module)
+        return self.objection(module) or object_to_parts(module, self.parts)
 
 
 def fused_block_of(module: nn.Module) -> FusedBlock | None:
@@ -81,6 +88,13 @@ def original_forward(module: nn.Module) -> Callable[..., Any]:
     """Returns the forward that a fused one took the place of, bound to the module."""
     original: Callable[..., Any] = module._original_forward  # type: ignore[assignment]  # no module or tensor
     return original
+
+
+def unfused(module: nn.Module, change: str) -> Callable[..., Any]:
+    """Returns the original forward of a fused module, and warns, once, that and why it is called."""
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"{class_path(type(module))} runs without its fused kernels: {change}.", stacklevel=2)
+    return original_forward(module)
 
 
 @functools.cache
@@ -106,7 +120,7 @@ def fused_class(base: type[nn.Module], block: FusedBlock) -> type[nn.Module]:
         return super(fused, self).forward(*args, **kwargs)  # a call that Dynamo can trace
 
     members = {
-        "forward": block.forward,
+        "forward": _unless_changed(block) if block.parts else block.forward,
         "_original_forward": original_forward,
         "_fused_block": block,
         "__reduce_ex__": reduce,
@@ -115,6 +129,28 @@ def fused_class(base: type[nn.Module], block: FusedBlock) -> type[nn.Module]:
     fused: Any = type(base.__name__, (base,), members | identity)
     declare_as(fused, base)
     return fused  # type: ignore[no-any-return]
+
+
+def _unless_changed(block: FusedBlock) -> Callable[..., Any]:
+    """The fused forward, or the original where one of the block's parts has changed."""
+    fused, parts = block.forward, block.parts
+
+    @functools.wraps(fused)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        change = changed_part(self, parts)
+        if change is None:
+            return fused(self, *args, **kwargs)
+        named = {name: _per_token(value) for name, value in kwargs.items()}
+        return unfused(self, change)(*map(_per_token, args), **named)
+
+    # One code for each class: Dynamo counts the recompilations of a code, and stops at eight.
+    own: Any = forward
+    own.__code__ = own.__code__.replace(co_name=f"forward_of_{block.class_path.rpartition('.')[2]}")
+    return forward
+
+
+def _per_token(argument: Any) -> Any:
+    return argument.per_token() if isinstance(argument, GroupedModulation) else argument
 
 
 def _new_instance(base: type[nn.Module], block: FusedBlock) -> nn.Module:

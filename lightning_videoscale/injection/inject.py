@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from lightning_videoscale.compat.diffusers import block_classes
 from lightning_videoscale.compat.torch.modules import is_compiled
 from lightning_videoscale.families import class_path, known
 from lightning_videoscale.injection.branch_bias import last_linear
@@ -16,6 +17,7 @@ from lightning_videoscale.injection.report import InjectionReport, Skipped
 from lightning_videoscale.kernels.backend import BackendName, settle
 
 _ALREADY = "uses fused kernels already"
+_UNKNOWN = "no fused forward is known of it"
 
 
 def inject_fused_kernels(
@@ -44,7 +46,8 @@ def inject_fused_kernels(
             runs the kernels of a model elsewhere is decided at its first call on a device.
 
     Returns:
-        What was replaced and what was skipped and why, with an ``undo()``. A warning names skipped blocks too.
+        What was replaced and what was skipped and why, with an ``undo()``. A warning names skipped blocks too. Blocks
+        of diffusers' transformers of which nothing is known count as skipped.
 
     Raises:
         ValueError: If there is no such backend.
@@ -55,7 +58,7 @@ def inject_fused_kernels(
     own = {block.class_path: block for block in extra_blocks}
     _refuse_compiled(model, own)
     report = InjectionReport(type(model).__name__, meaning)
-    found = [(path, module, known("FUSED_BLOCKS", type(module), own)) for path, module in model.named_modules()]
+    found = [(path, module, _known(module, own)) for path, module in model.named_modules()]
     meant = [(path, module, block) for path, module, block in found if block is not None and block.is_meant(module)]
     meant.sort(key=lambda entry: entry[2].only_with is not None)
     # What is inside comes first, since it decides what is fused around it.
@@ -66,7 +69,9 @@ def inject_fused_kernels(
             report.replace(path, module, fused, _what(module, block), setting, recompute_norms)
         else:
             report.skipped.append(Skipped(path, type(module).__name__, reason))
-    report.sort([path for path, _, _ in meant])
+    unknown = _unknown_blocks(model, own)
+    report.skipped += [Skipped(path, type(module).__name__, _UNKNOWN) for path, module in unknown.items()]
+    report.sort([*unknown, *(path for path, _, _ in meant)])
     if any(skipped.reason != _ALREADY for skipped in report.skipped):
         warnings.warn(str(report), stacklevel=2)
     return report
@@ -78,6 +83,26 @@ def _device(model: nn.Module) -> torch.device | None:
     if on_gpus or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return min(on_gpus, key=str, default=None)
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _known(module: nn.Module, own: Mapping[str, FusedBlock]) -> FusedBlock | None:
+    """Returns what is known of a module: by its class, or by that of its processor, where one class has several."""
+    block: FusedBlock | None = known("FUSED_BLOCKS", type(module), own)
+    if block is None and (processor := getattr(module, "processor", None)) is not None:
+        block = known("FUSED_ATTENTIONS", type(processor))
+    return block
+
+
+def _unknown_blocks(model: nn.Module, own: Mapping[str, FusedBlock]) -> dict[str, nn.Module]:
+    """Returns the transformer blocks that networks of diffusers declare, and of which no family knows anything."""
+    found = {}
+    for path, network in model.named_modules():
+        if type(network).__module__.startswith("diffusers.models.transformers."):
+            names = {name for name in block_classes(network) if name.endswith("Block")}
+            for inside, module in network.named_modules(prefix=path):
+                if type(module).__name__ in names and known("FUSED_BLOCKS", type(module), own) is None:
+                    found[inside] = module
+    return found
 
 
 def _refusal(module: nn.Module, block: FusedBlock) -> str | None:
@@ -110,7 +135,7 @@ def _missing_others(block: FusedBlock, model: nn.Module) -> str | None:
 
 def _refuse_compiled(model: nn.Module, own: Mapping[str, FusedBlock]) -> None:
     for path, module in model.named_modules():
-        if is_compiled(module) and any(known("FUSED_BLOCKS", type(inner), own) for inner in module.modules()):
+        if is_compiled(module) and any(_known(inner, own) for inner in module.modules()):
             raise RuntimeError(
                 f"{path or type(model).__name__} is compiled already and contains blocks to replace: inject the fused "
                 "kernels first and compile afterwards."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,18 +36,31 @@ class GroupedModulation(NamedTuple):
 
 
 class Modulation(NamedTuple):
-    """Shift, scale and gate of one sublayer: the timestep's part and the block's own, (D,).
+    """Shift, scale and gate of one branch: the timestep's part and the block's own, if there is one.
 
-    The timestep's part is (B, 1 or S, D), or (U, D) and which entry each token has, (B, S).
+    Attributes:
+        shift: (B, 1 or S, D), or (U, D), of which each token has an entry.
+        scale: Likewise.
+        gate: Likewise.
+        shift_table: (D,), the block's own part, which is added inside; or None.
+        scale_table: Likewise.
+        gate_table: Likewise.
+        which: (B, S) integers, each token's entry; None where there are no entries.
     """
 
-    which: Tensor | None
     shift: Tensor
     scale: Tensor
     gate: Tensor
-    shift_table: Tensor
-    scale_table: Tensor
-    gate_table: Tensor
+    shift_table: Tensor | None = None
+    scale_table: Tensor | None = None
+    gate_table: Tensor | None = None
+    which: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the two parts' sum."""
+        own = self.scale_table
+        return self.scale.dtype if own is None else torch.promote_types(self.scale.dtype, own.dtype)
 
     def of_norm(self) -> dict[str, Any]:
         """What `norm_modulate` takes of it."""
@@ -79,7 +93,46 @@ def modulations(table: Tensor, temb: Tensor | GroupedModulation, batch_size: int
         per_token = temb.unsqueeze(1) if temb.ndim == 3 else temb
         parts = tuple(part.expand(batch_size, -1, -1) for part in per_token.unbind(dim=2))
     own = table.squeeze(0).unbind(0)
-    return Modulation(which, *parts[:3], *own[:3]), Modulation(which, *parts[3:], *own[3:])
+    return _modulation(parts[:3], own[:3], which), _modulation(parts[3:], own[3:], which)
+
+
+def per_sample(embedded: Tensor, branches: int, batch_size: int) -> list[Modulation]:
+    """Returns the modulations that one Linear made of the timestep.
+
+    Args:
+        embedded: (B, n · 3 · D): shift, scale and gate of each branch in turn; B may be 1 for all.
+        branches: n.
+        batch_size: B.
+    """
+    parts = embedded.unsqueeze(1).expand(batch_size, -1, -1).chunk(3 * branches, dim=-1)
+    return [_modulation(parts[i : i + 3]) for i in range(0, 3 * branches, 3)]
+
+
+def per_segment(
+    first: Tensor, others: Tensor, branches: int, batch_size: int, tokens: tuple[int, int]
+) -> list[Modulation]:
+    """As `per_sample`, for sequences whose first tokens have another timestep than the others.
+
+    Args:
+        first: (B, n · 3 · D), of the first tokens.
+        others: Of the other tokens, likewise.
+        branches: n.
+        batch_size: B.
+        tokens: How many come first, and how many there are in all.
+    """
+    width = first.shape[-1]
+    entries = torch.cat([each.expand(batch_size, width) for each in (first, others)])
+    places = torch.arange(tokens[1], device=first.device)
+    which = torch.arange(batch_size, device=first.device)[:, None] + batch_size * (places >= tokens[0])
+    parts, which = entries.chunk(3 * branches, dim=-1), which.int()
+    return [_modulation(parts[i : i + 3], which=which) for i in range(0, 3 * branches, 3)]
+
+
+def _modulation(
+    parts: Sequence[Tensor], tables: Sequence[Tensor | None] = (None,) * 3, which: Tensor | None = None
+) -> Modulation:
+    (shift, scale, gate), (shift_table, scale_table, gate_table) = parts, tables
+    return Modulation(shift, scale, gate, shift_table, scale_table, gate_table, which)
 
 
 class Repeated(NamedTuple):

@@ -38,7 +38,7 @@ class InjectionReport:
         model: Name of the model's class.
         kernels: What runs the kernels, and why nothing faster does.
         replaced: The blocks that now use fused kernels.
-        skipped: The blocks of a known class that were left as they are, and why.
+        skipped: The blocks that were left as they are, and why.
     """
 
     model: str

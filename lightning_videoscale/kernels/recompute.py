@@ -28,7 +28,7 @@ from lightning_videoscale.compat.torch.autograd import saved_tensors_pack_hook
 _Outputs = Tensor | Sequence[Tensor]
 
 
-def run_norm(norm: Callable[..., Any], *arguments: Any, recompute: bool, **settings: Any) -> Any:
+def run_norm(norm: Callable[..., Any], /, *arguments: Any, recompute: bool, **settings: Any) -> Any:
     """Returns ``norm(*arguments, **settings)``, which inside a compiled function is not kept with ``recompute``."""
     if recompute and torch.compiler.is_compiling():
         return checkpoint(norm, *arguments, use_reentrant=False, preserve_rng_state=False, **settings)

@@ -8,22 +8,18 @@ It is rounded after every operation, as there, so on the reference backend the f
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_videoscale.injection.bypassed import changed, unfused
 from lightning_videoscale.injection.fused_block import FusedBlock
-from lightning_videoscale.kernels import (
-    fork_norm_modulate,
-    gate_residual,
-    gate_residual_norm_modulate,
-    norm_modulate,
-)
-from lightning_videoscale.kernels.recompute import recomputed, run_norm
+from lightning_videoscale.injection.modulation import per_sample
+from lightning_videoscale.injection.norms import LAYER_NORM
+from lightning_videoscale.injection.parts import Part
+from lightning_videoscale.injection.residual_stream import ResidualStream
 
 _DIT_FORWARDS = {"e89c071547517142-b0cc6aa30aa80cf": "facebookresearch/DiT"}
+_PARTS = (Part("norm1", LAYER_NORM), Part("norm2", LAYER_NORM))
 
 
 def dit_block(class_path: str, known_forwards: Collection[str] | None = None) -> FusedBlock:
@@ -41,52 +37,27 @@ def dit_block(class_path: str, known_forwards: Collection[str] | None = None) ->
         forward=_forward,
         what="fork_norm_modulate, gate_residual_norm_modulate, gate_residual",
         known_forwards=known_forwards,
-        objection=_objection,
+        parts=_PARTS,
+        objection=_missing_norm,
     )
 
 
 def _forward(self: Any, x: Tensor, c: Tensor) -> Tensor:
     """The fused forward; parameters and result are those of DiT's ``DiTBlock.forward``."""
-    if (change := _objection(self)) is not None:
-        unchanged: Tensor = unfused(self, change)(x, c)
-        return unchanged
-    parts = self.adaLN_modulation(c).unsqueeze(1).chunk(6, dim=-1)
-    (shift, scale, gate), (mlp_shift, mlp_scale, mlp_gate) = parts[:3], parts[3:]
-    recompute, law = self.recompute_norms, {"rounding": "eager", "backend": self.kernel_backend}
-    norm1 = {"scale": scale, "shift": shift, **_affine(self.norm1), **law}
-    norm2 = {"scale": mlp_scale, "shift": mlp_shift, **_affine(self.norm2), **law}
-
-    x, y = run_norm(fork_norm_modulate, x, **norm1, recompute=recompute)
-    with recomputed(y, partial(norm_modulate, x, **norm1), recompute=recompute):
-        branch = self.attn(y)
-    h, y = run_norm(gate_residual_norm_modulate, x, branch, gate, **norm2, recompute=recompute)
-    with recomputed(y, partial(norm_modulate, h, **norm2), recompute=recompute):
-        branch = self.mlp(y)
-    return gate_residual(h, branch, mlp_gate, **law)
+    attention, mlp = per_sample(self.adaLN_modulation(c), 2, x.shape[0])
+    stream = ResidualStream(self, x, rounding="eager")
+    stream.branch(self.attn, self.norm1, attention)
+    stream.branch(self.mlp, self.norm2, mlp)
+    return stream.end()
 
 
-def _affine(norm: nn.LayerNorm) -> dict[str, Any]:
-    return {"weight": norm.weight, "bias": norm.bias, "eps": norm.eps}
-
-
-def _objection(block: nn.Module) -> str | None:
-    """The fused forward computes the norms itself, hence they must be what it takes them for."""
-    for name in ("norm1", "norm2"):
-        norm: Any = getattr(block, name, None)
-        if norm is None:
+def _missing_norm(block: nn.Module) -> str | None:
+    for part in _PARTS:
+        if getattr(block, part.path, None) is None:
             return (
-                f"there is no {name}, whose eps the fused forward reads: if it has no parameters, make it "
+                f"there is no {part.path}, whose eps the fused forward reads: if it has no parameters, make it "
                 "nn.LayerNorm(D, elementwise_affine=False), or write a FusedBlock with a forward of your own"
             )
-        if (
-            type(norm) is not nn.LayerNorm
-            or len(norm.normalized_shape) != 1
-            or (norm.weight is None) != (norm.bias is None)
-        ):
-            shape = getattr(norm, "normalized_shape", None)
-            return f"{name} is not a LayerNorm over the channels, but {type(norm).__name__}({shape})"
-        if (change := changed(norm)) is not None:
-            return f"{name} {change}"
     return None
 
 

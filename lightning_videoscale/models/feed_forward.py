@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.branch_bias import changed_linear
-from lightning_videoscale.injection.bypassed import changed, unfused
-from lightning_videoscale.injection.fused_block import FusedBlock, original_forward
+from lightning_videoscale.injection.bypassed import changed
+from lightning_videoscale.injection.fused_block import FusedBlock, original_forward, unfused
 from lightning_videoscale.injection.methods import difference
 from lightning_videoscale.kernels import gelu_linear
 
@@ -39,19 +39,21 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Ten
 def _changed(feed_forward: Any) -> str | None:
     """Returns which part is not as diffusers makes it, since the fused forward calls none of them; None if all are."""
     if not _is_meant(feed_forward):
-        return "net is not the tanh GELU, a Dropout and a Linear"
-    activation, dropout, second = feed_forward.net
+        return "net is not the tanh GELU, a Dropout and a Linear, with or without another Dropout"
+    activation, dropout, second, *final = feed_forward.net
     changes = {
         "net.0.proj": changed_linear(activation.proj),
         "net.2": changed_linear(second),
         "net.0": changed(activation, "gelu"),
         "net.1": changed(dropout),
+        "net.3": changed(final[0]) if final else None,
     }
     for name, change in changes.items():
         if change is not None:
             return f"{name} {change}"
-    if dropout.p and feed_forward.training:
-        return f"net.1 drops {dropout.p} of the activations"
+    for name, each in (("net.1", dropout), *(("net.3", last) for last in final)):
+        if each.p and feed_forward.training:
+            return f"{name} drops {each.p} of the activations"
     return None
 
 
@@ -66,10 +68,11 @@ def _is_meant(module: nn.Module) -> bool:
     """Whether it is a feed-forward around the tanh GELU; diffusers has one class for all its activations."""
     net: Any = getattr(module, "net", ())
     return (
-        len(net) == 3
+        len(net) in (3, 4)
         and class_path(type(net[0])) == "diffusers.models.activations.GELU"
         and net[0].approximate == "tanh"
         and type(net[1]) is nn.Dropout
+        and all(type(last) is nn.Dropout for last in net[3:])
     )
 
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_videoscale.attention import as_choices
 from lightning_videoscale.compat.diffusers import own_attention_backend
+from lightning_videoscale.compat.patching import only_redirects
 from lightning_videoscale.parallel.attention import sequence_parallel_attention
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.plan import Attention, SplitPlan, submodules
@@ -76,6 +77,7 @@ class _Place:
 def _exchanging_forward(original: Callable[..., Any], place: _Place) -> Callable[..., Any]:
     unbound = original.__func__ if isinstance(original, MethodType) else None
 
+    @only_redirects
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _Exchange(place, own_attention_backend(getattr(self, "processor", None)) is not None) as exchange:
             result = original(*args, **kwargs) if unbound is None else unbound(self, *args, **kwargs)

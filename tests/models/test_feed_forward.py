@@ -59,8 +59,14 @@ def test_other_activations_are_not_meant(activation: str) -> None:
     assert not report.replaced and not report.skipped
 
 
-def test_a_final_dropout_is_not_meant() -> None:
-    assert not inject_fused_kernels(feed_forward(final_dropout=True)).replaced
+def test_a_final_dropout_counts_where_it_drops() -> None:
+    assert_same_as_before(feed_forward(final_dropout=True), fused=True)
+    model = feed_forward(final_dropout=True, dropout=0.5)
+    with pytest.warns(UserWarning, match=r"net\.1 drops 0\.5"):
+        assert not inject_fused_kernels(model).replaced
+    model[0].net[1].p = 0.0  # type: ignore[index, union-attr]
+    with pytest.warns(UserWarning, match=r"net\.3 drops 0\.5"):
+        assert not inject_fused_kernels(model).replaced
 
 
 class LowRank(nn.Module):

@@ -58,14 +58,18 @@ def gradient_sums(
 
 def _forward(op: HeadOp, side: Side, rotation: Rotation | None, eps: float) -> SideOutputs:
     x = side.x.to(wide_dtype(side.x))
-    mean, rstd = _statistics(op, side, x, eps)
-    n = _x_hat(op, x, mean, rstd)
-    if op.round_x_hat:
-        n = _round(n, side.x)
-    if side.weight is not None:
-        n = n * _per_channel(op, side.weight, x)
-    if side.bias is not None:
-        n = n + _per_channel(op, side.bias, x)
+    mean: Tensor | None = None
+    if op.norm == "layer":
+        n, mean, rstd = _layer_normed(op, side, x, eps)
+    else:
+        rstd = _inverse_rms(op, side, x, eps)
+        n = _x_hat(op, x, None, rstd)
+        if op.round_x_hat:
+            n = _round(n, side.x)
+        if side.weight is not None:
+            n = n * _per_channel(op, side.weight, x)
+        if side.bias is not None:
+            n = n + _per_channel(op, side.bias, x)
     if op.round_normed:
         n = _round(n, side.x)
     y = n if rotation is None else _rotate(op, n, rotation, rotation.sin)
@@ -100,14 +104,19 @@ def _gradient_sums(op: HeadOp, dy: Tensor, side: Side, rotation: Rotation | None
     return (dx_hat * _x_hat(op, x, None, side.rstd)).sum((-2, -1))
 
 
-def _statistics(op: HeadOp, side: Side, x: Tensor, eps: float) -> tuple[Tensor | None, Tensor | None]:
-    if op.norm == "none" or side.rstd is not None:
-        return None, side.rstd
+def _layer_normed(op: HeadOp, side: Side, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """By PyTorch's own function, whose bits are not those of its formula."""
     rows = x if op.per_head else x.flatten(-2)
-    if op.norm == "rms":
-        return None, torch.rsqrt(rows.square().mean(-1) + eps)
-    _, mean, rstd = torch.native_layer_norm(rows, rows.shape[-1:], None, None, eps)
-    return mean.squeeze(-1), rstd.squeeze(-1)
+    weight, bias = (None if p is None else p.to(x.dtype) for p in (side.weight, side.bias))
+    n, mean, rstd = torch.native_layer_norm(rows, rows.shape[-1:], weight, bias, eps)
+    return n.view_as(x), mean.squeeze(-1), rstd.squeeze(-1)
+
+
+def _inverse_rms(op: HeadOp, side: Side, x: Tensor, eps: float) -> Tensor | None:
+    if op.norm == "none" or side.rstd is not None:
+        return side.rstd
+    rows = x if op.per_head else x.flatten(-2)
+    return torch.rsqrt(rows.square().mean(-1) + eps)
 
 
 def _x_hat(op: HeadOp, x: Tensor, mean: Tensor | None, rstd: Tensor | None) -> Tensor:

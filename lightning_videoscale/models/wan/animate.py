@@ -11,11 +11,13 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.wan.block import copies
+from lightning_videoscale.models.wan.fused_attention import ANIMATE
 from lightning_videoscale.models.wan.sizes import flops
 from lightning_videoscale.models.wan.split import projections
 from lightning_videoscale.parallel import Attention, Split, SplitPlan, Whole
 
-_MODEL = "diffusers.models.transformers.transformer_wan_animate.WanAnimateTransformer3DModel"
+_MODEL = f"{ANIMATE}.WanAnimateTransformer3DModel"
 
 GEOMETRIES = {"wan2.2-animate": ModelGeometry()}
 TRANSFORMERS = {"wan2.2-animate-14b": TransformerFlops(40, 5120, 13824)}  # config.json of Wan-AI/Wan2.2-Animate-14B
@@ -37,3 +39,4 @@ def _split_plan(model: nn.Module) -> SplitPlan:
 
 SPLIT_PLANS = {_MODEL: _split_plan}
 PROJECTIONS = {_MODEL: projections}
+FUSED_BLOCKS = {block.class_path: block for block in copies(ANIMATE)}  # it has no timesteps of tokens

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.compat.torch.versions import autocast_widens_norms
-from lightning_videoscale.injection.branch_bias import apply_detached, changed_linear
+from lightning_videoscale.injection.branch_bias import changed_linear, without_bias_gradient
 from lightning_videoscale.kernels import qk_norm_rope, qkv_linear
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
@@ -68,7 +68,7 @@ def attend(
         if image is not None:
             attended = attended + exchange(query, *_image_key_value(attn, image), None).flatten(2).type_as(query)
     projection, dropout = attn.to_out
-    output: Tensor = apply_detached(projection, attended) if detach_bias else dropout(projection(attended))
+    output: Tensor = without_bias_gradient(projection, attended) if detach_bias else dropout(projection(attended))
     return output
 
 
@@ -90,7 +90,11 @@ def _project(
         biases = attn.to_q.bias.detach(), attn.to_k.bias.detach(), attn.to_v.bias
         return qkv_linear(hidden_states, weights, biases)
     if detach_biases:
-        return apply_detached(attn.to_q, hidden_states), apply_detached(attn.to_k, source), attn.to_v(source)
+        return (
+            without_bias_gradient(attn.to_q, hidden_states),
+            without_bias_gradient(attn.to_k, source),
+            attn.to_v(source),
+        )
     if not getattr(attn, "fused_projections", False):
         return attn.to_q(hidden_states), attn.to_k(source), attn.to_v(source)
     if context is None:

@@ -6,100 +6,71 @@ bits.
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_videoscale.families import class_path
-from lightning_videoscale.injection.branch_bias import branch_and_bias
-from lightning_videoscale.injection.bypassed import changed, unfused
 from lightning_videoscale.injection.fused_block import FusedBlock
-from lightning_videoscale.injection.methods import difference
 from lightning_videoscale.injection.modulation import GroupedModulation, modulations
-from lightning_videoscale.kernels import (
-    fork_norm_modulate,
-    gate_residual,
-    gate_residual_norm_modulate,
-    norm_modulate,
-)
-from lightning_videoscale.kernels.recompute import recomputed, run_norm
-from lightning_videoscale.models.wan.fused_attention import MODULE, TRIED
-
-_FP32_LAYER_NORM = "diffusers.models.normalization.FP32LayerNorm"
-_FP32_LAYER_NORM_FORWARDS = {"4b00d355c071d03e-bd14f7415": TRIED}
+from lightning_videoscale.injection.norms import FP32_LAYER_NORM, IDENTITY, TRIED
+from lightning_videoscale.injection.parts import Part
+from lightning_videoscale.injection.residual_stream import ResidualStream
+from lightning_videoscale.models.wan.fused_attention import MODULE, fused_attention
 
 
-def _block_forward(
+def three_branches(
+    block: Any,
+    x: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor | GroupedModulation,
+    rotary_emb: Any,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """What the blocks of Wan and of its kin do to their residual stream.
+
+    Args:
+        block: With Wan's parts.
+        x: The stream, (B, S, D).
+        encoder_hidden_states: For its cross-attention.
+        temb: The timestep's part of the modulation, see `modulations`.
+        rotary_emb: For its self-attention.
+        attention_mask: Likewise.
+    """
+    attention, feed_forward = modulations(block.scale_shift_table, temb, x.shape[0])
+    norm2 = None if isinstance(block.norm2, nn.Identity) else block.norm2
+    stream = ResidualStream(block, x, rounding="fp32_once")
+    stream.branch(block.attn1, block.norm1, attention, None, attention_mask, rotary_emb)
+    stream.branch(block.attn2, norm2, None, encoder_hidden_states, None, None)
+    stream.branch(block.ffn, block.norm3, feed_forward)
+    return stream.end()
+
+
+def _forward(
     self: Any,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
     temb: Tensor | GroupedModulation,
     rotary_emb: Any,
 ) -> Tensor:
-    """The fused forward; parameters and result are those of diffusers' ``WanTransformerBlock.forward``.
-
-    h is what it is after the last residual, y the norm of that. y is recomputed from h, which is kept anyway.
-    """
-    if (change := _changed_block(self)) is not None:
-        per_token = temb.per_token() if isinstance(temb, GroupedModulation) else temb
-        unchanged: Tensor = unfused(self, change)(hidden_states, encoder_hidden_states, per_token, rotary_emb)
-        return unchanged
-    attention, feed_forward = modulations(self.scale_shift_table, temb, hidden_states.shape[0])
-    backend, recompute = self.kernel_backend, self.recompute_norms
-    norm1 = attention.of_norm() | {"eps": self.norm1.eps, "backend": backend}
-    norm3 = feed_forward.of_norm() | {"eps": self.norm3.eps, "backend": backend}
-
-    hidden_states, y = run_norm(fork_norm_modulate, hidden_states, **norm1, recompute=recompute)
-    with recomputed(y, partial(norm_modulate, hidden_states, **norm1), recompute=recompute):
-        branch, bias = branch_and_bias(self.attn1, y, None, None, rotary_emb)
-
-    gate = attention.of_gate() | {"branch_bias": bias}
-    if isinstance(self.norm2, nn.Identity):
-        h = gate_residual(hidden_states, branch, **gate, backend=backend)
-        branch, bias = branch_and_bias(self.attn2, h, encoder_hidden_states, None, None)
-    else:
-        norm2 = {"weight": self.norm2.weight, "bias": self.norm2.bias, "eps": self.norm2.eps, "backend": backend}
-        h, y = run_norm(gate_residual_norm_modulate, hidden_states, branch, **gate, **norm2, recompute=recompute)
-        with recomputed(y, partial(norm_modulate, h, **norm2), recompute=recompute):
-            branch, bias = branch_and_bias(self.attn2, y, encoder_hidden_states, None, None)
-
-    h, y = run_norm(gate_residual_norm_modulate, h, branch, **norm3, branch_bias=bias, recompute=recompute)
-    with recomputed(y, partial(norm_modulate, h, **norm3), recompute=recompute):
-        branch, bias = branch_and_bias(self.ffn, y)
-    return gate_residual(h, branch, **feed_forward.of_gate(), branch_bias=bias, backend=backend)
+    return three_branches(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
 
 
-def _object_to_block(block: nn.Module) -> str | None:
-    """The fused forward computes the norms itself, hence they must be what it takes them for."""
-    if (change := _changed_block(block)) is not None:
-        return change
-    other = difference(type(block.get_submodule("norm1")), "forward", _FP32_LAYER_NORM_FORWARDS)
-    return None if other is None else f"the forward of its norms {other}"
-
-
-def _changed_block(block: Any) -> str | None:
-    """Returns which norm is not as diffusers makes it, since the fused forward calls none; None if all are."""
-    for name, norm, affine in (
-        ("norm1", block.norm1, False),
-        ("norm2", block.norm2, True),
-        ("norm3", block.norm3, False),
-    ):
-        if (change := changed(norm)) is not None:
-            return f"{name} {change}"
-        if affine and type(norm) is nn.Identity:
-            continue
-        if class_path(type(norm)) != _FP32_LAYER_NORM or (norm.weight is not None) is not affine:
-            kind = "with" if affine else "without"
-            return f"{name} is not diffusers' FP32LayerNorm {kind} an affine part, but {class_path(type(norm))}"
-    return None
-
+PARTS = (Part("norm1", FP32_LAYER_NORM), Part("norm2", FP32_LAYER_NORM, IDENTITY), Part("norm3", FP32_LAYER_NORM))
+WHAT = "fork_norm_modulate, gate_residual_norm_modulate (2), gate_residual"
+BRANCHES = ("attn1", "attn2", "ffn")
 
 FUSED_BLOCK = FusedBlock(
     class_path=f"{MODULE}.WanTransformerBlock",
-    forward=_block_forward,
-    what="fork_norm_modulate, gate_residual_norm_modulate (2), gate_residual",
+    forward=_forward,
+    what=WHAT,
     known_forwards={"4da7200f9dd6c573-39b49f67eedbb96b67833e6f5b8584d1b44c": TRIED},
-    objection=_object_to_block,
-    branches=("attn1", "attn2", "ffn"),
+    parts=PARTS,
+    branches=BRANCHES,
 )
+
+
+def copies(home: str) -> tuple[FusedBlock, FusedBlock]:
+    """Returns the replacements of the block and the attention in a module of diffusers that has copies of Wan's."""
+    block = replace(FUSED_BLOCK, class_path=f"{home}.WanTransformerBlock")
+    return block, fused_attention(f"{home}.WanAttention")

@@ -1,7 +1,7 @@
 """ChronoEdit as diffusers has it (`ChronoEditTransformer3DModel`).
 
 A Wan whose rotary table of two latent frames puts them apart, made of copies of Wan's classes. Their attention is
-redirected; fused kernels know none of them.
+redirected.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.wan.block import copies
+from lightning_videoscale.models.wan.fused_attention import CHRONOEDIT
 from lightning_videoscale.models.wan.sizes import flops
 from lightning_videoscale.models.wan.split import projections
+from lightning_videoscale.models.wan.timesteps import fused_timesteps
 from lightning_videoscale.parallel import Attention, Split, SplitPlan
 
-_MODEL = "diffusers.models.transformers.transformer_chronoedit.ChronoEditTransformer3DModel"
+_MODEL = f"{CHRONOEDIT}.ChronoEditTransformer3DModel"
 
 GEOMETRIES = {"chronoedit": ModelGeometry()}
 TRANSFORMERS = {"chronoedit-14b": TransformerFlops(40, 5120, 13824)}  # transformer/config.json of nvidia's release
@@ -32,3 +35,7 @@ def _split_plan(model: nn.Module) -> SplitPlan:
 
 SPLIT_PLANS = {_MODEL: _split_plan}
 PROJECTIONS = {_MODEL: projections}
+
+_BLOCK, _ATTENTION = copies(CHRONOEDIT)
+_TIMESTEPS = fused_timesteps(f"{CHRONOEDIT}.WanTimeTextImageEmbedding", _BLOCK.class_path)
+FUSED_BLOCKS = {block.class_path: block for block in (_BLOCK, _ATTENTION, _TIMESTEPS)}

@@ -1,4 +1,4 @@
-"""The fused forward of Wan's attention, whose exchange stays diffusers' own choice."""
+"""The fused forward of Wan's attention, and of its copies; the exchange stays diffusers' own choice."""
 
 from __future__ import annotations
 
@@ -8,26 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_videoscale.compat.diffusers import dispatch_settings
 from lightning_videoscale.families import class_path
+from lightning_videoscale.injection.attention import dispatched
 from lightning_videoscale.injection.branch_bias import output_linear
-from lightning_videoscale.injection.bypassed import changed, unfused
-from lightning_videoscale.injection.fused_block import FusedBlock, original_forward
+from lightning_videoscale.injection.bypassed import changed
+from lightning_videoscale.injection.fused_block import FusedBlock, original_forward, unfused
 from lightning_videoscale.injection.methods import difference, replacement_of
+from lightning_videoscale.injection.norms import TRIED
 from lightning_videoscale.models.wan.attention import Rotary, attend
 
-MODULE = "diffusers.models.transformers.transformer_wan"
-TRIED = "diffusers 0.37 to 0.42.1"
-_PROCESSOR_CALLS = {"a929a3b19d975b4a-d0809db7024d1246955b54dcd01f473628721b545eed6ab5aa2e1644c": TRIED}
+_HOME = "diffusers.models.transformers"
+MODULE = f"{_HOME}.transformer_wan"
+CHRONOEDIT = f"{_HOME}.transformer_chronoedit"
+ANIMATE = f"{_HOME}.transformer_wan_animate"
+SKYREELS_V2 = f"{_HOME}.transformer_skyreels_v2"
+
+_ALL_PARALLEL = f"{SKYREELS_V2}.SkyReelsV2AttnProcessor"  # hands diffusers' parallelism on in cross-attention, too
+_CALLS = {"a929a3b19d975b4a-d0809db7024d1246955b54dcd01f473628721b545eed6ab5aa2e1644c": TRIED}
+_PROCESSORS = {f"{home}.WanAttnProcessor": _CALLS for home in (MODULE, CHRONOEDIT, ANIMATE)} | {
+    _ALL_PARALLEL: {"517dc8df1aa9e2da-d0809db7024d1246955b54dcd01f47362f146b445eed6ab5aa2e1644c": TRIED}
+}
 
 
 def foreign(processor: Any) -> str | None:
     """Returns what a processor is where it is not diffusers' own, as diffusers wrote it."""
     cls = type(processor)
-    if class_path(cls) != f"{MODULE}.WanAttnProcessor":
+    if class_path(cls) not in _PROCESSORS:
         return f"a {class_path(cls)}"
     replacement = replacement_of(cls, "__call__")
-    return None if replacement is None else f"a WanAttnProcessor whose __call__ was replaced by {replacement}"
+    return None if replacement is None else f"a {cls.__name__} whose __call__ was replaced by {replacement}"
 
 
 def _attention_forward(
@@ -51,22 +60,8 @@ def _attention_forward(
 
 
 def _dispatch(processor: Any, own: bool, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """The attention of diffusers, with the backend that it was told to use; ``own``: self-attention."""
-    # From there, since kernels of one's own are put in its place there.
-    from diffusers.models.transformers import transformer_wan
-
-    backend, parallel_config = dispatch_settings(processor)
-    attended: Tensor = transformer_wan.dispatch_attention_fn(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=0.0,
-        is_causal=False,
-        backend=backend,
-        parallel_config=parallel_config if own else None,
-    )
-    return attended
+    """``own``: self-attention; that to tokens which every rank of diffusers' parallelism holds is not its concern."""
+    return dispatched(processor, query, key, value, mask, parallel=own or class_path(type(processor)) == _ALL_PARALLEL)
 
 
 def _last_linear(attn: Any) -> nn.Linear | str:
@@ -82,7 +77,7 @@ def _object_to_attention(attn: nn.Module) -> str | None:
     processor: Any = attn.processor
     if (other := foreign(processor)) is not None:
         return f"its processor is {other}, not diffusers' WanAttnProcessor as known here"
-    if (other := difference(type(processor), "__call__", _PROCESSOR_CALLS)) is not None:
+    if (other := difference(type(processor), "__call__", _PROCESSORS[class_path(type(processor))])) is not None:
         return f"the __call__ of its processor {other}"
     return changed_attention(attn)
 
@@ -97,11 +92,16 @@ def changed_attention(attn: Any) -> str | None:
     return "norm_q and norm_k have different eps" if attn.norm_q.eps != attn.norm_k.eps else None
 
 
-FUSED_ATTENTION = FusedBlock(
-    class_path=f"{MODULE}.WanAttention",
-    forward=_attention_forward,
-    what="norm_q, norm_k and the rotary embedding: qk_norm_rope; to_q, to_k and to_v of one input: qkv_linear",
-    known_forwards={"46c9d3f08be4d196-eb6a2e": TRIED},
-    objection=_object_to_attention,
-    last_linear=_last_linear,
-)
+def fused_attention(class_path: str) -> FusedBlock:
+    """Returns the replacement of an attention that is Wan's, whatever its class is called."""
+    return FusedBlock(
+        class_path=class_path,
+        forward=_attention_forward,
+        what="norm_q, norm_k and the rotary embedding: qk_norm_rope; to_q, to_k and to_v of one input: qkv_linear",
+        known_forwards={"46c9d3f08be4d196-eb6a2e": TRIED},
+        objection=_object_to_attention,
+        last_linear=_last_linear,
+    )
+
+
+FUSED_ATTENTION = fused_attention(f"{MODULE}.WanAttention")

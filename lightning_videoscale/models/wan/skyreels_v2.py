@@ -11,13 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.injection.fused_block import FusedBlock
+from lightning_videoscale.injection.norms import TRIED
+from lightning_videoscale.models.wan.block import BRANCHES, PARTS, WHAT, three_branches
+from lightning_videoscale.models.wan.fused_attention import SKYREELS_V2, fused_attention
 from lightning_videoscale.models.wan.sizes import flops
 from lightning_videoscale.models.wan.split import projections
 from lightning_videoscale.parallel import Attention, Split, SplitPlan
 
-_MODEL = "diffusers.models.transformers.transformer_skyreels_v2.SkyReelsV2Transformer3DModel"
+_MODEL = f"{SKYREELS_V2}.SkyReelsV2Transformer3DModel"
 
 GEOMETRIES = {"skyreels-v2": ModelGeometry()}
 # As diffusers' scripts/convert_skyreelsv2_to_diffusers.py has them.
@@ -49,3 +55,26 @@ def _split_plan(_: Any) -> SplitPlan:
 
 SPLIT_PLANS = {_MODEL: _split_plan}
 PROJECTIONS = {_MODEL: projections}
+
+
+def _forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: Any,
+    attention_mask: Tensor | None,
+) -> Tensor:
+    per_token = temb.transpose(1, 2) if temb.ndim == 4 else temb  # (B, 6, S, D), as Wan's (B, S, 6, D)
+    return three_branches(self, hidden_states, encoder_hidden_states, per_token, rotary_emb, attention_mask)
+
+
+_BLOCK = FusedBlock(
+    class_path=f"{SKYREELS_V2}.SkyReelsV2TransformerBlock",
+    forward=_forward,
+    what=WHAT,
+    known_forwards={"6825c2e09e7b8e1c-3be45067ec86b96b67833e6f5b8584d1b44c": TRIED},
+    parts=PARTS,
+    branches=BRANCHES,
+)
+FUSED_BLOCKS = {block.class_path: block for block in (_BLOCK, fused_attention(f"{SKYREELS_V2}.SkyReelsV2Attention"))}

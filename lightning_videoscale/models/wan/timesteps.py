@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_videoscale.injection.bypassed import has_readers, unfused
-from lightning_videoscale.injection.fused_block import FusedBlock, original_forward
+from lightning_videoscale.injection.bypassed import has_readers
+from lightning_videoscale.injection.fused_block import FusedBlock, original_forward, unfused
 from lightning_videoscale.injection.modulation import GroupedModulation, find_repeated
+from lightning_videoscale.injection.norms import TRIED
 from lightning_videoscale.models.wan.block import FUSED_BLOCK
-from lightning_videoscale.models.wan.fused_attention import MODULE, TRIED
+from lightning_videoscale.models.wan.fused_attention import MODULE
 
 
 def _timesteps_forward(
@@ -38,10 +39,20 @@ def _timesteps_forward(
     return embedded  # type: ignore[no-any-return]
 
 
-FUSED_TIMESTEPS = FusedBlock(
-    class_path=f"{MODULE}.WanTimeTextImageEmbedding",
-    forward=_timesteps_forward,
-    what="timesteps that repeat over tokens are embedded once",
-    known_forwards={"f9556c0f8bd6d661-b48c8d1f69195f4a30de2726444f5b": TRIED},
-    only_with=FUSED_BLOCK.class_path,
-)
+def fused_timesteps(class_path: str, block: str) -> FusedBlock:
+    """Returns the replacement of an embedding that is Wan's, whatever its class is called.
+
+    Args:
+        class_path: Of the embedding.
+        block: Of the blocks that read it.
+    """
+    return FusedBlock(
+        class_path=class_path,
+        forward=_timesteps_forward,
+        what="timesteps that repeat over tokens are embedded once",
+        known_forwards={"f9556c0f8bd6d661-b48c8d1f69195f4a30de2726444f5b": TRIED},
+        only_with=block,
+    )
+
+
+FUSED_TIMESTEPS = fused_timesteps(f"{MODULE}.WanTimeTextImageEmbedding", FUSED_BLOCK.class_path)

@@ -11,14 +11,18 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.injection.fused_block import FusedBlock
+from lightning_videoscale.injection.norms import TRIED
+from lightning_videoscale.models.wan.block import BRANCHES, PARTS, WHAT, three_branches
 from lightning_videoscale.models.wan.split import projections, split_attention
 from lightning_videoscale.parallel import Projection, Split, SplitPlan
 
-_MODEL = "diffusers.models.transformers.transformer_wan_vace.WanVACETransformer3DModel"
+_HOME = "diffusers.models.transformers.transformer_wan_vace"
+_MODEL = f"{_HOME}.WanVACETransformer3DModel"
 
 GEOMETRIES = {"wan2.1-vace": ModelGeometry()}
 # transformer/config.json of Wan-AI/Wan2.1-VACE-1.3B-diffusers and -14B-diffusers: 15 and 8 control blocks.
@@ -58,3 +62,28 @@ def _projections(model: nn.Module) -> Mapping[str, Mapping[str, Projection]]:
 
 SPLIT_PLANS = {_MODEL: _split_plan}
 PROJECTIONS = {_MODEL: _projections}
+
+
+def _control_forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    control_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: Any,
+) -> tuple[Tensor | None, Tensor]:
+    if self.proj_in is not None:
+        control_hidden_states = self.proj_in(control_hidden_states) + hidden_states
+    control = three_branches(self, control_hidden_states, encoder_hidden_states, temb, rotary_emb)
+    return None if self.proj_out is None else self.proj_out(control), control
+
+
+_CONTROL_BLOCK = FusedBlock(
+    class_path=f"{_HOME}.WanVACETransformerBlock",
+    forward=_control_forward,
+    what=WHAT,
+    known_forwards={"d1d440562bf1e72b-4ababfcc23bcedbdb028e83327bc3858478fb6a8a104f": TRIED},
+    parts=PARTS,
+    branches=BRANCHES,
+)
+FUSED_BLOCKS = {_CONTROL_BLOCK.class_path: _CONTROL_BLOCK}

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.trees import tree_leaves
+from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, parallelize, verify_plan
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from tests.models import gradient_error
@@ -31,6 +32,7 @@ class Case:
         settings: Arguments of the family's `build` and `inputs`: variants of the model, lengths, batch size.
         checkpointing: Whether activation checkpointing is on, the model's own if it has one.
         float32: Whether to compute in float32, with the model's own casts; else in float64 without them.
+        fused: Whether the split model has fused kernels.
     """
 
     family: str
@@ -38,6 +40,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     checkpointing: bool = False
     float32: bool = False
+    fused: bool = False
 
     @property
     def ranks(self) -> int:
@@ -136,6 +139,8 @@ def errors_of(case: Case, family: Family, plan: SplitPlan | None = None) -> dict
     assert dist.get_world_size() == case.ranks
     mesh = SequenceMesh.create("cpu", ulysses_size=ulysses, ring_size=ring)
     whole, sliced = family.model(case), family.model(case)
+    if case.fused:
+        inject_fused_kernels(sliced)
     undo = parallelize(sliced, mesh, plan, verify_plan=False)
     with ExitStack() as contexts:
         contexts.callback(undo)

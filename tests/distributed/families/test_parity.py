@@ -95,15 +95,28 @@ def test_a_family_is_exact(ranks: Ranks, place: int, family: str) -> None:
     check(ranks, cases[: 1 + place % 2])
 
 
+FUSED = ("cogvideox", "consisid", "hunyuan_video", "hunyuan_video_framepack", "hunyuan_video_15", "ltx", *wan.FAMILIES)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_a_family_with_fused_kernels_is_exact(ranks: Ranks, family: str) -> None:
+    """The last variant too: a first frame of another timestep, timesteps of tokens, an image."""
+    variants = FAMILIES[family].variants[:: max(1, len(FAMILIES[family].variants) - 1)]
+    check(ranks, [Case(family, (1, 1, 2), LENGTHS[0] | settings, fused=True) for settings in variants])
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_exact_in_all_settings(ranks: Ranks, family: str, mesh: tuple[int, int, int]) -> None:
+def test_a_family_is_exact_in_all_settings(ranks: Ranks, family: str, mesh: tuple[int, int, int], fused: bool) -> None:
+    if fused and family not in FUSED:
+        pytest.skip("no fused blocks are known of it")
     check(
         ranks,
         [
-            Case(family, mesh, lengths | variant, checkpointing, float32)
+            Case(family, mesh, lengths | variant, checkpointing, float32, fused)
             for lengths in LENGTHS
             for variant in FAMILIES[family].variants
             for checkpointing in (False, True)

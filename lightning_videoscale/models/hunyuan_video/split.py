@@ -1,4 +1,4 @@
-"""HunyuanVideo, its Framepack and HunyuanVideo-1.5, as diffusers has them: their sizes and split plans.
+"""The split plans and the sizes of HunyuanVideo, its Framepack and HunyuanVideo-1.5.
 
 Text and video are streams of their own in the first blocks and attend together, video first; in the later ones they are
 one sequence while a block runs. Token by token, both kinds of blocks cost the same.
