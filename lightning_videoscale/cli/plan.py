@@ -27,6 +27,7 @@ from lightning_videoscale.data.planning.compute_budget import TriedBudget, best_
 from lightning_videoscale.data.planning.figures import PlanFigures
 from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ShapePolicy, standard_mix
 from lightning_videoscale.data.shards.index import ShardIndex
+from lightning_videoscale.data.shards.index_table import IndexTable
 
 LONGEST = 75_600
 """Tokens of the longest clip that Wan is trained on: 81 frames of 720 x 1280."""
@@ -145,8 +146,8 @@ def _table(options: argparse.Namespace) -> SampleTable:
     shard = None
     if options.shapes is not None:
         clips = Clips.from_csv(options.shapes)
-    elif not options.index.is_file():
-        raise ValueError(f"No index at {options.index}: name the file that `videoscale index SHARDS` has written.")
+    elif not IndexTable(options.index).exists:
+        raise ValueError(f"No index at {options.index}: name the one that `videoscale index SHARDS` has written.")
     else:
         index = ShardIndex.load(options.index)
         clips, shard = index.samples.clips, index.shard_numbers
