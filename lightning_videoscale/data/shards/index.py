@@ -19,11 +19,12 @@ import numpy as np
 
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.index_table import SUFFIX, IndexTable, TableWriter
-from lightning_videoscale.data.shards.location import identity, is_remote, short_names
+from lightning_videoscale.data.shards.location import identities, is_remote, short_names
 from lightning_videoscale.data.shards.samples import Samples
 from lightning_videoscale.data.shards.shard_entry import ShardEntry, update_contents
 from lightning_videoscale.data.shards.tars import Refusal
 
+_SHOWN = 20
 CACHE = Path("~/.cache/lightning-videoscale")
 """Where the index of remote shards is kept."""
 
@@ -118,7 +119,7 @@ class ShardIndex:
 
     def sample_id(self, sample: int) -> str:
         """Identity of a sample: its shard's path below the folder that all shards share, and its key."""
-        return f"{self._names[self.shard_number(sample)]}/{self.samples[sample].key}"
+        return f"{self._names[self.shard_number(sample)]}/{self.samples.key(sample)}"
 
     def check(self) -> None:
         """Looks whether this can be trained on.
@@ -134,7 +135,7 @@ class ShardIndex:
                 f"first: {f'{shard}: {member!r}' if member else shard}: {reason}). Start again, or run `videoscale "
                 "index` until it has seen all of them; what was read is kept."
             )
-        urls = [shard.url for shard in self.shards]
+        urls = f"{[shard.url for shard in self.shards[:_SHOWN]]}{', …' * (len(self.shards) > _SHOWN)}"
         if not len(self) and not self.refused:
             raise ShardError(f"No samples found: the shards {urls} hold no members.")
         if not len(self):
@@ -171,8 +172,8 @@ def default_index_file(shards: Sequence[str]) -> Path:
     Beside the first shard; in the user's cache folder if that is remote.
     """
     if is_remote(shards[0]):
-        folder, names = CACHE.expanduser(), [identity(shard) for shard in shards]
+        folder, names = CACHE.expanduser(), identities(shards)
     else:
         folder = Path(shards[0]).resolve().parent
-        names = [s if is_remote(s) else os.path.relpath(identity(s), folder) for s in shards]
+        names = [s if is_remote(s) else os.path.relpath(s, folder) for s in identities(shards)]
     return folder / f"videoscale-index-{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]}{SUFFIX}"

@@ -39,6 +39,11 @@ def identity(url: str) -> str:
     return url if is_remote(url) else str(Path(url).resolve())
 
 
+def file_name(url: str) -> str:
+    """`identity` without folders."""
+    return (identity(url) if os.path.islink(url) else url).rpartition("/")[2]
+
+
 def identities(urls: Iterable[str]) -> list[str]:
     """`identity` of many, for which each folder is looked at once."""
     folders: dict[str, str] = {}

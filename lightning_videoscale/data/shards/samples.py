@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -107,14 +108,11 @@ class Samples(Sequence[Sample]):
         return cls([piece for table in tables for piece in table._pieces])
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, row: Any) -> Any:
         """Returns one row."""
-        row = range(len(self))[row]
-        piece = int(np.searchsorted(self._ends, row, side="right"))
-        columns, _, last, extensions = self._pieces[piece]
-        row += last - int(self._ends[piece])
+        (columns, _, _, extensions), row = self._at(range(len(self))[row])
         members = range(columns.first_member[row], columns.first_member[row + 1])
         seeks = slice(columns.first_seek[row], columns.first_seek[row + 1])
         return Sample(
@@ -127,6 +125,11 @@ class Samples(Sequence[Sample]):
             },
             tuple(map(Seek, columns.seek_stamp[seeks].tolist(), columns.seek_begin[seeks].tolist())),
         )  # fmt: skip
+
+    def key(self, row: int) -> str:
+        """The name of one row."""
+        piece, row = self._at(row)
+        return piece.columns.key(row)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -196,9 +199,15 @@ class Samples(Sequence[Sample]):
         return cls.part(columns, 0, len(columns), tuple(table["extensions"]))
 
     @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        """(pieces,) rows up to the end of each."""
-        return np.array([*accumulate(last - first for _, first, last, _ in self._pieces)], np.int64)
+    def _ends(self) -> list[int]:
+        """Rows up to the end of each piece."""
+        return [*accumulate(last - first for _, first, last, _ in self._pieces)]
+
+    def _at(self, row: int) -> tuple[_Piece, int]:
+        """The piece that holds a row, and its place in the columns there."""
+        number = bisect_right(self._ends, row)
+        piece = self._pieces[number]
+        return piece, row + piece.last - self._ends[number]
 
     def _column(self, name: str) -> NDArray[Any]:
         parts = [getattr(columns, name)[first:last] for columns, first, last in self._runs()]

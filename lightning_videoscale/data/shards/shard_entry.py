@@ -19,7 +19,7 @@ import numpy as np
 from lightning_videoscale.data.planning.shapes import Media
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.keys import batch_name
-from lightning_videoscale.data.shards.location import identity, is_remote
+from lightning_videoscale.data.shards.location import file_name, identity, is_remote
 from lightning_videoscale.data.shards.samples import Samples
 from lightning_videoscale.data.shards.tars import Refusal
 
@@ -110,7 +110,7 @@ class ShardEntry:
     @cached_property
     def facts(self) -> Facts:
         """What is known of all its samples together."""
-        name = identity(self.url).rpartition("/")[2]
+        name = file_name(self.url)
         return self.kept if self.kept is not None and self.kept.name == name else Facts.of(name, self.samples)
 
     def to_json(self, folder: Path) -> dict[str, Any]:
