@@ -42,7 +42,7 @@ def run(script: str, **names: Any) -> dict[str, Any]:
 SMALLER = {
     "{000..099}": "*",
     " --sizes 480x832 720x1280": " --sizes 32x48 --fps 25 --max-frames 9 --workers 0",
-    "shards/videoscale-index-80daaccb.jsonl": "INDEX",
+    "shards/videoscale-index-80daaccb.arrow": "INDEX",
     "train.yaml": "train.yaml --seconds 0.001 --max-shapes 2",
 }
 
@@ -57,7 +57,7 @@ def test_the_page_on_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     for command in commands(page("data")):
         for old, new in SMALLER.items():
             command = command.replace(old, new)
-        index = next(iter((folder / "shards").glob("videoscale-index-*.jsonl")), "")
+        index = next(iter((folder / "shards").glob("videoscale-index-*.arrow")), "")
         words = shlex.split(command.replace("INDEX", str(index)))
         assert words[0] == "videoscale" and main(words[1:]) == 0, command
         done.append(words[1])

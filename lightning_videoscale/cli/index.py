@@ -16,6 +16,7 @@ from lightning_videoscale.data.loading.data_warnings import check_caption_key
 from lightning_videoscale.data.planning.shapes import Media
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
+from lightning_videoscale.data.shards.index_table import IndexTable
 from lightning_videoscale.data.shards.indexing import build_index
 
 _SHOWN = 20
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     except (ShardError, OSError, ModuleNotFoundError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         return 1
-    report = _report(index, file)
+    report = _report(index, IndexTable(file).folder)
     if options.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
@@ -51,7 +52,7 @@ def _report(index: ShardIndex, file: Path) -> dict[str, Any]:
         "indexed": len(index),
         "media": {kind.name.lower(): int(np.sum(clips.media == kind)) for kind in Media},
         "hours": round(float(clips.duration.sum()) / 3600, 4),
-        "without_caption": int(index.without_caption.sum()),
+        "without_caption": sum(index.without_caption),
         "caption_fields": sorted({field for shard in index.shards for field in shard.caption_fields}),
         "refused": refused,
         "unread": unread,

@@ -28,6 +28,7 @@ from lightning_videoscale.data.planning.compute_budget import TriedBudget, best_
 from lightning_videoscale.data.planning.figures import PlanFigures
 from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ShapePolicy, standard_mix
 from lightning_videoscale.data.shards.index import ShardIndex
+from lightning_videoscale.data.shards.index_table import IndexTable
 
 _FEW_STEPS = 10
 """Below as many steps, the last one and its fillers alone move every mean."""
@@ -101,8 +102,8 @@ def _table(options: argparse.Namespace) -> SampleTable:
     shard = None
     if options.shapes is not None:
         clips = Clips.from_csv(options.shapes)
-    elif not options.index.is_file():
-        raise ValueError(f"No index at {options.index}: name the file that `videoscale index SHARDS` has written.")
+    elif not IndexTable(options.index).exists:
+        raise ValueError(f"No index at {options.index}: name the one that `videoscale index SHARDS` has written.")
     else:
         index = ShardIndex.load(options.index)
         clips, shard = index.samples.clips, index.shard_numbers

@@ -46,7 +46,7 @@ def test_nothing_that_can_be_used_is_status_one(tmp_path: Path, capsys: pytest.C
     report = json.loads(capsys.readouterr().out)
     assert report["indexed"] == 0
     assert report["refused"] == [{"shard": "000.tar", "member": "a.mp4", "reason": "it is empty"}]
-    assert (tmp_path / "elsewhere" / "table").is_file()
+    assert report["index"] == str(tmp_path / "elsewhere" / "table.arrow") and Path(report["index"]).is_dir()
 
     assert main(["index", str(tmp_path / "none.tar")]) == 1
     assert "No shards found" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +21,7 @@ class RangeServer(ThreadingHTTPServer):
     ``requests`` lists what was asked for (name, first byte, last byte; -1 for HEAD). Of the GET requests, the next
     ``failures`` ones end in ``failure``: a status such as 503, "cut" for half of the bytes and a closed connection, or
     "reset" for a connection that breaks; so does every request for ``broken``, a byte of a file. With ``weather``, one
-    request in ten ends in any of these, and one in 403.
+    request in ten ends in any of these, and one in 403. Every answer comes after ``delay`` seconds.
     """
 
     daemon_threads = True
@@ -36,6 +37,7 @@ class RangeServer(ThreadingHTTPServer):
         self.forbids = 1
         self.honours_ranges = True
         self.is_gone = False
+        self.delay = 0.0
         self._lock = Lock()
 
     @property
@@ -72,6 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.is_gone:  # connections that are kept alive outlive the server's socket
             self.close_connection = True
             return
+        time.sleep(self.server.delay)
         name, _, asked = self._asked()
         failure = self.server.failure_now(name, asked if with_body else None)
         if isinstance(failure, int):

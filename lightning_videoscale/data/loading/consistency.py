@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 
 import lightning.pytorch as pl
@@ -23,7 +25,12 @@ def check_same_plan(trainer: pl.Trainer, digest: str) -> None:
 def contents_of(index: ShardIndex) -> dict[str, str]:
     """What each shard of an index holds, as a hash under the shard's short name."""
     names = short_names([shard.url for shard in index.shards])
-    return {name: ShardIndex((shard,)).digest for name, shard in zip(names, index.shards, strict=True)}
+    return {name: shard.facts.contents for name, shard in zip(names, index.shards, strict=True)}
+
+
+def digest_of(contents: Mapping[str, str]) -> str:
+    """One hash of what all shards hold."""
+    return hashlib.sha256(json.dumps(contents).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def check_same_index(before: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -45,13 +45,13 @@ def check_caption_key(index: ShardIndex, caption_key: str | None) -> None:
 
 def warn_of_captions(index: ShardIndex) -> None:
     """Says how many samples have no caption."""
-    if len(without := np.flatnonzero(index.without_caption)):
+    if without := sum(index.without_caption):
         # Without texts and fields altogether, a model without captions is meant.
-        is_meant = len(without) == len(index) and "json" not in index.samples.extensions
+        is_meant = without == len(index) and "json" not in index.samples.extensions
         say = rank_zero_info if is_meant else rank_zero_warn
         say(
-            f"{len(without)} of {len(index)} samples have no caption and are read with an empty text; the first is "
-            f"{index.sample_id(int(without[0]))!r}. Captions are .txt, or else a field of .json "
+            f"{without} of {len(index)} samples have no caption and are read with an empty text; the first is "
+            f"{index.sample_id(index.first_without_caption)!r}. Captions are .txt, or else a field of .json "
             f"({', '.join(CAPTION_KEYS)}; caption_key= names another)."
         )
 

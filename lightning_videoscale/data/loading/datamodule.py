@@ -18,7 +18,7 @@ from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.cost import Calibration, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.encoding.online_encoder import BatchEncoder, check_geometry
-from lightning_videoscale.data.loading.consistency import check_same_index, check_same_plan, contents_of
+from lightning_videoscale.data.loading.consistency import check_same_index, check_same_plan, contents_of, digest_of
 from lightning_videoscale.data.loading.data_warnings import say_passes, warn_of_oversized, warn_of_shapeless
 from lightning_videoscale.data.loading.indexed_shards import IndexedShards, Shards
 from lightning_videoscale.data.loading.loader import PlannedLoader, PlannedSampler
@@ -149,7 +149,7 @@ class VideoDataModule(pl.LightningDataModule):
             same = self._position is not None and self._position.trainer is self.trainer
             self._state = self.state_dict() if same else None  # another Trainer begins at the beginning
             self._sampler = None
-        if not self._shards.read(self._shape_policy.fps):
+        if not self._shards.read(self._shape_policy.fps, self.trainer):
             return
         for argument in self._shards.arguments:
             table = self._table(argument)
@@ -307,7 +307,7 @@ class VideoDataModule(pl.LightningDataModule):
     def _loader(self, argument: str, sampler: PlannedSampler) -> PlannedLoader:
         on_gpu = False
         if self.trainer is not None:
-            check_same_plan(self.trainer, self._shards.index(argument).digest + sampler.plan.digest)
+            check_same_plan(self.trainer, digest_of(contents_of(self._shards.index(argument))) + sampler.plan.digest)
             device = self.trainer.strategy.root_device
             on_gpu = device.type == "cuda"
             if self._encode is not None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -17,6 +18,7 @@ from lightning_videoscale.data.loading.data_warnings import (
     warn_of_refused,
 )
 from lightning_videoscale.data.loading.reader import MicroBatchReader
+from lightning_videoscale.data.loading.shard_versions import shared_versions
 from lightning_videoscale.data.packing.on_the_way import Found, already_packed, pack_on_the_way
 from lightning_videoscale.data.planning.shapes import Clips
 from lightning_videoscale.data.shards.errors import ShardError
@@ -88,11 +90,12 @@ class IndexedShards:
         except OSError as error:
             rank_zero_warn(f"The shard index cannot be kept ({error}), so every rank reads the shards. Give `index=`.")
 
-    def read(self, fps: float) -> bool:
-        """Reads the table, and says what of the shards is left alone.
+    def read(self, fps: float, trainer: pl.Trainer | None) -> bool:
+        """Reads the table, and says what of the shards is left alone; collective over the ranks of a Trainer.
 
         Args:
             fps: Frames per second at which videos are read.
+            trainer: Whose ranks read it.
 
         Returns:
             Whether it differs from what was read before.
@@ -101,7 +104,9 @@ class IndexedShards:
             ShardError: If there are no samples for an argument, a folder is not packed, or a shard cannot be read.
         """
         self._found = already_packed(list(self._patterns.values()), self._captions)
-        index = index_shards(self._found.shards, known_shards(self.file), caption_key=self._caption_key)
+        now = shared_versions(trainer, self._found.shards)
+        known = known_shards(self.file)
+        index = index_shards(self._found.shards, known, caption_key=self._caption_key, versions=now)
         versions = [(shard.url, shard.size, shard.stamp) for shard in index.shards]
         if versions == self._versions:
             return False

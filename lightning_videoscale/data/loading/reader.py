@@ -75,7 +75,7 @@ class MicroBatchReader(Dataset[Batch]):
 
     def _warn_once(self, number: int, error: ShardError) -> None:
         is_member = isinstance(error, MemberError)
-        subject = number if is_member else len(self._index) + int(self._index.shard_numbers[number])
+        subject = number if is_member else len(self._index) + self._index.shard_number(number)
         if not self._warned[subject]:
             self._warned[subject] = True
             left_out = "The sample is" if is_member else "Its samples are"

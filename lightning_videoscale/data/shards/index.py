@@ -1,9 +1,7 @@
 """The table of all samples: what each is, its true shape, and where its members lie.
 
-Planning needs every shape before the first sample is read, so the shards are looked at once and the table is kept: a
-JSON document per line, the first one naming the version, then one per shard. A shard that has changed since (size,
-modification time or ETag) is looked at again. Whoever builds the table appends line by line, so that a build that was
-stopped goes on where it ended.
+Planning needs every shape before the first sample is read, so the shards are looked at once and the table is kept, see
+`IndexTable`. A shard that has changed since (size, modification time or ETag) is looked at again.
 """
 
 from __future__ import annotations
@@ -19,67 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from lightning_videoscale.data.planning.shapes import Media
 from lightning_videoscale.data.shards.errors import ShardError
-from lightning_videoscale.data.shards.keys import batch_name
-from lightning_videoscale.data.shards.location import identity, is_remote, short_names
+from lightning_videoscale.data.shards.index_table import SUFFIX, IndexTable, TableWriter
+from lightning_videoscale.data.shards.location import identities, is_remote, short_names
 from lightning_videoscale.data.shards.samples import Samples
+from lightning_videoscale.data.shards.shard_entry import ShardEntry, update_contents
 from lightning_videoscale.data.shards.tars import Refusal
 
-_VERSION = 3
+_SHOWN = 20
 CACHE = Path("~/.cache/lightning-videoscale")
 """Where the index of remote shards is kept."""
-
-
-@dataclass(frozen=True, eq=False)
-class ShardEntry:
-    """One shard as it was when it was looked at.
-
-    Attributes:
-        url: A local path or a URL.
-        size: Bytes of the whole tar.
-        stamp: Mark of its version.
-        samples: What can be used of it, in the order of the tar.
-        refused: Members that cannot be used, and why.
-        ignored: Extensions that it also holds and that are not read, sorted.
-        unread: Members that could not be read when it was looked at, and why; an empty name stands for the shard. They
-            are looked at the next time, and what is in them is not known.
-        caption_key: Field of ``.json`` that captions were to be taken from. None: ``.txt``, or else the usual fields.
-        caption_fields: Fields that captions were found in, sorted.
-    """
-
-    url: str
-    size: int
-    stamp: str
-    samples: Samples
-    refused: tuple[Refusal, ...] = ()
-    ignored: tuple[str, ...] = ()
-    unread: tuple[Refusal, ...] = ()
-    caption_key: str | None = None
-    caption_fields: tuple[str, ...] = ()
-
-    def to_json(self, folder: Path) -> dict[str, Any]:
-        """The entry as it stands in a file in ``folder``: local paths are relative to it, so that both can move."""
-        is_url = is_remote(self.url)
-        place = {"url": self.url} if is_url else {"path": os.path.relpath(identity(self.url), folder.resolve())}
-        version = {"size": self.size, "stamp": self.stamp}
-        left_out = {"refused": self.refused, "ignored": self.ignored, "unread": self.unread}
-        captions = {"caption_key": self.caption_key, "caption_fields": self.caption_fields}
-        return {**place, **version, "samples": self.samples.to_json(), **left_out, **captions}
-
-    @classmethod
-    def from_json(cls, row: dict[str, Any], folder: Path) -> ShardEntry:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            KeyError, TypeError, ValueError: If it is something else.
-        """
-        url = row["url"] if "url" in row else os.path.normpath(folder / row["path"])
-        refused, unread = (tuple(Refusal(*refusal) for refusal in row[name]) for name in ("refused", "unread"))
-        return cls(
-            url, row["size"], row["stamp"], Samples.from_json(row["samples"]), refused, tuple(row["ignored"]), unread,
-            row["caption_key"], tuple(row["caption_fields"]),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,34 +37,26 @@ class ShardIndex:
 
     @classmethod
     def load(cls, file: Path) -> ShardIndex:
-        """Reads what `save` wrote.
+        """Reads what `save` or an older release wrote.
+
+        Args:
+            file: Its name, see `IndexTable`.
 
         Raises:
-            ShardError: If the file is no index, or one of another version.
+            FileNotFoundError: If there is none.
+            ShardError: If it is no index, or one of another version.
         """
-        with file.open(encoding="utf-8") as lines:
-            try:
-                version = json.loads(lines.readline())["version"]
-                if version != _VERSION:
-                    raise ValueError(f"it has version {version}, this release reads {_VERSION}")
-                # The last line of a build that was killed may be cut off.
-                whole = (line for line in lines if line.endswith("\n"))
-                return cls(tuple(ShardEntry.from_json(json.loads(line), file.parent) for line in whole))
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise ShardError(
-                    f"{file} is not a shard index ({error}): name another file, or delete it if it was one, and it is "
-                    "built again."
-                ) from error
+        table = IndexTable(file)
+        if not table.exists:
+            raise FileNotFoundError(f"There is no shard index at {table.folder}.")
+        return cls(tuple(table.shards()))
 
     def save(self, file: Path) -> None:
-        """Writes the index."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Several nodes may write the same content to a shared folder: each replaces the file in one move.
-        draft = file.with_name(f"{file.name}.{os.uname().nodename}.{os.getpid()}")
-        with draft.open("w", encoding="utf-8") as lines:
-            lines.write(header_line())
-            lines.writelines(shard_line(shard, file.parent) for shard in self.shards)
-        draft.replace(file)
+        """Keeps the index; what is there of these shards already is not written again."""
+        writer = TableWriter(IndexTable(file))
+        for shard in self.shards:
+            writer.add(shard)
+        writer.finish()
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -138,19 +77,33 @@ class ShardIndex:
         return tuple((name, each) for name, shard in self._named for each in shard.unread)
 
     @cached_property
-    def without_caption(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """(N,) bool, which samples have neither a caption nor ``text_embeds``."""
-        samples, embeds = self.samples, [e for e in self.samples.extensions if batch_name(e) == "text_embeds"]
-        row_of_member = np.repeat(np.arange(len(samples)), np.diff(samples.first_member))
-        is_embeds = np.isin(samples.extension, [samples.extensions.index(extension) for extension in embeds])
-        without: np.ndarray[Any, np.dtype[np.bool_]] = samples.clips.caption_length == 0
-        without[row_of_member[is_embeds]] = False
-        return without
+    def without_caption(self) -> tuple[int, ...]:
+        """How many samples of each shard have neither a caption nor ``text_embeds``."""
+        return tuple(shard.facts.without_caption for shard in self.shards)
+
+    @property
+    def first_without_caption(self) -> int:
+        """The first such sample; there must be one."""
+        number = next(number for number, count in enumerate(self.without_caption) if count)
+        return self.first_sample(number) + self.shards[number].facts.first_without_caption
 
     @cached_property
     def shard_numbers(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """(N,) int32, the number of each sample's shard."""
-        return np.repeat(np.arange(len(self.shards), dtype=np.int32), [len(shard.samples) for shard in self.shards])
+        return np.repeat(np.arange(len(self.shards), dtype=np.int32), np.diff(self._starts))
+
+    def first_sample(self, shard: int) -> int:
+        """The first sample of a shard."""
+        return int(self._starts[shard])
+
+    def shard_number(self, sample: int) -> int:
+        """The number of a sample's shard; looks at no other sample."""
+        return int(np.searchsorted(self._starts, sample, side="right")) - 1
+
+    @cached_property
+    def _starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """(shards + 1,) the first sample of each, and how many there are."""
+        return np.cumsum([0, *(len(shard.samples) for shard in self.shards)])
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
@@ -162,11 +115,11 @@ class ShardIndex:
 
     def shard_of(self, sample: int) -> ShardEntry:
         """The shard that holds sample number ``sample``."""
-        return self.shards[int(self.shard_numbers[sample])]
+        return self.shards[self.shard_number(sample)]
 
     def sample_id(self, sample: int) -> str:
         """Identity of a sample: its shard's path below the folder that all shards share, and its key."""
-        return f"{self._names[self.shard_numbers[sample]]}/{self.samples.keys[sample]}"
+        return f"{self._names[self.shard_number(sample)]}/{self.samples.key(sample)}"
 
     def check(self) -> None:
         """Looks whether this can be trained on.
@@ -182,7 +135,7 @@ class ShardIndex:
                 f"first: {f'{shard}: {member!r}' if member else shard}: {reason}). Start again, or run `videoscale "
                 "index` until it has seen all of them; what was read is kept."
             )
-        urls = [shard.url for shard in self.shards]
+        urls = f"{[shard.url for shard in self.shards[:_SHOWN]]}{', …' * (len(self.shards) > _SHOWN)}"
         if not len(self) and not self.refused:
             raise ShardError(f"No samples found: the shards {urls} hold no members.")
         if not len(self):
@@ -191,10 +144,12 @@ class ShardIndex:
                 f"No samples found: nothing in the shards {urls} can be used ({len(self.refused)} refused). The first: "
                 f"{f'{shard}: the member {member!r}' if member else shard}: {reason}."
             )
-        latents = np.flatnonzero(self.samples.clips.media == Media.LATENTS)
-        channels, first = np.unique(self.samples.channels[latents], return_index=True)
+        channels: dict[int, int] = {}
+        for number, entry in enumerate(self.shards):
+            for each, first in entry.facts.latent_channels:
+                channels.setdefault(each, self.first_sample(number) + first)
         if len(channels) > 1:
-            found = (f"{c} in {self.sample_id(int(latents[i]))}" for c, i in zip(channels, first, strict=True))
+            found = (f"{each} in {self.sample_id(first)}" for each, first in sorted(channels.items()))
             raise ShardError(
                 f"The latents have different numbers of channels: {', '.join(found)}. One model takes one number."
             )
@@ -207,19 +162,8 @@ class ShardIndex:
         """
         digest = hashlib.sha256()
         for name, shard in self._named:
-            digest.update(repr((name, len(shard.samples))).encode())
-            shard.samples.update(digest)
+            update_contents(digest, name, shard.samples)
         return digest.hexdigest()
-
-
-def header_line() -> str:
-    """The first line of an index file."""
-    return json.dumps({"version": _VERSION}) + "\n"
-
-
-def shard_line(shard: ShardEntry, folder: Path) -> str:
-    """The line of one shard in an index file that lies in ``folder``."""
-    return json.dumps(shard.to_json(folder), separators=(",", ":")) + "\n"
 
 
 def default_index_file(shards: Sequence[str]) -> Path:
@@ -228,8 +172,8 @@ def default_index_file(shards: Sequence[str]) -> Path:
     Beside the first shard; in the user's cache folder if that is remote.
     """
     if is_remote(shards[0]):
-        folder, names = CACHE.expanduser(), [identity(shard) for shard in shards]
+        folder, names = CACHE.expanduser(), identities(shards)
     else:
         folder = Path(shards[0]).resolve().parent
-        names = [s if is_remote(s) else os.path.relpath(identity(s), folder) for s in shards]
-    return folder / f"videoscale-index-{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]}.jsonl"
+        names = [s if is_remote(s) else os.path.relpath(s, folder) for s in identities(shards)]
+    return folder / f"videoscale-index-{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]}{SUFFIX}"

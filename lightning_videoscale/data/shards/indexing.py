@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import glob
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_videoscale.data.shards.errors import ShardError, UnreachableError
-from lightning_videoscale.data.shards.index import ShardEntry, ShardIndex, header_line, shard_line
+from lightning_videoscale.data.shards.index import ShardIndex
+from lightning_videoscale.data.shards.index_table import IndexTable, TableWriter
 from lightning_videoscale.data.shards.inspection import Described, RefusedError, describe
-from lightning_videoscale.data.shards.location import Members, ShardStat, identity, is_remote
+from lightning_videoscale.data.shards.location import Members, ShardStat, identities, is_remote
 from lightning_videoscale.data.shards.samples import Sample, Samples
+from lightning_videoscale.data.shards.shard_entry import ShardEntry, header_line, read_lines, shard_line
 from lightning_videoscale.data.shards.storage import Shard, open_shard, open_whole
 from lightning_videoscale.data.shards.tars import Refusal, list_members
 
 _SECONDS_WITHOUT_BAR = 2.0
 _SHARDS_AT_ONCE = 4
-_UNFINISHED = ".unfinished"
+_VERSIONS_AT_ONCE = 32
 _T = TypeVar("_T")
+
+Version = ShardStat | UnreachableError
+"""How a shard is now, or why that cannot be known."""
 
 
 def build_index(
@@ -48,9 +53,27 @@ def build_index(
         ShardError: As `index_shards` does, and if ``file`` is something else than an index.
         OSError: If the table cannot be written.
     """
-    with _journal(file) as (known, note):
-        index = index_shards(shards, known, workers=workers, progress=progress, note=note, caption_key=caption_key)
-        index.save(file)
+    table = IndexTable(file)
+    older = table.older
+    known, left = known_shards(file), table.journals()
+    looks = _look_at_all(shards, known, workers, progress, caption_key, versions_of(shards))
+    with closing(looks), _Journal(table) as journal:
+        writer = TableWriter(table)
+        for entry in looks:
+            if entry.stored is None:
+                journal.note(entry)
+            if writer.add(entry):
+                journal.drop()
+        index = ShardIndex(tuple(writer.finish()))
+        journal.drop()
+    for journal_of_another in left:
+        journal_of_another.unlink(missing_ok=True)
+    if older is not None:
+        warnings.warn(
+            f"The shard index {older} is of an older release. It was converted to {table.folder}, without decoding "
+            "anything again, and is not read any more: delete it.",
+            stacklevel=2,
+        )
     return index
 
 
@@ -59,9 +82,8 @@ def index_shards(
     known: Sequence[ShardEntry] = (),
     *,
     workers: int = 1,
-    progress: bool = False,
-    note: Callable[[ShardEntry], None] | None = None,
     caption_key: str | None = None,
+    versions: Sequence[Version] | None = None,
 ) -> ShardIndex:
     """Indexes shards without keeping the table.
 
@@ -69,36 +91,62 @@ def index_shards(
         shards: Paths and URLs, in the order that samples are numbered.
         known: Shards that were indexed before; they are looked at again only if they have changed.
         workers: Threads that look at samples.
-        progress: Whether to show a progress bar if it takes long.
-        note: Is told of every shard that was looked at, as soon as it is done.
         caption_key: Field of ``.json`` that holds the captions; see `find_caption`.
+        versions: What `versions_of` says of each; None: it is asked.
 
     Raises:
         ShardError: If a shard is missing, or its server is unfit. Damaged shards and members are no error: see
             `ShardIndex.refused`. Nor is what cannot be reached: see `ShardIndex.unread`.
     """
-    before = {identity(entry.url): entry for entry in known}
+    versions = versions_of(shards) if versions is None else versions
+    return ShardIndex(tuple(_look_at_all(shards, known, workers, False, caption_key, versions)))
+
+
+def versions_of(shards: Sequence[str]) -> list[Version]:
+    """How each shard is now, or why it cannot be reached: many are asked for at a time.
+
+    Raises:
+        ShardError: If a shard is missing, or its server is unfit.
+    """
+    tried = _Tried()
+    pool = ThreadPoolExecutor(_VERSIONS_AT_ONCE, "version")
+    try:
+        return list(pool.map(lambda url: tried(lambda shard: shard.stat(), *_both(url)), shards))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _look_at_all(
+    shards: Sequence[str],
+    known: Sequence[ShardEntry],
+    workers: int,
+    progress: bool,
+    caption_key: str | None,
+    versions: Sequence[Version],
+) -> Generator[ShardEntry, None, None]:
+    """What is in each shard, in order, as soon as it is known."""
+    before = _Known(known)
     bar = tqdm(desc="indexing", unit=" samples", delay=_SECONDS_WITHOUT_BAR, disable=not progress, leave=False)
     samples_pool = ThreadPoolExecutor(workers, "sample")
     shards_pool = ThreadPoolExecutor(min(workers, _SHARDS_AT_ONCE), "shard")
     look = _Look(samples_pool, bar, caption_key)
     try:
-        # Before hours are spent on the first shards, the last ones are asked for.
-        stats = dict(zip(shards, shards_pool.map(look.stat, shards), strict=True))
-        futures = [shards_pool.submit(look.at_shard, url, stats[url], before.get(identity(url))) for url in shards]
-        entries = []
-        for url, future in zip(shards, futures, strict=True):
-            entry = future.result()
-            if note is not None and entry is not before.get(identity(url)):
-                note(entry)
-            entries.append(entry)
-            bar.set_postfix(shards=f"{len(entries)}/{len(shards)}", refresh=False)
+        looks: deque[ShardEntry | Future[ShardEntry]] = deque()
+        for url, name, version in zip(shards, identities(shards), versions, strict=True):
+            entry = before.entry(name, version)
+            if entry is not None and look.is_known(entry, version):
+                looks.append(entry)
+            else:
+                looks.append(shards_pool.submit(look.at_shard, url, version, entry))
+        while looks:
+            bar.set_postfix(shards=f"{len(shards) - len(looks)}/{len(shards)}", refresh=False)
+            each = looks.popleft()
+            yield each if isinstance(each, ShardEntry) else each.result()
     finally:
         samples_pool.shutdown(wait=False, cancel_futures=True)  # first: shards under way wait for their samples
         shards_pool.shutdown(cancel_futures=True)
         samples_pool.shutdown()
         bar.close()
-    return ShardIndex(tuple(entries))
 
 
 def known_shards(file: Path) -> list[ShardEntry]:
@@ -107,11 +155,12 @@ def known_shards(file: Path) -> list[ShardEntry]:
     Raises:
         ShardError: If the file is something else than an index.
     """
-    entries = list(ShardIndex.load(file).shards) if file.exists() else []
-    for left in _left_behind(file):
+    table = IndexTable(file)
+    entries = table.known()
+    for left in table.journals():
         # Another node may be at it just now: its first line may not be written yet, or the file gone again.
         with suppress(ShardError, FileNotFoundError):
-            entries += ShardIndex.load(left).shards
+            entries += read_lines(left)
     return entries
 
 
@@ -121,36 +170,67 @@ def outdated(shards: Sequence[str], known: Sequence[ShardEntry]) -> list[str]:
     Raises:
         ShardError: If a shard cannot be read.
     """
-    before = {identity(entry.url): (entry.size, entry.stamp) for entry in known}
-    return [url for url in shards if before.get(identity(url)) != open_shard(url).stat()]
+    before, now = _Known(known), zip(shards, identities(shards), versions_of(shards), strict=True)
+    found = ((url, version, before.entry(name, version)) for url, name, version in now)
+    return [url for url, version, entry in found if entry is None or (entry.size, entry.stamp) != version]
+
+
+class _Known:
+    """Shards as they were, of some maybe several versions."""
+
+    def __init__(self, entries: Sequence[ShardEntry]) -> None:
+        self._last: dict[str, ShardEntry] = {}
+        self._versions: dict[tuple[str, int, str], ShardEntry] = {}
+        for name, entry in zip(identities(entry.url for entry in entries), entries, strict=True):
+            self._last[name] = self._versions[name, entry.size, entry.stamp] = entry
+
+    def entry(self, name: str, version: Version) -> ShardEntry | None:
+        """What was known last of a shard in this version, or else of it at all."""
+        same = None if isinstance(version, UnreachableError) else self._versions.get((name, *version))
+        return same or self._last.get(name)
+
+
+class _Tried:
+    """Reads with patience, as long as the network is there.
+
+    Once it has failed a read for good, others are tried without pauses until one succeeds: a server that is gone would
+    otherwise be waited for at every sample.
+    """
+
+    def __init__(self) -> None:
+        self._is_gone = threading.Event()
+
+    def __call__(self, look: Callable[[Shard], _T], patient: Shard, hasty: Shard) -> _T | UnreachableError:
+        try:
+            found = look(hasty if self._is_gone.is_set() else patient)
+        except UnreachableError as error:
+            self._is_gone.set()
+            return error
+        self._is_gone.clear()
+        return found
 
 
 class _Look:
-    """A look at shards, by several threads.
-
-    Once the network has failed a read for good, others are tried without pauses until one succeeds: a server that is
-    gone would otherwise be waited for at every sample.
-    """
+    """A look at shards, by several threads."""
 
     def __init__(self, pool: ThreadPoolExecutor, bar: tqdm, caption_key: str | None) -> None:
         self._pool = pool
         self._bar = bar
         self._caption_key = caption_key
-        self._is_gone = threading.Event()
+        self._tried = _Tried()
 
-    def stat(self, url: str) -> ShardStat | UnreachableError | None:
-        """The version of a remote shard. None: ask when it is opened, since files are compared with what is open."""
-        return self._tried(lambda shard: shard.stat(), *_both(url)) if is_remote(url) else None
+    def is_known(self, entry: ShardEntry, version: Version) -> bool:
+        """Whether nothing has to be looked at."""
+        is_same = (entry.size, entry.stamp) == version
+        return is_same and not entry.unread and entry.caption_key == self._caption_key
 
-    def at_shard(self, url: str, stat: ShardStat | UnreachableError | None, before: ShardEntry | None) -> ShardEntry:
+    def at_shard(self, url: str, version: Version, before: ShardEntry | None) -> ShardEntry:
         """Looks at a shard, or at what is not known of it."""
+        if isinstance(version, UnreachableError):
+            return self._unread(url, before, version)
         both = _both(url)
-        stat = both[0].stat() if stat is None else stat
-        if isinstance(stat, UnreachableError):
-            return self._unread(url, before, stat)
+        stat = version if is_remote(url) else both[0].stat()  # of the file that is open now
         is_same = before is not None and (before.size, before.stamp) == stat
-        if before is not None and is_same and not before.unread and before.caption_key == self._caption_key:
-            return before
         size = stat.size
         listing = self._tried(lambda shard: list_members(open_whole(shard, size), size), *both)
         if isinstance(listing, UnreachableError):
@@ -189,19 +269,10 @@ class _Look:
             with self._bar.get_lock():
                 self._bar.update()
 
-    def _tried(self, look: Callable[[Shard], _T], patient: Shard, hasty: Shard) -> _T | UnreachableError:
-        try:
-            found = look(hasty if self._is_gone.is_set() else patient)
-        except UnreachableError as error:
-            self._is_gone.set()
-            return error
-        self._is_gone.clear()
-        return found
-
     def _unread(self, url: str, before: ShardEntry | None, error: UnreachableError) -> ShardEntry:
         if before is None:
             before = ShardEntry(url, 0, "", Samples.of([]), caption_key=self._caption_key)
-        return replace(before, unread=(Refusal("", str(error)),))
+        return replace(before, unread=(Refusal("", str(error)),), stored=None)
 
 
 def _both(url: str) -> tuple[Shard, Shard]:
@@ -210,24 +281,37 @@ def _both(url: str) -> tuple[Shard, Shard]:
     return patient, open_shard(url, ()) if is_remote(url) else patient
 
 
-@contextmanager
-def _journal(file: Path) -> Iterator[tuple[list[ShardEntry], Callable[[ShardEntry], None]]]:
-    """What is known of earlier builds, and a way to note what this one finds; both are dropped when it succeeds."""
-    left = _left_behind(file)
-    known = known_shards(file)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    mine = file.with_name(f"{file.name}.{os.uname().nodename}.{os.getpid()}{_UNFINISHED}")
-    with mine.open("a", encoding="utf-8") as lines:
-        lines.write(header_line())
+class _Journal:
+    """What a build has found and no part of the table holds yet, as lines in a file; it stays where the build fails.
 
-        def note(entry: ShardEntry) -> None:
-            lines.write(shard_line(entry, file.parent))
-            lines.flush()
+    Args:
+        table: What is built.
+    """
 
-        yield known, note
-    for journal in {mine, *left}:
-        journal.unlink(missing_ok=True)
+    def __init__(self, table: IndexTable) -> None:
+        self._folder = table.folder.parent
+        self._file = table.new_journal()
+        self._lines: TextIO | None = None
 
+    def __enter__(self) -> _Journal:
+        return self
 
-def _left_behind(file: Path) -> list[Path]:
-    return sorted(file.parent.glob(glob.escape(file.name) + ".*" + _UNFINISHED))
+    def __exit__(self, *_: object) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+    def note(self, entry: ShardEntry) -> None:
+        """Adds a shard."""
+        if self._lines is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lines = self._file.open("a", encoding="utf-8")
+            self._lines.write(header_line())
+        self._lines.write(shard_line(entry, self._folder))
+        self._lines.flush()
+
+    def drop(self) -> None:
+        """Forgets all shards."""
+        if self._lines is not None:
+            self._lines.close()
+            self._file.unlink(missing_ok=True)
+        self._lines = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,9 +39,29 @@ def identity(url: str) -> str:
     return url if is_remote(url) else str(Path(url).resolve())
 
 
+def file_name(url: str) -> str:
+    """`identity` without folders."""
+    return (identity(url) if os.path.islink(url) else url).rpartition("/")[2]
+
+
+def identities(urls: Iterable[str]) -> list[str]:
+    """`identity` of many, for which each folder is looked at once."""
+    folders: dict[str, str] = {}
+    found = []
+    for url in urls:
+        folder, name = os.path.split(url)
+        if is_remote(url) or name in ("", ".", "..") or os.path.islink(url):
+            found.append(identity(url))
+            continue
+        if folder not in folders:
+            folders[folder] = identity(folder)
+        found.append(os.path.join(folders[folder], name))
+    return found
+
+
 def short_names(urls: Sequence[str]) -> tuple[str, ...]:
     """The shards' names below the folder that all share, the same wherever that folder lies."""
-    parts = [identity(url).split("/") for url in urls]
+    parts = [url.split("/") for url in identities(urls)]
     shared = 0
     while all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
         shared += 1

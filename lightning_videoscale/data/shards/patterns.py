@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from webdataset.shardlists import expand_urls
 
 from lightning_videoscale.data.shards.errors import ShardError
-from lightning_videoscale.data.shards.location import SCHEME, identity, is_remote
+from lightning_videoscale.data.shards.location import SCHEME, identities, is_remote
 from lightning_videoscale.data.shards.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from lightning_videoscale.data.shards.remote import matching
 
@@ -40,13 +41,13 @@ def expand_each(shards: Patterns, of_folder: Callable[[Path], list[str]] | None 
         raise ShardError(f"No shards found: the patterns {empty} match no file.")
     urls = [url for urls in each for url in urls]
     local = [url for url in urls if not is_remote(url)]
-    if missing := [url for url in local if not Path(url).is_file()]:
+    if missing := [url for url in local if not os.path.isfile(url)]:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ShardError(
             f"No shards found at {len(missing)} of the {len(urls)} places that {patterns} names: {shown}. "
             f"The current folder is {Path.cwd()}; check the path and the range in braces."
         )
-    shard, times = Counter(map(identity, urls)).most_common(1)[0]
+    shard, times = Counter(identities(urls)).most_common(1)[0]
     if times > 1:
         raise ShardError(f"The shard {shard} is named twice by {patterns}; name every shard once.")
     return each

@@ -16,10 +16,11 @@ from lightning_videoscale.data.shards.decoding import decode
 from lightning_videoscale.data.shards.errors import MemberError, ShardError
 from lightning_videoscale.data.shards.film import MediaError
 from lightning_videoscale.data.shards.frames import decode_clip
-from lightning_videoscale.data.shards.index import ShardEntry, ShardIndex
+from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.keys import batch_name
 from lightning_videoscale.data.shards.location import ShardStat, is_remote
 from lightning_videoscale.data.shards.samples import Sample
+from lightning_videoscale.data.shards.shard_entry import ShardEntry
 from lightning_videoscale.data.shards.storage import Shard, open_member, open_shard
 
 _MAX_OPEN = 32

@@ -1,16 +1,20 @@
-"""The columns that are known of every sample, and one row of them."""
+"""What is known of every sample: one row, and a table of rows by columns that may lie in several files."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from bisect import bisect_right
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import fields
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.data.planning.shapes import Clips, Media
+from lightning_videoscale.data.shards.columns import Columns
 from lightning_videoscale.data.shards.film import Seek
 from lightning_videoscale.data.shards.location import ByteRange, Members
 
@@ -53,111 +57,127 @@ class Sample(NamedTuple):
         return self.channels, self.num_frames, self.height, self.width
 
 
-@dataclass(frozen=True, eq=False)
-class Samples(Sequence[Sample]):
-    """A table of N samples with M members and S key frames to seek, by columns; a row is made when it is asked for.
+class _Piece(NamedTuple):
+    """Rows ``first`` to ``last`` of some columns, and the extensions that these number."""
 
-    Attributes:
-        keys: Name of each sample in its shard.
-        channels: (N,) int32.
-        clips: The columns that planning needs.
-        extensions: The different extensions.
-        first_member: (N + 1,) int64, the place of each sample's first member in the columns below.
-        extension: (M,) int32, each member's number in ``extensions``.
-        offset: (M,) int64, where it lies in its shard, in bytes.
-        size: (M,) int64, its length in bytes.
-        first_seek: (N + 1,) int64, the place of each sample's first key frame in the columns below.
-        seek_stamp: (S,) int64, `Seek.stamp` of each.
-        seek_begin: (S,) int64, `Seek.begin` of each.
+    columns: Columns
+    first: int
+    last: int
+    extensions: tuple[str, ...]
+
+
+class Samples(Sequence[Sample]):
+    """A table of N samples; a row is made when it is asked for.
+
+    Its columns lie where they were written, often in files that are mapped into memory. So a table of many shards costs
+    nothing until a column of all of them is asked for.
+
+    Args:
+        pieces: Its rows, in order.
     """
 
-    keys: tuple[str, ...]
-    channels: NDArray[np.int32]
-    clips: Clips
-    extensions: tuple[str, ...]
-    first_member: NDArray[np.int64]
-    extension: NDArray[np.int32]
-    offset: NDArray[np.int64]
-    size: NDArray[np.int64]
-    first_seek: NDArray[np.int64]
-    seek_stamp: NDArray[np.int64]
-    seek_begin: NDArray[np.int64]
+    def __init__(self, pieces: Sequence[_Piece]) -> None:
+        self._pieces = tuple(pieces)
 
     @classmethod
     def of(cls, rows: Sequence[Sample]) -> Samples:
         """Makes the table of these rows."""
-
-        def column(name: str) -> NDArray[Any]:
-            return np.array([getattr(row, name) for row in rows], _DTYPES[name])
-
         extensions = tuple(dict.fromkeys(extension for row in rows for extension in row.members))
         number = {extension: i for i, extension in enumerate(extensions)}
         members = [(number[extension], *at) for row in rows for extension, at in row.members.items()]
         extension, offset, size = np.array(members, np.int64).reshape(-1, 3).T
         stamp, begin = np.array([seek for row in rows for seek in row.seeks], np.int64).reshape(-1, 2).T
-        return cls(
-            keys=tuple(row.key for row in rows),
-            channels=column("channels"),
-            clips=Clips(**{name: column(name) for name in _CLIP_COLUMNS}, source=np.zeros(len(rows), np.int32)),
-            extensions=extensions,
-            first_member=np.cumsum([0] + [len(row.members) for row in rows]),
-            extension=extension.astype(np.int32),
-            offset=offset,
-            size=size,
-            first_seek=np.cumsum([0] + [len(row.seeks) for row in rows]),
-            seek_stamp=stamp,
-            seek_begin=begin,
+        columns = Columns.create(
+            [row.key for row in rows],
+            {name: [getattr(row, name) for row in rows] for name in ("channels", *_CLIP_COLUMNS)},
+            [len(row.members) for row in rows],
+            {"extension": extension, "offset": offset, "size": size},
+            [len(row.seeks) for row in rows],
+            {"seek_stamp": stamp, "seek_begin": begin},
         )
+        return cls.part(columns, 0, len(columns), extensions)
+
+    @classmethod
+    def part(cls, columns: Columns, first: int, last: int, extensions: tuple[str, ...]) -> Samples:
+        """Rows ``first`` to ``last`` of some columns, whose members have these extensions."""
+        return cls([_Piece(columns, first, last, extensions)])
 
     @classmethod
     def concatenate(cls, tables: Sequence[Samples]) -> Samples:
-        """Puts tables one below the other."""
-        if not tables:
-            return cls.of([])
-        extensions = tuple(dict.fromkeys(extension for table in tables for extension in table.extensions))
-        number = {extension: i for i, extension in enumerate(extensions)}
-        renumbered = [np.array([number[e] for e in t.extensions], np.int32)[t.extension] for t in tables]
-        counts = np.concatenate([[0], *(np.diff(table.first_member) for table in tables)])
-        seek_counts = np.concatenate([[0], *(np.diff(table.first_seek) for table in tables)])
-        columns = {f.name: np.concatenate([getattr(t.clips, f.name) for t in tables]) for f in fields(Clips)}
-        joined = ("channels", "offset", "size", "seek_stamp", "seek_begin")
-        return cls(
-            keys=tuple(key for table in tables for key in table.keys),
-            clips=Clips(**columns),
-            extensions=extensions,
-            first_member=np.cumsum(counts),
-            extension=np.concatenate(renumbered),
-            first_seek=np.cumsum(seek_counts),
-            **{name: np.concatenate([getattr(table, name) for table in tables]) for name in joined},
-        )
+        """Puts tables one below the other, and copies nothing."""
+        return cls([piece for table in tables for piece in table._pieces])
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, row: Any) -> Any:
         """Returns one row."""
-        row = range(len(self))[row]
-        members = range(self.first_member[row], self.first_member[row + 1])
-        seeks = slice(self.first_seek[row], self.first_seek[row + 1])
-        clips = self.clips
+        (columns, _, _, extensions), row = self._at(range(len(self))[row])
+        members = range(columns.first_member[row], columns.first_member[row + 1])
+        seeks = slice(columns.first_seek[row], columns.first_seek[row + 1])
         return Sample(
-            self.keys[row], Media(clips.media[row]), int(self.channels[row]), int(clips.num_frames[row]),
-            int(clips.height[row]), int(clips.width[row]), float(clips.fps[row]), float(clips.duration[row]),
-            int(clips.caption_length[row]),
-            {self.extensions[self.extension[m]]: ByteRange(int(self.offset[m]), int(self.size[m])) for m in members},
-            tuple(map(Seek, self.seek_stamp[seeks].tolist(), self.seek_begin[seeks].tolist())),
+            columns.key(row), Media(columns.media[row]), int(columns.channels[row]), int(columns.num_frames[row]),
+            int(columns.height[row]), int(columns.width[row]), float(columns.fps[row]), float(columns.duration[row]),
+            int(columns.caption_length[row]),
+            {
+                extensions[columns.extension[m]]: ByteRange(int(columns.offset[m]), int(columns.size[m]))
+                for m in members
+            },
+            tuple(map(Seek, columns.seek_stamp[seeks].tolist(), columns.seek_begin[seeks].tolist())),
         )  # fmt: skip
 
+    def key(self, row: int) -> str:
+        """The name of one row."""
+        piece, row = self._at(row)
+        return piece.columns.key(row)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Name of each sample in its shard; (N,), made anew."""
+        return tuple(columns.key(row) for columns, first, last, _ in self._pieces for row in range(first, last))
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        """The different extensions of members."""
+        return tuple(dict.fromkeys(extension for piece in self._pieces for extension in piece.extensions))
+
+    @property
+    def channels(self) -> NDArray[np.int32]:
+        """(N,) int32; 3 for images and videos."""
+        return self._column("channels")
+
+    @property
+    def clips(self) -> Clips:
+        """The columns that planning needs. A view if they lie in one file, else a copy."""
+        columns = {name: self._column(name) for name in _CLIP_COLUMNS}
+        return Clips(**columns, source=np.broadcast_to(np.int32(0), len(self)))
+
+    def with_member(self, names: Container[str]) -> NDArray[np.bool_]:
+        """(N,) bool, which samples of a shard have a member of one of these extensions."""
+        columns, extensions = self.columns(), self.extensions
+        found = np.zeros(len(self), bool)
+        numbers = [number for number, extension in enumerate(extensions) if extension in names]
+        rows = np.repeat(np.arange(len(self)), np.diff(columns.first_member))
+        found[rows[np.isin(columns.extension, numbers)]] = True
+        return found
+
+    def columns(self) -> Columns:
+        """The columns of all rows. Extensions keep the number that they have in their shard."""
+        return Columns.concatenate([(columns, first, last) for columns, first, last, _ in self._pieces])
+
     def update(self, digest: hashlib._Hash) -> None:
-        """Adds all that decides what a sample holds to a hash: not where its decoding may begin."""
+        """Adds all that decides what the samples of a shard hold to a hash: not where decoding may begin."""
         digest.update(repr((self.keys, self.extensions)).encode("utf-8", "surrogatepass"))
-        for column in self._columns().values():
+        for column in self._described().values():
             digest.update(np.ascontiguousarray(column, column.dtype.newbyteorder("<")).tobytes())
 
     def to_json(self) -> dict[str, Any]:
-        """The columns as lists."""
-        columns = {name: column.tolist() for name, column in (self._columns() | self._seek_columns()).items()}
-        return {"keys": list(self.keys), "extensions": list(self.extensions), **columns}
+        """The columns of the samples of a shard, as lists."""
+        columns = self.columns()
+        counts = np.diff(columns.first_seek)
+        seeks = {"seek_counts": counts, "seek_stamp": columns.seek_stamp, "seek_begin": columns.seek_begin}
+        lists = {name: column.tolist() for name, column in (self._described() | seeks).items()}
+        return {"keys": list(self.keys), "extensions": list(self.extensions), **lists}
 
     @classmethod
     def from_json(cls, table: dict[str, Any]) -> Samples:
@@ -166,36 +186,53 @@ class Samples(Sequence[Sample]):
         Raises:
             KeyError, TypeError, ValueError: If it is something else.
         """
-        keys, counts = tuple(table["keys"]), np.array(table["member_counts"], np.int64)
-        columns = {name: np.array(table[name], dtype) for name, dtype in _DTYPES.items()}
-        # Older tables know no key frames: then every video is decoded from its start.
-        seeks = {name: np.array(table.get(name, ()), np.int64) for name in ("seek_stamp", "seek_begin")}
-        seek_counts = np.array(table.get("seek_counts", [0] * len(keys)), np.int64)
-        clips = {name: columns.pop(name) for name in _CLIP_COLUMNS}
-        columns["first_member"] = np.concatenate([[0], np.cumsum(counts)])
-        columns |= {"first_seek": np.concatenate([[0], np.cumsum(seek_counts)]), **seeks}
-        source = np.zeros(len(keys), np.int32)
-        rows = {len(keys), *map(len, (counts, seek_counts, columns["channels"], *clips.values()))}
-        members = {int(counts.sum()), *(len(columns[name]) for name in ("extension", "offset", "size"))}
-        key_frames = {int(seek_counts.sum()), *map(len, seeks.values())}
-        if max(len(rows), len(members), len(key_frames)) > 1:
-            raise ValueError(f"its columns have {sorted(rows)} rows, {sorted(members)} members and {key_frames} seeks")
-        return cls(keys=keys, extensions=tuple(table["extensions"]), clips=Clips(**clips, source=source), **columns)
+        keys = table["keys"]
+        columns = Columns.create(
+            keys,
+            {name: table[name] for name in ("channels", *_CLIP_COLUMNS)},
+            table["member_counts"],
+            {name: table[name] for name in ("extension", "offset", "size")},
+            # Older tables know no key frames: then every video is decoded from its start.
+            table.get("seek_counts", [0] * len(keys)),
+            {name: table.get(name, ()) for name in ("seek_stamp", "seek_begin")},
+        )
+        return cls.part(columns, 0, len(columns), tuple(table["extensions"]))
 
-    def _columns(self) -> dict[str, NDArray[Any]]:
-        clips = {name: getattr(self.clips, name) for name in _CLIP_COLUMNS}
-        members = {"extension": self.extension, "offset": self.offset, "size": self.size}
-        return {"channels": self.channels, **clips, "member_counts": np.diff(self.first_member), **members}
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Rows up to the end of each piece."""
+        return [*accumulate(last - first for _, first, last, _ in self._pieces)]
 
-    def _seek_columns(self) -> dict[str, NDArray[Any]]:
-        counts = np.diff(self.first_seek)
-        return {"seek_counts": counts, "seek_stamp": self.seek_stamp, "seek_begin": self.seek_begin}
+    def _at(self, row: int) -> tuple[_Piece, int]:
+        """The piece that holds a row, and its place in the columns there."""
+        number = bisect_right(self._ends, row)
+        piece = self._pieces[number]
+        return piece, row + piece.last - self._ends[number]
+
+    def _column(self, name: str) -> NDArray[Any]:
+        parts = [getattr(columns, name)[first:last] for columns, first, last in self._runs()]
+        return parts[0] if len(parts) == 1 else np.concatenate([getattr(_NONE, name), *parts])
+
+    def _runs(self) -> Iterator[tuple[Columns, int, int]]:
+        """The pieces, those that are neighbours in their columns as one."""
+        run: tuple[Columns, int, int] | None = None
+        for columns, first, last, _ in self._pieces:
+            if run is not None and run[0] is columns and run[2] == first:
+                run = columns, run[1], last
+                continue
+            if run is not None:
+                yield run
+            run = columns, first, last
+        if run is not None:
+            yield run
+
+    def _described(self) -> dict[str, NDArray[Any]]:
+        """What a sample holds, by columns of one shard."""
+        columns = self.columns()
+        named = {name: getattr(columns, name) for name in ("channels", *_CLIP_COLUMNS)}
+        members = {name: getattr(columns, name) for name in ("extension", "offset", "size")}
+        return {**named, "member_counts": np.diff(columns.first_member), **members}
 
 
-_DTYPES = {
-    "channels": np.int32, "width": np.int32, "height": np.int32, "num_frames": np.int32, "fps": np.float64,
-    "duration": np.float64, "media": np.uint8, "caption_length": np.int32, "extension": np.int32, "offset": np.int64,
-    "size": np.int64,
-}  # fmt: skip
-
+_NONE = Columns.concatenate([])
 _CLIP_COLUMNS = [field.name for field in fields(Clips) if field.name != "source"]

@@ -336,10 +336,10 @@ def test_pinned_batches_reach_the_gpu_whole(shards: str) -> None:
 
 def test_an_index_is_kept_beside_the_shards_or_where_it_is_told(shards: str, tmp_path: Path) -> None:
     trainer_with(max_steps=1).fit(Witness(), VideoDataModule(shards, budget=BUDGET))
-    assert len(list((tmp_path / "train").glob("videoscale-index-*.jsonl"))) == 1
+    assert len(list((tmp_path / "train").glob("videoscale-index-*.arrow"))) == 1
     elsewhere = VideoDataModule(shards, tmp_path / "new" / "index.json", budget=BUDGET)
     trainer_with(max_steps=1).fit(Witness(), elsewhere)
-    assert (tmp_path / "new" / "index.json").exists()
+    assert (tmp_path / "new" / "index.arrow" / "index.json").is_file()
 
 
 def test_a_folder_that_cannot_be_written_is_no_obstacle(shards: str, tmp_path: Path) -> None:
