@@ -12,7 +12,7 @@ from wrapt import when_imported
 
 if TYPE_CHECKING:
     from lightning_videoscale import callbacks, cost, data, injection, kernels, metrics, parallel, strategies
-    from lightning_videoscale.cost import BucketBudget
+    from lightning_videoscale.cost import BucketBudget, TimeBudget
     from lightning_videoscale.data import VideoDataModule, benchmark_shapes
     from lightning_videoscale.injection import inject_fused_kernels
     from lightning_videoscale.strategies import (
@@ -26,6 +26,7 @@ __all__ = [
     "SequenceParallelDDPStrategy",
     "SequenceParallelDeepSpeedStrategy",
     "SequenceParallelFSDP2Strategy",
+    "TimeBudget",
     "VideoDataModule",
     "benchmark_shapes",
     "callbacks",
@@ -44,6 +45,7 @@ _HOMES = {
     "SequenceParallelDDPStrategy": "strategies",
     "SequenceParallelDeepSpeedStrategy": "strategies",
     "SequenceParallelFSDP2Strategy": "strategies",
+    "TimeBudget": "cost",
     "VideoDataModule": "data",
     "benchmark_shapes": "data",
     "inject_fused_kernels": "injection",

@@ -21,8 +21,8 @@ class Projection:
 
     Layouts with each pair's values twice: ``"sd"`` (s, head dim), or fewer channels if only a head's first are rotated;
     ``"bshd"`` (1, s, 1, head dim); ``"bsc"`` (B, s, all heads' channels). With each once: ``"bhsd"`` (B, H, s,
-    head dim / 2); ``"shd"`` (s, H, head dim / 2). Others are no two tables of all tokens: ``"complex"`` is one of cos + i
-    sin, (s, head dim / 2) or (B, s, head dim / 2); ``"matrices"`` are rotations (B, s, 1, head dim / 2, 2, 2);
+    head dim / 2); ``"shd"`` (s, H, head dim / 2). Others are no two tables of all tokens: ``"complex"`` is one, cos +
+    i sin, (s, head dim / 2) or (B, s, head dim / 2); ``"matrices"`` are rotations (B, s, 1, head dim / 2, 2, 2);
     ``"dict"`` are complex numbers (1, 1, s, head dim / 2) by the names query and key; ``"axes"`` are tables (positions,
     head dim / 3) for each third of a head, and where in them a token is, (1, s) each.
 

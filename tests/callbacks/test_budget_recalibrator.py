@@ -111,7 +111,7 @@ def test_wrong_costs_become_right_within_an_epoch(shards: str, capsys: pytest.Ca
 
     versions = list(dict.fromkeys(meta.cost_version for meta in module.metas))
     assert len(versions) == len(recalibrator.history) + 1 >= 4, "every change reached the batches"
-    assert recalibrator.history[0]["step"] == 3 + 8 and "p = 2.200 to M_comp" in recalibrator.history[0]["reason"]
+    assert recalibrator.history[0]["step"] == 3 + 8 and "tokens^2.2 to target_sync" in recalibrator.history[0]["reason"]
     assert recalibrator.history[-1]["version"] == recalibrator.calibration.version
     logged = [row for _, row in logger.rows if "recalibration/p" in row]
     assert logged[-1]["recalibration/target_sync"] == 2.0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lightning_videoscale
 from lightning_videoscale.cli import build_parser
+from tests.cli.test_main import COMMANDS
 
 OF_OTHERS = {
     "--nproc-per-node", "--no-python", "--module",  # torchrun
@@ -31,8 +32,9 @@ def texts() -> dict[str, str]:
 
 
 def test_options_and_commands_in_messages_are_known() -> None:
-    subparsers = next(a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    options = {option for parser in subparsers.choices.values() for option in parser._option_string_actions}
+    parser = build_parser([*COMMANDS])
+    subparsers = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    options = {option for each in (parser, *subparsers.choices.values()) for option in each._option_string_actions}
     seen = set()
     for place, text in texts().items():
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text):
