@@ -160,9 +160,11 @@ class Recalibration:
         self._m_mem_limit = state["m_mem_limit"]
 
     def _fit(self) -> StepTimeModel:
-        """The fit to all that is remembered, with p near what holds."""
+        """The fit to all that is remembered; where M_comp is in tokens to the power p, with p near what holds."""
         points, p = self._observed.points(), self.calibration.budget.p
         free = fit_step_time(points)
+        if self._target_sync is not None:
+            return free
         low, high = (min(max(bound, P_BOUNDS[0]), P_BOUNDS[1]) for bound in (p - P_STEP, p + P_STEP))
         return free if low <= free.power_law.p <= high else fit_step_time(points, (low, high))
 
