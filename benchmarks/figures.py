@@ -279,7 +279,7 @@ def recalibration(result: Result) -> None:
         spreads.plot(row["steps"], np.array(row["cv"]) / row["oracle_cv"], linewidth=1, color=color)
     budgets.axhspan(0.95, 1.05, color="gray", alpha=0.2)
     measured = "step_seconds" in row
-    budgets.set(title="Samples of the longest length that fit, over the oracle's")
+    budgets.set(title="Room for the longest length over the oracle's")
     exponents.set(title="p minus what the oracle began with" if measured else "p minus the true p")
     spreads.axhline(1.3, color="gray", linestyle=":", linewidth=1)
     spreads.set(title="CV of the ranks' costs over the oracle's", ylim=(0, None))

@@ -38,8 +38,8 @@ class BudgetRecalibrator(pl.Callback):
     (`Recalibration`: robust, smoothed, clamped, with hysteresis; a slow GPU is not taken for a wrong cost),
     M_mem follows the measured peaks of memory, and all ranks receive the result. Where it is worth a new plan, the data
     adopts it from the first step on that no rank has read. Every change is logged with its reason, and is in
-    ``history``; to every logger go ``recalibration/m_comp``, ``recalibration/p``, ``recalibration/m_mem`` and
-    ``recalibration/slowest_rank``, that rank's seconds over a healthy rank's.
+    ``history``; to every logger go ``recalibration/m_comp`` or ``recalibration/target_sync``, ``recalibration/p``,
+    ``recalibration/m_mem`` and ``recalibration/slowest_rank``, that rank's seconds over a healthy rank's.
 
     When a rank runs out of memory, its error says the shape and the figures, a note is kept beside the checkpoints, and
     a run that goes on from there lowers M_mem by itself. Delete the note to have the old budget back.
@@ -50,7 +50,7 @@ class BudgetRecalibrator(pl.Callback):
     fitting the figures stops the training: it is reported once.
 
     Attributes:
-        history: Every change: ``step``, ``version``, ``m_mem``, ``m_comp``, ``p`` and ``reason``.
+        history: Every change: ``step``, ``version``, ``reason``, and the budget's `numbers`.
     """
 
     def __init__(self, every_n_steps: int = 20, target_sync: float | None = None) -> None:
@@ -58,8 +58,9 @@ class BudgetRecalibrator(pl.Callback):
 
         Args:
             every_n_steps: Optimizer steps from refit to refit.
-            target_sync: Seconds that a micro-batch may take: M_comp = (target_sync - a) / b. None: M_comp keeps room
-                for as many of the longest samples as in the first budget, whatever p becomes.
+            target_sync: Seconds that a micro-batch may take; from the first fit on, the budget is a `TimeBudget`. None:
+                that of the budget that is a `TimeBudget`; M_comp keeps room for as many of the longest samples as in
+                the first budget, whatever p becomes.
 
         Raises:
             ValueError: If a number is not positive.
