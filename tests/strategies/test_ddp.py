@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +18,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.parallel import Split, SplitPlan, Whole
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from lightning_videoscale.topology import topology_of
 from tests.distributed.pool import ProcessPool
@@ -238,10 +239,11 @@ def test_setup_says_what_does_not_fit_and_the_way_out(ranks: Ranks) -> None:
     assert "['pupil']" in unknown and "['net', 'student']" in unknown
 
 
-def fit_with_different_settings() -> str:
-    selected = SequenceParallelDDPStrategy(
-        ulysses_size=2 if dist.get_rank() else 4, modules=["net"], plan=NOTHING_TO_SPLIT
-    )
+def fit_with_different_settings(of_plan: bool) -> str:
+    size, plan = (2 if dist.get_rank() else 4), NOTHING_TO_SPLIT
+    if of_plan:
+        size, plan = 2, replace(plan, whole={"": Whole({}, {0: Split(1)})} if dist.get_rank() else {})
+    selected = SequenceParallelDDPStrategy(ulysses_size=size, modules=["net"], plan=plan)
     try:
         trainer(selected).fit(Recorder(), DataLoader(torch.arange(8.0), batch_size=2))
     except ValueError as error:
@@ -250,10 +252,12 @@ def fit_with_different_settings() -> str:
 
 
 def test_ranks_with_different_settings_stop_and_name_the_difference(ranks: Ranks) -> None:
-    for message in ranks(4).run(fit_with_different_settings):
+    for message in ranks(4).run(fit_with_different_settings, False):
         assert (
             "different values of ulysses_size= for the strategy: rank 0: 4, rank 1: 2, rank 2: 2, rank 3: 2" in message
         )
+    for message in ranks(4).run(fit_with_different_settings, True):
+        assert "different values of plan= for the strategy: rank 0: " in message and "{'': Whole(" in message
 
 
 def compiled_message() -> str:
