@@ -14,8 +14,9 @@ DIFFUSERS ?=
 # make test-gpu FILES=tests/gpu/test_gelu_on_gpus.py runs a part; COMMIT=sha says what is tested where there is no git.
 FILES ?= tests/gpu
 COMMIT ?= HEAD
-# How many test files run at a time; each may start up to four processes, which mostly wait for each other.
-WORKERS ?= 2
+# How many test files run at a time; each may start up to four processes, which mostly wait for each other. On two cores
+# three files take ten minutes, and two files took fifteen.
+WORKERS ?= 3
 # The slowest tests are listed after the results, so that one that has become slow is seen.
 SLOWEST := --durations=25 --durations-min=3
 

@@ -19,7 +19,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from lightning_videoscale.cli import build_parser
+from lightning_videoscale.cli import COMMANDS, build_parser
 
 ROOT = Path(__file__).parents[1]
 COPIES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
@@ -88,7 +88,7 @@ def exported(room: str) -> Iterator[str]:
 def command_line() -> Iterator[str]:
     """What ``videoscale --help`` and the help of each command say, as a page."""
     yield "# The command `videoscale`\n"
-    for name, command in subcommands(build_parser()).items():
+    for name, command in subcommands(build_parser([*COMMANDS])).items():
         yield f"## videoscale {name}\n\n{command.description}\n\n```text\n{command.format_usage().strip()}\n```\n"
         yield "| argument | |\n|---|---|"
         for action in command._actions:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import lightning_videoscale as vs
 from lightning_videoscale.cli import main
 from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.injection import FusedBlock
 from tests.distributed.pool import ProcessPool
 from tests.distributed.sampling import Pipelines, save_parts
 from tests.models import tiny_wan
@@ -94,13 +95,25 @@ class MyBlock(nn.Module):
     def forward(self, x, c):
         shift, scale, gate = self.modulation(c).unsqueeze(1).chunk(3, dim=-1)
         return x + gate * self.mlp(self.norm(x) * (1 + scale) + shift)
+
+
+class TwoBranches(nn.Module):
+    def __init__(self, dim=16):
+        super().__init__()
+        self.modulation, self.attn, self.mlp = nn.Linear(dim, 6 * dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.norm1, self.norm2 = (nn.LayerNorm(dim, elementwise_affine=False) for _ in range(2))
+
+    def forward(self, x, c):
+        shift, scale, gate, shift2, scale2, gate2 = self.modulation(c).unsqueeze(1).chunk(6, dim=-1)
+        x = x + gate * self.attn(self.norm1(x) * (1 + scale) + shift)
+        return x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
 """
 
 
 def test_the_page_on_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    injected, own = blocks(page("kernels"), "python")
+    injected, own, branches = blocks(page("kernels"), "python")
     wan = tiny_wan()
     before = look(wan)
     found = run(injected.partition("report.undo()")[0], vs=vs, model=wan)
@@ -112,12 +125,19 @@ def test_the_page_on_kernels(
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "model.py").write_text(MODEL)
     monkeypatch.syspath_prepend(tmp_path)
-    MyBlock = importlib.import_module("my_package.model").MyBlock
+    mine = importlib.import_module("my_package.model")
+    MyBlock = mine.MyBlock
     blocks_of_mine = nn.Sequential(MyBlock(), MyBlock())
     x, c = torch.randn(2, 5, 16), torch.randn(2, 16)
     expected = blocks_of_mine[0](x, c)
     assert len(run(own, model=blocks_of_mine)["report"].replaced) == 2
     torch.testing.assert_close(blocks_of_mine[0](x, c), expected)
+
+    two = mine.TwoBranches()
+    expected = two(x, c)
+    fused = FusedBlock("my_package.model.TwoBranches", run(branches)["two_branches"], what="both norms")
+    assert len(vs.inject_fused_kernels(nn.Sequential(two), extra_blocks=[fused]).replaced) == 1
+    torch.testing.assert_close(two(x, c), expected)
 
 
 # -- LoRA --------------------------------------------------------------------------------------------------------------

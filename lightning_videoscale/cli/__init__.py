@@ -18,7 +18,7 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 
-_COMMANDS = {
+COMMANDS = {
     "doctor": "check this machine",
     "pack": "a folder of videos to shards",
     "index": "what is in some shards",
@@ -65,7 +65,7 @@ def build_parser(args: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="videoscale", description="Tools around lightning-videoscale.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-videoscale')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for name, short in _COMMANDS.items():
+    for name, short in COMMANDS.items():
         command = commands.add_parser(name, help=short)
         if name in args:
             takes = import_module(f"{__name__}.parsers.{_file(name)}")

@@ -18,7 +18,7 @@ from lightning_videoscale.parallel import Attention, Projection, Split, SplitPla
 
 _MODEL = "diffusers.models.transformers.transformer_cogview4.CogView4Transformer2DModel"
 
-GEOMETRIES = {"cogview4": ModelGeometry(text_tokens=1024)}  # the most that the pipeline takes
+GEOMETRIES = {"cogview4": ModelGeometry(temporal_stride=1, text_tokens=1024)}  # the most that the pipeline takes
 # Layers and heads as in diffusers' scripts/convert_cogview4_to_diffusers.py.
 TRANSFORMERS = {"cogview4-6b": TransformerFlops(28, 4096, 16384, cross_attention=False)}
 

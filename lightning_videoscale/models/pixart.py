@@ -17,7 +17,7 @@ from lightning_videoscale.parallel import Attention, Projection, Split, SplitPla
 
 _MODEL = "diffusers.models.transformers.pixart_transformer_2d.PixArtTransformer2DModel"
 
-GEOMETRIES = {"pixart": ModelGeometry()}
+GEOMETRIES = {"pixart": ModelGeometry(temporal_stride=1)}
 # The defaults of diffusers' class, which the published weights have.
 TRANSFORMERS = {"pixart": TransformerFlops(28, 1152, 4608)}
 

@@ -81,12 +81,9 @@ class SequenceParallelSettings:
 def _comparable(value: Any) -> Any:
     """Comparable form of a setting; for a SplitPlan, all that is no function."""
     if isinstance(value, SplitPlan):
-        attention = value.attention
-        if isinstance(attention, Mapping):
-            attention = {path: (each.queries, each.key_streams, each.padded_rows) for path, each in attention.items()}
-        else:
-            attention = None
-        return repr((value.inputs, value.outputs, value.gathers, value.gathers_inside, value.whole, attention))
+        attention = value.attention if isinstance(value.attention, Mapping) else {}
+        attend = {path: (each.queries, each.key_streams, each.padded_rows) for path, each in attention.items()}
+        return repr((value.inputs, value.outputs, value.gathers, value.gathers_inside, value.whole, attend))
     if isinstance(value, Mapping):  # of torch.compile's arguments, the backend may be any callable
         return {name: type(option).__name__ if callable(option) else repr(option) for name, option in value.items()}
     return value

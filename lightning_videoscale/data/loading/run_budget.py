@@ -20,7 +20,7 @@ from lightning_videoscale.data.planning import BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.compute_budget import best_of, explain, try_budgets
 from lightning_videoscale.topology import waits_in_every_micro_batch
 
-BudgetArgument = Budget | AutoBudget | Literal["auto"]
+BudgetArgument = BucketBudget | TimeBudget | AutoBudget | Literal["auto"]
 
 _MAX_SHAPES, _SECONDS = 6, 0.3
 """Of the benchmark at the start of fit: about a minute."""
@@ -44,7 +44,7 @@ class RunBudget:
     def __init__(self, budget: BudgetArgument, step_time: StepTimeModel | None) -> None:
         if budget != "auto" and not isinstance(budget, (Budget, AutoBudget)):
             raise ValueError(f"budget={budget!r} must be 'auto', a BucketBudget, a TimeBudget or an AutoBudget.")
-        self.training = budget if isinstance(budget, Budget) else None
+        self.training: Budget | None = budget if isinstance(budget, Budget) else None
         self.step_time = budget.step_time if step_time is None and isinstance(budget, TimeBudget) else step_time
         self._auto = None if isinstance(budget, Budget) else AutoBudget() if budget == "auto" else budget
         self._found: Calibration | None = None

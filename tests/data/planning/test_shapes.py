@@ -69,7 +69,8 @@ def test_images_and_latents() -> None:
 
 
 def test_tokens_of_the_model_families() -> None:
-    lengths = {name: g.sequence_length(81, 704, 1280) for name, g in GEOMETRIES.items()}
+    videos = {name: g for name, g in GEOMETRIES.items() if g.temporal_stride > 1}
+    lengths = {name: g.sequence_length(81, 704, 1280) for name, g in videos.items()}
     assert lengths == {
         "wan2.1": 21 * 44 * 80,
         "wan2.2": 21 * 44 * 80,
@@ -85,6 +86,26 @@ def test_tokens_of_the_model_families() -> None:
         "consisid": 21 * 44 * 80 + 226,
         "ltx-video": 11 * 22 * 40,
         "ltx-2": 11 * 22 * 40,
+        "mochi": 14 * 44 * 80 + 256,
+        "cosmos-1.0": 11 * 44 * 80,
+        "cosmos-2": 21 * 44 * 80,
+        "cosmos-2.5": 21 * 44 * 80,
+        "kandinsky-5": 21 * 44 * 80,
+        "easyanimate-v5.1": 21 * 44 * 80 + 256,
+        "allegro": 21 * 44 * 80,
+        "motif-video": 21 * 44 * 80 + 512,
+        "anyflow": 21 * 44 * 80,
+        "qwen-image": 21 * 44 * 80 + 512,  # whose VAE is Wan's
+    }
+    images = {name: g.sequence_length(1, 1024, 1024) for name, g in GEOMETRIES.items() if name not in videos}
+    assert images == {
+        "flux": 64 * 64 + 512,
+        "flux2": 64 * 64 + 512,
+        "sd3": 64 * 64 + 333,
+        "chroma": 64 * 64 + 512,
+        "z-image": 64 * 64 + 512,
+        "cogview4": 64 * 64 + 1024,
+        "pixart": 64 * 64,
     }
     with pytest.raises(ValueError, match=r"\(5, 8, 7\) .*\(1, 2, 2\)"):
         WAN.sequence_length(np.array([5, 5]), np.array([8, 8]), np.array([8, 7]), latents=True)
@@ -104,7 +125,7 @@ def test_every_shape_fits_model_tier_and_source(rows: list[tuple[int, int, int, 
             assert num_frames == 0 or min(width, height) < geometry.side_multiple * 16
             continue
         shape = shaped.shapes[shape_id]
-        assert shape.frames <= min(num_frames, 49) and shape.frames % geometry.temporal_stride == 1
+        assert shape.frames <= min(num_frames, 49) and (shape.frames - 1) % geometry.temporal_stride == 0
         assert shape.height <= height and shape.width <= width and shape.height * shape.width <= 720 * 1280
         assert shape.height % geometry.side_multiple == shape.width % geometry.side_multiple == 0
         assert geometry.sequence_length(shape.frames, shape.height, shape.width) > 0

@@ -25,6 +25,9 @@ def test_every_family_tells_its_heads(family: str) -> None:
     config: Any = model.config
     if family == "z_image":
         mine = config["n_heads"], config["dim"] // config["n_heads"]
+    elif family == "kandinsky":
+        head_dim = sum(config["axes_dims"])
+        mine = config["model_dim"] // head_dim, head_dim
     else:
         mine = config["num_attention_heads"], config["attention_head_dim"]
     sizes = attention_sizes(model, plan)
