@@ -11,9 +11,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
 
 import torch
 from packaging.version import Version
@@ -23,6 +22,8 @@ from rich.table import Table
 
 from lightning_videoscale.attention import KERNELS
 from lightning_videoscale.attention.kernel import needs_capability
+from lightning_videoscale.cli.doctor_model import examine_model
+from lightning_videoscale.cli.finding import Finding
 from lightning_videoscale.compat.torch.versions import mix_order_reduction_is_wrong
 from lightning_videoscale.parallel.transport import what_lacks
 
@@ -43,23 +44,6 @@ _OPTIONAL = {
 """What each optional package is for, and the extra that brings it."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        subject: What was looked at.
-        status: ``bad`` spoils results or safety, ``slow`` costs time, ``missing`` limits what can be used.
-        detail: What was found.
-        remedy: What to do about it; empty where nothing needs doing.
-    """
-
-    subject: str
-    status: Literal["ok", "missing", "slow", "bad"]
-    detail: str
-    remedy: str = ""
-
-
 def examine() -> list[Finding]:
     """Looks at the packages, the GPUs and their links; starts nothing and changes nothing."""
     return [*_packages(), *_known_bad_packages(), *_gpus()]
@@ -67,7 +51,11 @@ def examine() -> list[Finding]:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    findings = examine()
+    try:
+        findings = examine() if options.model is None else examine_model(options.model)
+    except ValueError as error:
+        Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
+        return 1
     if options.json:
         sys.stdout.write(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2) + "\n")
     else:
