@@ -15,7 +15,7 @@ DIFFUSERS ?=
 FILES ?= tests/gpu
 COMMIT ?= HEAD
 # How many test files run at a time; each may start up to four processes, which mostly wait for each other. On two cores
-# three files take ten minutes, and two files took fifteen.
+# three files take ten minutes.
 WORKERS ?= 3
 # The slowest tests are listed after the results, so that one that has become slow is seen.
 SLOWEST := --durations=25 --durations-min=3

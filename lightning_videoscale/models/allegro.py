@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
+from lightning_videoscale.parallel import Attention, Projection, Refused, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_allegro.AllegroTransformer3DModel"
 
@@ -32,19 +32,18 @@ FLOPS = {_MODEL: _flops}
 BLOCKS = {_MODEL: ("transformer_blocks.*",)}
 
 
-def _masked(_: nn.Module, arguments: Mapping[str, Any]) -> str | None:
-    if arguments.get("attention_mask") is None:
-        return None
-    return "attention_mask masks tokens of the video for each head. Call it without, with clips of one size."
+_MASK = Refused("attention_mask masks tokens of the video for each head. Call it without, with clips of one size.")
 
 
 def _split_plan(_: nn.Module) -> SplitPlan:
     return SplitPlan(
-        inputs={"": {"image_rotary_emb": {1: Split(1)}}, "transformer_blocks.0": {"hidden_states": Split(1)}},
+        inputs={
+            "": {"image_rotary_emb": {1: Split(1)}, "attention_mask": _MASK},
+            "transformer_blocks.0": {"hidden_states": Split(1)},
+        },
         outputs={},
         gathers={"proj_out": {0: Split(1)}},
         attention={"transformer_blocks.*.attn1": Attention()},
-        objection=_masked,
     )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
+from lightning_videoscale.parallel import Attention, Projection, Refused, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_cogview4.CogView4Transformer2DModel"
 
@@ -32,12 +32,13 @@ FLOPS = {_MODEL: _flops}
 BLOCKS = {_MODEL: ("transformer_blocks.*",)}
 
 
-def _masked(_: nn.Module, arguments: Mapping[str, Any]) -> str | None:
-    if arguments.get("attention_mask") is not None:
-        return (
-            "its processor makes of attention_mask a bias of 1 and 0, which takes no key out. Call it without a mask, "
-            "with texts of one length."
-        )
+_MASK = Refused(
+    "CogView4's processor makes of it a bias of 1 and 0, which takes no key out. Call it without, with texts of one "
+    "length."
+)
+
+
+def _packed(_: nn.Module, arguments: Mapping[str, Any]) -> str | None:
     packing = sorted({*(arguments.get("attention_kwargs") or ())} - {"scale"})
     if packing:
         return f"attention_kwargs have {packing}, by which samples are packed. Call it with samples of one length."
@@ -47,13 +48,13 @@ def _masked(_: nn.Module, arguments: Mapping[str, Any]) -> str | None:
 def _split_plan(_: nn.Module) -> SplitPlan:
     return SplitPlan(
         inputs={
-            "": {"image_rotary_emb": Split(0)},
+            "": {"image_rotary_emb": Split(0), "attention_mask": _MASK},
             "transformer_blocks.0": {"hidden_states": Split(1), "encoder_hidden_states": Split(1, ("text",))},
         },
         outputs={"rope": {0: Split(0), 1: Split(0)}},
         gathers={"proj_out": {0: Split(1)}},
         attention={"transformer_blocks.*.attn1": Attention(("text", "video"))},
-        objection=_masked,
+        objection=_packed,
     )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
+from lightning_videoscale.parallel import Attention, Projection, Refused, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_kandinsky.Kandinsky5Transformer3DModel"
 
@@ -38,25 +38,22 @@ FLOPS = {_MODEL: _flops}
 BLOCKS = {_MODEL: ("text_transformer_blocks.*", "visual_transformer_blocks.*")}
 
 
-def _nabla(_: nn.Module, arguments: Mapping[str, Any]) -> str | None:
-    if arguments.get("sparse_params") is None:
-        return None
-    return (
-        "sparse_params ask for NABLA, whose block-sparse mask looks at 64 tokens of the whole video at a time. Call it "
-        "without them, for attention of all tokens."
-    )
+_NABLA = Refused(
+    "sparse_params ask for NABLA, whose block-sparse mask looks at 64 tokens of the whole video at a time. Call it "
+    "without them, for attention of all tokens."
+)
 
 
 def _split_plan(_: nn.Module) -> SplitPlan:
     return SplitPlan(
         inputs={
+            "": {"sparse_params": _NABLA},
             "visual_transformer_blocks.0": {"visual_embed": Split(1)},
             "visual_transformer_blocks.*": {"rope": Split(1)},
         },
         outputs={},
         gathers={"visual_transformer_blocks.-1": {0: Split(1)}},
         attention={"visual_transformer_blocks.*.self_attention": Attention()},
-        objection=_nabla,
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
+from lightning_videoscale.parallel import Attention, Projection, Refused, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.pixart_transformer_2d.PixArtTransformer2DModel"
 
@@ -31,22 +31,18 @@ FLOPS = {_MODEL: _flops}
 BLOCKS = {_MODEL: ("transformer_blocks.*",)}
 
 
-def _masked(_: nn.Module, arguments: Mapping[str, Any]) -> str | None:
-    if arguments.get("attention_mask") is None:
-        return None
-    return (
-        "attention_mask masks tokens of the image for each head. Call it without, with images of one size. The text's "
-        "mask is encoder_attention_mask."
-    )
+_MASK = Refused(
+    "attention_mask masks tokens of the image for each head. Call it without, with images of one size. The text's "
+    "mask is encoder_attention_mask."
+)
 
 
 def _split_plan(_: nn.Module) -> SplitPlan:
     return SplitPlan(
-        inputs={"transformer_blocks.0": {"hidden_states": Split(1)}},
+        inputs={"": {"attention_mask": _MASK}, "transformer_blocks.0": {"hidden_states": Split(1)}},
         outputs={},
         gathers={"proj_out": {0: Split(1)}},
         attention={"transformer_blocks.*.attn1": Attention()},
-        objection=_masked,
     )
 
 
