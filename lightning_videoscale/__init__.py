@@ -5,7 +5,9 @@ Lightning is imported. Everything else is imported when it is first asked for: s
 plain PyTorch, and ``videoscale --help`` needs not even that.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from wrapt import when_imported
@@ -64,6 +66,12 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+_BASES = f"{__name__}.compat.lightning"
+
+
+@when_imported(_BASES)
 @when_imported("lightning.pytorch")  # and all of it: our strategies derive from Lightning's
-def _register(_: object) -> None:
-    import_module(f"{__name__}.strategies").register_strategies()
+def _register(imported: ModuleType) -> None:
+    """Importing the strategies registers them; not while what they derive from is itself being imported."""
+    if imported.__name__ == _BASES or _BASES not in sys.modules:
+        import_module(f"{__name__}.strategies")

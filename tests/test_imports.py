@@ -109,6 +109,25 @@ def test_strategies_are_known_by_name_in_either_order_of_imports(script: str, im
     assert printed_by(script.format(imports=imports))[-1] == strategy
 
 
+FIRST = """
+import importlib, os, sys
+import torch
+for module in sys.argv[1:]:
+    if not (child := os.fork()):  # each imports Lightning by itself
+        importlib.import_module(f"lightning_videoscale.{module}")
+        from lightning.pytorch.strategies import StrategyRegistry
+        assert "ulysses_ddp" in StrategyRegistry
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, module
+"""
+
+
+def test_any_room_may_be_the_first_to_import_lightning() -> None:
+    first = ["strategies.ddp", "compat.lightning", "callbacks.ema"]
+    done = subprocess.run([sys.executable, "-c", FIRST, *first], text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_package_alone_loads_nothing() -> None:
     script = "import sys, lightning_videoscale\nprint(*sorted({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
     assert printed_by(script) == [""]

@@ -5,7 +5,7 @@
 `SequenceParallelDeepSpeedStrategy`  registered as "ulysses_deepspeed_stage_1", "..._2" and "..._3"
 `SequenceParallelFSDP2Strategy`      registered as "ulysses_fsdp2" and "usp_fsdp2"
 `read_weights`                       the weights of a checkpoint, without a Trainer
-`register_strategies`                makes the names known to Lightning; importing `lightning_videoscale` does it
+`register_strategies`                makes the names known to Lightning; importing this does it, once
 """
 
 from __future__ import annotations
@@ -23,3 +23,5 @@ __all__ = [
     "read_weights",
     "register_strategies",
 ]
+
+register_strategies()
