@@ -66,12 +66,13 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_BASES = f"{__name__}.compat.lightning"
+_NEEDED = (f"{__name__}.compat.lightning", f"{__name__}.trained_weights")
+"""What imports Lightning itself and is needed by the strategies: where it comes first, they wait for its end."""
 
 
-@when_imported(_BASES)
+@when_imported(_NEEDED[1])
+@when_imported(_NEEDED[0])
 @when_imported("lightning.pytorch")  # and all of it: our strategies derive from Lightning's
 def _register(imported: ModuleType) -> None:
-    """Importing the strategies registers them; not while what they derive from is itself being imported."""
-    if imported.__name__ == _BASES or _BASES not in sys.modules:
-        import_module(f"{__name__}.strategies")
+    if imported.__name__ in _NEEDED or not any(name in sys.modules for name in _NEEDED):
+        import_module(f"{__name__}.strategies")  # which registers them
