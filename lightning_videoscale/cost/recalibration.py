@@ -83,6 +83,7 @@ class Recalibration:
         self.fitted: StepTimeModel | None = None
         self._observed = ObservedCosts()
         budget = calibration.budget
+        self._names_target = target_sync is not None
         self._target_sync = (
             budget.target_sync if target_sync is None and isinstance(budget, TimeBudget) else target_sync
         )
@@ -153,7 +154,8 @@ class Recalibration:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned."""
         self.calibration = Calibration.from_dict(state["calibration"])
-        self._target_sync = state.get("target_sync", self._target_sync)
+        if not self._names_target:  # one that is named now goes before that of the checkpoint
+            self._target_sync = state.get("target_sync", self._target_sync)
         self.fitted = StepTimeModel.from_dict(state["fitted"]) if state["fitted"] else None
         self._observed.load_state_dict(state["observed"])
         self._peaks = dict(state["peaks"])

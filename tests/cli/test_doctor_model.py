@@ -36,6 +36,11 @@ def sana() -> nn.Module:
     return SanaTransformer2DModel(num_layers=1)
 
 
+def any_network() -> nn.Module:
+    """What a test puts in its place."""
+    raise NotImplementedError
+
+
 def found(target: str) -> dict[str, list[tuple[str, str]]]:
     rows: dict[str, list[tuple[str, str]]] = {}
     for finding in examine_model(target):
@@ -97,7 +102,7 @@ def test_what_is_no_model_is_named(target: str, message: str, capsys: pytest.Cap
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_looked_at(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.sana", lambda: FAMILIES[family].model(Case(family)), raising=True)
-    rows = found(f"{__name__}:sana")
+    monkeypatch.setattr(f"{__name__}.any_network", lambda: FAMILIES[family].model(Case(family)))
+    rows = found(f"{__name__}:any_network")
     assert rows["split"][0][0] == "ok" and "fused" in rows
     assert rows["exchange"][0][0] == "ok" or family == "own_model"

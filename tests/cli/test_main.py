@@ -16,6 +16,8 @@ import pytest
 from lightning_videoscale.cli import main
 from lightning_videoscale.cli.parsers import plan as plan_arguments
 from lightning_videoscale.data.planning import Balance
+from lightning_videoscale.parallel.layout import DEFAULT_TOKENS
+from lightning_videoscale.report import LOG_NAME, REPORT_NAME
 from tests.data.clips import write_shard
 from tests.examples.footage import moving_square, write_video
 from tests.scripts import printed_in, run_forked, start_forked
@@ -76,6 +78,14 @@ def test_a_command_is_needed_and_all_are_listed(capsys: pytest.CaptureFixture[st
 
 def test_names_of_balances_are_those_of_the_planner() -> None:
     assert set(plan_arguments.BALANCES) == set(get_args(Balance))
+
+
+def test_help_names_what_the_commands_use(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, names in (("plan", [f"without any, {DEFAULT_TOKENS}"]), ("report", [REPORT_NAME, LOG_NAME])):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        said = " ".join(capsys.readouterr().out.split())
+        assert all(name in said for name in names)
 
 
 def test_who_reads_may_have_seen_enough(tmp_path: Path) -> None:

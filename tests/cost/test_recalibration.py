@@ -133,6 +133,16 @@ def test_one_window_moves_the_budget_a_little() -> None:
     assert before.p - after.p == pytest.approx(0.08)
 
 
+def test_a_target_that_is_named_goes_before_that_of_a_checkpoint() -> None:
+    state = json.loads(json.dumps(start().state_dict()))
+    for named, wanted in ((2.0, 2.0), (None, 1.0)):
+        loop = start(target_sync=named)
+        loop.load_state_dict(state)
+        for n in range(4):
+            loop.update(window((1.0, 1.0), seed=n))
+        assert loop.calibration.budget.numbers["target_sync"] == wanted
+
+
 def test_without_a_target_the_longest_sample_keeps_setting_it() -> None:
     first = Calibration(BucketBudget(2 * LONGEST, LONGEST**2.2, 2.2), wrong(TRUTH, 0.5, 0.3))
     loop = Recalibration(first)
