@@ -9,23 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_videoscale.parallel import Attention, Length, SequenceMesh, Split, SplitPlan, parallelize, verify_plan
 from tests.distributed.pool import ProcessPool
+from tests.distributed.test_streams import SelfAttention
 
 Ranks = Callable[[int], ProcessPool]
-
-
-class Joint(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4)
-        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 class Block(nn.Module):
@@ -33,7 +23,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = Joint()
+        self.attention = SelfAttention()
         self.scale = nn.Parameter(torch.randn(8))
 
     def forward(
