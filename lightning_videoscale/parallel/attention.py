@@ -81,14 +81,44 @@ def sequence_parallel_attention(
         q, k, v = scatter_heads(q, k, v, ulysses)
     else:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    choices = as_choices(attention_backend)
-    if mesh.ring.size > 1:
-        keys_of_rings = tuple(sum(key_lengths[first : first + size]) for first in range(0, mesh.sp.size, size))
-        ring = Ring(mesh.ring, keys_of_rings, heads.repeats, scale, transport, choices)
-        out = ring_attention(q, k, v, ring, mask)
-    else:
-        out = attention(choices, q, repeat_heads(k, heads.repeats), repeat_heads(v, heads.repeats), scale, mask)
+    out = attend_heads(q, k, v, mesh, key_lengths, heads.repeats, transport, scale, as_choices(attention_backend), mask)
     return gather_heads(out, ulysses) if ulysses is not None else out.transpose(1, 2)
+
+
+def attend_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh: SequenceMesh,
+    key_lengths: tuple[int, ...],
+    repeats: tuple[int, ...],
+    transport: Transport,
+    scale: float,
+    choices: AttentionChoices,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attends between the exchanges of Ulysses: alone, or with the other Ulysses groups in a ring.
+
+    Args:
+        query: (B, h, S, D), this rank's heads for all tokens of its Ulysses group.
+        key: (B, h', T, D) likewise.
+        value: As ``key``.
+        mesh: Its ``ring`` axis is used.
+        key_lengths: Keys of each rank of ``mesh.sp``.
+        repeats: How many query heads each key/value head serves, in their order.
+        transport: How a ring's blocks travel.
+        scale: Factor on the logits.
+        choices: What chooses the kernel.
+        mask: (B, keys of all ranks of ``mesh.sp``) bool, True where a key may be attended.
+
+    Returns:
+        (B, h, S, D).
+    """
+    if mesh.ring.size == 1:
+        return attention(choices, query, repeat_heads(key, repeats), repeat_heads(value, repeats), scale, mask)
+    size = mesh.ulysses.size
+    keys = tuple(sum(key_lengths[first : first + size]) for first in range(0, mesh.sp.size, size))
+    return ring_attention(query, key, value, Ring(mesh.ring, keys, repeats, scale, transport, choices), mask)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, mesh: SequenceMesh) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_videoscale.attention import AttentionBackend, AttentionChoices, as_choices
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.region_randomness import RegionRandomness, RegionSeed
+from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
 
 
@@ -31,12 +32,14 @@ class SplitRecord:
         short: Of streams with fewer tokens than there are ranks, but some, how many they have. Each rank holds one
             token, those that are missing are zeros that nobody attends to.
         seed: Of the random numbers between the first split and the last gather; None before the first split.
+        wholes: Slices of rotary tables, each with the table of all tokens, for schedules that read these.
     """
 
     rank: int
     tables: Mapping[str, Sequence[int]] = field(default_factory=dict)
     short: Mapping[str, int] = field(default_factory=dict)
     seed: RegionSeed | None = None
+    wholes: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def with_stream(self, stream: str, tokens: int, lengths: tuple[int, ...]) -> SplitRecord:
         """Returns the record that also holds a stream of ``lengths[r]`` tokens on rank ``r``.
@@ -79,6 +82,20 @@ class SplitRecord:
             for _ in range(self.tables[stream][self.rank])
         )
 
+    def whole(self, sliced: Tensor) -> Tensor:
+        """Returns the table of all tokens of which ``sliced`` is this rank's part.
+
+        Raises:
+            ValueError: If it is none of those that this forward pass has split.
+        """
+        for mine, whole in self.wholes:
+            if mine.data_ptr() == sliced.data_ptr() and mine.shape == sliced.shape and mine.dtype == sliced.dtype:
+                return whole
+        raise ValueError(
+            f"The rotary table of shape {tuple(sliced.shape)} is not one that this forward pass has split, so that of "
+            "all tokens is not known, which schedule='sliced' rotates by. Use schedule='serial'."
+        )
+
     @property
     def local_lengths(self) -> set[int]:
         """Tokens that this rank has of any streams together."""
@@ -96,6 +113,7 @@ class SequenceContext:
         transport: How bytes travel; collectives if left out.
         short_streams: See `SplitPlan.short_streams`.
         attention_backend: Which kernel computes attention, see `AttentionChoices`.
+        schedule: In which order projections and exchanges run, see `parallel.schedules`.
 
     Attributes:
         choices: What chooses it.
@@ -117,8 +135,10 @@ class SequenceContext:
         transport: Transport | None = None,
         short_streams: frozenset[str] = frozenset(),
         attention_backend: AttentionBackend | AttentionChoices = "auto",
+        schedule: ScheduleName = "serial",
     ) -> None:
         self.mesh = mesh
+        self.schedule = schedule
         self.choices = as_choices(attention_backend)
         self.transport = transport if transport is not None else DEFAULT_TRANSPORT
         self.record = SplitRecord(mesh.sp.rank)
@@ -154,6 +174,11 @@ class SequenceContext:
                 self.record = replace(self.record, seed=seed)
         elif self.record.seed is not None:
             self.randomness.enter_again(x.device, self.record.seed)
+
+    def keep_whole(self, sliced: Tensor, whole: Tensor) -> None:
+        """Notes of which table ``sliced`` is this rank's part, where the schedule reads it."""
+        if self.schedule != "serial":
+            self.record = replace(self.record, wholes=(*self.record.wholes, (sliced, whole)))
 
     def resume(self, record: SplitRecord) -> None:
         """Backward has come to a forward pass, whose layers may be recomputed from here on."""

@@ -27,6 +27,7 @@ from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_pl
 from lightning_videoscale.parallel.plan_verification import PlanReport, check_exchanges, compare
 from lightning_videoscale.parallel.rank_agreement import Agreement, compare_inputs
 from lightning_videoscale.parallel.split_hooks import average_input_gradients, install_hooks
+from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.parallel.trial_run import SplitNetwork
 from lightning_videoscale.undo import Undo
@@ -42,6 +43,7 @@ def parallelize(
     transport: Transport | None = None,
     verify_plan: bool = True,
     attention_backend: AttentionBackend | AttentionChoices = "auto",
+    schedule: ScheduleName = "serial",
     tokens: int | None = None,
     log: Callable[[str], None] = _log.info,
 ) -> Undo:
@@ -68,6 +70,8 @@ def parallelize(
         verify_plan: Whether to verify the plan, unless it is `SplitPlan.exact`.
         attention_backend: Which kernel computes attention: one by name, or ``"auto"``, which is torch's own pick until
             `AttentionChoices` has measured. To have it measure, make one and call its ``settle`` between steps.
+        schedule: In which order projections and exchanges run: ``"serial"``, or ``"sliced"``, which hides exchanges
+            behind the projections where the plan has it; see `parallel.schedules`.
         tokens: Of the longest sequences, by which a mesh is divided; 32 760 if left out.
         log: Is told on rank 0 what the plan costs, where it costs anything, and how the verification ended.
 
@@ -76,14 +80,14 @@ def parallelize(
 
     Raises:
         ValueError: If no plan is known, the plan names a module or argument the model lacks or splits tokens that no
-            attention has for keys, or the heads do not fit.
+            attention has for keys, the heads do not fit, or the plan lacks the schedule.
     """
     plan = _plan_for(model, plan)
     choices = as_choices(attention_backend)
     divide_mesh(mesh, [(model, plan)], None if tokens is None else {tokens: 1}, log=log)
     if mesh.sp.size == 1:
         return choose_attention(model, plan, choices)
-    network, undo = _install(model, plan, mesh, transport, choices)
+    network, undo = _install(model, plan, mesh, transport, choices, schedule)
     if dist.get_rank() == 0:
         for line in _costs(model, plan):
             log(f"{network.name} on slices of its sequence: {line}")
@@ -167,10 +171,22 @@ def _costs(model: nn.Module, plan: SplitPlan) -> list[str]:
 
 
 def _install(
-    model: nn.Module, plan: SplitPlan, mesh: SequenceMesh, transport: Transport | None, choices: AttentionChoices
+    model: nn.Module,
+    plan: SplitPlan,
+    mesh: SequenceMesh,
+    transport: Transport | None,
+    choices: AttentionChoices,
+    schedule: ScheduleName = "serial",
 ) -> tuple[SplitNetwork, Undo]:
     check_streams(plan, type(model).__name__)
-    context = SequenceContext(mesh, transport, plan.short_streams, choices)
+    if schedule not in plan.schedules:
+        raise ValueError(
+            f"schedule={schedule!r} is not known for {type(model).__name__}, whose split plan has {plan.schedules}."
+        )
+    # With one rank in it, a Ulysses group has no exchange to hide.
+    context = SequenceContext(
+        mesh, transport, plan.short_streams, choices, schedule if mesh.ulysses.size > 1 else "serial"
+    )
     agreement = Agreement(context.mesh, context.transport)
 
     def begin(module: nn.Module, *inputs: Any) -> None:

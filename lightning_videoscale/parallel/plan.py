@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_videoscale.families import AllFamilies, class_path, known
 from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.schedules import ScheduleName
 
 AttentionChange = Callable[[nn.Module, SequenceContext], Callable[[], None]]
 """Makes a model's self-attention exchange over the group, and returns what takes that back."""
@@ -50,12 +51,15 @@ class Split:
             if they are per sample, (B,)); any number if left out.
         broadcasts: Whether a dim of size 1 stays whole though nothing of the stream came before; otherwise it is a
             stream of one token.
+        keeps_whole: Of a module's output: whether schedules that rotate after the exchange read all of it, too. So it
+            is a rotary table.
     """
 
     dim: int
     streams: tuple[str, ...] = VIDEO
     ndim: int | None = None
     broadcasts: bool = False
+    keeps_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,7 @@ class SplitPlan:
         gathers_inside: As ``gathers``, of outputs from which something is split again before the last gather.
         exact: Whether tests hold the plan to one device for this very class of models; others are verified when the
             model is first called.
+        schedules: By which its attention can run. All but ``"serial"`` need ``attention`` to be a function.
     """
 
     inputs: Mapping[str, Mapping[str, Rule]]
@@ -164,6 +169,7 @@ class SplitPlan:
     objection: Objection | None = None
     gathers_inside: Mapping[str, Mapping[int, Split]] = field(default_factory=dict)
     exact: bool = False
+    schedules: tuple[ScheduleName, ...] = ("serial",)
 
     @property
     def splits_anything(self) -> bool:

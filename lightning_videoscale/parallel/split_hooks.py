@@ -183,7 +183,10 @@ def _each(value: Any, rule: Split, context: SequenceContext, change: _TensorChan
     dim = rule.dim % value.ndim
     if change is gather or change is gather_inside:
         return value if value.shape[dim] == 1 and rule.broadcasts else change(value, dim, context, rule.streams)
-    return change(value, dim, context, rule.streams, broadcasts=rule.broadcasts)
+    changed = change(value, dim, context, rule.streams, broadcasts=rule.broadcasts)
+    if rule.keeps_whole:
+        context.keep_whole(changed, value)
+    return changed
 
 
 def _end_recomputed_entrance(context: SequenceContext) -> Callable[..., None]:

@@ -235,8 +235,8 @@ class _GatherHeads(torch.autograd.Function):
 
 def _scatter(tensors: Sequence[Tensor], shares: HeadShares, ulysses: Ulysses) -> tuple[Tensor, ...]:
     batch, _, _, dim = tensors[0].shape
-    send, receive = _times(shares.by_heads, batch * dim), _times(shares.by_tokens, batch * dim)
-    received = ulysses.transport.exchange(_pack(tensors, shares), send, receive, ulysses.axis)
+    send, receive = times(shares.by_heads, batch * dim), times(shares.by_tokens, batch * dim)
+    received = ulysses.transport.exchange(pack(tensors, shares), send, receive, ulysses.axis)
     heads_first = received.view(-1, batch, sum(shares.mine), dim).permute(1, 2, 0, 3)
     return tuple(heads_first.split(shares.mine, 1))
 
@@ -245,18 +245,18 @@ def _gather(tensors: Sequence[Tensor], shares: HeadShares, ulysses: Ulysses) -> 
     batch, _, _, dim = tensors[0].shape
     tokens_first = [x.permute(2, 0, 1, 3) for x in tensors]
     message = torch.cat(tokens_first, 2) if len(tensors) > 1 else tokens_first[0].contiguous()
-    send, receive = _times(shares.by_tokens, batch * dim), _times(shares.by_heads, batch * dim)
+    send, receive = times(shares.by_tokens, batch * dim), times(shares.by_heads, batch * dim)
     received = ulysses.transport.exchange(message.flatten(), send, receive, ulysses.axis)
-    return _unpack(received, batch, dim, shares)
+    return unpack(received, batch, dim, shares)
 
 
-def _pack(tensors: Sequence[Tensor], shares: HeadShares) -> Tensor:
+def pack(tensors: Sequence[Tensor], shares: HeadShares) -> Tensor:
     """Writes for each rank, one behind the other, its heads of all tensors (B, s, H, D), reading each once."""
     batch, tokens, _, dim = tensors[0].shape
     if shares.even:
         shape = batch, tokens, len(shares.counts), shares.mine[0], dim
         return torch.stack([x.view(shape).permute(2, 1, 0, 3, 4) for x in tensors], 3).flatten()
-    sizes = _times(shares.by_heads, batch * dim)
+    sizes = times(shares.by_heads, batch * dim)
     message = tensors[0].new_empty(sum(sizes))
     for rank, piece in enumerate(message.split(sizes)):
         targets = piece.view(tokens, batch, -1, dim).split(shares.counts[rank], 2)
@@ -265,15 +265,15 @@ def _pack(tensors: Sequence[Tensor], shares: HeadShares) -> Tensor:
     return message
 
 
-def _unpack(message: Tensor, batch: int, dim: int, shares: HeadShares) -> tuple[Tensor, ...]:
-    """The inverse of `_pack`; where heads of ranks overlap, they are added up."""
+def unpack(message: Tensor, batch: int, dim: int, shares: HeadShares) -> tuple[Tensor, ...]:
+    """The inverse of `pack`; where heads of ranks overlap, they are added up."""
     if shares.even:
         ranks, heads = len(shares.counts), shares.mine[0]
         pieces = message.view(ranks, shares.tokens, batch, -1, heads, dim).permute(3, 2, 1, 0, 4, 5)
         return pieces.reshape(-1, batch, shares.tokens, ranks * heads, dim).unbind()
     split = [
         piece.view(shares.tokens, batch, -1, dim).transpose(0, 1).split(counts, 2)
-        for piece, counts in zip(message.split(_times(shares.by_heads, batch * dim)), shares.counts, strict=True)
+        for piece, counts in zip(message.split(times(shares.by_heads, batch * dim)), shares.counts, strict=True)
     ]
     return tuple(_join(parts, heads) for parts, heads in zip(zip(*split, strict=True), shares.heads, strict=True))
 
@@ -291,5 +291,6 @@ def _join(parts: Sequence[Tensor], shares: Sequence[range]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def _times(numbers: tuple[int, ...], factor: int) -> list[int]:
+def times(numbers: tuple[int, ...], factor: int) -> list[int]:
+    """Returns the sizes of pieces, given those over B · D."""
     return [number * factor for number in numbers]

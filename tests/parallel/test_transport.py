@@ -236,7 +236,7 @@ def test_memory_grows_with_the_largest_message_and_keeps_what_is_pending() -> No
 
 def test_pieces_are_pushed_in_any_order() -> None:
     def work(transport: SymmetricTransport, rank: int) -> list[float]:
-        exchange = transport.open([2, 2, 2], [2, 2, 2], torch.float32)
+        exchange = transport.open([2, 2, 2], [2, 2, 2], torch.empty(0), axis_of(rank, 3))
         for peer in (rank, 2, 1, 0):
             if peer != rank or not exchange._pieces:
                 exchange.push({peer: torch.full((1, 2), float(10 * rank + peer))})

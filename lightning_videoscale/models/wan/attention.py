@@ -14,7 +14,7 @@ from lightning_videoscale.injection.branch_bias import changed_linear, without_b
 from lightning_videoscale.kernels import qk_norm_rope, qkv_linear
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
-_AUTOCAST_WIDENS_NORMS = autocast_widens_norms()  # q and k stay in float32 until attention
+AUTOCAST_WIDENS_NORMS = autocast_widens_norms()  # q and k stay in float32 until attention
 _TEXT_TOKENS = 512  # behind the tokens of the image, as diffusers takes for granted
 
 Rotary = tuple[Tensor, Tensor] | None
@@ -122,7 +122,7 @@ def _fused_norms(
         cos, sin = rotary_emb
         rope = cos[..., 0::2], sin[..., 1::2]
     heads = (attn.heads, -1)
-    widened = _AUTOCAST_WIDENS_NORMS and query.is_cuda and torch.is_autocast_enabled("cuda")
+    widened = AUTOCAST_WIDENS_NORMS and query.is_cuda and torch.is_autocast_enabled("cuda")
     normed: tuple[Tensor, Tensor] = run_norm(
         qk_norm_rope,
         query.unflatten(-1, heads),

@@ -15,6 +15,7 @@ from lightning_videoscale.compat.diffusers import HearsOfBackends, own_attention
 from lightning_videoscale.injection.fused_block import fused_block_of
 from lightning_videoscale.models.wan.attention import Rotary, attend
 from lightning_videoscale.models.wan.fused_attention import FUSED_ATTENTION, changed_attention, foreign
+from lightning_videoscale.models.wan.sliced_attention import attend_sliced
 from lightning_videoscale.parallel import (
     Projection,
     SequenceContext,
@@ -58,14 +59,25 @@ class SequenceParallelWanAttention(HearsOfBackends):
         """Attends from and to all tokens of the group; (B, s, dim) in and out."""
         if encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError("Sequence-parallel Wan self-attention takes neither other tokens nor an attention mask.")
-        fused = fused_block_of(attn) is FUSED_ATTENTION and changed_attention(attn) is None
+        change = changed_attention(attn)
+        fused = fused_block_of(attn) is FUSED_ATTENTION and change is None
+        if self.context.schedule == "sliced":
+            if change is not None:
+                raise ValueError(
+                    f"{self._path}: {change}, and schedule='sliced' normalises without calling it. Use schedule='serial'."
+                )
+            self._watched()
+            return attend_sliced(attn, hidden_states, rotary_emb, self.context, self._choices, detach_bias=detach_bias)
         return attend(attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias)
 
-    def _exchange(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
+    def _watched(self) -> None:
         if self.context.on_exchange is not None:  # compiled code never reads the path, so that blocks may share it
             others = [stream for stream in self.context.record.tables if stream != "video"]
             objection = f"the split plan splits {others}, and this attends over video alone." if others else None
             self.context.on_exchange(self._path, objection)
+
+    def _exchange(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
+        self._watched()
         context = self.context
         return sequence_parallel_attention(
             query,
@@ -82,9 +94,10 @@ def split_plan(model: nn.Module) -> SplitPlan:
     """The plan of a `WanTransformer3DModel`, whose timesteps may be those of samples, (B,), or of tokens, (B, S)."""
     return SplitPlan(
         inputs={"": {"timestep": Split(1, ndim=2)}, "blocks.0": {"hidden_states": Split(1)}},
-        outputs={"rope": {0: Split(1), 1: Split(1)}},
+        outputs={"rope": {0: Split(1, keeps_whole=True), 1: Split(1, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
         attention=partial(split_attention, paths=("blocks.*.attn1",)),
+        schedules=("serial", "sliced"),
     )
 
 

@@ -49,9 +49,10 @@ def _split_plan(model: nn.Module) -> SplitPlan:
             "vace_blocks.0": {"hidden_states": Split(1), "control_hidden_states": Split(1)},
             "blocks.0": {"hidden_states": Split(1)},
         },
-        outputs={"rope": {0: Split(1), 1: Split(1)}},
+        outputs={"rope": {0: Split(1, keeps_whole=True), 1: Split(1, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
         attention=partial(split_attention, paths=("vace_blocks.*.attn1", "blocks.*.attn1")),
+        schedules=("serial", "sliced"),
     )
 
 

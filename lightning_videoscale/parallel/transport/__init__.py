@@ -1,6 +1,7 @@
 """How messages get from rank to rank along an axis.
 
 `Transport`            what a transport offers; all code outside this folder is written against it
+`Exchange`             an all-to-all whose pieces are sent one by one
 `TransportName`        the names by which a strategy selects one, and `create_transport`, which makes it
 `CollectiveTransport`  collectives on gloo and NCCL: runs everywhere, and is the oracle for the others
 """
@@ -22,6 +23,7 @@ __all__ = [
     "COMPILABLE",
     "DEFAULT_TRANSPORT",
     "CollectiveTransport",
+    "Exchange",
     "Transport",
     "TransportName",
     "create_transport",
@@ -35,6 +37,19 @@ COMPILABLE: tuple[TransportName, ...] = ("collective",)
 
 CAPTURABLE: tuple[TransportName, ...] = ("collective",)
 """The transports whose messages a CUDA graph can repeat."""
+
+
+class Exchange(Protocol):
+    """An all-to-all whose pieces are sent as they become ready, begun by `Transport.open`."""
+
+    def room(self, peer: int) -> Tensor:
+        """Returns where to write the piece for a position on the axis: 1-D, not to be written to once it is sent."""
+
+    def send(self, *peers: int) -> None:
+        """Sends what was written for these positions, in this order; each once, this rank's own too."""
+
+    def finish(self) -> Tensor:
+        """Returns the received pieces in the order of their senders, 1-D; all must be sent. The host does not wait."""
 
 
 class Transport(Protocol):
@@ -76,6 +91,16 @@ class Transport(Protocol):
 
     def wait(self, pending: Any) -> Tensor:
         """Returns the result of `all_to_all`; the host does not wait."""
+
+    def open(self, send: Sequence[int], receive: Sequence[int], like: Tensor, axis: Axis) -> Exchange:
+        """Begins an all-to-all; all ranks of the axis begin theirs in one order, and finish them in that order.
+
+        Args:
+            send: As in `exchange`.
+            receive: As in `exchange`.
+            like: A tensor of the dtype and device of the pieces.
+            axis: The ranks that take part.
+        """
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
         """Concatenates the ranks' tensors along dim 0.

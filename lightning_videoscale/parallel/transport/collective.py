@@ -22,6 +22,37 @@ class _Pending(NamedTuple):
     received: Tensor
 
 
+class CollectiveExchange:
+    """Pieces that become one message, which is sent with the last of them; see `Exchange`."""
+
+    def __init__(self, send: Sequence[int], receive: Sequence[int], like: Tensor, axis: Axis) -> None:
+        self._message = like.new_empty(sum(send))
+        self._rooms = self._message.split(list(send))
+        self._sizes = send, receive
+        self._axis = axis
+        self._lacking = set(range(axis.size))
+        self._pending: _Pending | None = None
+
+    def room(self, peer: int) -> Tensor:
+        """Returns the piece's place in the message."""
+        return self._rooms[peer]
+
+    def send(self, *peers: int) -> None:
+        """Starts the collective once nothing is lacking."""
+        self._lacking.difference_update(peers)
+        if not self._lacking:
+            self._pending = _started(self._message, *self._sizes, self._axis)
+
+    def finish(self) -> Tensor:
+        """Waits for the collective (on GPUs: makes the current stream wait, not the host)."""
+        if self._pending is None:
+            raise RuntimeError(
+                f"Nothing was sent to the positions {sorted(self._lacking)} of the {self._axis.name} axis."
+            )
+        self._pending.work.wait()
+        return self._pending.received
+
+
 class CollectiveTransport:
     """See `Transport` for the contract."""
 
@@ -56,9 +87,7 @@ class CollectiveTransport:
         """Starts ``all_to_all_single`` (NCCL: on a stream of its own)."""
         if torch.compiler.is_compiling():
             return traceable_all_to_all(message, receive, send, axis.group)
-        received = message.new_empty(sum(receive))
-        work = dist.all_to_all_single(received, message, *_sizes(send, receive), axis.group, async_op=True)
-        return _Pending(work, received)
+        return _started(message, send, receive, axis)
 
     def wait(self, pending: Any) -> Tensor:
         """Waits for the collective (on GPUs: makes the current stream wait, not the host)."""
@@ -66,6 +95,10 @@ class CollectiveTransport:
             pending.work.wait()
             return pending.received
         return traceable_wait(pending)
+
+    def open(self, send: Sequence[int], receive: Sequence[int], like: Tensor, axis: Axis) -> Any:
+        """Takes memory for the message; see `Transport`. Not traceable."""
+        return CollectiveExchange(send, receive, like, axis)
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
         """All-gathers along dim 0; uneven shards travel padded to the longest."""
@@ -78,6 +111,12 @@ class CollectiveTransport:
             return gathered
         shards = gathered.split(longest)
         return torch.cat([shard[:length] for shard, length in zip(shards, lengths, strict=True)])
+
+
+def _started(message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> _Pending:
+    received = message.new_empty(sum(receive))
+    work = dist.all_to_all_single(received, message, *_sizes(send, receive), axis.group, async_op=True)
+    return _Pending(work, received)
 
 
 def _sizes(send: Sequence[int], receive: Sequence[int]) -> tuple[list[int] | None, list[int] | None]:

@@ -104,7 +104,7 @@ class SymmetricTransport(CollectiveTransport):
         """Starts the pushes."""
         if axis.ranks != self._axis.ranks:
             return super().all_to_all(message, send, receive, axis)
-        exchange = self.open(send, receive, message.dtype)
+        exchange = self._open(send, receive, message)
         pieces = message.detach().split(list(send))
         # Every rank starts with another peer, so that no link is shared.
         peers = [(axis.rank + step) % axis.size for step in range(1, axis.size + 1)]
@@ -113,23 +113,24 @@ class SymmetricTransport(CollectiveTransport):
 
     def wait(self, pending: Any) -> Tensor:
         """Makes the current stream wait for the pieces and copy them out of their slot."""
-        return pending.finish() if isinstance(pending, Exchange) else super().wait(pending)
+        return pending.finish() if isinstance(pending, SymmetricExchange) else super().wait(pending)
 
-    def open(self, send: Sequence[int], receive: Sequence[int], dtype: torch.dtype) -> Exchange:
-        """Begins an exchange whose pieces are pushed as they become ready.
+    def open(self, send: Sequence[int], receive: Sequence[int], like: Tensor, axis: Axis) -> Any:
+        """Begins an exchange whose pieces are pushed as they become ready; see `Transport`.
 
-        All ranks of the Ulysses axis open their exchanges in the same order.
-
-        Args:
-            send: Elements of the piece for each rank: this rank's share of one thing times that rank's of another.
-            receive: Elements that come from each rank.
-            dtype: Of the elements.
+        The elements for each rank are this rank's share of one thing times that rank's of another.
 
         Raises:
             RuntimeError: If as many exchanges are pending as there are slots, a peer did not come, or the ranks
                 disagree about the sizes.
             TimeoutError: If a peer does not tell its sizes.
         """
+        if axis.ranks != self._axis.ranks:
+            return super().open(send, receive, like, axis)
+        return self._open(send, receive, like)
+
+    def _open(self, send: Sequence[int], receive: Sequence[int], like: Tensor) -> SymmetricExchange:
+        dtype = like.dtype
         if self.failure is not None:
             raise RuntimeError(self.failure)
         shape = tuple(n * dtype.itemsize for n in send), tuple(n * dtype.itemsize for n in receive)
@@ -139,7 +140,7 @@ class SymmetricTransport(CollectiveTransport):
         if self._arena is None or self._arena.capacity < layout.capacity:
             # Exchanges that are pending keep the arena they began in.
             self._arena = Arena(self._axis, self._fabric, self._slots, layout.capacity)
-        return Exchange(self._fabric, self._arena, layout, dtype)
+        return SymmetricExchange(self._fabric, self._arena, layout, like)
 
     def _agree(self, send: tuple[int, ...], receive: tuple[int, ...]) -> Layout:
         axis = self._axis
@@ -153,21 +154,33 @@ class SymmetricTransport(CollectiveTransport):
         return Layout(sizes)
 
 
-class Exchange:
-    """One exchange between the ranks of an axis, begun by `SymmetricTransport.open`.
+class SymmetricExchange:
+    """One exchange between the ranks of an axis, begun by `SymmetricTransport.open`; see `Exchange`.
 
-    Push a piece to every rank, this one included, then `finish`.
+    Push a piece to every rank, this one included, then `finish`. A piece is any tensor, or was written into its `room`.
     """
 
-    def __init__(self, fabric: Fabric, arena: Arena, layout: Layout, dtype: torch.dtype) -> None:
+    def __init__(self, fabric: Fabric, arena: Arena, layout: Layout, like: Tensor) -> None:
         self._fabric = fabric
         self._arena = arena
         self._layout = layout
-        self._dtype = dtype
+        self._like = like.new_empty(0)
+        self._rooms: dict[int, Tensor] = {}
         self._number, self._slot = arena.begin()
         self._pieces: dict[int, Tensor] = {}
         self._awaited: list[Awaited] = []
         self._pushed: Finished | None = None
+
+    def room(self, peer: int) -> Tensor:
+        """Returns memory for the piece for a position on the axis, see `Exchange`; it is this rank's own."""
+        if peer not in self._rooms:
+            nbytes = self._layout.sizes[self._arena.axis.rank][peer]
+            self._rooms[peer] = self._like.new_empty(nbytes // self._like.dtype.itemsize)
+        return self._rooms[peer]
+
+    def send(self, *peers: int) -> None:
+        """Starts to copy what was written into the rooms."""
+        self.push({peer: self._rooms[peer] for peer in peers})
 
     def push(self, pieces: Mapping[int, Tensor]) -> None:
         """Starts to copy pieces to ranks, in the order given, after what the current stream holds so far.
@@ -208,10 +221,10 @@ class Exchange:
 
     def _check(self, piece: Tensor, peer: int) -> None:
         axis, nbytes = self._arena.axis, self._layout.sizes[self._arena.axis.rank][peer]
-        if not piece.is_contiguous() or piece.dtype is not self._dtype or piece.nbytes != nbytes:
+        if not piece.is_contiguous() or piece.dtype is not self._like.dtype or piece.nbytes != nbytes:
             raise ValueError(
                 f"The piece for position {peer} of the {axis.name} axis must be contiguous and have "
-                f"{nbytes // self._dtype.itemsize} elements of {self._dtype}; it has {piece.numel()} of {piece.dtype}, "
+                f"{nbytes // self._like.dtype.itemsize} elements of {self._like.dtype}; it has {piece.numel()} of {piece.dtype}, "
                 f"strides {piece.stride()}."
             )
         if peer in self._pieces:
@@ -246,4 +259,4 @@ class Exchange:
         me = self._arena.axis.rank
         if sender == me:
             return self._pieces[me]  # copied by the same kernel: the copy engine is slow within one device
-        return self._arena.piece(self._slot, self._layout, sender, me).view(self._dtype)
+        return self._arena.piece(self._slot, self._layout, sender, me).view(self._like.dtype)

@@ -1,0 +1,115 @@
+"""Wan's self-attention whose messages are slices of its projections; see `parallel.schedules.sliced`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_videoscale.attention import AttentionChoices
+from lightning_videoscale.injection.branch_bias import changed_linear
+from lightning_videoscale.kernels.recompute import recomputed
+from lightning_videoscale.models.wan.attention import AUTOCAST_WIDENS_NORMS, Rotary
+from lightning_videoscale.parallel.attention import attend_heads
+from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.schedules.across_heads import NormAcrossHeads, NormTensors
+from lightning_videoscale.parallel.schedules.sliced import (
+    Linear,
+    normed_again,
+    project_heads,
+    project_output,
+)
+from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads, gather_heads
+
+
+def attend_sliced(
+    attn: Any,
+    hidden_states: Tensor,
+    rotary_emb: Rotary,
+    context: SequenceContext,
+    choices: AttentionChoices,
+    *,
+    detach_bias: bool,
+) -> Tensor:
+    """What `attend` computes in self-attention, with the exchanges inside the projections.
+
+    Args:
+        attn: diffusers' ``WanAttention``, whose norms are as diffusers makes them; its blocks fused or not.
+        hidden_states: (B, s, D), this rank's tokens.
+        rotary_emb: Of these tokens' positions, or None.
+        context: The group, of two Ulysses ranks or more, and the split tables.
+        choices: What chooses the kernel of attention.
+        detach_bias: Leaves the gradient of the output projection's bias to the caller.
+
+    Returns:
+        (B, s, D).
+    """
+    mesh, lengths, heads = context.mesh, context.lengths(), attn.heads
+    size, start = mesh.ulysses.size, mesh.ring.rank * mesh.ulysses.size
+    of_group = lengths[start : start + size]
+    ulysses = Ulysses(
+        mesh.ulysses, assign_heads(mesh.ulysses.rank, of_group, of_group, heads, heads), context.transport
+    )
+    norm, tensors = _norm(attn, hidden_states, rotary_emb, context, ulysses, sum(lengths[:start]), sum(of_group))
+    projections = _projections(attn, hidden_states)
+    parts = project_heads(hidden_states, projections, norm, tensors, ulysses, heads)
+    query, key = parts.query, parts.key
+    again = partial(normed_again, parts.before_norm, hidden_states.shape[0], norm, tensors)
+    scale = (hidden_states.shape[-1] // heads) ** -0.5
+    with recomputed((query, key), again, recompute=getattr(attn, "recompute_norms", False)):
+        out = attend_heads(
+            query, key, parts.value, mesh, lengths, ulysses.heads.repeats, context.transport, scale, choices
+        ).to(query.dtype)
+    projection, dropout = attn.to_out
+    if changed_linear(projection) is None:
+        bias = projection.bias.detach() if detach_bias else projection.bias
+        output = project_output(out, (projection.weight, bias), ulysses)
+    else:
+        output = projection(gather_heads(out, ulysses).flatten(2))
+    dropped: Tensor = dropout(output)
+    return dropped
+
+
+def _projections(attn: Any, x: Tensor) -> list[Linear | Tensor]:
+    """Each Linear as it is, or where it is more than that, what it returns."""
+    if getattr(attn, "fused_projections", False):
+        return list(attn.to_qkv(x).chunk(3, dim=-1))
+    linears: tuple[nn.Module, ...] = attn.to_q, attn.to_k, attn.to_v
+    return [_plain(each) if changed_linear(each) is None else each(x) for each in linears]
+
+
+def _plain(linear: Any) -> Linear:
+    return linear.weight, linear.bias
+
+
+def _norm(
+    attn: Any,
+    x: Tensor,
+    rotary_emb: Rotary,
+    context: SequenceContext,
+    ulysses: Ulysses,
+    first: int,
+    tokens: int,
+) -> tuple[NormAcrossHeads, NormTensors]:
+    """The norm over all heads, with what it reads of this rank's heads and of the Ulysses group's tokens."""
+    width = attn.norm_q.weight.shape[0]
+    mine, dim = ulysses.heads.out.heads[0][ulysses.axis.rank], width // attn.heads
+    weights = tuple(norm.weight[mine.start * dim : mine.stop * dim] for norm in (attn.norm_q, attn.norm_k))
+    widened = AUTOCAST_WIDENS_NORMS and x.is_cuda and torch.is_autocast_enabled("cuda")
+    norm = NormAcrossHeads(
+        width, attn.norm_q.eps, "at_end" if widened else "fp32_once", getattr(attn, "kernel_backend", "auto")
+    )
+    if rotary_emb is None:
+        return norm, NormTensors(weights, (None, None))  # type: ignore[arg-type]
+    whole = (context.record.whole(table).narrow(1, first, tokens) for table in rotary_emb)
+    cos, sin = (table[..., offset::2] for table, offset in zip(whole, (0, 1), strict=True))
+    batch, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
+    return norm, NormTensors(weights, (_rows(cos, batch, wide), _rows(sin, batch, wide)))  # type: ignore[arg-type]
+
+
+def _rows(table: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
+    """(1, S · B, 1, P) of (1 or B, S, 1, P): tokens first, with all samples of each."""
+    pairs = table.shape[-1]
+    return table.to(dtype).expand(batch, -1, -1, -1).transpose(0, 1).reshape(1, -1, 1, pairs)
