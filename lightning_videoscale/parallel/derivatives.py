@@ -3,11 +3,13 @@
 `refuse_transforms`            no `torch.func` transform and no forward mode
 `refuse_sharded_parameters`    no second backward where parameters are gone after the first
 `without_second_derivative`    gradients whose own gradient is an error
+`differentiable_once`          a backward that refuses to record what it computes
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -66,6 +68,25 @@ def without_second_derivative(gradients: tuple[Tensor, ...], inputs: tuple[Tenso
     if not torch.is_grad_enabled():
         return gradients
     return _Refusal.apply(what, len(gradients), *gradients, *inputs)  # type: ignore[no-untyped-call]
+
+
+def differentiable_once(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a backward an error where its gradients are to be differentiated again (``create_graph=True``).
+
+    Args:
+        what: Has no second derivative, and what to do, for the message.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def run(ctx: Any, *gradients: Any) -> Any:
+            if torch.is_grad_enabled():
+                raise NotImplementedError(what)
+            return backward(ctx, *gradients)
+
+        return run
+
+    return decorate
 
 
 def _has_tangent(x: object) -> bool:

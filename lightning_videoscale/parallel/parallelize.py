@@ -26,8 +26,8 @@ from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_plan, known_models, refusals, submodules
 from lightning_videoscale.parallel.plan_verification import PlanReport, check_exchanges, compare
 from lightning_videoscale.parallel.rank_agreement import Agreement, compare_inputs
-from lightning_videoscale.parallel.split_hooks import average_input_gradients, install_hooks
 from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.parallel.split_hooks import average_input_gradients, install_hooks
 from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.parallel.trial_run import SplitNetwork
 from lightning_videoscale.undo import Undo

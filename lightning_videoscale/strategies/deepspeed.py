@@ -28,6 +28,7 @@ from lightning_videoscale.compat.lightning import (
 from lightning_videoscale.compat.torch.distributed import set_timeout
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
+from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.checkpoints.zero import ZeroCheckpoints
 from lightning_videoscale.strategies.compilation import CompileOptions
@@ -61,6 +62,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         activation_checkpointing: As for `SequenceParallelDDPStrategy`.
         compile: As for `SequenceParallelDDPStrategy`.
         transport: As for `SequenceParallelDDPStrategy`.
+        schedule: As for `SequenceParallelDDPStrategy`.
         sp_size: As for `SequenceParallelDDPStrategy`.
         verify_plan: As for `SequenceParallelDDPStrategy`.
         save_frozen: As for `SequenceParallelDDPStrategy`.
@@ -85,6 +87,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         activation_checkpointing: bool = False,
         compile: CompileOptions = False,
         transport: TransportName = "collective",
+        schedule: ScheduleName = "serial",
         sp_size: SizeOfGroup = None,
         verify_plan: bool = True,
         save_frozen: bool | None = None,
@@ -113,6 +116,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
                 activation_checkpointing,
                 compile=compile,
                 transport=transport,
+                schedule=schedule,
                 sp_size=sp_size,
                 verify_plan=verify_plan,
                 save_frozen=save_frozen,

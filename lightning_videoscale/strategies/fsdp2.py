@@ -21,6 +21,7 @@ from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import optimizers_to_device, set_device_mesh, set_up_processes, timeout_of
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
+from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.generators import seed_generators
@@ -79,6 +80,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             With one copy per node, parameters are gathered inside the nodes and only gradients cross them.
         shard_frozen: Paths of frozen networks to shard too, such as a large text encoder.
         transport: As for `SequenceParallelDDPStrategy`.
+        schedule: As for `SequenceParallelDDPStrategy`.
         sp_size: As for `SequenceParallelDDPStrategy`.
         verify_plan: As for `SequenceParallelDDPStrategy`.
         save_frozen: As for `SequenceParallelDDPStrategy`.
@@ -105,6 +107,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         replicas: int = 1,
         shard_frozen: list[str] | None = None,
         transport: TransportName = "collective",
+        schedule: ScheduleName = "serial",
         sp_size: SizeOfGroup = None,
         verify_plan: bool = True,
         save_frozen: bool | None = None,
@@ -123,6 +126,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             shard_frozen,
             compile=compile,
             transport=transport,
+            schedule=schedule,
             sp_size=sp_size,
             verify_plan=verify_plan,
             save_frozen=save_frozen,

@@ -32,6 +32,7 @@ from lightning_videoscale.compat.lightning import (
 from lightning_videoscale.parallel import Agreement, SequenceMesh, check_loss
 from lightning_videoscale.parallel.layout.divide import divide_mesh
 from lightning_videoscale.parallel.mesh import host_group
+from lightning_videoscale.parallel.schedules import PENDING
 from lightning_videoscale.parallel.transport import Transport, create_transport
 from lightning_videoscale.strategies.advice import OwnAdvice
 from lightning_videoscale.strategies.batches.group_batches import GroupBatches
@@ -144,6 +145,7 @@ class SequenceParallelMixin(
             "ulysses": self.mesh.ulysses.size,
             "ring": self.mesh.ring.size,
             "transport": self.transport.name,
+            "schedule": self._settings.schedule,
             "attention": self.attention_choices.backend,
             "activation checkpointing": self._settings.activation_checkpointing,
             "compile": bool(self._settings.compile),
@@ -224,9 +226,8 @@ class SequenceParallelMixin(
     def _connect(self, mesh: SequenceMesh) -> None:
         """Makes what sends messages along the axes of an open, divided mesh."""
         if self.transport is None:
-            self.transport = create_transport(
-                self._settings.transport, mesh, self.root_device, timeout_of(self) or default_pg_timeout
-            )
+            timeout, pending = timeout_of(self) or default_pg_timeout, PENDING[self._settings.schedule]
+            self.transport = create_transport(self._settings.transport, mesh, self.root_device, timeout, pending)
             if mesh.sp.size > 1:
                 self._losses = Agreement(mesh, self.transport)
         carrier = self.transport.carrier(mesh.ring if mesh.ring.size > 1 else mesh.ulysses)

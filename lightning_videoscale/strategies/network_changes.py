@@ -79,6 +79,7 @@ def change_networks(
                 transport=transport,
                 verify_plan=settings.verify_plan,
                 attention_backend=choices,
+                schedule=settings.schedule,
                 log=rank_zero_info,
             )
         )

@@ -12,6 +12,7 @@ from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.graphs import GraphOptions
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout import SequenceSizes, Size, SizeOfGroup, resolve_sizes
+from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.transport import CAPTURABLE, COMPILABLE, TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 
@@ -27,6 +28,7 @@ class SequenceParallelSettings:
     activation_checkpointing: bool
     compile: CompileOptions = field(default=False, kw_only=True)
     transport: TransportName = field(default="collective", kw_only=True)
+    schedule: ScheduleName = field(default="serial", kw_only=True)
     sp_size: SizeOfGroup = field(default=None, kw_only=True)
     verify_plan: bool = field(default=True, kw_only=True)
     save_frozen: bool | None = field(default=None, kw_only=True)
@@ -45,6 +47,13 @@ class SequenceParallelSettings:
             raise ValueError(
                 f"compile= cannot trace the exchanges of transport={self.transport!r}: take one of {COMPILABLE}, or "
                 "leave out compile=."
+            )
+        if self.schedule not in get_args(ScheduleName):
+            raise ValueError(f"schedule={self.schedule!r} is not one of {get_args(ScheduleName)}.")
+        if self.schedule != "serial" and (self.compile or self.graphs.mode is not False):
+            raise ValueError(
+                f"schedule={self.schedule!r} was not tried with compile={self.compile!r} or "
+                f"graphs={self.graphs.mode!r}: leave these out, or take schedule='serial'."
             )
         if self.sp_size == "auto" and any(isinstance(size, int) for size in (self.ulysses_size, self.ring_size)):
             raise ValueError(

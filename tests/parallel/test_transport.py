@@ -234,12 +234,13 @@ def test_memory_grows_with_the_largest_message_and_keeps_what_is_pending() -> No
     assert on_threads(2, work) == [[0, 4 * 256, 4 * 2560, 4 * 2560]] * 2
 
 
-def test_pieces_are_pushed_in_any_order() -> None:
+def test_pieces_are_sent_in_any_order() -> None:
     def work(transport: SymmetricTransport, rank: int) -> list[float]:
-        exchange = transport.open([2, 2, 2], [2, 2, 2], torch.empty(0), axis_of(rank, 3))
-        for peer in (rank, 2, 1, 0):
-            if peer != rank or not exchange._pieces:
-                exchange.push({peer: torch.full((1, 2), float(10 * rank + peer))})
+        message = torch.empty(6)
+        exchange = transport.open(message, [2, 2, 2], [2, 2, 2], axis_of(rank, 3))
+        for peer in {rank: None, 2: None, 1: None, 0: None}:
+            message.split(2)[peer].fill_(10 * rank + peer)
+            exchange.send(peer)
         return exchange.finish().tolist()
 
     assert on_threads(3, work)[1] == [1.0, 1.0, 11.0, 11.0, 21.0, 21.0]
@@ -285,29 +286,32 @@ def test_ranks_meet_however_often_each_has_met_others() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    def work(transport: SymmetricTransport, rank: int) -> None:
-        transport.open([2, 4], [2, 4] if rank == 0 else [4, 2], torch.float32)
+    def disagree(transport: SymmetricTransport, rank: int) -> None:
+        transport.open(torch.zeros(6), [2, 4], [2, 4] if rank == 0 else [4, 2], axis_of(rank, 2))
 
     with pytest.raises(RuntimeError, match=r"\(10, 11\) of the ulysses axis .*\(8, 8\) bytes"):
-        on_threads(2, work)
+        on_threads(2, disagree)
 
-    def push(transport: SymmetricTransport, rank: int) -> None:
-        exchange = transport.open([2, 2], [2, 2], torch.float32)
-        with pytest.raises(ValueError, match=r"position 1 .* 2 .*torch.float32.* 3 .*torch.float32"):
-            exchange.push({0: torch.zeros(2), 1: torch.zeros(3)})
-        with pytest.raises(ValueError, match=r"contiguous .*\(2,\)"):
-            exchange.push({1: torch.zeros(4)[::2]})
-        exchange.push({0: torch.zeros(2)})
-        with pytest.raises(ValueError, match="position 0 of the ulysses axis"):
-            exchange.push({0: torch.zeros(2)})
+    def send(transport: SymmetricTransport, rank: int) -> None:
+        def opened(message: Tensor) -> Any:
+            return transport.open(message, [2, 2], [2, 2], axis_of(rank, 2))
+
+        with pytest.raises(ValueError, match=r"4 elements.*\(5,\)"):
+            opened(torch.zeros(5))
+        with pytest.raises(ValueError, match=r"contiguous .*\(4,\).* \(2,\)"):
+            opened(torch.zeros(8)[::2])
+        exchange = opened(torch.zeros(4))
+        exchange.send(0)
+        with pytest.raises(ValueError, match=r"positions \[0\] of the ulysses axis"):
+            exchange.send(0)
         with pytest.raises(RuntimeError, match=r"positions \[1\]"):
             exchange.finish()
         for _ in range(3):
-            transport.open([2, 2], [2, 2], torch.float32)
+            opened(torch.zeros(4))
         with pytest.raises(RuntimeError, match="4 exchanges of the ulysses axis"):
-            transport.open([2, 2], [2, 2], torch.float32)
+            opened(torch.zeros(4))
 
-    on_threads(2, push)
+    on_threads(2, send)
 
 
 def test_who_is_missing() -> None:

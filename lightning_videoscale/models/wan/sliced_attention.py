@@ -15,13 +15,10 @@ from lightning_videoscale.models.wan.attention import AUTOCAST_WIDENS_NORMS, Rot
 from lightning_videoscale.parallel.attention import attend_heads
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.schedules.across_heads import NormAcrossHeads, NormTensors
-from lightning_videoscale.parallel.schedules.sliced import (
-    Linear,
-    normed_again,
-    project_heads,
-    project_output,
-)
-from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads, gather_heads
+from lightning_videoscale.parallel.schedules.messages import Linear
+from lightning_videoscale.parallel.schedules.sliced_input import norm_again, project_heads
+from lightning_videoscale.parallel.schedules.sliced_output import attend_and_project, project_output
+from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads
 
 
 def attend_sliced(
@@ -53,22 +50,23 @@ def attend_sliced(
         mesh.ulysses, assign_heads(mesh.ulysses.rank, of_group, of_group, heads, heads), context.transport
     )
     norm, tensors = _norm(attn, hidden_states, rotary_emb, context, ulysses, sum(lengths[:start]), sum(of_group))
-    projections = _projections(attn, hidden_states)
-    parts = project_heads(hidden_states, projections, norm, tensors, ulysses, heads)
+    parts = project_heads(hidden_states, _projections(attn, hidden_states), norm, tensors, ulysses, heads)
     query, key = parts.query, parts.key
-    again = partial(normed_again, parts.before_norm, hidden_states.shape[0], norm, tensors)
-    scale = (hidden_states.shape[-1] // heads) ** -0.5
-    with recomputed((query, key), again, recompute=getattr(attn, "recompute_norms", False)):
-        out = attend_heads(
-            query, key, parts.value, mesh, lengths, ulysses.heads.repeats, context.transport, scale, choices
-        ).to(query.dtype)
+    again = partial(norm_again, parts.before_norm, hidden_states.shape[0], norm, tensors)
     projection, dropout = attn.to_out
-    if changed_linear(projection) is None:
-        bias = projection.bias.detach() if detach_bias else projection.bias
-        output = project_output(out, (projection.weight, bias), ulysses)
-    else:
-        output = projection(gather_heads(out, ulysses).flatten(2))
-    dropped: Tensor = dropout(output)
+    plain = changed_linear(projection) is None
+    linear = _plain(projection, detach_bias=detach_bias) if plain else None
+    scale = query.shape[3] ** -0.5
+    with recomputed((query, key), again, recompute=getattr(attn, "recompute_norms", False)):
+        if mesh.ring.size == 1:
+            output = attend_and_project(query, key, parts.value, linear, ulysses, choices, scale)
+        else:
+            one = ulysses.heads.repeats
+            out = attend_heads(query, key, parts.value, mesh, lengths, one, context.transport, scale, choices)
+            output = project_output(out, linear, ulysses)
+    if detach_bias and plain:  # there is no dropout then, either
+        return output
+    dropped: Tensor = dropout(output if plain else projection(output))
     return dropped
 
 
@@ -80,8 +78,8 @@ def _projections(attn: Any, x: Tensor) -> list[Linear | Tensor]:
     return [_plain(each) if changed_linear(each) is None else each(x) for each in linears]
 
 
-def _plain(linear: Any) -> Linear:
-    return linear.weight, linear.bias
+def _plain(linear: Any, *, detach_bias: bool = False) -> Linear:
+    return linear.weight, linear.bias.detach() if detach_bias and linear.bias is not None else linear.bias
 
 
 def _norm(
@@ -102,11 +100,11 @@ def _norm(
         width, attn.norm_q.eps, "at_end" if widened else "fp32_once", getattr(attn, "kernel_backend", "auto")
     )
     if rotary_emb is None:
-        return norm, NormTensors(weights, (None, None))  # type: ignore[arg-type]
+        return norm, NormTensors(weights, (None, None))
     whole = (context.record.whole(table).narrow(1, first, tokens) for table in rotary_emb)
     cos, sin = (table[..., offset::2] for table, offset in zip(whole, (0, 1), strict=True))
     batch, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
-    return norm, NormTensors(weights, (_rows(cos, batch, wide), _rows(sin, batch, wide)))  # type: ignore[arg-type]
+    return norm, NormTensors(weights, (_rows(cos, batch, wide), _rows(sin, batch, wide)))
 
 
 def _rows(table: Tensor, batch: int, dtype: torch.dtype) -> Tensor:

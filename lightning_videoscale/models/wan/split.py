@@ -64,7 +64,8 @@ class SequenceParallelWanAttention(HearsOfBackends):
         if self.context.schedule == "sliced":
             if change is not None:
                 raise ValueError(
-                    f"{self._path}: {change}, and schedule='sliced' normalises without calling it. Use schedule='serial'."
+                    f"{self._path}: {change}, and schedule='sliced' normalises without calling it. "
+                    "Use schedule='serial'."
                 )
             self._watched()
             return attend_sliced(attn, hidden_states, rotary_emb, self.context, self._choices, detach_bias=detach_bias)

@@ -42,14 +42,11 @@ CAPTURABLE: tuple[TransportName, ...] = ("collective",)
 class Exchange(Protocol):
     """An all-to-all whose pieces are sent as they become ready, begun by `Transport.open`."""
 
-    def room(self, peer: int) -> Tensor:
-        """Returns where to write the piece for a position on the axis: 1-D, not to be written to once it is sent."""
-
     def send(self, *peers: int) -> None:
-        """Sends what was written for these positions, in this order; each once, this rank's own too."""
+        """Sends the pieces for these positions on the axis, in this order; each once, this rank's own too."""
 
     def finish(self) -> Tensor:
-        """Returns the received pieces in the order of their senders, 1-D; all must be sent. The host does not wait."""
+        """Returns what `Transport.exchange` does, once all pieces are sent; the host does not wait."""
 
 
 class Transport(Protocol):
@@ -92,13 +89,14 @@ class Transport(Protocol):
     def wait(self, pending: Any) -> Tensor:
         """Returns the result of `all_to_all`; the host does not wait."""
 
-    def open(self, send: Sequence[int], receive: Sequence[int], like: Tensor, axis: Axis) -> Exchange:
-        """Begins an all-to-all; all ranks of the axis begin theirs in one order, and finish them in that order.
+    def open(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Exchange:
+        """Begins an `exchange` of pieces that are written later; all ranks of the axis begin theirs in one order.
 
         Args:
+            message: As in `exchange`; a piece is not to be written to from when it is sent until the exchange is
+                finished.
             send: As in `exchange`.
             receive: As in `exchange`.
-            like: A tensor of the dtype and device of the pieces.
             axis: The ranks that take part.
         """
 
@@ -116,7 +114,9 @@ DEFAULT_TRANSPORT: Transport = CollectiveTransport()
 """What split models use that were given no other; it has no state."""
 
 
-def create_transport(name: TransportName, mesh: SequenceMesh, device: torch.device, timeout: timedelta) -> Transport:
+def create_transport(
+    name: TransportName, mesh: SequenceMesh, device: torch.device, timeout: timedelta, pending: int = 2
+) -> Transport:
     """Returns the transport of that name for a mesh; collective over all ranks.
 
     Args:
@@ -124,6 +124,7 @@ def create_transport(name: TransportName, mesh: SequenceMesh, device: torch.devi
         mesh: The mesh whose ranks exchange.
         device: This rank's device.
         timeout: How long to wait for a peer (``"symmetric"``; collectives have the timeout of their groups).
+        pending: Exchanges that may be on their way at a time (``"symmetric"``, which has memory for so many).
 
     Raises:
         RuntimeError: On every rank, with all ranks' reasons, if the ranks of a Ulysses group cannot write into each
@@ -133,7 +134,7 @@ def create_transport(name: TransportName, mesh: SequenceMesh, device: torch.devi
         return CollectiveTransport()
     from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 
-    return SymmetricTransport.create(mesh, device, timeout)
+    return SymmetricTransport.create(mesh, device, timeout, pending)
 
 
 def what_lacks(name: TransportName, device: torch.device) -> str:

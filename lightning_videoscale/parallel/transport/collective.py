@@ -23,19 +23,14 @@ class _Pending(NamedTuple):
 
 
 class CollectiveExchange:
-    """Pieces that become one message, which is sent with the last of them; see `Exchange`."""
+    """A message that is sent with the last of its pieces; see `Exchange`."""
 
-    def __init__(self, send: Sequence[int], receive: Sequence[int], like: Tensor, axis: Axis) -> None:
-        self._message = like.new_empty(sum(send))
-        self._rooms = self._message.split(list(send))
+    def __init__(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> None:
+        self._message = message
         self._sizes = send, receive
         self._axis = axis
         self._lacking = set(range(axis.size))
         self._pending: _Pending | None = None
-
-    def room(self, peer: int) -> Tensor:
-        """Returns the piece's place in the message."""
-        return self._rooms[peer]
 
     def send(self, *peers: int) -> None:
         """Starts the collective once nothing is lacking."""
@@ -96,9 +91,9 @@ class CollectiveTransport:
             return pending.received
         return traceable_wait(pending)
 
-    def open(self, send: Sequence[int], receive: Sequence[int], like: Tensor, axis: Axis) -> Any:
-        """Takes memory for the message; see `Transport`. Not traceable."""
-        return CollectiveExchange(send, receive, like, axis)
+    def open(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
+        """See `Transport`; not traceable."""
+        return CollectiveExchange(message, send, receive, axis)
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
         """All-gathers along dim 0; uneven shards travel padded to the longest."""

@@ -19,7 +19,7 @@ share of the sender (tokens) and a share of the receiver (heads): a shape that i
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -59,7 +59,7 @@ class SymmetricTransport(CollectiveTransport):
     def create(cls, mesh: SequenceMesh, device: torch.device, timeout: timedelta, slots: int = 2) -> SymmetricTransport:
         """Returns a transport for the Ulysses groups of a mesh; see `create_transport`.
 
-        Two slots let a rank send while a peer still reads; an attention layer never has more than one exchange pending.
+        Two slots let a rank send while a peer still reads; serial layers never have more than one exchange pending.
         """
         if reasons := why_unavailable(mesh.ulysses, device):
             raise RuntimeError(
@@ -104,43 +104,46 @@ class SymmetricTransport(CollectiveTransport):
         """Starts the pushes."""
         if axis.ranks != self._axis.ranks:
             return super().all_to_all(message, send, receive, axis)
-        exchange = self._open(send, receive, message)
-        pieces = message.detach().split(list(send))
+        exchange = self._open(message, send, receive)
         # Every rank starts with another peer, so that no link is shared.
-        peers = [(axis.rank + step) % axis.size for step in range(1, axis.size + 1)]
-        exchange.push({peer: pieces[peer] for peer in peers})
+        exchange.send(*((axis.rank + step) % axis.size for step in range(1, axis.size + 1)))
         return exchange
 
     def wait(self, pending: Any) -> Tensor:
         """Makes the current stream wait for the pieces and copy them out of their slot."""
         return pending.finish() if isinstance(pending, SymmetricExchange) else super().wait(pending)
 
-    def open(self, send: Sequence[int], receive: Sequence[int], like: Tensor, axis: Axis) -> Any:
+    def open(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
         """Begins an exchange whose pieces are pushed as they become ready; see `Transport`.
 
-        The elements for each rank are this rank's share of one thing times that rank's of another.
+        The size of a piece is this rank's share of one thing times its reader's share of another.
 
         Raises:
             RuntimeError: If as many exchanges are pending as there are slots, a peer did not come, or the ranks
                 disagree about the sizes.
             TimeoutError: If a peer does not tell its sizes.
+            ValueError: If the message is not contiguous or does not have the pieces' elements.
         """
         if axis.ranks != self._axis.ranks:
-            return super().open(send, receive, like, axis)
-        return self._open(send, receive, like)
+            return super().open(message, send, receive, axis)
+        return self._open(message, send, receive)
 
-    def _open(self, send: Sequence[int], receive: Sequence[int], like: Tensor) -> SymmetricExchange:
-        dtype = like.dtype
+    def _open(self, message: Tensor, send: Sequence[int], receive: Sequence[int]) -> SymmetricExchange:
+        if not message.is_contiguous() or message.shape != (sum(send),):
+            raise ValueError(
+                f"A message must be contiguous and have the {sum(send)} elements of its pieces; this has the shape "
+                f"{tuple(message.shape)}, strides {message.stride()}."
+            )
         if self.failure is not None:
             raise RuntimeError(self.failure)
-        shape = tuple(n * dtype.itemsize for n in send), tuple(n * dtype.itemsize for n in receive)
+        shape = tuple(n * message.itemsize for n in send), tuple(n * message.itemsize for n in receive)
         layout = self._layouts.get(shape)
         if layout is None:
             layout = self._layouts[shape] = self._agree(*shape)
         if self._arena is None or self._arena.capacity < layout.capacity:
             # Exchanges that are pending keep the arena they began in.
             self._arena = Arena(self._axis, self._fabric, self._slots, layout.capacity)
-        return SymmetricExchange(self._fabric, self._arena, layout, like)
+        return SymmetricExchange(self._fabric, self._arena, layout, message.detach().split(list(send)))
 
     def _agree(self, send: tuple[int, ...], receive: tuple[int, ...]) -> Layout:
         axis = self._axis
@@ -155,92 +158,60 @@ class SymmetricTransport(CollectiveTransport):
 
 
 class SymmetricExchange:
-    """One exchange between the ranks of an axis, begun by `SymmetricTransport.open`; see `Exchange`.
+    """One exchange between the ranks of an axis, begun by `SymmetricTransport.open`; see `Exchange`."""
 
-    Push a piece to every rank, this one included, then `finish`. A piece is any tensor, or was written into its `room`.
-    """
-
-    def __init__(self, fabric: Fabric, arena: Arena, layout: Layout, like: Tensor) -> None:
+    def __init__(self, fabric: Fabric, arena: Arena, layout: Layout, pieces: Sequence[Tensor]) -> None:
         self._fabric = fabric
         self._arena = arena
         self._layout = layout
-        self._like = like.new_empty(0)
-        self._rooms: dict[int, Tensor] = {}
+        self._pieces = pieces
         self._number, self._slot = arena.begin()
-        self._pieces: dict[int, Tensor] = {}
+        self._sent: set[int] = set()
         self._awaited: list[Awaited] = []
         self._pushed: Finished | None = None
 
-    def room(self, peer: int) -> Tensor:
-        """Returns memory for the piece for a position on the axis, see `Exchange`; it is this rank's own."""
-        if peer not in self._rooms:
-            nbytes = self._layout.sizes[self._arena.axis.rank][peer]
-            self._rooms[peer] = self._like.new_empty(nbytes // self._like.dtype.itemsize)
-        return self._rooms[peer]
-
     def send(self, *peers: int) -> None:
-        """Starts to copy what was written into the rooms."""
-        self.push({peer: self._rooms[peer] for peer in peers})
-
-    def push(self, pieces: Mapping[int, Tensor]) -> None:
-        """Starts to copy pieces to ranks, in the order given, after what the current stream holds so far.
-
-        The pieces must not be written to until `finish`.
-
-        Args:
-            pieces: By position on the axis, each of which is pushed to once. Contiguous, of the exchange's dtype and
-                the size given for that position, any shape.
+        """Starts to copy pieces to ranks, after what the current stream holds so far.
 
         Raises:
-            ValueError: If a piece does not fit; none of them is pushed then.
+            ValueError: If a piece was sent already; nothing is sent then.
         """
         arena, slot, me = self._arena, self._slot, self._arena.axis.rank
-        for peer, piece in pieces.items():
-            self._check(piece, peer)
-        flat = {peer: piece.detach().view(-1) for peer, piece in pieces.items()}
-        self._pieces.update(flat)
-        flat.pop(me, None)
-        if not flat:
+        if again := self._sent.intersection(peers):
+            raise ValueError(f"The pieces for the positions {sorted(again)} of the {arena.axis.name} axis were sent.")
+        self._sent.update(peers)
+        others = [peer for peer in peers if peer != me]
+        if not others:
             return
         released = {
             peer: Awaited(arena.released(slot, peer), arena.last_sent[slot][peer], arena.axis.ranks[peer])
-            for peer in flat
+            for peer in others
         }
 
         def copy() -> None:
-            for peer, piece in flat.items():
+            for peer in others:
                 arena.memory.wait(released[peer].flag, released[peer].value)
                 target = arena.piece(slot, self._layout, sender=me, reader=peer)
-                target.copy_(piece.view(torch.uint8))  # bytes to bytes, contiguous: the copy engine's work, no kernel
+                # Bytes to bytes, contiguous: the copy engine's work, no kernel.
+                target.copy_(self._pieces[peer].view(torch.uint8))
                 arena.memory.signal(peer, arena.arrived(slot, me), self._number)
 
         self._awaited.extend(released.values())
         self._pushed = self._fabric.aside(copy)  # all together: a switch of streams takes the host long
-        for peer in flat:
+        for peer in others:
             arena.last_sent[slot][peer] = self._number
-
-    def _check(self, piece: Tensor, peer: int) -> None:
-        axis, nbytes = self._arena.axis, self._layout.sizes[self._arena.axis.rank][peer]
-        if not piece.is_contiguous() or piece.dtype is not self._like.dtype or piece.nbytes != nbytes:
-            raise ValueError(
-                f"The piece for position {peer} of the {axis.name} axis must be contiguous and have "
-                f"{nbytes // self._like.dtype.itemsize} elements of {self._like.dtype}; it has {piece.numel()} of {piece.dtype}, "
-                f"strides {piece.stride()}."
-            )
-        if peer in self._pieces:
-            raise ValueError(f"A piece for position {peer} of the {axis.name} axis was pushed already.")
 
     def finish(self) -> Tensor:
         """Returns the received pieces in the order of their senders, 1-D, for work issued later on the current stream.
 
         Raises:
-            RuntimeError: If a piece was not pushed, or a peer did not come.
+            RuntimeError: If a piece was not sent, or a peer did not come.
         """
         if self._fabric.failure is not None:
             raise RuntimeError(self._fabric.failure)
         arena, slot, axis = self._arena, self._slot, self._arena.axis
-        if lacking := sorted(set(range(axis.size)) - self._pieces.keys()):
-            raise RuntimeError(f"No piece was pushed to the positions {lacking} of the {axis.name} axis.")
+        if lacking := sorted(set(range(axis.size)) - self._sent):
+            raise RuntimeError(f"Nothing was sent to the positions {lacking} of the {axis.name} axis.")
         senders = [rank for rank in range(axis.size) if rank != axis.rank]
         awaited = [Awaited(arena.arrived(slot, rank), self._number, axis.ranks[rank]) for rank in senders]
         what = f"Exchange {self._number} of the {axis.name} axis on rank {axis.ranks[axis.rank]}"
@@ -259,4 +230,4 @@ class SymmetricExchange:
         me = self._arena.axis.rank
         if sender == me:
             return self._pieces[me]  # copied by the same kernel: the copy engine is slow within one device
-        return self._arena.piece(self._slot, self._layout, sender, me).view(self._like.dtype)
+        return self._arena.piece(self._slot, self._layout, sender, me).view(self._pieces[me].dtype)

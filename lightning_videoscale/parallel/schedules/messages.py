@@ -1,0 +1,152 @@
+"""Heads of tokens as they are sent, and as they arrive.
+
+Shapes: B batch, s tokens of this rank, S tokens of all ranks of the Ulysses group, H heads, h heads of this rank, D
+head dim. Rows are (tokens · B, heads, D), tokens first: those that a rank receives from all others are, one behind the
+other, the whole sequence, and those of one rank's tokens are what it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.kernels.autograd import under_autocast
+from lightning_videoscale.parallel.transport import Exchange
+from lightning_videoscale.parallel.ulysses import Ulysses, times, unpack
+
+Linear = tuple[Tensor, Tensor | None]
+"""Weight (out, in) and bias."""
+
+SECOND_DERIVATIVE = (
+    "A layer under schedule='sliced' has no second derivative, as a penalty on gradients of inputs needs it. "
+    "Take schedule='serial'."
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What makes the heads of this rank's tokens: a matrix product, or what another one returned.
+
+    Attributes:
+        rows: (s · B, C), tokens first.
+        weight: (H · D, C); None where ``result`` has the heads.
+        bias: (H · D,) or None.
+        result: (B, s, H · D) or None.
+        heads: H.
+    """
+
+    rows: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    result: Tensor | None
+    heads: int
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        width = self.weight.shape[0] if self.result is None else self.result.shape[2]  # type: ignore[union-attr]
+        return width // self.heads
+
+    def write(self, heads: range, target: Tensor) -> None:
+        """Writes the channels of some heads into (s · B, h · D)."""
+        channels = slice(heads.start * self.head_dim, heads.stop * self.head_dim)
+        if self.result is not None:
+            part = self.result[..., channels].transpose(0, 1)
+            target.view(part.shape).copy_(part)
+            return
+        assert self.weight is not None
+        columns = self.weight[channels].t()
+        if self.bias is None:
+            torch.mm(self.rows, columns, out=target)
+        else:
+            torch.addmm(self.bias[channels], self.rows, columns, out=target)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Heads on their way, and what was sent to each rank: rows (s · B, h', D) of its h' heads."""
+
+    exchange: Exchange
+    pieces: Sequence[Tensor]
+
+    def received(self, ulysses: Ulysses, batch: int) -> Tensor:
+        """Waits for this rank's heads of all tokens; rows (S · B, h, D)."""
+        mine = ulysses.heads.out.mine[0]
+        return self.exchange.finish().view(sum(ulysses.heads.out.by_tokens) // mine * batch, mine, -1)
+
+
+def scatter_heads_of(source: Source, batch: int, ulysses: Ulysses) -> Sent:
+    """Computes the heads of each rank and sends them, this rank's own last."""
+    shares, axis, dim = ulysses.heads.out, ulysses.axis, source.head_dim
+    send, receive = times(shares.by_heads, batch * dim), times(shares.by_tokens, batch * dim)
+    like = source.rows if source.result is None else source.result
+    message = like.new_empty(sum(send))
+    exchange = ulysses.transport.open(message, send, receive, axis)
+    pieces = message.split(send)
+    for peer in peers_of(ulysses):
+        source.write(shares.heads[0][peer], pieces[peer].view(source.rows.shape[0], -1))
+        exchange.send(peer)
+    return Sent(exchange, [piece.view(source.rows.shape[0], -1, dim) for piece in pieces])
+
+
+def return_tokens(rows: Tensor, ulysses: Ulysses, batch: int) -> Callable[[], Tensor]:
+    """Starts to send every rank the rows (S · B, h, D) of its tokens.
+
+    Returns:
+        What waits for those that come here: (B, s, H · D).
+    """
+    shares, dim = ulysses.heads.out, rows.shape[2]
+    sizes = times(shares.by_tokens, batch * dim), times(shares.by_heads, batch * dim)
+    message = rows.flatten()
+    pending = ulysses.transport.all_to_all(message, *sizes, ulysses.axis)
+    return lambda: joined_heads(ulysses.transport.wait(pending), ulysses, batch, dim)
+
+
+def joined_heads(message: Tensor, ulysses: Ulysses, batch: int, dim: int) -> Tensor:
+    """(B, s, H · D) of the message that has this rank's tokens, from every rank its heads."""
+    return unpack(message, batch, dim, ulysses.heads.out)[0].flatten(2)
+
+
+def send_to_all(numbers: Tensor, ulysses: Ulysses, batch: int) -> Exchange:
+    """Sends (s · B, n) numbers of this rank's tokens to every rank."""
+    shares, each = ulysses.heads.out, numbers.shape[1] * batch
+    receive = [size // shares.mine[0] * each for size in shares.by_tokens]
+    size = ulysses.axis.size
+    message = numbers.flatten().repeat(size)
+    exchange = ulysses.transport.open(message, [numbers.numel()] * size, receive, ulysses.axis)
+    exchange.send(*peers_of(ulysses))
+    return exchange
+
+
+def sum_over_ranks(x: Tensor, ulysses: Ulysses) -> Tensor:
+    """The sum of the ranks' tensors, of one shape; added in one order on all ranks."""
+    sizes = [x.numel()] * ulysses.axis.size
+    received = ulysses.transport.exchange(x.flatten().repeat(len(sizes)), sizes, sizes, ulysses.axis)
+    return received.view(len(sizes), *x.shape).sum(0)
+
+
+def peers_of(ulysses: Ulysses) -> list[int]:
+    """Positions on the axis, this rank's last; every rank begins with another, so that no link is shared."""
+    axis = ulysses.axis
+    return [(axis.rank + step) % axis.size for step in range(1, axis.size + 1)]
+
+
+def heads_first(rows: Tensor, batch: int) -> Tensor:
+    """(B, h, S, D) of rows (S · B, h, D)."""
+    return rows.unflatten(0, (-1, batch)).permute(1, 2, 0, 3)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """The inverse of `heads_first`; copies where tokens do not come first in memory."""
+    return x.permute(2, 0, 1, 3).contiguous().flatten(0, 1)
+
+
+def as_computed(x: Tensor, others: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The tensors in the dtype that autocast multiplies them in."""
+    if not under_autocast(x):
+        return [x, *others]
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return [None if t is None else t.to(dtype) for t in (x, *others)]

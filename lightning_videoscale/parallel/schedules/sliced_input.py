@@ -1,0 +1,145 @@
+"""Query, key and value that travel one after the other, behind each other's matrix products. Forward and backward.
+
+The weight's rows that make one rank's heads are one matrix product, whose output is that rank's message: nothing is
+packed. In backward the gradients of heads lie as they are sent. The value's goes first, as the norms of query and key
+need a sum over ranks, and each weight's gradient is computed while what follows it travels.
+
+Where a Linear is more than its weight and bias (LoRA, hooks), what it returns is sent in its place. So which messages
+there are, and in which order, does not depend on what a rank has in a Linear's place.
+
+Rounding is that of serial code: no sum is split that is not split there. For the shapes see `messages`; C are the
+channels of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.kernels.autograd import in_dtypes_of_forward
+from lightning_videoscale.parallel.derivatives import differentiable_once
+from lightning_videoscale.parallel.schedules.across_heads import BeforeNorm, NormAcrossHeads, NormTensors
+from lightning_videoscale.parallel.schedules.messages import (
+    SECOND_DERIVATIVE,
+    Linear,
+    Source,
+    as_computed,
+    heads_first,
+    return_tokens,
+    rows_of,
+    scatter_heads_of,
+    send_to_all,
+    sum_over_ranks,
+)
+from lightning_videoscale.parallel.ulysses import Ulysses
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What attention takes, (B, h, S, D) each with tokens before heads in memory, and what was normalised."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    before_norm: BeforeNorm
+
+
+def project_heads(
+    x: Tensor,
+    projections: Sequence[Linear | Tensor],
+    norm: NormAcrossHeads,
+    tensors: NormTensors,
+    ulysses: Ulysses,
+    heads: int,
+) -> Heads:
+    """Projects to query, key and value, gathers the sequence and scatters the heads, normalises and rotates.
+
+    Args:
+        x: (B, s, C), this rank's tokens.
+        projections: Of query, key and value: a Linear of weight (H · D, C), or what one returned for x, (B, s, H · D).
+        norm: Of query and key, over all heads.
+        tensors: The norm's weights for this rank's heads, and the tables of all tokens.
+        ulysses: The group, of two ranks or more; with as many key/value heads as query heads.
+        heads: H.
+
+    Returns:
+        Query, key and value; differentiable once.
+    """
+    given = [p if isinstance(p, Tensor) else None for p in projections]
+    linears = [(None, None) if isinstance(p, Tensor) else p for p in projections]
+    inputs = as_computed(x, [t for linear in linears for t in linear])
+    with torch.autocast(x.device.type, enabled=False):
+        query, key, value, *before_norm = _ProjectHeads.apply(  # type: ignore[no-untyped-call]
+            (ulysses, norm, heads), *inputs, *given, *tensors.weights, *tensors.tables
+        )
+    return Heads(query, key, value, BeforeNorm(*before_norm))
+
+
+def norm_again(
+    before_norm: BeforeNorm, batch: int, norm: NormAcrossHeads, tensors: NormTensors
+) -> tuple[Tensor, Tensor]:
+    """Returns query and key of `project_heads` once more, to the bit; see `kernels.recompute`."""
+    query, key = norm.forward(before_norm, tensors)
+    return heads_first(query, batch), heads_first(key, batch)
+
+
+class _ProjectHeads(torch.autograd.Function):
+    """The tensors are x; weight and bias of query, key, value; their results; the norm's two weights and two tables."""
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Ulysses, NormAcrossHeads, int], *tensors: Any) -> tuple[Tensor, ...]:
+        ulysses, norm, heads = call
+        x, parameters, results, of_norm = tensors[0], tensors[1:7], tensors[7:10], tensors[10:]
+        batch, rows = x.shape[0], x.transpose(0, 1).reshape(-1, x.shape[2])
+        linears = zip(parameters[0::2], parameters[1::2], results, strict=True)
+        sources = [Source(rows, weight, bias, result, heads) for weight, bias, result in linears]
+        query, key = (scatter_heads_of(source, batch, ulysses) for source in sources[:2])
+        statistics = send_to_all(norm.square_sums(query.pieces, key.pieces), ulysses, batch)
+        value = scatter_heads_of(sources[2], batch, ulysses)
+        raw = query.received(ulysses, batch), key.received(ulysses, batch)
+        before_norm = BeforeNorm(*raw, norm.rstds(statistics.finish().view(-1, 2)))
+        normed = norm.forward(before_norm, NormTensors(of_norm[:2], of_norm[2:]))
+        ctx.call = call
+        ctx.save_for_backward(x, *parameters[0::2], *before_norm, *of_norm)
+        ctx.mark_non_differentiable(*before_norm)
+        return *(heads_first(each, batch) for each in (*normed, value.received(ulysses, batch))), *before_norm
+
+    @staticmethod
+    @differentiable_once(SECOND_DERIVATIVE)
+    @in_dtypes_of_forward
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ulysses, norm, _ = ctx.call
+        x, *weights = ctx.saved_tensors[:4]
+        before_norm = BeforeNorm(*ctx.saved_tensors[4:7])
+        tensors = NormTensors(ctx.saved_tensors[7:9], ctx.saved_tensors[9:11])
+        dq, dk, dv = (rows_of(g) for g in gradients[:3])
+        value = return_tokens(dv, ulysses, x.shape[0])
+        sums = sum_over_ranks(norm.gradient_sums(dq, dk, before_norm, tensors), ulysses)
+        dq, dk, *of_norm = norm.backward(dq, dk, before_norm, sums, tensors)
+        key, query = (return_tokens(rows, ulysses, x.shape[0]) for rows in (dk, dq))
+        needs_x, needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
+        of_parameters: list[Tensor | None] = [None] * 6
+        of_results: list[Tensor] = []
+        for i, arriving in ((2, value), (1, key), (0, query)):
+            dy = arriving()
+            flat = dy.flatten(0, 1)
+            of_parameters[2 * i] = flat.t() @ x.flatten(0, 1) if needs[2 * i] else None
+            of_parameters[2 * i + 1] = flat.sum(0) if needs[2 * i + 1] else None
+            of_results.insert(0, dy)
+        dx = _sum_of_products(of_results, weights) if needs_x else None
+        wanted = [g if needed else None for g, needed in zip((*of_results, *of_norm), needs[6:11], strict=True)]
+        return None, dx, *of_parameters, *wanted, None, None
+
+
+def _sum_of_products(gradients: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor | None:
+    """The gradient of x through the Linears: the sum of matrix products, each added as it is computed."""
+    total: Tensor | None = None
+    for dy, weight in zip(gradients, weights, strict=True):
+        if weight is not None:
+            flat = dy.flatten(0, 1)
+            total = flat @ weight if total is None else total.addmm_(flat, weight)
+    return None if total is None else total.view(*gradients[0].shape[:2], -1)
