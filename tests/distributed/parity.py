@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.attention import AttentionBackend
+from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.strategies import (
     SequenceParallelDDPStrategy,
     SequenceParallelDeepSpeedStrategy,
@@ -49,6 +50,7 @@ class Case:
         variant: ``"t2v"``, ``"ti2v"`` (each token has a timestep) or ``"i2v"`` (attends to tokens of an image).
         own_noise: Whether the step draws random numbers; then dp must be 1.
         attention: Which kernel computes attention; one device has torch's own pick.
+        schedule: In which order projections and exchanges run.
         float32: Whether to compute in float32, with the model's own casts; else in float64 without them.
     """
 
@@ -64,6 +66,7 @@ class Case:
     variant: str = "t2v"
     own_noise: bool = False
     attention: AttentionBackend = "auto"
+    schedule: ScheduleName = "serial"
     float32: bool = False
 
     @property
@@ -74,7 +77,8 @@ class Case:
     def alone(self) -> Case:
         """The same training on one device."""
         clips = self.mesh[0] * self.batch_size
-        return replace(self, backend="ddp", mesh=(1, 1, 1), checkpointing=None, batch_size=clips, attention="auto")
+        one = replace(self, backend="ddp", mesh=(1, 1, 1), checkpointing=None, batch_size=clips)
+        return replace(one, attention="auto", schedule="serial")
 
     def file(self, folder: Path) -> Path:
         """Where the result of this training on one device is kept."""
@@ -161,7 +165,7 @@ def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _strategy(case: Case) -> Any:
     _, ring, ulysses = case.mesh
     shared: dict[str, Any] = {"ring_size": ring, "ulysses_size": ulysses}
-    shared["attention_backend"] = case.attention
+    shared |= {"attention_backend": case.attention, "schedule": case.schedule}
     shared["activation_checkpointing"] = case.checkpointing == "strategy"
     if case.is_zero:
         strategy = SequenceParallelDeepSpeedStrategy(int(case.backend[4]), **shared)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,6 +142,21 @@ def test_what_not_every_case_can_have(check: Check, case: Case) -> None:
 )
 def test_float32_as_the_model_stands(check: Check, case: Case) -> None:
     check([case])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ddp", (2, 1, 2), "odd", heads=5, masks=True, accumulation=2, checkpointing="strategy", variant="i2v"),
+        Case("fsdp2", (1, 1, 4), "odd", heads=5, clipping="norm", checkpointing="model", batch_size=3, variant="ti2v"),
+        Case("fsdp2_replicas", (1, 2, 2), "odd", accumulation=2, checkpointing="strategy", batch_size=3),
+        pytest.param(Case("zero3", (2, 1, 2), heads=5, accumulation=2, float32=True), marks=needs_deepspeed),
+        Case("ddp", (1, 1, 4), "odd", own_noise=True, float32=True),
+    ],
+    ids=["ddp", "fsdp2", "ring", "zero3", "float32"],
+)
+def test_messages_that_are_slices_of_projections(check: Check, case: Case) -> None:
+    check([replace(case, schedule="sliced")])
 
 
 @pytest.mark.parametrize("factor", [2.0, 1.001])

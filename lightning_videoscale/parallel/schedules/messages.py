@@ -125,7 +125,8 @@ def sum_over_ranks(x: Tensor, ulysses: Ulysses) -> Tensor:
     """The sum of the ranks' tensors, of one shape; added in one order on all ranks."""
     sizes = [x.numel()] * ulysses.axis.size
     received = ulysses.transport.exchange(x.flatten().repeat(len(sizes)), sizes, sizes, ulysses.axis)
-    return received.view(len(sizes), *x.shape).sum(0)
+    total: Tensor = received.view(len(sizes), *x.shape).sum(0)
+    return total
 
 
 def peers_of(ulysses: Ulysses) -> list[int]:

@@ -113,9 +113,9 @@ class _ProjectHeads(torch.autograd.Function):
     @in_dtypes_of_forward
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ulysses, norm, _ = ctx.call
-        x, *weights = ctx.saved_tensors[:4]
-        before_norm = BeforeNorm(*ctx.saved_tensors[4:7])
-        tensors = NormTensors(ctx.saved_tensors[7:9], ctx.saved_tensors[9:11])
+        saved = ctx.saved_tensors  # only once, as activation checkpointing wants it
+        x, weights, before_norm = saved[0], saved[1:4], BeforeNorm(*saved[4:7])
+        tensors = NormTensors(saved[7:9], saved[9:11])
         dq, dk, dv = (rows_of(g) for g in gradients[:3])
         value = return_tokens(dv, ulysses, x.shape[0])
         sums = sum_over_ranks(norm.gradient_sums(dq, dk, before_norm, tensors), ulysses)

@@ -1,0 +1,260 @@
+"""Every schedule computes what the serial one does: in a layer of any shape, in a model as users have it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_videoscale.injection import inject_fused_kernels
+from lightning_videoscale.models.wan.split import SequenceParallelWanAttention
+from lightning_videoscale.parallel import SequenceContext, SequenceMesh, SplitPlan, parallelize, split
+from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from tests.distributed.pool import ProcessPool
+from tests.distributed.wan_training import Clips, RectifiedFlow
+from tests.models import gradient_error, lifted_float_casts, tiny_wan
+
+Ranks = Callable[[int], ProcessPool]
+SCHEDULES: tuple[ScheduleName, ...] = ("serial", "sliced")
+
+
+# -- a layer of any shape ------------------------------------------------------------------------------------------
+
+
+def run_layer(mesh: SequenceMesh, schedule: ScheduleName, seed: int) -> list[Tensor]:
+    """The output of a random layer, and the gradients of its input and parameters, on this rank."""
+    shape, size = random.Random(seed), mesh.sp.size
+    heads, dim, batch = shape.randint(mesh.ulysses.size, 7), 2 * shape.randint(1, 5), shape.randint(1, 3)
+    tokens, rotated, checkpointed = shape.randint(size, 23), shape.random() < 0.8, shape.random() < 0.3
+    torch.manual_seed(seed)
+    layer = WanAttention(heads * dim, heads, dim, cross_attention_dim_head=None, processor=WanAttnProcessor()).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    for name in ("to_q", "to_k", "to_v"):
+        if shape.random() < 0.3:
+            getattr(layer, name).bias = None
+    whole = torch.randn(batch, tokens, heads * dim, dtype=torch.float64, requires_grad=True)
+    angles = torch.rand(1, tokens, 1, dim // 2, dtype=torch.float64).repeat_interleave(2, 3)
+    context = SequenceContext(mesh, schedule=schedule)
+    context.begin_forward()
+    x, tables = split(whole, 1, context), []
+    for table in (angles.cos(), angles.sin()):
+        tables.append(split(table, 1, context))
+        context.keep_whole(tables[-1], table)
+    layer.set_processor(SequenceParallelWanAttention(context, "layer"))
+    inputs = x, None, None, tuple(tables) if rotated else None
+    y = checkpoint(layer, *inputs, use_reentrant=False) if checkpointed else layer(*inputs)
+    cotangent = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(mesh.sp.rank))
+    found = [y.detach(), *torch.autograd.grad(y, [whole, *layer.parameters()], cotangent)]
+    for gradient in found[2:]:
+        dist.all_reduce(gradient, group=mesh.sp.group)
+    return found
+
+
+def layer_differences(first: int, count: int) -> tuple[float, int]:
+    """The largest difference relative to the tensor's norm, and how many tensors were compared."""
+    worst, compared = 0.0, 0
+    with lifted_float_casts():
+        for ring in (1, 2) if dist.get_world_size() == 4 else (1,):
+            with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size() // ring, ring_size=ring) as mesh:
+                for seed in range(first + ring, first + count, 2 if dist.get_world_size() == 4 else 1):
+                    serial, sliced = (run_layer(mesh, schedule, seed) for schedule in SCHEDULES)
+                    for a, b in zip(serial, sliced, strict=True):
+                        worst = max(worst, float((a - b).norm() / a.norm().clamp(min=1e-6)))
+                        compared += 1
+    return worst, compared
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_layers_of_random_shapes_equal_serial_ones(ranks: Ranks, size: int) -> None:
+    for worst, compared in ranks(size).run(layer_differences, 0, 20):
+        assert worst < 1e-12 and compared > 150
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_many_layers_of_random_shapes_equal_serial_ones(ranks: Ranks, size: int) -> None:
+    for worst, compared in ranks(size).run(layer_differences, 1000, 340):
+        assert worst < 1e-12 and compared > 3000
+
+
+# -- a model as users have it --------------------------------------------------------------------------------------
+
+
+def prepare(model: nn.Module, habit: str) -> None:
+    """What a user does to a model before it is split, not always on all ranks."""
+    if habit.startswith("fused"):
+        inject_fused_kernels(model, backend="reference", recompute_norms=habit.endswith("recomputed"))
+    if habit == "lora":
+        config = LoraConfig(r=2, target_modules=["attn1.to_q", "attn1.to_v", "attn1.to_out.0"], init_lora_weights=False)
+        torch.manual_seed(1)
+        inject_adapter_in_model(config, model)
+    if habit == "projections fused":
+        model.fuse_qkv_projections()
+    if habit == "hooks on one rank" and dist.get_rank() == 1:
+        for path, module in model.named_modules():
+            if path.endswith(("attn1.to_k", "attn1.to_out.0")):
+                module.register_forward_hook(lambda *_: None)
+    if habit == "frozen":
+        model.requires_grad_(False)
+        model.blocks[0].attn1.norm_k.requires_grad_(True)
+        model.blocks[1].attn1.to_v.bias.requires_grad_(True)
+    if habit == "checkpointed":
+        model.enable_gradient_checkpointing()
+    if habit == "dropout":
+        for block in model.blocks:
+            block.attn1.to_out[1].p = 0.5
+
+
+def run_model(schedule: ScheduleName, habit: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    model = tiny_wan(num_attention_heads=5)
+    model.to(dtype)
+    prepare(model, habit)
+    generator = torch.Generator().manual_seed(7)
+    clips = torch.randn(2, 4, 3, 4, 6, generator=generator, dtype=torch.float64).to(dtype)
+    text = torch.randn(2, 5, 16, generator=generator, dtype=torch.float64).to(dtype)
+    with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh:
+        undo = parallelize(model, mesh, schedule=schedule)
+        torch.manual_seed(11)
+        passes = [model(clips * scale, torch.tensor([100.0, 500.0]), text).sample for scale in (1.0, 0.5)]
+        sum(out.square().mean() for out in passes).backward()  # type: ignore[union-attr]
+        undo()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return {"output": torch.cat(passes).detach(), **gradients}
+
+
+def model_difference(habit: str) -> float:
+    with lifted_float_casts():
+        serial, sliced = (run_model(schedule, habit) for schedule in SCHEDULES)
+    return gradient_error(sliced, serial)
+
+
+@pytest.mark.parametrize(
+    "habit",
+    [
+        "plain",
+        "fused",
+        "fused, recomputed",
+        "lora",
+        "projections fused",
+        "hooks on one rank",
+        "frozen",
+        "checkpointed",
+        "dropout",
+    ],
+)
+def test_a_model_as_users_have_it(ranks: Ranks, habit: str) -> None:
+    assert max(ranks(3).run(model_difference, habit)) < 1e-11
+
+
+def error_in_bfloat16(schedule: ScheduleName) -> float:
+    """Of output and gradients, over float64's."""
+    with lifted_float_casts():
+        exact = run_model("serial", "fused")
+    model = run_model(schedule, "fused", torch.bfloat16)
+    errors = [float((model[name].double() - x).norm() / x.norm()) for name, x in exact.items() if "attn1" in name]
+    return sum(errors) / len(errors)
+
+
+def test_it_rounds_no_more_than_serial_code(ranks: Ranks) -> None:
+    serial, sliced = (ranks(2).run(error_in_bfloat16, schedule)[0] for schedule in SCHEDULES)
+    assert sliced <= 1.05 * serial
+
+
+def autocast_outputs(schedule: ScheduleName) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run_model(schedule, "plain", torch.float32)
+    output = found.pop("output")
+    assert found and all(gradient.dtype is torch.float32 for gradient in found.values())
+    return output
+
+
+def test_under_autocast(ranks: Ranks) -> None:
+    serial, sliced = (ranks(2).run(autocast_outputs, schedule)[0] for schedule in SCHEDULES)
+    assert float((serial - sliced).norm() / serial.norm()) < 1e-2
+
+
+# -- what it cannot ------------------------------------------------------------------------------------------------
+
+
+def objections() -> dict[str, str]:
+    found = {}
+
+    def note(what: str, act: Callable[[nn.Module], Any], schedule: ScheduleName = "sliced") -> None:
+        model = tiny_wan()
+        undo = parallelize(model, mesh, schedule=schedule)
+        try:
+            act(model)
+        except (ValueError, NotImplementedError) as error:
+            found[what] = str(error)
+        undo()
+
+    def forward(model: nn.Module, **changes: Any) -> Tensor:
+        given = {"hidden_states": torch.ones(1, 4, 1, 4, 4, requires_grad=True), "timestep": torch.ones(1)}
+        out: Tensor = model(**(given | {"encoder_hidden_states": torch.ones(1, 3, 16)} | changes)).sample
+        return out
+
+    def hooked(model: nn.Module) -> None:
+        model.blocks[1].attn1.norm_q.register_forward_hook(lambda *_: None)
+        forward(model)
+
+    def other_tables(model: nn.Module) -> None:
+        model.blocks[0].register_forward_pre_hook(lambda _, args: (*args[:3], tuple(t.clone() for t in args[3])))
+        forward(model)
+
+    def penalty(model: nn.Module) -> None:
+        out = forward(model)
+        torch.autograd.grad(out.sum(), list(model.parameters()), create_graph=True)
+
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
+        note("a norm's hook", hooked)
+        note("other tables", other_tables)
+        note("a second derivative", penalty)
+        plan = SplitPlan({}, {}, {}, lambda model, context: lambda: None)
+        try:
+            parallelize(nn.Linear(2, 2), mesh, plan, schedule="sliced")
+        except ValueError as error:
+            found["another plan"] = str(error)
+    return found
+
+
+def test_what_it_cannot_is_said(ranks: Ranks) -> None:
+    for found in ranks(2).run(objections):
+        assert "norm_q" in found["a norm's hook"] and "blocks.1.attn1" in found["a norm's hook"]
+        assert "(1, 2, 1, 12)" in found["other tables"]
+        assert "schedule='serial'" in found["a second derivative"]
+        assert "Linear" in found["another plan"] and "'sliced'" in found["another plan"]
+
+
+@pytest.mark.parametrize("other", [{"compile": True}, {"graphs": True}, {"schedule": "slices"}])
+def test_settings_that_do_not_go_together(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"schedule='slice"):
+        SequenceParallelDDPStrategy(**({"schedule": "sliced"} | other))
+
+
+def described() -> str:
+    strategy = SequenceParallelDDPStrategy(schedule="sliced")
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_progress_bar=False, max_steps=1,
+        enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(RectifiedFlow(), DataLoader(Clips((2, 4, 4), torch.float32), batch_size=1))
+    return str(strategy.describe()["schedule"])
+
+
+def test_the_report_names_the_schedule(ranks: Ranks) -> None:
+    assert ranks(2).run(described) == ["sliced"] * 2
