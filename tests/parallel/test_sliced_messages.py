@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_videoscale.attention import as_choices
 from lightning_videoscale.parallel.schedules.across_heads import NormAcrossHeads, NormTensors
-from lightning_videoscale.parallel.schedules.sliced_input import project_heads
+from lightning_videoscale.parallel.schedules.sliced_input import Norm, project_heads
 from lightning_videoscale.parallel.schedules.sliced_output import attend_and_project
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads
@@ -56,7 +56,7 @@ def sliced_layer(x: Tensor, angles: Tensor, w: dict[str, Tensor], ulysses: Ulyss
     tensors = NormTensors((w["q_norm"][channels], w["k_norm"][channels]), (rows.cos(), rows.sin()))
     linears = [(w[name], w[f"{name}_bias"]) for name in ("q", "k", "v")]
     norm = NormAcrossHeads(WIDTH, 1e-6, "fp32_once", "reference")
-    parts = project_heads(x, linears, norm, tensors, ulysses, HEADS)
+    parts = project_heads(x, linears, Norm(norm, tensors), ulysses, HEADS)
     out = (w["out"], w["out_bias"])
     return attend_and_project(parts.query, parts.key, parts.value, out, ulysses, as_choices("sdpa"), DIM**-0.5)
 
@@ -103,10 +103,6 @@ class Noted:
     def send(self, *peers: int) -> None:
         self.events += [f"send {peer}" for peer in peers]
 
-    def finish(self) -> Tensor:
-        self.events.append("finish")
-        return self.message.clone()
-
 
 class Recorder:
     """A transport that sends nothing."""
@@ -116,6 +112,10 @@ class Recorder:
 
     def open(self, message: Tensor, send: Any, receive: Any, axis: Any) -> Noted:
         return Noted(message, self.events)
+
+    def wait(self, pending: Noted) -> Tensor:
+        self.events.append("wait")
+        return pending.message.clone()
 
 
 def test_every_slice_is_sent_before_the_next_product_and_waited_for_last() -> None:
@@ -130,11 +130,10 @@ def test_every_slice_is_sent_before_the_next_product_and_waited_for_last() -> No
             return op(*args, **(kwargs or {}))
 
     x, weight = torch.randn(1, tokens, 24), torch.randn(24, 24)
-    norm = NormAcrossHeads(24, 1e-6, "fp32_once", "reference")
+    tensors = NormTensors((torch.ones(12), torch.ones(12)), (None, None))
+    norm = Norm(NormAcrossHeads(24, 1e-6, "fp32_once", "reference"), tensors)
     with Products(), torch.no_grad():
-        project_heads(
-            x, [(weight, None)] * 3, norm, NormTensors((torch.ones(12), torch.ones(12)), (None, None)), ulysses, heads
-        )
+        project_heads(x, [(weight, None)] * 3, norm, ulysses, heads)
     of_one = ["product", "send 1", "product", "send 0"]
     statistics = ["send 1", "send 0"]
-    assert recorder.events == [*of_one, *of_one, *statistics, *of_one, *["finish"] * 4]
+    assert recorder.events == [*of_one, *of_one, *statistics, *of_one, *["wait"] * 4]

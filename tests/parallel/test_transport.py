@@ -241,7 +241,7 @@ def test_pieces_are_sent_in_any_order() -> None:
         for peer in {rank: None, 2: None, 1: None, 0: None}:
             message.split(2)[peer].fill_(10 * rank + peer)
             exchange.send(peer)
-        return exchange.finish().tolist()
+        return transport.wait(exchange).tolist()
 
     assert on_threads(3, work)[1] == [1.0, 1.0, 11.0, 11.0, 21.0, 21.0]
 
@@ -305,7 +305,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=r"positions \[0\] of the ulysses axis"):
             exchange.send(0)
         with pytest.raises(RuntimeError, match=r"positions \[1\]"):
-            exchange.finish()
+            transport.wait(exchange)
         for _ in range(3):
             opened(torch.zeros(4))
         with pytest.raises(RuntimeError, match="4 exchanges of the ulysses axis"):

@@ -16,7 +16,7 @@ from lightning_videoscale.parallel.attention import attend_heads
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.schedules.across_heads import NormAcrossHeads, NormTensors
 from lightning_videoscale.parallel.schedules.messages import Linear
-from lightning_videoscale.parallel.schedules.sliced_input import norm_again, project_heads
+from lightning_videoscale.parallel.schedules.sliced_input import Norm, norm_again, project_heads
 from lightning_videoscale.parallel.schedules.sliced_output import attend_and_project, project_output
 from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads
 
@@ -49,10 +49,11 @@ def attend_sliced(
     ulysses = Ulysses(
         mesh.ulysses, assign_heads(mesh.ulysses.rank, of_group, of_group, heads, heads), context.transport
     )
-    norm, tensors = _norm(attn, hidden_states, rotary_emb, context, ulysses, sum(lengths[:start]), sum(of_group))
-    parts = project_heads(hidden_states, _projections(attn, hidden_states), norm, tensors, ulysses, heads)
+    norm = _norm(attn, hidden_states, rotary_emb, context, ulysses, sum(lengths[:start]), sum(of_group))
+    parts = project_heads(hidden_states, _projections(attn, hidden_states), norm, ulysses, heads)
     query, key = parts.query, parts.key
-    again = partial(norm_again, parts.before_norm, hidden_states.shape[0], norm, tensors)
+    assert parts.before_norm is not None
+    again = partial(norm_again, parts.before_norm, hidden_states.shape[0], norm)
     projection, dropout = attn.to_out
     plain = changed_linear(projection) is None
     linear = _plain(projection, detach_bias=detach_bias) if plain else None
@@ -90,21 +91,21 @@ def _norm(
     ulysses: Ulysses,
     first: int,
     tokens: int,
-) -> tuple[NormAcrossHeads, NormTensors]:
+) -> Norm:
     """The norm over all heads, with what it reads of this rank's heads and of the Ulysses group's tokens."""
     width = attn.norm_q.weight.shape[0]
     mine, dim = ulysses.heads.out.heads[0][ulysses.axis.rank], width // attn.heads
     weights = tuple(norm.weight[mine.start * dim : mine.stop * dim] for norm in (attn.norm_q, attn.norm_k))
     widened = AUTOCAST_WIDENS_NORMS and x.is_cuda and torch.is_autocast_enabled("cuda")
-    norm = NormAcrossHeads(
+    across_heads = NormAcrossHeads(
         width, attn.norm_q.eps, "at_end" if widened else "fp32_once", getattr(attn, "kernel_backend", "auto")
     )
     if rotary_emb is None:
-        return norm, NormTensors(weights, (None, None))
+        return Norm(across_heads, NormTensors(weights, (None, None)))
     whole = (context.record.whole(table).narrow(1, first, tokens) for table in rotary_emb)
     cos, sin = (table[..., offset::2] for table, offset in zip(whole, (0, 1), strict=True))
     batch, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
-    return norm, NormTensors(weights, (_rows(cos, batch, wide), _rows(sin, batch, wide)))
+    return Norm(across_heads, NormTensors(weights, (_rows(cos, batch, wide), _rows(sin, batch, wide))))
 
 
 def _rows(table: Tensor, batch: int, dtype: torch.dtype) -> Tensor:

@@ -75,7 +75,7 @@ class Sent:
     def received(self, ulysses: Ulysses, batch: int) -> Tensor:
         """Waits for this rank's heads of all tokens; rows (S · B, h, D)."""
         mine = ulysses.heads.out.mine[0]
-        return self.exchange.finish().view(sum(ulysses.heads.out.by_tokens) // mine * batch, mine, -1)
+        return ulysses.transport.wait(self.exchange).view(sum(ulysses.heads.out.by_tokens) // mine * batch, mine, -1)
 
 
 def scatter_heads_of(source: Source, batch: int, ulysses: Ulysses) -> Sent:
@@ -137,7 +137,8 @@ def peers_of(ulysses: Ulysses) -> list[int]:
 
 def heads_first(rows: Tensor, batch: int) -> Tensor:
     """(B, h, S, D) of rows (S · B, h, D)."""
-    return rows.unflatten(0, (-1, batch)).permute(1, 2, 0, 3)
+    tokens = rows.shape[0] // batch
+    return rows.view(tokens, batch, *rows.shape[1:]).permute(1, 2, 0, 3)
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -45,24 +45,27 @@ class Heads:
     query: Tensor
     key: Tensor
     value: Tensor
-    before_norm: BeforeNorm
+    before_norm: BeforeNorm | None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm of query and key, and what it reads beside them."""
+
+    across_heads: NormAcrossHeads
+    tensors: NormTensors
 
 
 def project_heads(
-    x: Tensor,
-    projections: Sequence[Linear | Tensor],
-    norm: NormAcrossHeads,
-    tensors: NormTensors,
-    ulysses: Ulysses,
-    heads: int,
+    x: Tensor, projections: Sequence[Linear | Tensor], norm: Norm | None, ulysses: Ulysses, heads: int
 ) -> Heads:
     """Projects to query, key and value, gathers the sequence and scatters the heads, normalises and rotates.
 
     Args:
         x: (B, s, C), this rank's tokens.
         projections: Of query, key and value: a Linear of weight (H · D, C), or what one returned for x, (B, s, H · D).
-        norm: Of query and key, over all heads.
-        tensors: The norm's weights for this rank's heads, and the tables of all tokens.
+        norm: Of query and key, over all heads, with the weights for this rank's heads and the tables of all tokens.
+            None leaves norms and rotation to the caller, as those of single heads can be.
         ulysses: The group, of two ranks or more; with as many key/value heads as query heads.
         heads: H.
 
@@ -72,18 +75,17 @@ def project_heads(
     given = [p if isinstance(p, Tensor) else None for p in projections]
     linears = [(None, None) if isinstance(p, Tensor) else p for p in projections]
     inputs = as_computed(x, [t for linear in linears for t in linear])
+    of_norm = [None] * 4 if norm is None else [*norm.tensors.weights, *norm.tensors.tables]
     with torch.autocast(x.device.type, enabled=False):
         query, key, value, *before_norm = _ProjectHeads.apply(  # type: ignore[no-untyped-call]
-            (ulysses, norm, heads), *inputs, *given, *tensors.weights, *tensors.tables
+            (ulysses, None if norm is None else norm.across_heads, heads), *inputs, *given, *of_norm
         )
-    return Heads(query, key, value, BeforeNorm(*before_norm))
+    return Heads(query, key, value, None if norm is None else BeforeNorm(*before_norm))
 
 
-def norm_again(
-    before_norm: BeforeNorm, batch: int, norm: NormAcrossHeads, tensors: NormTensors
-) -> tuple[Tensor, Tensor]:
+def norm_again(heads: BeforeNorm, batch: int, norm: Norm) -> tuple[Tensor, Tensor]:
     """Returns query and key of `project_heads` once more, to the bit; see `kernels.recompute`."""
-    query, key = norm.forward(before_norm, tensors)
+    query, key = norm.across_heads.forward(heads, norm.tensors)
     return heads_first(query, batch), heads_first(key, batch)
 
 
@@ -91,35 +93,39 @@ class _ProjectHeads(torch.autograd.Function):
     """The tensors are x; weight and bias of query, key, value; their results; the norm's two weights and two tables."""
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Ulysses, NormAcrossHeads, int], *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: tuple[Ulysses, NormAcrossHeads | None, int], *tensors: Any) -> tuple[Tensor, ...]:
         ulysses, norm, heads = call
         x, parameters, results, of_norm = tensors[0], tensors[1:7], tensors[7:10], tensors[10:]
         batch, rows = x.shape[0], x.transpose(0, 1).reshape(-1, x.shape[2])
         linears = zip(parameters[0::2], parameters[1::2], results, strict=True)
         sources = [Source(rows, weight, bias, result, heads) for weight, bias, result in linears]
         query, key = (scatter_heads_of(source, batch, ulysses) for source in sources[:2])
-        statistics = send_to_all(norm.square_sums(query.pieces, key.pieces), ulysses, batch)
+        if norm is not None:
+            statistics = send_to_all(norm.square_sums(query.pieces, key.pieces), ulysses, batch)
         value = scatter_heads_of(sources[2], batch, ulysses)
-        raw = query.received(ulysses, batch), key.received(ulysses, batch)
-        before_norm = BeforeNorm(*raw, norm.rstds(statistics.finish().view(-1, 2)))
-        normed = norm.forward(before_norm, NormTensors(of_norm[:2], of_norm[2:]))
+        qk = query.received(ulysses, batch), key.received(ulysses, batch)
+        before_norm: tuple[Tensor, ...] = ()
+        if norm is not None:
+            before_norm = BeforeNorm(*qk, norm.rstds(ulysses.transport.wait(statistics).view(-1, 2)))
+            qk = norm.forward(before_norm, NormTensors(of_norm[:2], of_norm[2:]))
         ctx.call = call
-        ctx.save_for_backward(x, *parameters[0::2], *before_norm, *of_norm)
+        ctx.save_for_backward(x, *parameters[0::2], *of_norm, *before_norm)
         ctx.mark_non_differentiable(*before_norm)
-        return *(heads_first(each, batch) for each in (*normed, value.received(ulysses, batch))), *before_norm
+        return *(heads_first(each, batch) for each in (*qk, value.received(ulysses, batch))), *before_norm
 
     @staticmethod
     @differentiable_once(SECOND_DERIVATIVE)
     @in_dtypes_of_forward
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ulysses, norm, _ = ctx.call
-        saved = ctx.saved_tensors  # only once, as activation checkpointing wants it
-        x, weights, before_norm = saved[0], saved[1:4], BeforeNorm(*saved[4:7])
-        tensors = NormTensors(saved[7:9], saved[9:11])
+        (ulysses, norm, _), saved = ctx.call, ctx.saved_tensors  # read once, as activation checkpointing wants it
+        x, weights, tensors = saved[0], saved[1:4], NormTensors(saved[4:6], saved[6:8])
         dq, dk, dv = (rows_of(g) for g in gradients[:3])
         value = return_tokens(dv, ulysses, x.shape[0])
-        sums = sum_over_ranks(norm.gradient_sums(dq, dk, before_norm, tensors), ulysses)
-        dq, dk, *of_norm = norm.backward(dq, dk, before_norm, sums, tensors)
+        of_norm: Sequence[Tensor | None] = (None, None)
+        if norm is not None:
+            before_norm = BeforeNorm(*saved[8:])
+            sums = sum_over_ranks(norm.gradient_sums(dq, dk, before_norm, tensors), ulysses)
+            dq, dk, *of_norm = norm.backward(dq, dk, before_norm, sums, tensors)
         key, query = (return_tokens(rows, ulysses, x.shape[0]) for rows in (dk, dq))
         needs_x, needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
         of_parameters: list[Tensor | None] = [None] * 6

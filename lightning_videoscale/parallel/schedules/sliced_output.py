@@ -103,7 +103,7 @@ class _AttendAndProject(torch.autograd.Function):
             out, lse[peer] = attention_part(choices, query[:, :, tokens], key, value, scale, None)
             heads_first(message.split(send)[peer].view(-1, heads, dim), batch).copy_(out)
             exchange.send(peer)
-        joined = joined_heads(exchange.finish(), ulysses, batch, dim)
+        joined = joined_heads(ulysses.transport.wait(exchange), ulysses, batch, dim)
         ctx.call = call
         ctx.save_for_backward(query, key, value, message, torch.cat(lse, 2), joined, weight)
         return joined if weight is None else F.linear(joined, weight, bias)

@@ -40,13 +40,10 @@ CAPTURABLE: tuple[TransportName, ...] = ("collective",)
 
 
 class Exchange(Protocol):
-    """An all-to-all whose pieces are sent as they become ready, begun by `Transport.open`."""
+    """An all-to-all whose pieces are sent as they become ready, begun by `Transport.open`; for `Transport.wait`."""
 
     def send(self, *peers: int) -> None:
         """Sends the pieces for these positions on the axis, in this order; each once, this rank's own too."""
-
-    def finish(self) -> Tensor:
-        """Returns what `Transport.exchange` does, once all pieces are sent; the host does not wait."""
 
 
 class Transport(Protocol):
@@ -87,7 +84,7 @@ class Transport(Protocol):
         """Starts an `exchange` that other work may hide, and returns what `wait` takes, once."""
 
     def wait(self, pending: Any) -> Tensor:
-        """Returns the result of `all_to_all`; the host does not wait."""
+        """Returns the result of `all_to_all`, or of `open` once all pieces are sent; the host does not wait."""
 
     def open(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Exchange:
         """Begins an `exchange` of pieces that are written later; all ranks of the axis begin theirs in one order.

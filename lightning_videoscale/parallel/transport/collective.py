@@ -38,14 +38,17 @@ class CollectiveExchange:
         if not self._lacking:
             self._pending = _started(self._message, *self._sizes, self._axis)
 
-    def finish(self) -> Tensor:
-        """Waits for the collective (on GPUs: makes the current stream wait, not the host)."""
+    @property
+    def pending(self) -> _Pending:
+        """The collective.
+
+        Raises:
+            RuntimeError: If a piece was not sent.
+        """
         if self._pending is None:
-            raise RuntimeError(
-                f"Nothing was sent to the positions {sorted(self._lacking)} of the {self._axis.name} axis."
-            )
-        self._pending.work.wait()
-        return self._pending.received
+            lacking = sorted(self._lacking)
+            raise RuntimeError(f"Nothing was sent to the positions {lacking} of the {self._axis.name} axis.")
+        return self._pending
 
 
 class CollectiveTransport:
@@ -86,6 +89,8 @@ class CollectiveTransport:
 
     def wait(self, pending: Any) -> Tensor:
         """Waits for the collective (on GPUs: makes the current stream wait, not the host)."""
+        if isinstance(pending, CollectiveExchange):
+            pending = pending.pending
         if isinstance(pending, _Pending):
             pending.work.wait()
             return pending.received

@@ -1,0 +1,288 @@
+"""What splitting a sequence costs an attention layer, by schedule and transport: beside its compute alone.
+
+    torchrun --nproc-per-node 2 benchmarks/parallel/schedules.py
+
+Parts, in bf16, forward and backward:
+
+- `projections`: query, key and value of 40 heads of 128 channels, with their exchange. Alone: the faster of three
+  products and a packed one, with nothing exchanged.
+- `layer`: those, attention, and the output projection. Alone: the same products and the same attention kernel on as
+  many tokens and heads as a rank has after the exchange.
+
+"by projection" is the schedule that others have (VeOmni's async Ulysses, in our parts): each projection's exchange runs
+beside the next projection, forward only. Variants take turns; ratios are taken round by round, and "alone, again" shows
+their spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import provenance
+from benchmarks.timing import Times, alternate
+from lightning_videoscale.attention import AttentionChoices
+from lightning_videoscale.attention.dispatch import attention
+from lightning_videoscale.kernels import qkv_linear
+from lightning_videoscale.parallel import CollectiveTransport, SequenceMesh, Transport
+from lightning_videoscale.parallel.schedules import PENDING
+from lightning_videoscale.parallel.schedules.sliced_input import project_heads
+from lightning_videoscale.parallel.schedules.sliced_output import attend_and_project
+from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
+from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads, gather_heads, pack, scatter_heads, times
+
+HEADS, HEAD_DIM = 40, 128
+CELLS = [(1, 4096), (1, 8192), (1, 16384), (1, 32768), (8, 2048)]  # batch size, tokens of a rank
+TINY = [(1, 32), (2, 16)]
+WARM_UP, REPEATS, ROUNDS = 2, 3, 10
+
+Run = Callable[[], Sequence[Tensor]]
+
+
+class Layer:
+    """Weights and inputs of one cell, the weights alike on all ranks."""
+
+    def __init__(
+        self, batch: int, tokens: int, heads: int, mesh: SequenceMesh, device: torch.device, kernel: Any
+    ) -> None:
+        shared, own = (torch.Generator(device).manual_seed(seed) for seed in (0, 1 + dist.get_rank()))
+        width, size = heads * HEAD_DIM, mesh.ulysses.size
+        self.heads, self.mesh, self.choices, self.tokens = heads, mesh, AttentionChoices(kernel), tokens
+
+        def random(*shape: int, generator: torch.Generator = own) -> Tensor:
+            return torch.randn(*shape, device=device, dtype=torch.bfloat16, generator=generator)
+
+        self.weights = [(random(width, width, generator=shared) * width**-0.5).requires_grad_() for _ in range(4)]
+        self.packed = torch.cat([w.detach() for w in self.weights[:3]])
+        self.x = random(batch, tokens, width).requires_grad_()
+        self.dy = random(batch, tokens, width)
+        shape = (batch, tokens * size, heads // size, HEAD_DIM)
+        self.qkv = [random(*shape).transpose(1, 2).requires_grad_() for _ in range(3)]
+        self.d_heads = [random(*shape).transpose(1, 2) for _ in range(3)]
+
+    def ulysses(self, transport: Transport) -> Ulysses:
+        lengths = (self.tokens,) * self.mesh.ulysses.size
+        heads = assign_heads(self.mesh.ulysses.rank, lengths, lengths, self.heads, self.heads)
+        return Ulysses(self.mesh.ulysses, heads, transport)
+
+    # -- query, key and value ----------------------------------------------------------------------------------------
+
+    def alone(self, packed: bool) -> Run:
+        if packed:
+            return lambda: [self.x.detach().flatten(0, 1) @ self.packed.t()]
+        return lambda: [F.linear(self.x.detach(), weight.detach()) for weight in self.weights[:3]]
+
+    def alone_backward(self, packed: bool) -> Run:
+        rows, x = self.dy.flatten(0, 1), self.x.detach().flatten(0, 1)
+        if packed:
+            three = rows.repeat(1, 3)
+            return lambda: [three @ self.packed, three.t() @ x]
+        weights = [weight.detach() for weight in self.weights[:3]]
+
+        def run() -> Sequence[Tensor]:
+            dx = rows @ weights[0]
+            for weight in weights[1:]:
+                dx.addmm_(rows, weight)
+            return [dx, *(rows.t() @ x for _ in weights)]
+
+        return run
+
+    def serial(self, ulysses: Ulysses) -> Run:
+        def run() -> Sequence[Tensor]:
+            projected = qkv_linear(self.x, (self.weights[0], self.weights[1], self.weights[2]))
+            q, k, v = (each.unflatten(-1, (self.heads, -1)) for each in projected)
+            return scatter_heads(q, k, v, ulysses)
+
+        return run
+
+    def by_projection(self, ulysses: Ulysses) -> Run:
+        """Forward only: it is not differentiable."""
+        batch, shares = self.x.shape[0], ulysses.heads.out
+        sizes = [times(each, batch * HEAD_DIM) for each in (shares.by_heads, shares.by_tokens)]
+
+        def run() -> Sequence[Tensor]:
+            pending = []
+            for weight in self.weights[:3]:
+                heads = F.linear(self.x.detach(), weight.detach()).unflatten(-1, (self.heads, -1))
+                pending.append(ulysses.transport.all_to_all(pack([heads], shares), *sizes, ulysses.axis))
+            return [ulysses.transport.wait(each) for each in pending]
+
+        return run
+
+    def sliced(self, ulysses: Ulysses) -> Run:
+        linears = [(weight, None) for weight in self.weights[:3]]
+
+        def run() -> Sequence[Tensor]:
+            heads = project_heads(self.x, linears, None, ulysses, self.heads)
+            return [heads.query, heads.key, heads.value]
+
+        return run
+
+    # -- the layer ---------------------------------------------------------------------------------------------------
+
+    def layer_alone(self) -> Run:
+        def run() -> Sequence[Tensor]:
+            heads = [each.detach().requires_grad_() for each in self.qkv]
+            qkv_linear(self.x, (self.weights[0], self.weights[1], self.weights[2]))
+            out = attention(self.choices, *heads, HEAD_DIM**-0.5)
+            return [out, F.linear(self.dy, self.weights[3])]
+
+        return run
+
+    def layer_alone_backward(self) -> Run:
+        out = attention(self.choices, *self.qkv, HEAD_DIM**-0.5)
+        projections = self.alone_backward(packed=False)
+        rows, weight = self.dy.flatten(0, 1), self.weights[3].detach()
+        return lambda: [
+            rows @ weight,
+            rows.t() @ rows,
+            *torch.autograd.grad(out, self.qkv, self.d_heads[0], retain_graph=True),
+            *projections(),
+        ]
+
+    def layer_serial(self, ulysses: Ulysses) -> Run:
+        projected = self.serial(ulysses)
+
+        def run() -> Sequence[Tensor]:
+            q, k, v = projected()
+            out = gather_heads(attention(self.choices, q, k, v, HEAD_DIM**-0.5), ulysses)
+            return [F.linear(out.flatten(2), self.weights[3])]
+
+        return run
+
+    def layer_sliced(self, ulysses: Ulysses) -> Run:
+        projected = self.sliced(ulysses)
+
+        def run() -> Sequence[Tensor]:
+            q, k, v = projected()
+            return [attend_and_project(q, k, v, (self.weights[3], None), ulysses, self.choices, HEAD_DIM**-0.5)]
+
+        return run
+
+    def backward(self, forward: Run) -> Run:
+        """The backward of a forward that ran once."""
+        outputs = forward()
+        cotangents = self.d_heads if len(outputs) == 3 else [self.dy]
+        wanted = [self.x, *self.weights[: 3 if len(outputs) == 3 else 4]]
+        return lambda: torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True)
+
+
+def variants(layer: Layer, part: str, direction: str, transports: dict[str, Transport]) -> dict[str, Run]:
+    """By name; those that begin with "alone" exchange nothing."""
+    found: dict[str, Run] = {}
+    for again in ("", ", again"):
+        if part == "layer":
+            found[f"alone{again}"] = layer.layer_alone() if direction == "forward" else layer.layer_alone_backward()
+        else:
+            alone = layer.alone if direction == "forward" else layer.alone_backward
+            found |= {f"alone, three{again}": alone(False), f"alone, packed{again}": alone(True)}
+    for name, transport in transports.items():
+        ulysses = layer.ulysses(transport)
+        by_schedule = {
+            "serial": (layer.layer_serial if part == "layer" else layer.serial)(ulysses),
+            "sliced": (layer.layer_sliced if part == "layer" else layer.sliced)(ulysses),
+        }
+        if direction == "backward":
+            by_schedule = {schedule: layer.backward(forward) for schedule, forward in by_schedule.items()}
+        elif part == "projections":
+            by_schedule["by projection"] = layer.by_projection(ulysses)
+        found |= {f"{schedule}, {name}": run for schedule, run in by_schedule.items()}
+    return found
+
+
+def rows_of(taken: dict[str, Times], cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row for each variant: milliseconds, and the ratio to the faster way to compute alone."""
+    once = [name for name in taken if name.startswith("alone") and not name.endswith("again")]
+    base = min(once, key=lambda name: taken[name].median)
+    rows = []
+    for name, mine in taken.items():
+        schedule, _, transport = name.partition(", ")
+        rows.append(
+            cell
+            | {"schedule": schedule, "transport": transport}
+            | {"median_ms": round(mine.median, 4), "over_alone": round(mine.over(taken[base]), 4)}
+            | {"round_medians_ms": [round(ms, 4) for ms in mine.rounds]}
+        )
+    return rows
+
+
+def check(layer: Layer, transports: dict[str, Transport]) -> float:
+    """The largest difference from the first serial layer, relative to the tensor's norm."""
+    runs = [run(layer.ulysses(t)) for t in transports.values() for run in (layer.layer_serial, layer.layer_sliced)]
+    results = [[*run(), *layer.backward(run)()] for run in runs]
+    pairs = [(a, b) for each in results[1:] for a, b in zip(each, results[0], strict=True)]
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="dry run on CPUs with gloo at other, tiny shapes")
+    parser.add_argument("--cells", type=int, nargs="*", help="which of the cells, by number; all if left out")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
+    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
+    arguments = parser.parse_args()
+    device = torch.device("cpu") if arguments.tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if arguments.tiny else "nccl", device_id=None if arguments.tiny else device)
+    first = dist.get_rank() == 0
+    commit = (arguments.commit or provenance.commit()) if first else ""
+    mesh = SequenceMesh.create(device.type, ulysses_size=dist.get_world_size())
+    transports: dict[str, Transport] = {"collective": CollectiveTransport()}
+    if device.type == "cuda":
+        transports["symmetric"] = SymmetricTransport.create(mesh, device, timedelta(minutes=1), PENDING["sliced"])
+    kernel, heads = ("cudnn", HEADS) if device.type == "cuda" else ("sdpa", 8)
+    cells, rows = TINY if arguments.tiny else CELLS, []
+    for number in arguments.cells if arguments.cells is not None else range(len(cells)):
+        batch, tokens = cells[number]
+        layer = Layer(batch, tokens, heads, mesh, device, kernel)
+        difference = check(layer, transports)
+        for part in ("projections", "layer"):
+            for direction in ("forward", "backward"):
+                cell = {"gpus": dist.get_world_size(), "batch_size": batch, "s_local": tokens, "heads": heads}
+                cell |= {"part": part, "direction": direction, "difference": float(f"{difference:.2e}")}
+                taken = alternate(
+                    variants(layer, part, direction, transports),
+                    device=device,
+                    warm_up=WARM_UP,
+                    repeats=REPEATS,
+                    rounds=arguments.rounds,
+                )
+                rows += (mine := rows_of(taken, cell))
+                if first:
+                    show(mine)
+    if first:
+        settings = {"dry_run": arguments.tiny, "dtype": "bfloat16", "attention_kernel": kernel, "warmup": WARM_UP}
+        settings |= {"repeats": REPEATS, "rounds": arguments.rounds, "head_dim": HEAD_DIM}
+        output = arguments.output or provenance.path("parallel", "schedules")
+        provenance.write(output, "parallel/schedules", commit, settings, rows)
+        print(f"written to {output}")
+    dist.barrier()
+    mesh.close()
+    dist.destroy_process_group()
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    head = rows[0]
+    cell = f"{head['part']}, {head['direction']}, B {head['batch_size']}, {head['s_local']} tokens a rank"
+    print(f"{cell}, difference {head['difference']}", flush=True)
+    for row in rows:
+        name = ", ".join(filter(None, (row["schedule"], row["transport"])))
+        print(f"  {name:>24} {row['median_ms']:>9.3f} ms {row['over_alone']:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
