@@ -121,11 +121,14 @@ def send_to_all(numbers: Tensor, ulysses: Ulysses, batch: int) -> Exchange:
     return exchange
 
 
-def sum_over_ranks(x: Tensor, ulysses: Ulysses) -> Tensor:
-    """The sum of the ranks' tensors, of one shape; added in one order on all ranks."""
+def sum_over_ranks(x: Tensor, ulysses: Ulysses) -> Callable[[], Tensor]:
+    """Starts to add the ranks' tensors, of one shape, in one order on all ranks; returns what waits for the sum."""
     sizes = [x.numel()] * ulysses.axis.size
-    received = ulysses.transport.exchange(x.flatten().repeat(len(sizes)), sizes, sizes, ulysses.axis)
-    total: Tensor = received.view(len(sizes), *x.shape).sum(0)
+    pending = ulysses.transport.all_to_all(x.flatten().repeat(len(sizes)), sizes, sizes, ulysses.axis)
+
+    def total() -> Tensor:
+        return ulysses.transport.wait(pending).view(len(sizes), *x.shape).sum(0)
+
     return total
 
 

@@ -121,31 +121,50 @@ class _ProjectHeads(torch.autograd.Function):
         x, weights, tensors = saved[0], saved[1:4], NormTensors(saved[4:6], saved[6:8])
         dq, dk, dv = (rows_of(g) for g in gradients[:3])
         value = return_tokens(dv, ulysses, x.shape[0])
-        of_norm: Sequence[Tensor | None] = (None, None)
         if norm is not None:
             before_norm = BeforeNorm(*saved[8:])
             sums = sum_over_ranks(norm.gradient_sums(dq, dk, before_norm, tensors), ulysses)
-            dq, dk, *of_norm = norm.backward(dq, dk, before_norm, sums, tensors)
+        home = _Home(x.flatten(0, 1), weights, ctx.needs_input_grad[2:8])
+        home.take(2, value())
+        of_norm: Sequence[Tensor | None] = (None, None)
+        if norm is not None:
+            dq, dk, *of_norm = norm.backward(dq, dk, before_norm, sums(), tensors)
         key, query = (return_tokens(rows, ulysses, x.shape[0]) for rows in (dk, dq))
-        needs_x, needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
-        of_parameters: list[Tensor | None] = [None] * 6
-        of_results: list[Tensor] = []
-        for i, arriving in ((2, value), (1, key), (0, query)):
-            dy = arriving()
-            flat = dy.flatten(0, 1)
-            of_parameters[2 * i] = flat.t() @ x.flatten(0, 1) if needs[2 * i] else None
-            of_parameters[2 * i + 1] = flat.sum(0) if needs[2 * i + 1] else None
-            of_results.insert(0, dy)
-        dx = _sum_of_products(of_results, weights) if needs_x else None
-        wanted = [g if needed else None for g, needed in zip((*of_results, *of_norm), needs[6:11], strict=True)]
-        return None, dx, *of_parameters, *wanted, None, None
+        needs_x, needs = ctx.needs_input_grad[1], ctx.needs_input_grad[8:13]
+        if needs_x:
+            home.add_to_input(2)
+        for i, arriving in ((1, key), (0, query)):
+            home.take(i, arriving())
+            if needs_x:
+                home.add_to_input(i)
+        dx = None if home.of_input is None else home.of_input.view_as(x)
+        wanted = [g if needed else None for g, needed in zip((*home.arrived, *of_norm), needs, strict=True)]
+        return None, dx, *home.of_parameters, *wanted, None, None
 
 
-def _sum_of_products(gradients: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor | None:
-    """The gradient of x through the Linears: the sum of matrix products, each added as it is computed."""
-    total: Tensor | None = None
-    for dy, weight in zip(gradients, weights, strict=True):
+class _Home:
+    """Gradients of this rank's tokens, as those of query, key and value come back one by one.
+
+    Attributes:
+        arrived: (B, s, H · D) of each of the three.
+        of_parameters: Of weight and bias of each.
+        of_input: (B · s, C), of those that were added so far; None if nothing was.
+    """
+
+    def __init__(self, x: Tensor, weights: Sequence[Tensor | None], needs: Sequence[bool]) -> None:
+        self._x, self._weights, self._needs = x, weights, needs
+        self.arrived: list[Tensor] = [x] * 3
+        self.of_parameters: list[Tensor | None] = [None] * 6
+        self.of_input: Tensor | None = None
+
+    def take(self, i: int, dy: Tensor) -> None:
+        """Computes what a Linear's parameters need; other messages travel meanwhile."""
+        self.arrived[i], flat = dy, dy.flatten(0, 1)
+        self.of_parameters[2 * i] = flat.t() @ self._x if self._needs[2 * i] else None
+        self.of_parameters[2 * i + 1] = flat.sum(0) if self._needs[2 * i + 1] else None
+
+    def add_to_input(self, i: int) -> None:
+        """Adds the gradient of the input through a Linear, as it is computed."""
+        flat, weight = self.arrived[i].flatten(0, 1), self._weights[i]
         if weight is not None:
-            flat = dy.flatten(0, 1)
-            total = flat @ weight if total is None else total.addmm_(flat, weight)
-    return None if total is None else total.view(*gradients[0].shape[:2], -1)
+            self.of_input = flat @ weight if self.of_input is None else self.of_input.addmm_(flat, weight)
