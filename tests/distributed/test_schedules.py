@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.models.wan.split import SequenceParallelWanAttention
-from lightning_videoscale.parallel import SequenceContext, SequenceMesh, SplitPlan, parallelize, split
+from lightning_videoscale.parallel import SequenceContext, SequenceMesh, SplitPlan, Transport, parallelize, split
 from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
@@ -32,7 +32,9 @@ SCHEDULES: tuple[ScheduleName, ...] = ("serial", "sliced")
 # -- a layer of any shape ------------------------------------------------------------------------------------------
 
 
-def run_layer(mesh: SequenceMesh, schedule: ScheduleName, seed: int) -> list[Tensor]:
+def run_layer(
+    mesh: SequenceMesh, schedule: ScheduleName, seed: int, transport: Transport | None = None, device: str = "cpu"
+) -> list[Tensor]:
     """The output of a random layer, and the gradients of its input and parameters, on this rank."""
     shape, size = random.Random(seed), mesh.sp.size
     heads, dim, batch = shape.randint(mesh.ulysses.size, 7), 2 * shape.randint(1, 5), shape.randint(1, 3)
@@ -44,9 +46,10 @@ def run_layer(mesh: SequenceMesh, schedule: ScheduleName, seed: int) -> list[Ten
     for name in ("to_q", "to_k", "to_v"):
         if shape.random() < 0.3:
             getattr(layer, name).bias = None
-    whole = torch.randn(batch, tokens, heads * dim, dtype=torch.float64, requires_grad=True)
-    angles = torch.rand(1, tokens, 1, dim // 2, dtype=torch.float64).repeat_interleave(2, 3)
-    context = SequenceContext(mesh, schedule=schedule)
+    layer.to(device)
+    whole = torch.randn(batch, tokens, heads * dim, dtype=torch.float64).to(device).requires_grad_()
+    angles = torch.rand(1, tokens, 1, dim // 2, dtype=torch.float64).repeat_interleave(2, 3).to(device)
+    context = SequenceContext(mesh, transport, schedule=schedule)
     context.begin_forward()
     x, tables = split(whole, 1, context), []
     for table in (angles.cos(), angles.sin()):
@@ -56,6 +59,7 @@ def run_layer(mesh: SequenceMesh, schedule: ScheduleName, seed: int) -> list[Ten
     inputs = x, None, None, tuple(tables) if rotated else None
     y = checkpoint(layer, *inputs, use_reentrant=False) if checkpointed else layer(*inputs)
     cotangent = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(mesh.sp.rank))
+    cotangent = cotangent.to(device)
     found = [y.detach(), *torch.autograd.grad(y, [whole, *layer.parameters()], cotangent)]
     for gradient in found[2:]:
         dist.all_reduce(gradient, group=mesh.sp.group)
