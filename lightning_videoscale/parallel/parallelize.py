@@ -87,6 +87,10 @@ def parallelize(
     divide_mesh(mesh, [(model, plan)], None if tokens is None else {tokens: 1}, log=log)
     if mesh.sp.size == 1:
         return choose_attention(model, plan, choices)
+    if schedule != "serial" and mesh.ulysses.size == 1:
+        if dist.get_rank() == 0:
+            log(f"schedule={schedule!r} has nothing to do: {mesh} exchanges no heads.")
+        schedule = "serial"
     network, undo = _install(model, plan, mesh, transport, choices, schedule)
     if dist.get_rank() == 0:
         for line in _costs(model, plan):
@@ -183,10 +187,7 @@ def _install(
         raise ValueError(
             f"schedule={schedule!r} is not known for {type(model).__name__}, whose split plan has {plan.schedules}."
         )
-    # With one rank in it, a Ulysses group has no exchange to hide.
-    context = SequenceContext(
-        mesh, transport, plan.short_streams, choices, schedule if mesh.ulysses.size > 1 else "serial"
-    )
+    context = SequenceContext(mesh, transport, plan.short_streams, choices, schedule)
     agreement = Agreement(context.mesh, context.transport)
 
     def begin(module: nn.Module, *inputs: Any) -> None:
