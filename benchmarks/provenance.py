@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.measured_code import fingerprint
+
 RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("lightning", "diffusers", "triton", "deepspeed", "flash-attn-4", "numpy", "pyarrow", "av", "webdataset")
 
 
 def commit() -> str:
@@ -26,10 +33,11 @@ def commit() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The GPUs and the versions of what drives them."""
+    """The GPUs and the versions of what drives them, and of the packages that take part."""
+    packages = {"packages": dict(_versions())}
     if not torch.cuda.is_available():
-        return {"gpu": None, "gpus": 0, "torch": torch.__version__}
-    return {
+        return {"gpu": None, "gpus": 0, "torch": torch.__version__} | packages
+    return packages | {
         "gpu": torch.cuda.get_device_name(),
         "gpus": torch.cuda.device_count(),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0],
@@ -52,12 +60,24 @@ def write(path: Path, benchmark: str, commit: str, settings: dict[str, Any], row
         "benchmark": benchmark,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit,
+        "code": fingerprint(benchmark),
         "machine": machine(),
         "settings": settings,
         "rows": rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def table(file: Path) -> dict[str, str]:
+    """What names a table of clips that was measured on, whatever its path: its file's name and hash."""
+    return {"name": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            yield package, version(package)
 
 
 def _output(*command: str) -> str:

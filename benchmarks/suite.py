@@ -170,6 +170,7 @@ def main() -> None:
     output = (options.output or provenance.path("suite", "today")).absolute()
     config = TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers}
     settings = {name: getattr(options, name) for name in ("ranks", "longest", "steps", "rounds", "samples", "tiny")}
+    settings["table"] = provenance.table(options.shapes)
     with tempfile.TemporaryDirectory() as folder:
         draws = [
             shape for shape in mix(options.shapes, options.samples, options.tiny) if _tokens(shape) <= options.longest

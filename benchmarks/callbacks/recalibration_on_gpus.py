@@ -203,6 +203,7 @@ def main() -> None:
         "precision": "bf16-mixed",
         "activation_checkpointing": True,
         "longest": longest,
+        "table": provenance.table(options.shapes),
         "micro_batches": 1,
         "every_n_steps": EVERY_N_STEPS,
         "steps_of_oracle": STEPS_OF_ORACLE,

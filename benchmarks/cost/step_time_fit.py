@@ -167,7 +167,7 @@ def main() -> None:
         "model": TINY_WAN if options.tiny else WAN_1_3B,
         "precision": "bf16-mixed",
         "activation_checkpointing": True,
-        "mix": {"samples": SAMPLES, "seed": 0},
+        "mix": {"samples": SAMPLES, "seed": 0, "table": None if options.tiny else provenance.table(options.shapes)},
         "seconds_per_shape": options.seconds,
         "provenance": dict(matrix.provenance),
         **found,

@@ -228,7 +228,7 @@ def main() -> None:
         "attention": "flash",
         "precision": "bf16-mixed",
         "activation_checkpointing": True,
-        "mix": {"samples": samples, "seed": 0},
+        "mix": {"samples": samples, "seed": 0, "table": provenance.table(options.shapes)},
         "max_steps": options.max_steps,
         "m_mem_over_longest": options.m_mem,
         "m_comp_over_longest": m_comp,

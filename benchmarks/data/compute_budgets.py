@@ -73,7 +73,8 @@ def row_of(model: str, m_mem: int, planner: BucketPlanner) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", type=Path)
-    clips = Clips.from_csv(parser.parse_args().shapes)
+    file = parser.parse_args().shapes
+    clips = Clips.from_csv(file)
     commit = provenance.commit()
     table = SampleTable.of_clips(standard_mix(clips, SAMPLES), STANDARD_POLICY, GEOMETRIES["wan2.1"])
     rows = []
@@ -86,6 +87,7 @@ def main() -> None:
                 print(rows[-1], flush=True)
     settings = {"samples": SAMPLES, "longest": LONGEST, "m_mem": "multiples of the longest", "epochs": EPOCHS}
     settings |= {"micro_batches": 1, "clips": len(clips), "measured": MEASURED}
+    settings["table"] = provenance.table(file)
     provenance.write(provenance.path("data", "compute_budgets"), "data/compute_budgets", commit, settings, rows)
 
 

@@ -51,7 +51,8 @@ def figures(clips: Clips, samples: int, seed: int, **planner: Any) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", type=Path)
-    clips = Clips.from_csv(parser.parse_args().shapes)
+    file = parser.parse_args().shapes
+    clips = Clips.from_csv(file)
     commit = provenance.commit()
     rows = []
     for micro_batches in (1, 2, 4, 8):
@@ -65,7 +66,7 @@ def main() -> None:
         rows.append(figures(clips, 1_000_000, 0, **setting))
         rows[-1]["peak_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
         print(rows[-1])
-    settings = {**SETTINGS, "clips": len(clips)}
+    settings = {**SETTINGS, "clips": len(clips), "table": provenance.table(file)}
     provenance.write(provenance.path("data", "plan"), "data/plan", commit, settings, rows)
 
 
