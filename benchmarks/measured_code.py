@@ -107,7 +107,19 @@ def _files(paths: Iterable[str], root: Path) -> Iterable[Path]:
 def _content(file: Path) -> bytes:
     if file.suffix != ".py":
         return file.read_bytes()
-    return ast.dump(_Bare().visit(ast.parse(file.read_text()))).encode()
+    return _text(_Bare().visit(ast.parse(file.read_text()))).encode()
+
+
+def _text(node: object) -> str:
+    """The tree as `ast.dump` has it, but the same for every version of Python: without fields that are empty."""
+    if isinstance(node, list):
+        return f"[{','.join(map(_text, node))}]"
+    if isinstance(node, ast.Constant):
+        return repr(node.value)
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
+    return f"{type(node).__name__}({','.join(f'{name}={_text(value)}' for name, value in fields)})"
 
 
 class _Bare(ast.NodeTransformer):
