@@ -32,7 +32,7 @@ from lightning_videoscale.injection.norms import TRIED, of_norm
 from lightning_videoscale.injection.parts import Kind
 from lightning_videoscale.kernels import qk_norm_rope, qkv_linear, rope_per_pair
 from lightning_videoscale.kernels.autograd import under_autocast
-from lightning_videoscale.kernels.head_types import HeadRounding
+from lightning_videoscale.kernels.head_types import HeadRounding, RopeLayout, wide_dtype
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
 ROTARY_HELPER = {"diffusers.models.embeddings.apply_rotary_emb": "480c311aec97a129-50531e"}
@@ -56,12 +56,14 @@ class Processor:
         known_calls: `source_hash` of every ``__call__`` that is meant, each with the releases that have it.
         norms: What the norms of queries and keys may be; an attention may also do without.
         helpers: Functions that it calls, by path, each with its `source_hash`.
+        pairs: Names of the norms of queries and of keys.
     """
 
     class_path: str
     known_calls: Mapping[str, str] = field(hash=False)
     norms: tuple[Kind, ...]
     helpers: Mapping[str, str] = field(hash=False)
+    pairs: tuple[tuple[str, str], ...] = _PAIRS
 
 
 def fused_attention(
@@ -96,7 +98,7 @@ class _Objection:
 
     def __call__(self, attn: Any) -> str | None:
         known = self.processor
-        if (change := _changed(attn, known)) is not None:
+        if (change := changed_attention(attn, known)) is not None:
             return change
         if (other := difference(type(attn.processor), "__call__", known.known_calls)) is not None:
             return f"the __call__ of its processor {other}"
@@ -104,7 +106,7 @@ class _Objection:
             module, _, name = path.rpartition(".")
             if source_hash(getattr(import_module(module), name)) != expected:
                 return f"{path}, which its processor calls, is not one that the fused forward was written for ({TRIED})"
-        for norm in (getattr(attn, name, None) for pair in _PAIRS for name in pair):
+        for norm in (getattr(attn, name, None) for pair in known.pairs for name in pair):
             kind = next((kind for kind in known.norms if kind.class_path == class_path(type(norm))), None)
             forwards = None if kind is None else kind.known_forwards
             if forwards is not None and (other := difference(type(norm), "forward", forwards)) is not None:
@@ -119,18 +121,18 @@ class _LastLinear:
     processor: Processor
 
     def __call__(self, attn: Any) -> nn.Linear | str:
-        change = _changed(attn, self.processor)
+        change = changed_attention(attn, self.processor)
         return output_linear(attn) if change is None else change
 
 
-def _changed(attn: Any, known: Processor) -> str | None:
+def changed_attention(attn: Any, known: Processor) -> str | None:
     """Returns what a fused attention does not call as it was when this was written; None for nothing."""
     cls = type(attn.processor)
     if class_path(cls) != known.class_path:
         return f"its processor is a {class_path(cls)}, not {known.class_path}"
     if (replacement := replacement_of(cls, "__call__")) is not None:
         return f"the __call__ of its processor was replaced by {replacement}"
-    for pair in _PAIRS:
+    for pair in known.pairs:
         if (change := _changed_pair(attn, pair, known.norms)) is not None:
             return change
     return None
@@ -146,7 +148,7 @@ def original_if_changed(attn: Any, known: Processor, *, as_before: bool = False)
     """
     if as_before or class_path(type(attn.processor)) != known.class_path:
         return original_forward(attn)
-    change = _changed(attn, known)
+    change = changed_attention(attn, known)
     return None if change is None else unfused(attn, change)
 
 
@@ -167,6 +169,7 @@ def projected(
     per_head: bool = True,
     rounding: HeadRounding = "fp32_once",
     rope: tuple[Tensor, Tensor] | None = None,
+    rope_layout: RopeLayout = "interleaved",
     start: int = 0,
 ) -> Projected:
     """Projects a sequence to queries, keys and values, of which the first two are normalised and rotated.
@@ -181,6 +184,7 @@ def projected(
         rounding: The law of the eager code, see `qk_norm_rope`. Under autocast, where eager code leaves norms in
             float32 until attention, results are rounded at the end.
         rope: As `qk_norm_rope` has it, an entry for each pair.
+        rope_layout: Likewise.
         start: The first rotated token.
     """
     of_query, of_key, of_value = (getattr(attn, name) for name in linears)
@@ -196,7 +200,8 @@ def projected(
         source = tokens if source is None else source
         called = without_bias_gradient if taken else nn.Module.__call__
         query, key, value = called(of_query, tokens), called(of_key, source), of_value(source)
-    query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
+    heads: int = getattr(attn, "heads", None) or attn.num_heads
+    query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
     if rope is not None and 2 * rope[0].shape[-1] != query.shape[3]:
         raise ValueError(
             f"The rotary tables have {2 * rope[0].shape[-1]} channels for heads of {query.shape[3]} channels."
@@ -206,6 +211,8 @@ def projected(
     settings: dict[str, Any] = {"norm": "none"}
     if norm_q is not None:
         settings = of_norm(norm_q)
+        if settings["eps"] is None:  # torch's default, for the float32 that eager code hands such a norm
+            settings["eps"] = torch.finfo(wide_dtype(query)).eps
         settings["q_weight"], settings["k_weight"] = settings.pop("weight"), norm_k.weight
         if settings["norm"] == "layer":
             settings["q_bias"], settings["k_bias"] = settings.pop("bias"), norm_k.bias
@@ -219,6 +226,7 @@ def projected(
             key,
             per_head=per_head,
             rope=rope,
+            rope_layout=rope_layout,
             rope_start=start,
             rounding="at_end" if under_autocast(query) else rounding,
             backend=attn.kernel_backend,

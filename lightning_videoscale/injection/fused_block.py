@@ -51,6 +51,8 @@ class FusedBlock:
             one's bias gradient to its caller now; where it can, it does so when called with ``detach_bias=True``. None
             if it never can.
         branches: Names of the submodules whose last Linear's bias gradient the forward takes where it can.
+        gathers: Whether the new forward takes, beside ``self``, all arguments in one mapping by the original's names,
+            with its defaults; for blocks that have very many.
     """
 
     class_path: str
@@ -63,6 +65,7 @@ class FusedBlock:
     only_with: str | None = None
     last_linear: Callable[[Any], nn.Linear | str] | None = None
     branches: tuple[str, ...] = ()
+    gathers: bool = False
 
     def refusal(self, module: nn.Module) -> str | None:
         """Returns why ``module``, an instance of the named class, must be left as it is, or None."""
@@ -107,7 +110,8 @@ def fused_class(base: type[nn.Module], block: FusedBlock) -> type[nn.Module]:
     Raises:
         TypeError: If the forwards differ in their parameter names, by which hooks and callers address arguments.
     """
-    names, expected = (list(inspect.signature(f).parameters) for f in (block.forward, base.forward))
+    forward = _gathering(block.forward, base.forward) if block.gathers else block.forward
+    names, expected = (list(inspect.signature(f).parameters) for f in (forward, base.forward))
     if names != expected:
         raise TypeError(f"The fused forward for {block.class_path} takes {names}, the original takes {expected}.")
 
@@ -120,7 +124,7 @@ def fused_class(base: type[nn.Module], block: FusedBlock) -> type[nn.Module]:
         return super(fused, self).forward(*args, **kwargs)  # a call that Dynamo can trace
 
     members = {
-        "forward": _unless_changed(block) if block.parts else block.forward,
+        "forward": _unless_changed(forward, block) if block.parts else forward,
         "_original_forward": original_forward,
         "_fused_block": block,
         "__reduce_ex__": reduce,
@@ -131,9 +135,22 @@ def fused_class(base: type[nn.Module], block: FusedBlock) -> type[nn.Module]:
     return fused  # type: ignore[no-any-return]
 
 
-def _unless_changed(block: FusedBlock) -> Callable[..., Any]:
+def _gathering(fused: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward with the original's signature, which hands all arguments on in one mapping."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        return fused(self, given.arguments)
+
+    return forward
+
+
+def _unless_changed(fused: Callable[..., Any], block: FusedBlock) -> Callable[..., Any]:
     """The fused forward, or the original where one of the block's parts has changed."""
-    fused, parts = block.forward, block.parts
+    parts = block.parts
 
     @functools.wraps(fused)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -69,8 +69,10 @@ def inject_fused_kernels(
             report.replace(path, module, fused, _what(module, block), setting, recompute_norms)
         else:
             report.skipped.append(Skipped(path, type(module).__name__, reason))
-    unknown = _unknown_blocks(model, own)
-    report.skipped += [Skipped(path, type(module).__name__, _UNKNOWN) for path, module in unknown.items()]
+    unknown = {path: (module, _UNKNOWN) for path, module in _unknown_blocks(model, own).items()}
+    for path, module, _ in meant:
+        unknown |= _unknown_attentions(path, module, own)
+    report.skipped += [Skipped(path, type(module).__name__, reason) for path, (module, reason) in unknown.items()]
     report.sort([*unknown, *(path for path, _, _ in meant)])
     if any(skipped.reason != _ALREADY for skipped in report.skipped):
         warnings.warn(str(report), stacklevel=2)
@@ -102,6 +104,17 @@ def _unknown_blocks(model: nn.Module, own: Mapping[str, FusedBlock]) -> dict[str
             for inside, module in network.named_modules(prefix=path):
                 if type(module).__name__ in names and known("FUSED_BLOCKS", type(module), own) is None:
                     found[inside] = module
+    return found
+
+
+def _unknown_attentions(path: str, block: nn.Module, own: Mapping[str, FusedBlock]) -> dict[str, tuple[nn.Module, str]]:
+    """Returns the attentions of a known block whose processors nobody knows, with the reason."""
+    found = {}
+    for name, child in block.named_children():
+        processor = getattr(child, "processor", None)
+        if processor is not None and _known(child, own) is None:
+            reason = f"its processor is a {class_path(type(processor))}, of which no fused attention is known"
+            found[f"{path}.{name}".lstrip(".")] = child, reason
     return found
 
 

@@ -39,22 +39,24 @@ class Modulation(NamedTuple):
     """Shift, scale and gate of one branch: the timestep's part and the block's own, if there is one.
 
     Attributes:
-        shift: (B, 1 or S, D), or (U, D), of which each token has an entry.
-        scale: Likewise.
-        gate: Likewise.
+        shift: (B, 1 or S, D), or (U, D), of which each token has an entry; or None.
+        scale: Likewise, but never None.
+        gate: Likewise; None for a branch that is added as it is.
         shift_table: (D,), the block's own part, which is added inside; or None.
         scale_table: Likewise.
         gate_table: Likewise.
         which: (B, S) integers, each token's entry; None where there are no entries.
+        normed_eps: Of a branch that passes a RMSNorm without a weight, and then a gate of tanh; None for others.
     """
 
-    shift: Tensor
+    shift: Tensor | None
     scale: Tensor
-    gate: Tensor
+    gate: Tensor | None
     shift_table: Tensor | None = None
     scale_table: Tensor | None = None
     gate_table: Tensor | None = None
     which: Tensor | None = None
+    normed_eps: float | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,15 +76,19 @@ class Modulation(NamedTuple):
 
     def of_gate(self) -> dict[str, Any]:
         """What `gate_residual` takes of it."""
-        return {"gate": self.gate, "gate_table": self.gate_table, "index": self.which}
+        taken = {"gate": self.gate, "gate_table": self.gate_table, "index": self.which}
+        if self.normed_eps is None:
+            return taken
+        return taken | {"gate_activation": "tanh", "branch_norm": True, "eps": self.normed_eps}
 
 
-def modulations(table: Tensor, temb: Tensor | GroupedModulation, batch_size: int) -> tuple[Modulation, Modulation]:
-    """Returns the modulation of the self-attention and of the feed-forward; nothing is added up here.
+def modulations(table: Tensor, temb: Tensor | GroupedModulation, batch_size: int) -> tuple[Modulation, ...]:
+    """Returns the modulations of n branches, the self-attention's first; nothing is added up here.
 
     Args:
-        table: The block's own part, (1, 6, D).
-        temb: The timestep's part: (B, 6, D) per sample or (B, S, 6, D) per token, or grouped; B may be 1 for all.
+        table: The block's own part, (1, 3 · n, D) or (3 · n, D).
+        temb: The timestep's part: (B, 3 · n, D) per sample or (B, S, 3 · n, D) per token, or grouped; B may be 1 for
+            all.
         batch_size: B.
     """
     parts: tuple[Tensor, ...]
@@ -93,7 +99,7 @@ def modulations(table: Tensor, temb: Tensor | GroupedModulation, batch_size: int
         per_token = temb.unsqueeze(1) if temb.ndim == 3 else temb
         parts = tuple(part.expand(batch_size, -1, -1) for part in per_token.unbind(dim=2))
     own = table.squeeze(0).unbind(0)
-    return _modulation(parts[:3], own[:3], which), _modulation(parts[3:], own[3:], which)
+    return tuple(_modulation(parts[i : i + 3], own[i : i + 3], which) for i in range(0, len(own), 3))
 
 
 def per_sample(embedded: Tensor, branches: int, batch_size: int) -> list[Modulation]:

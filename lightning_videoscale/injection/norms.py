@@ -30,6 +30,10 @@ def _diffusers_rms_norm(norm: Any) -> str | None:
     return None if norm.bias is None else "has a bias"
 
 
+def _mochi_rms_norm(norm: Any) -> str | None:
+    return None if len(norm.dim) == 1 else f"is not over the channels, but has a weight of {tuple(norm.dim)}"
+
+
 def _without_labels(norm: Any) -> str | None:
     return None if norm.emb is None else "embeds timesteps and labels itself"
 
@@ -45,6 +49,12 @@ DIFFUSERS_RMS_NORM = Kind(
     "diffusers' RMSNorm",
     {"3c9ee223183affad-5bf8dd44c": "diffusers 0.37 to 0.40", "4aed9a2692862eec-5bf4e944c": "diffusers 0.41 to 0.42.1"},
     _diffusers_rms_norm,
+)
+MOCHI_RMS_NORM = Kind(
+    f"{_DIFFUSERS}.MochiRMSNorm",
+    "diffusers' MochiRMSNorm",
+    {"943b491cd417d5a9-5bf8237c4d7205a74744c": TRIED},
+    _mochi_rms_norm,
 )
 ADA_LAYER_NORM_ZERO = Kind(
     f"{_DIFFUSERS}.AdaLayerNormZero",

@@ -47,22 +47,32 @@ class Part:
     Args:
         path: In the block.
         *kinds: What it may be.
+        optional: Whether some blocks have None in its place.
     """
 
     path: str
     kinds: tuple[Kind, ...]
+    optional: bool
 
-    def __init__(self, path: str, *kinds: Kind) -> None:
+    def __init__(self, path: str, *kinds: Kind, optional: bool = False) -> None:
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "kinds", kinds)
+        object.__setattr__(self, "optional", optional)
+
+    def of(self, block: nn.Module) -> Any:
+        """What it is in a block; None where there is none."""
+        module: Any = block
+        for name in self.path.split("."):
+            module = getattr(module, name, None)
+        return module
 
 
 def changed_part(block: nn.Module, parts: tuple[Part, ...]) -> str | None:
     """Returns which part is not, or no longer, what it must be, and how; None if all are. Asked in every call."""
     for part in parts:
-        module: Any = block
-        for name in part.path.split("."):
-            module = getattr(module, name, None)
+        module = part.of(block)
+        if module is None and part.optional:
+            continue
         path = class_path(type(module))
         kind = next((kind for kind in part.kinds if kind.class_path == path), None)
         if kind is None:
@@ -80,7 +90,7 @@ def object_to_parts(block: nn.Module, parts: tuple[Part, ...]) -> str | None:
     if (change := changed_part(block, parts)) is not None:
         return change
     for part in parts:
-        cls = type(block.get_submodule(part.path))
+        cls = type(part.of(block))
         for kind in part.kinds:
             if kind.class_path == class_path(cls) and kind.known_forwards is not None:
                 other = difference(cls, "forward", kind.known_forwards)

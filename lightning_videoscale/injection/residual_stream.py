@@ -45,7 +45,8 @@ class _Pending(NamedTuple):
 
     @property
     def gate(self) -> dict[str, Any]:
-        of_gate = {} if self.modulation is None else self.modulation.of_gate()
+        modulation = self.modulation
+        of_gate = {} if modulation is None or modulation.gate is None else modulation.of_gate()
         return of_gate | {"branch_bias": self.bias}
 
 
@@ -93,7 +94,7 @@ class ResidualStream:
         if modulation is not None:
             arguments |= modulation.of_norm()
         pending = self._pending
-        if pending is not None and not _at_once(pending.modulation, modulation):
+        if pending is not None and not _at_once(pending.modulation, modulation, norm.eps):
             self.end()
             pending = None
         h = self._widened(pending, modulation)
@@ -126,7 +127,7 @@ class ResidualStream:
         if self._pending is not None:
             h = self._widened(self._pending, None)
             branch, gate = self._pending.branch, self._pending.gate
-            if self._pending.modulation is None:
+            if gate.get("gate") is None:
                 gate["gate"] = branch.new_ones(()).expand(branch.shape[0], 1, branch.shape[2])
             self._h, self._pending = gate_residual(h, branch, **gate, **self._settings), None
         return self._h
@@ -166,9 +167,13 @@ def attend_between(
     text[0].add(of_text, text[2], bias if shared else None)
 
 
-def _at_once(gate: Modulation | None, modulation: Modulation | None) -> bool:
-    """Whether one kernel takes both: the gate of the branch before, and scale and shift of the one behind."""
-    if gate is None or modulation is None:
+def _at_once(gate: Modulation | None, modulation: Modulation | None, eps: float) -> bool:
+    """Whether one kernel takes both: the gate of the branch before, and the norm, scale and shift of the one behind."""
+    if gate is None or gate.gate is None:
+        return True
+    if gate.normed_eps not in (None, eps):
+        return False
+    if modulation is None:
         return True
     mine, theirs = gate.gate, modulation.scale
     return gate.which is modulation.which and mine.shape == theirs.shape and mine.dtype is theirs.dtype

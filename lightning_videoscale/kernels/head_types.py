@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_videoscale.kernels import modulation
 
 HeadNorm = Literal["none", "rms", "layer"]
-RopeLayout = Literal["interleaved", "half"]
+RopeLayout = Literal["interleaved", "half", "half_fma"]
 HeadRounding = Literal["fp32_once", "eager", "at_end"]
 HEAD_NORMS, LAYOUTS, HEAD_ROUNDINGS = get_args(HeadNorm), get_args(RopeLayout), get_args(HeadRounding)
 
@@ -29,7 +29,8 @@ class HeadOp(NamedTuple):
     Attributes:
         norm: "rms", "layer", or "none".
         per_head: Statistics, weight and bias belong to each head's Dh channels rather than to all D.
-        layout: Which channels of a head make pair i of P: "interleaved" (2i, 2i + 1) or "half" (i, i + P).
+        layout: Which channels of a head make pair i of P: "interleaved" (2i, 2i + 1), or "half" and "half_fma"
+            (i, i + P), whose second product the reference adds without rounding it.
         round_x_hat: Round x · rstd to the activations' dtype before the weight multiplies it.
         round_normed: Round n to the activations' dtype before it is rotated.
     """

@@ -9,6 +9,7 @@ Which arguments a model family wants, and how its eager code (diffusers) rounds 
 | family | norm | per_head | layout | rounding |
 |---|---|---|---|---|
 | Wan, LTX (its tables differ by head) | "rms" | no | "interleaved" | "fp32_once": n is rounded once, then y |
+| LTX-2 (likewise) | "rms" | no | "interleaved" or "half_fma" | "fp32_once" |
 | Flux, Mochi (its tables differ by head) | "rms" | yes | "interleaved" | "fp32_once" |
 | HunyuanVideo | "rms" | yes | "interleaved" | "eager": x · rstd is rounded, then n, then y |
 | Cosmos | "rms" | yes | "half" | "eager" |
@@ -88,7 +89,8 @@ def qk_norm_rope(
             ``rope_start`` on and the first 2P channels of each head. Used in float32 (float64 beside float64). Tables
             of that dtype are read where they are and kept for backward as they are, views of a model's own too: any
             strides, 1 or 2 from pair to pair; others are copied.
-        rope_layout: "interleaved": channels 2i and 2i + 1 are pair i; "half": channels i and i + P.
+        rope_layout: "interleaved": channels 2i and 2i + 1 are pair i; "half": channels i and i + P; "half_fma": the
+            same with `torch.addcmul`, whose second product is not rounded. Only plain PyTorch tells the two apart.
         rope_start: The first rotated token: the number of text tokens where those come first.
         rounding: "fp32_once" rounds the norm's result once, and y; "eager" also rounds x · rstd, when the weight is no
             wider than x, as diffusers' own ``RMSNorm`` does, where LayerNorm knows no difference; "at_end" rounds y

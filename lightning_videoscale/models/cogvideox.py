@@ -29,7 +29,7 @@ from lightning_videoscale.injection.attention import (
     rope_of,
 )
 from lightning_videoscale.injection.branch_bias import branch_and_bias
-from lightning_videoscale.injection.fused_block import FusedBlock
+from lightning_videoscale.injection.fused_block import FusedBlock, original_forward
 from lightning_videoscale.injection.modulation import Modulation, per_sample
 from lightning_videoscale.injection.norms import LAYER_NORM, TRIED
 from lightning_videoscale.injection.parts import Kind, Part
@@ -159,8 +159,13 @@ def _forward(
     image_rotary_emb: Any = None,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    named = {"image_rotary_emb": image_rotary_emb} | (attention_kwargs or {})
-    return _block(self, hidden_states, encoder_hidden_states, temb, **named)
+    if attention_kwargs:  # with which the attention runs as before, and takes its bias gradients itself
+        original = original_forward(self)
+        unchanged: tuple[Tensor, Tensor] = original(
+            hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
+        )
+        return unchanged
+    return _block(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=image_rotary_emb)
 
 
 def _consisid_forward(

@@ -75,7 +75,10 @@ class TokenMixing(TorchFunctionMode):
             self.found.append(f"{self._path[-1] if self._path else 'the network'} calls {func.__name__}")
         result = func(*args, **kwargs)
         if from_slices and not _takes_no_values(func):  # a message from other ranks is received in such a tensor
-            for x in tree_leaves(result):
+            results = tree_leaves(result)
+            if getattr(func, "__name__", "") == "qk_norm_rope.default":  # keeps queries and keys apart
+                results = [y for x, y in zip(args[:2], result, strict=False) if self._is_followed(x)]
+            for x in results:
                 if isinstance(x, Tensor):
                     self._follow(x)
         return result

@@ -112,11 +112,11 @@ def _side(
     for token, heads in enumerate(x.unbind(1)):
         if rope_start <= token < rope_start + tokens:
             a, b = (heads[..., 0 : 2 * pairs : 2], heads[..., 1 : 2 * pairs : 2])
-            if rope_layout == "half":
+            if rope_layout != "interleaved":
                 a, b = heads[..., :pairs], heads[..., pairs : 2 * pairs]
             turned = torch.complex(a, b) * turn[:, token - rope_start]
             parts = [turned.real, turned.imag]
-            rotated = torch.cat(parts, -1) if rope_layout == "half" else torch.stack(parts, -1).flatten(-2)
+            rotated = torch.stack(parts, -1).flatten(-2) if rope_layout == "interleaved" else torch.cat(parts, -1)
             heads = torch.cat([rotated, heads[..., 2 * pairs :]], -1)
         result.append(heads)
     return torch.stack(result, 1)
@@ -151,6 +151,7 @@ def cases(draw: Any) -> Case:
 FAMILIES = {
     "Wan": Case(),
     "LTX": Case(table_heads=True, table_batch=True),
+    "LTX-2": Case(table_heads=True, table_batch=True, layout="half_fma"),
     "Flux": Case(per_head=True),
     "HunyuanVideo": Case(per_head=True, rotated=3, extra={"rounding": "eager"}),
     "Cosmos": Case(per_head=True, layout="half", extra={"rounding": "eager"}),

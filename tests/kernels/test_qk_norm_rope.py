@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_ltx2 import apply_split_rotary_emb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -314,6 +315,16 @@ def test_keeps_eight_bytes_per_token_and_the_tables_of_the_model() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         qk_norm_rope(q, k, q_weight, k_weight, rope=(cos[..., 0::2], sin[..., 1::2]))
     assert sum(kept.values()) <= 8 * 2 * 64
+
+
+def test_a_fused_multiply_add_rotates_as_addcmul() -> None:
+    """LTX-2's own bits, at any length of its rows."""
+    for pairs in (1, 3, 4, 32):
+        angle, q = torch.randn(2, 9, 2, pairs), torch.randn(2, 9, 2, 2 * pairs)
+        cos, sin = angle.cos(), angle.sin()
+        turned, _ = qk_norm_rope(q, q, norm="none", rope=(cos, sin), rope_layout="half_fma")
+        expected = apply_split_rotary_emb(q.flatten(2), (cos.transpose(1, 2), sin.transpose(1, 2)))
+        assert torch.equal(turned.flatten(2), expected)
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])

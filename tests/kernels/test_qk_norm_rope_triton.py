@@ -97,7 +97,7 @@ def test_parts_of_rows(case: Case) -> None:
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("case", [Case(), Case(layout="half", table_heads=True, table_batch=True)])
+@pytest.mark.parametrize("case", [Case(), Case(layout="half_fma", table_heads=True, table_batch=True)])
 def test_tables_of_channels(case: Case) -> None:
     check_tables_of_channels(case, torch.float32, "triton")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.injection.fused_block import fused_block_of
-from tests.distributed.families import cogvideox, hunyuan_video, ltx, wan
+from tests.distributed.families import cogvideox, cosmos, easyanimate, hunyuan_video, kandinsky, ltx, mochi, wan
 from tests.distributed.families.harness import Case, Family, lifted_casts
 from tests.distributed.families.harness import run as outputs_and_loss
 from tests.models import gradient_error
@@ -24,7 +24,10 @@ from tests.models import gradient_error
 FAMILIES: dict[str, Family] = {
     **cogvideox.FAMILIES,
     **hunyuan_video.FAMILIES,
-    "ltx": ltx.FAMILIES["ltx"],
+    **ltx.FAMILIES,
+    **mochi.FAMILIES,
+    **kandinsky.FAMILIES,
+    **cosmos.FAMILIES,
     **wan.FAMILIES,
 }
 CASES = [(name, place) for name, family in FAMILIES.items() for place in range(len(family.variants))]
@@ -40,6 +43,7 @@ BLOCKS = {
     "cogvideox": {"CogVideoXBlock": 2, "Attention": 2},
     "consisid": {"ConsisIDBlock": 2, "Attention": 2},
     "ltx": {"LTXVideoTransformerBlock": 2, "LTXAttention": 4},
+    "ltx2": {"LTX2VideoTransformerBlock": 2, "LTX2Attention": 12},
     "hunyuan_video": {"HunyuanVideoTransformerBlock": 1, "HunyuanVideoSingleTransformerBlock": 2, "Attention": 3},
     "hunyuan_video_framepack": {
         "HunyuanVideoTransformerBlock": 1,
@@ -47,6 +51,13 @@ BLOCKS = {
         "Attention": 3,
     },
     "hunyuan_video_15": {"HunyuanVideo15TransformerBlock": 2, "Attention": 2},
+    "mochi": {"MochiTransformerBlock": 2, "MochiAttention": 2},
+    "kandinsky": {
+        "Kandinsky5TransformerEncoderBlock": 1,
+        "Kandinsky5TransformerDecoderBlock": 2,
+        "Kandinsky5Attention": 5,
+    },
+    "cosmos": {"CosmosTransformerBlock": 2, "Attention": 4},
     "wan": {"WanTransformerBlock": 2, "WanAttention": 4, "WanTimeTextImageEmbedding": 1},
     "wan_vace": {
         "WanVACETransformerBlock": 2,
@@ -76,6 +87,16 @@ def cast(inputs: Any, dtype: torch.dtype) -> Any:
     return inputs.to(dtype) if isinstance(inputs, Tensor) and inputs.is_floating_point() else inputs
 
 
+def test_gradients_of_what_is_rounded_to_bfloat16() -> None:
+    """Without these casts gradients agree as those of other models."""
+    for place in (0, 1):
+        model, inputs = model_of("kandinsky", place), inputs_of("kandinsky", place)
+        with lifted_casts(torch.float32):
+            _, expected = run(model, inputs)
+            inject_fused_kernels(model)
+            assert gradient_error(run(model, inputs)[1], expected) < 1e-5
+
+
 def model_of(name: str, place: int, **settings: Any) -> nn.Module:
     family = FAMILIES[name]
     return family.model(Case(name, settings=family.variants[place] | settings, float32=True))
@@ -93,15 +114,32 @@ def run(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Tensor], dict
     return outputs, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(model: nn.Module, inputs: Mapping[str, Any], expected: Any, bound: float = 1e-5) -> None:
+ROUNDED_GRADIENTS = ("Kandinsky5Transformer3DModel",)
+"""Models that round queries, keys and their gradients to bfloat16 in any dtype, now and then to another side."""
+
+
+def assert_same(model: nn.Module, inputs: Mapping[str, Any], expected: Any) -> None:
     outputs, gradients = run(model, inputs)
     for got, wanted in zip(outputs, expected[0], strict=True):
         assert torch.equal(got, wanted)
+    bound = 1e-3 if type(model).__name__ in ROUNDED_GRADIENTS else 1e-5
     assert gradient_error(gradients, expected[1]) < bound
 
 
-OTHERS = [("cogvideox", 1), ("hunyuan_video", 2), ("ltx", 2), ("skyreels_v2", 1), ("wan_vace", 2)]
-"""With rotated queries, a first frame of another timestep, timesteps of tokens and of frames, and an image."""
+OTHERS = [
+    ("cogvideox", 1),
+    ("hunyuan_video", 2),
+    ("ltx", 2),
+    ("skyreels_v2", 1),
+    ("wan_vace", 2),
+    *(("ltx2", place) for place in (1, 2, 3)),
+    ("kandinsky", 1),
+    ("cosmos", 2),
+]
+"""With rotated queries, a first frame of another timestep, timesteps of tokens and of frames, an image, gates."""
+
+LATER = [("ltx2", 2), ("mochi", 0), ("kandinsky", 0), ("cosmos", 2)]
+"""A variant of each of the families that round or rotate in a way of their own."""
 
 
 @pytest.mark.parametrize(("name", "place"), mostly_full(CASES, FIRST + OTHERS))
@@ -127,6 +165,10 @@ def half(model: nn.Module) -> nn.Module:
     return model
 
 
+ROUNDED_ONCE = ("mochi",)
+"""Whose gates round less often than diffusers', so that outputs in half precision are nearer, and not the same."""
+
+
 def distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     off = torch.stack([(gradients[name] - g).norm() for name, g in exact.items()])
     return float(off.norm() / torch.stack([g.norm() for g in exact.values()]).norm())
@@ -138,33 +180,36 @@ def errors(name: str, place: int, *, autocast: bool) -> tuple[float, float]:
     eager = model_of(name, place) if autocast else half(model_of(name, place))
     fused, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
     inject_fused_kernels(fused)
-    squares = [0.0, 0.0]
+    squares, of_outputs = [0.0, 0.0], [0.0, 0.0]
     for batch in range(6):
         inputs = cast(family.inputs(case, batch), torch.float32 if autocast else torch.bfloat16)
         with lifted_casts():
-            _, right = run(exact, cast(inputs, torch.float64))
+            exact_outputs, right = run(exact, cast(inputs, torch.float64))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             (outputs, gradients), (fused_outputs, fused_gradients) = run(eager, inputs), run(fused, inputs)
-        for got, wanted in zip(fused_outputs, outputs, strict=True):
-            assert got.dtype is wanted.dtype and (autocast or torch.equal(got, wanted))
+        for got, wanted, correct in zip(fused_outputs, outputs, exact_outputs, strict=True):
+            assert got.dtype is wanted.dtype and (autocast or name in ROUNDED_ONCE or torch.equal(got, wanted))
+            of_outputs[0] += float((got - correct).square().sum())
+            of_outputs[1] += float((wanted - correct).square().sum())
         squares[0] += distance(fused_gradients, right) ** 2
         squares[1] += distance(gradients, right) ** 2
+    assert autocast or of_outputs[0] <= 1.05**2 * of_outputs[1]
     return squares[0] ** 0.5, squares[1] ** 0.5
 
 
-@pytest.mark.parametrize(("name", "place"), mostly_full(CASES, [("hunyuan_video", 2), ("ltx", 2)]))
+@pytest.mark.parametrize(("name", "place"), mostly_full(CASES, [("hunyuan_video", 2), ("ltx", 2), *LATER]))
 def test_in_bfloat16_the_same_bits_and_gradients_as_exact(name: str, place: int) -> None:
     fused, eager = errors(name, place, autocast=False)
     assert fused <= 1.05 * eager
 
 
-@pytest.mark.parametrize(("name", "place"), mostly_full(CASES, [("hunyuan_video", 2), ("ltx", 2)]))
+@pytest.mark.parametrize(("name", "place"), mostly_full(CASES, [("hunyuan_video", 2), ("ltx", 2), *LATER]))
 def test_under_autocast_gradients_as_exact(name: str, place: int) -> None:
     fused, eager = errors(name, place, autocast=True)
     assert fused <= 1.05 * eager
 
 
-@pytest.mark.parametrize(("name", "place"), mostly_full(FIRST, [("hunyuan_video", 0), ("ltx", 0)]))
+@pytest.mark.parametrize(("name", "place"), mostly_full(CASES, [("hunyuan_video", 0), ("ltx", 0), *LATER]))
 def test_everything_else_stays(name: str, place: int) -> None:
     model, inputs = model_of(name, place), inputs_of(name, place)
     expected = run(model, inputs)
@@ -220,19 +265,22 @@ def test_hooks_on_norms_are_called(name: str, place: int) -> None:
     fused = fused_block_of(block)
     assert fused is not None
     for each in (plain, model):
-        norm = each.get_submodule(f"{path}.{fused.parts[-1].path}")
+        last = next(part for part in reversed(fused.parts) if not part.optional)
+        norm = each.get_submodule(f"{path}.{last.path}")
         norm.register_forward_hook(lambda module, args, output: 2 * output)
     expected = run(plain, inputs)
-    with pytest.warns(UserWarning, match=f"{fused.parts[-1].path} has hooks, which would not be called"):
+    with pytest.warns(UserWarning, match=f"{last.path} has hooks, which would not be called"):
         assert_same(model, inputs, expected)
 
 
-@pytest.mark.parametrize(("name", "place"), mostly_full(FIRST, [("hunyuan_video", 0), ("cogvideox", 0)]))
+@pytest.mark.parametrize(
+    ("name", "place"), mostly_full(FIRST, [("hunyuan_video", 0), ("cogvideox", 0), *((name, 0) for name, _ in LATER)])
+)
 def test_adapters_train_as_without(name: str, place: int) -> None:
     """LoRA in every second Linear that fused forwards do the work of."""
     model, inputs = model_of(name, place), inputs_of(name, place)
     model.requires_grad_(False)
-    adapted = ["to_k", "to_v", "to_out.0", "proj", "proj_out", "add_q_proj"]
+    adapted = ["to_k", "to_v", "to_out.0", "proj", "proj_out", "add_q_proj", "to_key", "self_attention.out_layer"]
     model.add_adapter(LoraConfig(r=2, target_modules=adapted, init_lora_weights=False))  # type: ignore[operator]
     expected = run(model, inputs)
     assert expected[1]
@@ -259,9 +307,9 @@ def test_compiled_blocks_have_no_graph_break(name: str, place: int) -> None:
 
 
 def test_blocks_that_nobody_knows_are_skipped() -> None:
-    case = Case("ltx2", float32=True)
-    with pytest.warns(UserWarning, match="2 LTX2VideoTransformerBlock .*no fused forward is known"):
-        report = inject_fused_kernels(ltx.FAMILIES["ltx2"].model(case))
+    case = Case("easyanimate", float32=True)
+    with pytest.warns(UserWarning, match="2 EasyAnimateTransformerBlock .*no fused forward is known"):
+        report = inject_fused_kernels(easyanimate.FAMILIES["easyanimate"].model(case))
     assert [entry.path for entry in report.skipped] == ["transformer_blocks.0", "transformer_blocks.1"]
     assert {entry.class_name for entry in report.replaced} == {"FeedForward"}
 

@@ -25,7 +25,7 @@ def constants(variant: HeadVariant) -> dict[str, str | int]:
         "HEAD_DIM": variant.head_dim,
         "NORM": {"none": 0, "layer": 1, "rms": 2}[variant.op.norm],
         "PER_HEAD": int(variant.op.per_head),
-        "HALF": int(variant.op.layout == "half"),
+        "HALF": int(variant.op.layout != "interleaved"),
         "PAIRS": variant.pairs,
         "TABLE_HEADS": int(variant.table_heads),
         "PAIR_STRIDE": variant.pair_stride,

@@ -34,7 +34,7 @@ def limit(variant: HeadVariant, device: int) -> str | None:
         return f"Dh must be {width} times a power of two, at most {32 * width}; got {variant.head_dim}"
     if pairs % 4 or 2 * pairs % width:
         return f"rotated pairs must be a multiple of {max(4, width // 2)}; got {pairs}"
-    if variant.op.layout == "half" and (pairs % width or distance & (distance - 1)):
+    if variant.op.layout != "interleaved" and (pairs % width or distance & (distance - 1)):
         return f"rotated pairs of layout half must be {width} times a power of two; got {pairs}"
     widest = variant._replace(direction="backward")  # so that it is the same for both
     return too_wide(widest) if device_tuning(widest, device) is None else None

@@ -132,7 +132,11 @@ def _rotate(op: HeadOp, x: Tensor, rotation: Rotation, sin: Tensor) -> Tensor:
     sizes, between = ((pairs, 2), -1) if op.layout == "interleaved" else ((2, pairs), -2)
     a, b = part.unflatten(-1, sizes).unbind(between)
     cos = rotation.cos
-    part.copy_(torch.stack([a * cos - b * sin, a * sin + b * cos], dim=between).flatten(-2))
+    if op.layout == "half_fma":
+        turned = [torch.addcmul(a * cos, -sin, b), torch.addcmul(b * cos, sin, a)]
+    else:
+        turned = [a * cos - b * sin, a * sin + b * cos]
+    part.copy_(torch.stack(turned, dim=between).flatten(-2))
     return y
 
 

@@ -156,7 +156,7 @@ def _launch(
             kernel, (sum(programs),),
             *arguments, _table(rotation), *scalars, programs[0], q.shape[2], k.shape[2], q.shape[3],
             pairs, *blocks, channels, NORM=op.norm, PER_HEAD=op.per_head,
-            HALF=pairs > 0 and op.layout == "half", TABLE_HEADS=table_heads > 1,
+            HALF=pairs > 0 and op.layout != "interleaved", TABLE_HEADS=table_heads > 1,
             AFFINE=sides[0].weight is not None, BIAS=sides[0].bias is not None, **variant,
             num_warps=_warps(max(blocks) * channels),
             # Eager code rounds a · cos and b · sin before it adds them.

@@ -95,7 +95,15 @@ def test_a_family_is_exact(ranks: Ranks, place: int, family: str) -> None:
     check(ranks, cases[: 1 + place % 2])
 
 
-FUSED = ("cogvideox", "consisid", "hunyuan_video", "hunyuan_video_framepack", "hunyuan_video_15", "ltx", *wan.FAMILIES)
+FUSED = (
+    *cogvideox.FAMILIES,
+    *hunyuan_video.FAMILIES,
+    *ltx.FAMILIES,
+    *mochi.FAMILIES,
+    *kandinsky.FAMILIES,
+    *cosmos.FAMILIES,
+    *wan.FAMILIES,
+)
 
 
 @pytest.mark.parametrize("family", FUSED)

@@ -1,4 +1,4 @@
-"""Mochi as diffusers has it (`MochiTransformer3DModel`).
+"""Mochi's split plan, sizes, and the attention that exchanges.
 
 Text and video are streams of their own and attend together, video first; the last block drops the text. diffusers
 attends sample by sample, to cut out the text's padding. Here all samples attend at once, and padding is masked. What
@@ -25,7 +25,7 @@ from lightning_videoscale.parallel import Attention, Projection, Split, SplitPla
 from lightning_videoscale.undo import Undo
 
 _MODEL = "diffusers.models.transformers.transformer_mochi.MochiTransformer3DModel"
-_PROCESSOR = "diffusers.models.attention_processor.MochiAttnProcessor2_0"
+PROCESSOR = "diffusers.models.attention_processor.MochiAttnProcessor2_0"
 
 GEOMETRIES = {"mochi": ModelGeometry(temporal_stride=6, text_tokens=256)}
 # The defaults of diffusers' class, which the published weights have. Its gated feed-forward has three matrices of
@@ -41,7 +41,7 @@ def _flops(config: Mapping[str, Any]) -> TransformerFlops:
 FLOPS = {_MODEL: _flops}
 BLOCKS = {_MODEL: ("transformer_blocks.*",)}
 
-_Tables = tuple[Tensor, Tensor]
+Tables = tuple[Tensor, Tensor]
 
 
 class OneCallProcessor:
@@ -53,27 +53,35 @@ class OneCallProcessor:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         attention_mask: Tensor,
-        image_rotary_emb: _Tables | None = None,
+        image_rotary_emb: Tables | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attends over video (B, s, D) and text (B, t, E), of which the mask (B, t) says what counts."""
         video = [linear(hidden_states) for linear in (attn.to_q, attn.to_k, attn.to_v)]
         text = [linear(encoder_hidden_states) for linear in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)]
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in video)
         text_query, text_key, text_value = (x.unflatten(2, (attn.heads, -1)) for x in text)
-        query, key = (_rotated(x, image_rotary_emb) for x in (attn.norm_q(query), attn.norm_k(key)))
+        query, key = (rotated(x, image_rotary_emb) for x in (attn.norm_q(query), attn.norm_k(key)))
         pairs = (query, attn.norm_added_q(text_query)), (key, attn.norm_added_k(text_key)), (value, text_value)
-        counts = attention_mask.bool()
-        q, k, v = (torch.cat(pair, 1).transpose(1, 2) for pair in pairs)
-        mask = F.pad(counts, (query.shape[1], 0), value=True)[:, None, None]
-        out = F.scaled_dot_product_attention(q, k, v, mask)
-        out_video, out_text = out.transpose(1, 2).flatten(2).split([query.shape[1], counts.shape[1]], 1)
-        out_text = out_text * counts[..., None]
+        q, k, v = (torch.cat(pair, 1) for pair in pairs)
+        out = attend_in_one_call(q, k, v, attention_mask).flatten(2)
+        out_video, out_text = out.split([query.shape[1], attention_mask.shape[1]], 1)
         for layer in attn.to_out:
             out_video = layer(out_video)
         return out_video, attn.to_add_out(out_text) if hasattr(attn, "to_add_out") else out_text
 
 
-def _rotated(x: Tensor, tables: _Tables | None) -> Tensor:
+def attend_in_one_call(query: Tensor, key: Tensor, value: Tensor, text_mask: Tensor) -> Tensor:
+    """Attends over video and the text (B, t) that counts, by one call; (B, s + t, H, D/H) in and out.
+
+    What comes out for padding is zero.
+    """
+    counts = F.pad(text_mask.bool(), (query.shape[1] - text_mask.shape[1], 0), value=True)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    attended = F.scaled_dot_product_attention(q, k, v, counts[:, None, None])
+    return attended.transpose(1, 2) * counts[..., None, None]
+
+
+def rotated(x: Tensor, tables: Tables | None) -> Tensor:
     """Of (B, s, H, D) by tables (s, H, D / 2): each head has its own."""
     if tables is None:
         return x
@@ -84,7 +92,7 @@ def _rotated(x: Tensor, tables: _Tables | None) -> Tensor:
 
 
 def _attend_in_one_call(module: Any) -> Undo:
-    if class_path(type(module.processor)) != _PROCESSOR:
+    if class_path(type(module.processor)) != PROCESSOR:
         raise ValueError(
             f"The model's attention has the processor {type(module.processor).__name__}, whose computation is unknown "
             "here; sequence parallelism replaces only diffusers' own MochiAttnProcessor2_0."

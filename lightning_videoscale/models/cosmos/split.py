@@ -1,4 +1,4 @@
-"""Cosmos 1, 2 and 2.5 as diffusers has them (`CosmosTransformer3DModel`).
+"""The split plan and sizes of Cosmos 1, 2 and 2.5.
 
 Text and images enter by cross-attention and stay whole. Timesteps are of samples, (B,), or of latent frames,
 (B, 1, T, 1, 1). What the model makes of the latter it repeats over a frame's tokens, and every block and the output's

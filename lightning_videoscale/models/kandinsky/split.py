@@ -1,4 +1,4 @@
-"""Kandinsky 5 as diffusers has it (`Kandinsky5Transformer3DModel`).
+"""Kandinsky 5's split plan and sizes.
 
 Text passes blocks of its own and then enters the video's by cross-attention, so it stays whole. Rotary tables are made
 of frames, rows and columns and become a sequence outside of any module: each block splits its own. The output's layer
