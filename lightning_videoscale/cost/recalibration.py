@@ -134,9 +134,9 @@ class Recalibration:
             budget = replace(budget, m_mem=m_mem)
             reasons.append(reason)
         self.calibration = Calibration(budget, step_time)
-        slow = [f"rank {rank} ({speed:.2f} x)" for rank, speed in self.speeds.items() if speed > SLOW]
+        slow = [str(rank) for rank, speed in self.speeds.items() if speed > SLOW]
         if slow:
-            reasons.append(f"slow, and no reason to change costs: {', '.join(slow)}")
+            reasons.append(f"slow, and no reason to change costs: data-parallel rank {', '.join(slow)}")
         changed = self.calibration != now
         return Outcome(self.calibration, changed, "; ".join(reasons) or "within the tolerance of what holds")
 

@@ -77,6 +77,16 @@ def fit_power_law(points: Points, p_bounds: tuple[float, float] = P_BOUNDS) -> P
     return PowerLaw(law.a, law.b, law.p, 1.0 - residual / total if total > 0 else 0.0)
 
 
+def fit_closer_form(points: Points) -> PowerLaw | AdditiveCost:
+    """Fits both forms and returns the one with the smaller relative errors on these points; any number of them."""
+    forms = fit_power_law(points), _fit_additive(points)
+    return min(forms, key=lambda form: _loss(form, points))
+
+
+def _loss(form: PowerLaw | AdditiveCost, points: Points) -> float:
+    return float(points.weights @ (form.predict(points.samples, points.lengths) / points.seconds - 1) ** 2)
+
+
 class Uncertainty(NamedTuple):
     """Covariance of a fitted power law's a, log b and p, shape (3, 3), by the linear approximation at the fit."""
 

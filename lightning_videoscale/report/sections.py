@@ -36,6 +36,8 @@ PARTS = {
 }
 _SHOWN_RANKS = 32
 _SHOWN_BUCKETS = 12
+_SHOWN_WORKERS = 16
+_SHOWN_SAMPLES = 20
 
 _WIDTH = 0.3
 """How far lengths are about alike: a third more or less."""
@@ -142,6 +144,49 @@ def anatomy(found: Findings) -> Section | None:
         "rows": [(title, percent(sum(parts[part]) / total), f"part-{part}") for part, title in names.items()],
         "hidden": found.ranks - len(shown),
     }
+
+
+def loading(found: Findings) -> Section | None:
+    """What the workers of the loaders did, the busiest first."""
+    if found.loading is None:
+        return None
+    workers = sorted(found.loading.workers, key=lambda worker: -worker.busy)
+    rows = [
+        (
+            f"rank {each.rank}" + ("" if each.worker is None else f", worker {each.worker}"),
+            f"{each.samples:,.0f}",
+            duration(each.reading),
+            duration(each.decoding),
+            None if each.worker is None else duration(each.waiting),
+            None if each.worker is None else percent(each.busy),
+        )
+        for each in workers
+    ]
+    return {
+        "rows": rows[:_SHOWN_WORKERS],
+        "more": rows[_SHOWN_WORKERS:],
+        "in_process": any(each.worker is None for each in workers),
+        "reading": percent(found.loading.reading),
+        "waiting": percent(found.share_of("data")) if found.windows else None,
+    }
+
+
+def left_out(found: Findings) -> Section | None:
+    """What of the shards was not trained on, and why."""
+    records = found.run.of("samples")
+    if not records and found.loading is None:
+        return None
+    samples = records[-1] if records else {"indexed": 0, "refused": 0, "too_small": 0, "without_caption": 0}
+    named = found.loading.left_out if found.loading is not None else []
+    return {
+        **samples,
+        "rows": [(f"{shard}: {member}" if member else shard, reason) for shard, member, reason in
+                 samples.get("first_refused", [])],
+        "times": found.loading.times_left_out if found.loading is not None else 0,
+        "named": named[:_SHOWN_SAMPLES],
+        "more_named": len(named) - len(named[:_SHOWN_SAMPLES]),
+        "by_reason": found.loading.by_reason if found.loading is not None else [],
+    }  # fmt: skip
 
 
 def buckets(found: Findings) -> Section | None:
@@ -282,6 +327,7 @@ def missing(found: Findings) -> list[tuple[str, str]]:
         lines.append((section, f"{callback} ran and recorded nothing." if there else f"Add the callback {callback}."))
     if not found.plans:
         lines.append(("Balances and budgets on the same clips", "Train with VideoDataModule."))
+        lines.append(("Loading and samples that are left out", "Train with VideoDataModule."))
     return lines
 
 

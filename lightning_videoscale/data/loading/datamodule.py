@@ -24,6 +24,7 @@ from lightning_videoscale.data.loading.indexed_shards import IndexedShards, Shar
 from lightning_videoscale.data.loading.loader import PlannedLoader, PlannedSampler
 from lightning_videoscale.data.loading.run_budget import BudgetArgument, RunBudget
 from lightning_videoscale.data.loading.synthetic_batches import RepresentativeBatches
+from lightning_videoscale.data.loading.worker_ledger import WorkerLedger
 from lightning_videoscale.data.loading.trainer import (
     TrainerPosition,
     announce_shapes,
@@ -38,6 +39,7 @@ from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNorma
 from lightning_videoscale.data.planning.plan import check_settings
 from lightning_videoscale.data.planning.shapes import Media, ShapePolicy
 from lightning_videoscale.data.planning.stream import draws_per_epoch
+from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.patterns import Patterns
 
 
@@ -243,6 +245,25 @@ class VideoDataModule(pl.LightningDataModule):
         if self._sampler is not None:
             budget, step_time = calibration.budget, calibration.step_time
             replan(self.trainer, self._sampler, replace(self._sampler.planner, budget=budget, step_time=step_time))
+
+    @property
+    def index(self) -> ShardIndex:
+        """All samples to train on, and what of their shards is refused.
+
+        Raises:
+            RuntimeError: Before `setup`.
+        """
+        return self._shards.index("shards")
+
+    @property
+    def ledger(self) -> WorkerLedger:
+        """What the processes that read for this rank's training have done; raises as `index` does."""
+        return self._shards.reader("shards").ledger
+
+    @property
+    def num_workers(self) -> int:
+        """Processes per rank that read ahead."""
+        return self._num_workers
 
     @property
     def planner(self) -> BucketPlanner | None:
