@@ -84,6 +84,8 @@ class VideoDataModule(pl.LightningDataModule):
             no sample of the epoch counts less, and steps of many samples have larger gradients.
         seed: Seed of all draws.
         shard_window: Shards that samples are shuffled over at a time.
+        min_diversity: Different shapes in a step over how many random draws would have, in [0, 1], however unequal the
+            ranks' costs become; see `BucketPlanner`. None: equal costs go first.
         num_workers: Processes per rank that read ahead. 0 reads in the training process.
         encode: Makes latents of videos, embeddings of captions, or anything of a user's own, on the device that trains
             and once per sequence-parallel group; see `OnlineEncoder`. None: batches stay as they were read.
@@ -110,6 +112,7 @@ class VideoDataModule(pl.LightningDataModule):
         loss_normalization: LossNormalization = "step",
         seed: int = 0,
         shard_window: int = 64,
+        min_diversity: float | None = None,
         num_workers: int = 0,
         encode: BatchEncoder | nn.Module | None = None,
         caption_key: str | None = None,
@@ -119,7 +122,7 @@ class VideoDataModule(pl.LightningDataModule):
         if isinstance(geometry, str) and geometry not in GEOMETRIES:
             raise ValueError(f"geometry={geometry!r} is none of {sorted(GEOMETRIES)}; give a ModelGeometry instead.")
         check_settings(balance=balance, micro_batches=micro_batches, shard_window=shard_window,
-                       loss_weighting=loss_weighting, loss_normalization=loss_normalization)  # fmt: skip
+                       min_diversity=min_diversity, loss_weighting=loss_weighting, loss_normalization=loss_normalization)  # fmt: skip
         others = {"val_shards": val_shards, "predict_shards": predict_shards}
         self._shards = IndexedShards(shards, others, index, caption_key, captions)
         self._budget = RunBudget(budget, step_time)
@@ -130,6 +133,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._loss_weighting: LossUnit = loss_weighting
         self._settings: dict[str, Any] = {
             "balance": balance, "loss_normalization": loss_normalization, "seed": seed, "shard_window": shard_window,
+            "min_diversity": min_diversity,
         }  # fmt: skip
         self._num_workers = num_workers
         self._encode = encode
