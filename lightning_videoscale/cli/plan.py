@@ -173,7 +173,9 @@ def _print_choice(console: Console, figures: dict[Balance, PlanFigures], planner
     if found is None or planner.min_diversity is not None or found.diversity >= ENOUGH or found.steps < _FEW_STEPS:
         return
     other = PlanFigures.of(replace(planner, min_diversity=ENOUGH).plan(epoch=0))
-    console.print("Steps of planned are less diverse than random ones: equal costs go first. What goes first can be chosen:")
+    console.print(
+        "Steps of planned are less diverse than random ones: equal costs go first. What goes first can be chosen:"
+    )
     table = Table("planned", *_TRIED.values())
     for name, each in (("equal costs first", found), (f"--min-diversity {ENOUGH}", other)):
         table.add_row(name, *(f"{each.to_dict()[figure]:.4g}" for figure in _TRIED))

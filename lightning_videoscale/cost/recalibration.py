@@ -131,7 +131,9 @@ class Recalibration:
                 step_time, budget = self.fitted, wanted
                 reasons.append(reason)
             if left_open := len(self._open.lengths):
-                reasons.append(f"kept as they were, since B and S vary together: costs of {left_open} other batch sizes")
+                reasons.append(
+                    f"kept as they were, since B and S vary together: costs of {left_open} other batch sizes"
+                )
         except ValueError as error:
             reasons.append(f"costs stay: {error}")
         m_mem, reason = self._memory_budget(peaks or {}, capacity)

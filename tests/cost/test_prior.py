@@ -73,7 +73,9 @@ def test_without_costs_the_budget_says_what_is_not_told() -> None:
     loop = loop_from(None)
     for seed in range(3):
         loop.update(window(seed, is_constant=True))
-    assert worst_of_one_sample(loop) < 16, "of samples that cost nothing together; a constant would be 60 times too much"
+    assert worst_of_one_sample(loop) < 16, (
+        "of samples that cost nothing together; a constant would be 60 times too much"
+    )
     assert loop.fitted is not None and loop.fitted.predict(1, LENGTHS[-1]) < 0.5
 
 
