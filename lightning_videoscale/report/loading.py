@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -64,11 +63,6 @@ class Loading(NamedTuple):
     def times_left_out(self) -> int:
         """How often a sample was left out, in all epochs."""
         return int(sum(worker.left_out for worker in self.workers))
-
-    @property
-    def by_reason(self) -> list[tuple[str, int]]:
-        """Reasons, each with how many samples or shards are named for it."""
-        return Counter(reason for _, reason in self.left_out).most_common()
 
 
 def loading_of(run: RunRecords) -> Loading | None:

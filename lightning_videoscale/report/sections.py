@@ -18,6 +18,7 @@ from lightning_videoscale.report.charts import (
     line_chart,
     number,
     percent,
+    seconds,
     stacked_bars,
 )
 from lightning_videoscale.report.costs import Kind, buckets_of
@@ -155,9 +156,9 @@ def loading(found: Findings) -> Section | None:
         (
             f"rank {each.rank}" + ("" if each.worker is None else f", worker {each.worker}"),
             f"{each.samples:,.0f}",
-            duration(each.reading),
-            duration(each.decoding),
-            None if each.worker is None else duration(each.waiting),
+            _span(each.reading),
+            _span(each.decoding),
+            None if each.worker is None else _span(each.waiting),
             None if each.worker is None else percent(each.busy),
         )
         for each in workers
@@ -171,6 +172,10 @@ def loading(found: Findings) -> Section | None:
     }
 
 
+def _span(value: float) -> str:
+    return seconds(value) if 0 < value < 1 else duration(value)
+
+
 def left_out(found: Findings) -> Section | None:
     """What of the shards was not trained on, and why."""
     records = found.run.of("samples")
@@ -178,14 +183,21 @@ def left_out(found: Findings) -> Section | None:
         return None
     samples = records[-1] if records else {"indexed": 0, "refused": 0, "too_small": 0, "without_caption": 0}
     named = found.loading.left_out if found.loading is not None else []
+    times = found.loading.times_left_out if found.loading is not None else 0
+    counted = [
+        (samples["refused"], "refused when the shards were indexed", "member"),
+        (samples["too_small"], "too small: below one patch of the model", "sample"),
+        (times, "left out while training, counted every time", "sample"),
+        (samples["without_caption"], "trained with an empty text for want of a caption", "sample"),
+    ]
     return {
-        **samples,
+        "indexed": samples["indexed"],
+        "refused": samples["refused"],
+        "counts": [(f"{count:,} {what}{'s' * (count != 1)}", how) for count, how, what in counted if count],
         "rows": [(f"{shard}: {member}" if member else shard, reason) for shard, member, reason in
                  samples.get("first_refused", [])],
-        "times": found.loading.times_left_out if found.loading is not None else 0,
         "named": named[:_SHOWN_SAMPLES],
         "more_named": len(named) - len(named[:_SHOWN_SAMPLES]),
-        "by_reason": found.loading.by_reason if found.loading is not None else [],
     }  # fmt: skip
 
 
