@@ -94,10 +94,15 @@ class Uncertainty(NamedTuple):
 
     @classmethod
     def of(cls, points: Points, law: PowerLaw, noise: float) -> Uncertainty:
-        """Follows from the noise of a point of weight 1, the standard deviation of its logarithm."""
+        """Follows from the noise of a point of weight 1, the standard deviation of its logarithm, and what the law misses.
+
+        What it misses counts as noise: with every new mix of shapes, another law is the nearest.
+        """
         slopes = _slopes(points, law)
         information = slopes.T @ (slopes * points.weights[:, None])
-        return cls(np.asarray(noise**2 * np.linalg.pinv(information, hermitian=True), np.float64))
+        missed = np.log(law.predict(points.samples, points.lengths) / points.seconds)
+        variance = noise**2 + float(np.average(missed**2, weights=points.weights))
+        return cls(np.asarray(variance * np.linalg.pinv(information, hermitian=True), np.float64))
 
     def room(self, law: PowerLaw, target_sync: float, length: float) -> float:
         """Standard error of log((target_sync - a) / (b * length^p)); infinite where no step is as short."""
