@@ -1,4 +1,4 @@
-"""What is to blame where ranks wait for each other: a slow rank, wrong predictions, the plan, or nothing in particular."""
+"""What is to blame where ranks wait for each other: a slow rank, wrong predictions, the plan, or nothing of these."""
 
 from __future__ import annotations
 

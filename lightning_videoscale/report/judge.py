@@ -25,6 +25,9 @@ _GROWN = {
 BALANCED = 0.05
 """Median CV_step up to which a run is called balanced."""
 
+_IN_STOCK = 0.5
+"""Share of their time that workers work below which they are not what ranks wait for."""
+
 
 class Advice(NamedTuple):
     """Something to do, and why."""
@@ -121,8 +124,8 @@ def _of_slow_rank(found: Findings) -> Advice | None:
     look = _look_at(rank, found.on_gpu)
     return Advice(
         look[0].upper() + look[1:],
-        f"For the same work rank {rank} takes {slowdown:.2f} times as long as a healthy rank. Were all as fast, waiting "
-        f"for the slowest would take {percent(found.even_idle)} of the time instead of {percent(found.idle)}.",
+        f"For the same work rank {rank} takes {slowdown:.2f} times as long as a healthy rank. Were all as fast, "
+        f"waiting for the slowest would take {percent(found.even_idle)} of the time instead of {percent(found.idle)}.",
     )
 
 
@@ -136,6 +139,8 @@ def _of_bottleneck(found: Findings) -> Advice | None:
         return None
     if last["name"] == "straggler" and (_of_slow_rank(found) is not None or _is_unexplained(found)):
         return None  # said with the figure of the whole run, or not to be helped by what is said of stragglers
+    if last["name"] == "data" and found.loading is not None:
+        return None  # said with what the loaders did
     return Advice(last["advice"], last["figure"])
 
 
@@ -144,14 +149,27 @@ def _is_unexplained(found: Findings) -> bool:
 
 
 def _of_loading(found: Findings) -> Advice | None:
-    last, share = found.run.last("bottleneck"), found.share_of("data") if found.windows else 0.0
-    if share < WORTH_NAMING or found.loading is None or (last is not None and last["name"] == "data"):
+    loading, last = found.loading, found.run.last("bottleneck")
+    if loading is None or not found.windows:
         return None
-    reading = found.loading.reading
+    share = percent(found.share_of("data"))
+    seen = f"Ranks wait for data for {share} of their time."
+    if last is not None and last["name"] == "data":
+        seen = str(last["figure"])
+    elif found.share_of("data") < WORTH_NAMING:
+        return None
+    if loading.busy < _IN_STOCK:
+        return Advice(
+            "Look at how workers start and hand batches over: more of them would not help",
+            f"{seen} But the workers of the loaders work for {percent(loading.busy)} of their time, and have enough in "
+            "stock for the rest. They start with every epoch, so longer epochs wait less.",
+        )
     return Advice(
-        "Look at the storage" if reading > 0.5 else "Raise num_workers of VideoDataModule, or encode videos beforehand",
-        f"Ranks wait for data for {percent(share)} of their time. Of the time that the loaders work, {percent(reading)} "
-        f"is reading and {percent(1 - reading)} decoding.",
+        "Look at the storage, or raise num_workers of VideoDataModule"
+        if loading.reading > 0.5
+        else "Raise num_workers of VideoDataModule, or encode the videos to latents first (videoscale encode)",
+        f"{seen} Of the time that the loaders work, {percent(loading.reading)} is reading and "
+        f"{percent(1 - loading.reading)} decoding.",
     )
 
 

@@ -60,6 +60,14 @@ class Loading(NamedTuple):
         return sum(worker.reading for worker in self.workers) / working if working else 0.0
 
     @property
+    def busy(self) -> float:
+        """Share of their time that the workers work; 1 where none are beside the processes that train."""
+        working, waiting = (sum(getattr(worker, name) for worker in self.workers) for name in ("working", "waiting"))
+        if any(worker.worker is None for worker in self.workers) or not working + waiting:
+            return 1.0
+        return float(working / (working + waiting))
+
+    @property
     def times_left_out(self) -> int:
         """How often a sample was left out, in all epochs."""
         return int(sum(worker.left_out for worker in self.workers))

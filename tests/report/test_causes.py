@@ -72,6 +72,27 @@ def test_a_rank_with_more_work_is_not_slow() -> None:
         assert slowdowns_of(window_of(times, loads)) == pytest.approx([1.0, 1.0, slow], rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("rows", "in_process", "words"),
+    [
+        ([[40, 0, 0.2, 0.8, 49.0], [40, 0, 0.2, 0.8, 49.0]], False, ("more of them would not help", "2.0\u00a0%")),
+        ([[40, 0, 1.0, 45.0, 4.0]], False, ("Raise num_workers", "98\u00a0% decoding")),
+        ([[40, 0, 40.0, 5.0, 5.0]], False, ("Look at the storage", "89\u00a0% is reading")),
+        ([[40, 0, 1.0, 19.0, 300.0]], True, ("Raise num_workers", "95\u00a0% decoding")),
+    ],
+)
+def test_workers_with_enough_in_stock_are_not_blamed_for_waiting_for_data(
+    tmp_path: Path, rows: list[list[float]], in_process: bool, words: tuple[str, str]
+) -> None:
+    log = log_run(tmp_path, slowdown=1.0)
+    log.append("loading", 150, {"in_process": in_process, "workers": [rows], "left_out": []})
+    assert Findings(read_run(tmp_path)).advice == [], "nobody waits for data"
+    figure = "Ranks wait for data for 17% of the step."
+    log.append("bottleneck", 150, {"name": "data", "share": 0.17, "figure": figure, "advice": "Raise num_workers"})
+    [advice] = Findings(read_run(tmp_path)).advice
+    assert words[0] in advice.what and words[1] in advice.why and figure in advice.why
+
+
 def test_an_older_log_names_no_rank(tmp_path: Path) -> None:
     log_run(tmp_path, slowdown=1.3)
     run = read_run(tmp_path)
