@@ -1,7 +1,7 @@
 """A clock that goes by what a GPU was measured to take, shape by shape, with the noise that was measured.
 
 The measurements are those of `benchmarks/cost/step_time_fit.py`. A shape between the measured ones takes what the fit
-to all of them says, times what the nearest one took over its fit: so the clock follows no formula that a fit could find.
+to all of them says, times what the nearest one took over its fit. So the clock follows no formula that a fit finds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ReplayedCosts:
         return self.fit.predict(samples, lengths) * of_fit[nearest]
 
     def noise(self, samples: ArrayLike, lengths: ArrayLike, draws: np.random.Generator) -> NDArray[np.float64]:
-        """Factors of single times: 1 to 1 + the spread of the nearest shape, as disturbances only make a step longer."""
+        """Factors of single times, from 1 to 1 + the spread of the nearest shape: what disturbs a step prolongs it."""
         spread = self.spreads[self._nearest(samples, lengths)]
         return 1 + spread * draws.random(spread.shape) ** 2
 

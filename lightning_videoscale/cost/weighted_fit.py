@@ -79,7 +79,7 @@ def fit_power_law(points: Points, p_bounds: tuple[float, float] = P_BOUNDS) -> P
 
 def fit_closer_form(points: Points) -> PowerLaw | AdditiveCost:
     """Fits both forms and returns the one with the smaller relative errors on these points; any number of them."""
-    forms = fit_power_law(points), _fit_additive(points)
+    forms: list[PowerLaw | AdditiveCost] = [fit_power_law(points), _fit_additive(points)]
     return min(forms, key=lambda form: _loss(form, points))
 
 
@@ -94,9 +94,9 @@ class Uncertainty(NamedTuple):
 
     @classmethod
     def of(cls, points: Points, law: PowerLaw, noise: float) -> Uncertainty:
-        """Follows from the noise of a point of weight 1, the standard deviation of its logarithm, and what the law misses.
+        """Follows from the noise of a point of weight 1, the standard deviation of its logarithm.
 
-        What it misses counts as noise: with every new mix of shapes, another law is the nearest.
+        What the law misses counts as noise too: with every new mix of shapes, another law is the nearest.
         """
         slopes = _slopes(points, law)
         information = slopes.T @ (slopes * points.weights[:, None])

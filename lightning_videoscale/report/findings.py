@@ -98,7 +98,8 @@ class Findings:
     @cached_property
     def even_idle(self) -> float:
         """The same if all ranks were as fast as a healthy one; as it is where the log does not tell."""
-        idle = [float(window.get("even_idle_seconds", window["idle_seconds"])) for window in self.windows]
+        name = "even_idle_seconds"
+        idle = [float(window[name if name in window else "idle_seconds"]) for window in self.windows]
         return sum(idle) / self.seconds if self.seconds else 0.0
 
     @cached_property

@@ -181,7 +181,9 @@ def left_out(found: Findings) -> Section | None:
     records = found.run.of("samples")
     if not records and found.loading is None:
         return None
-    samples = records[-1] if records else {"indexed": 0, "refused": 0, "too_small": 0, "without_caption": 0}
+    samples: dict[str, Any] = (
+        records[-1] if records else {"indexed": 0, "refused": 0, "too_small": 0, "without_caption": 0}
+    )
     named = found.loading.left_out if found.loading is not None else []
     times = found.loading.times_left_out if found.loading is not None else 0
     counted = [

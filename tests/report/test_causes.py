@@ -40,7 +40,7 @@ def test_a_slow_rank_is_blamed_and_not_the_plan_that_is_even(tmp_path: Path, dev
     assert findings.cause == "rank" and findings.even_idle < 0.25 * findings.idle
     assert "Rank 5" in findings.verdict.text and "balanced" not in findings.verdict.text
     html = write_report(tmp_path).read_text()
-    factors = set(re.findall(r"\b(\d\.\d+) (?:×|x\b|times)", html))
+    factors = set(re.findall(r"\b(\d\.\d+) (?:\u00d7|x\b|times)", html))
     assert factors == {f"{rank.slowdown:.2f}"}, "one figure, wherever it is said"
     assert ("nvidia-smi" in html) == on_gpu
     assert [advice.why for advice in findings.advice if "rank 5" in advice.what.lower()]

@@ -24,7 +24,6 @@ from lightning_videoscale.data.loading.indexed_shards import IndexedShards, Shar
 from lightning_videoscale.data.loading.loader import PlannedLoader, PlannedSampler
 from lightning_videoscale.data.loading.run_budget import BudgetArgument, RunBudget
 from lightning_videoscale.data.loading.synthetic_batches import RepresentativeBatches
-from lightning_videoscale.data.loading.worker_ledger import WorkerLedger
 from lightning_videoscale.data.loading.trainer import (
     TrainerPosition,
     announce_shapes,
@@ -35,6 +34,7 @@ from lightning_videoscale.data.loading.trainer import (
     replan,
     resumed,
 )
+from lightning_videoscale.data.loading.worker_ledger import WorkerLedger
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossUnit, SampleTable
 from lightning_videoscale.data.planning.plan import check_settings
 from lightning_videoscale.data.planning.shapes import Media, ShapePolicy

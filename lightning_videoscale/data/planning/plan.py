@@ -147,9 +147,9 @@ class BucketPlanner:
         table: The samples.
         budget: Samples per micro-batch, by sequence length.
         balance: ``planned``: every rank's step costs the same; in an epoch of at most ``max_wait`` steps also never
-            slower than ``dual_constraint`` by prediction, nor less even where it is no quicker. ``dual_constraint``: each rank draws alone, batches within
-            memory and compute (AdaptiveLoad, equation 2). ``equal_token``: each rank draws alone, batches within
-            memory.
+            slower than ``dual_constraint`` by prediction, nor less even where it is no quicker. ``dual_constraint``:
+            each rank draws alone, batches within memory and compute (AdaptiveLoad, equation 2). ``equal_token``: each
+            rank draws alone, batches within memory.
         dp_size: Data-parallel ranks R.
         micro_batches: Micro-batches K per rank and step.
         step_time: Predicts what is balanced, in seconds. None balances the cost that the budget predicts.
