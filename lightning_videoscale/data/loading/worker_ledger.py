@@ -121,8 +121,8 @@ class WorkerLedger:
     @property
     def _row(self) -> torch.Tensor:
         worker = get_worker_info()
-        number = 0 if worker is None else min(1 + int(worker.id), _MOST_WORKERS)
-        return self._rows[number]
+        row: torch.Tensor = self._rows[0 if worker is None else min(1 + worker.id, _MOST_WORKERS)]
+        return row
 
     def _add(self, name: str, amount: float) -> None:
         self._row[WorkerFigures._fields.index(name)] += amount
