@@ -21,8 +21,7 @@ from lightning_videoscale.data.shards.keys import batch_name
 from lightning_videoscale.data.shards.location import ShardStat, is_remote
 from lightning_videoscale.data.shards.samples import Sample
 from lightning_videoscale.data.shards.shard_entry import ShardEntry
-from lightning_videoscale.data.shards.storage import Shard, open_member, open_shard
-from lightning_videoscale.data.shards.timed_shard import ReadingTime, TimedShard
+from lightning_videoscale.data.shards.storage import ReadingTime, Shard, TimedShard, open_member, open_shard
 
 _MAX_OPEN = 32
 _REMOTE_TRUST = 60.0
