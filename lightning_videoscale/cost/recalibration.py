@@ -26,7 +26,7 @@ from lightning_videoscale.cost.calibration import Calibration
 from lightning_videoscale.cost.measurement import Measurement
 from lightning_videoscale.cost.memory import MemoryModel
 from lightning_videoscale.cost.observations import ObservedCosts
-from lightning_videoscale.cost.points import Vector
+from lightning_videoscale.cost.points import Points, Vector
 from lightning_videoscale.cost.prior import open_points
 from lightning_videoscale.cost.step_time import PowerLaw, StepTimeModel
 from lightning_videoscale.cost.time_budget import TimeBudget
@@ -125,15 +125,14 @@ class Recalibration:
         budget, step_time, reasons = now.budget, now.step_time, list[str]()
         try:
             self._observed.add(observations)
-            self.fitted = self._fit()
+            left_open = open_points(self._observed.points(), self._observed.noise, self._held)
+            self.fitted = self._fit(self._observed.points().beside(left_open))
             wanted = self._time_budget(self.fitted)
             if reason := self._difference(self.fitted, wanted):
                 step_time, budget = self.fitted, wanted
                 reasons.append(reason)
-            if left_open := len(self._open.lengths):
-                reasons.append(
-                    f"kept as they were, since B and S vary together: costs of {left_open} other batch sizes"
-                )
+            if count := len(left_open.lengths):
+                reasons.append(f"kept as they were, since B and S vary together: costs of {count} other batch sizes")
         except ValueError as error:
             reasons.append(f"costs stay: {error}")
         m_mem, reason = self._memory_budget(peaks or {}, capacity)
@@ -168,11 +167,9 @@ class Recalibration:
         self._peaks = dict(state["peaks"])
         self._m_mem_limit = state["m_mem_limit"]
 
-    def _fit(self) -> StepTimeModel:
-        """The fit to all that is remembered; where M_comp is in tokens to the power p, with p near what holds."""
-        points, p = self._observed.points(), self.calibration.budget.p
-        self._open = open_points(points, self._observed.noise, self._held)
-        points = points.beside(self._open)
+    def _fit(self, points: Points) -> StepTimeModel:
+        """The fit to points; where M_comp is in tokens to the power p, with p near what holds."""
+        p = self.calibration.budget.p
         free = fit_step_time(points)
         if self._target_sync is not None:
             return free
