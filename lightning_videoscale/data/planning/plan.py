@@ -51,8 +51,9 @@ def check_settings(**settings: float | str | None) -> None:
         listed = ", ".join(f"{name}={count}" for name, count in counts.items())
         raise ValueError(f"{listed} must be at least 1.")
     for name in _SHARES:
-        if (share := settings.get(name)) is not None and not 0 <= float(share) <= 1:
-            raise ValueError(f"{name}={share} must lie between 0 and 1, or be None.")
+        share = settings.get(name)
+        if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
+            raise ValueError(f"{name}={share!r} must be a number between 0 and 1, or None.")
     for name in _WORDS.keys() & settings.keys():
         if settings[name] not in get_args(_WORDS[name]):
             raise ValueError(f"{name}={settings[name]!r} must be one of {get_args(_WORDS[name])}.")
