@@ -272,11 +272,13 @@ def recalibration(result: Result) -> None:
     _, (budgets, exponents, spreads) = plt.subplots(1, 3, figsize=(13, 3.6))
     for row in result["rows"]:
         ranks = row.get("dp_size", result["settings"].get("ranks"))
-        label = f"{ranks} ranks, K = {row.get('micro_batches', 1)}, p {row['p_error']:+.1f}"
-        (line,) = budgets.plot(row["steps"], row["room_over_oracle"], ".-", linewidth=1, label=label)
-        color = line.get_color()
-        exponents.plot(row["steps"], np.array(row["p_by_step"]) - row["p"], ".-", linewidth=1, color=color)
-        spreads.plot(row["steps"], np.array(row["cv"]) / row["oracle_cv"], linewidth=1, color=color)
+        replayed = f", measured costs, {row['budget']}" if "budget" in row else ""
+        label = f"{ranks} ranks, K = {row.get('micro_batches', 1)}, p {row['p_error']:+.1f}{replayed}"
+        dashes = {"target_sync": "--", "m_comp": ":"}.get(row.get("budget"), "-")
+        (line,) = budgets.plot(row["steps"], row["room_over_oracle"], dashes, linewidth=1, label=label)
+        style = {"linestyle": dashes, "linewidth": 1, "color": line.get_color()}
+        exponents.plot(row["steps"], np.array(row["p_by_step"]) - row["p"], **style)
+        spreads.plot(row["steps"], np.array(row["cv"]) / row["oracle_cv"], **style)
     budgets.axhspan(0.95, 1.05, color="gray", alpha=0.2)
     measured = "step_seconds" in row
     budgets.set(title="Room for the longest length over the oracle's")
@@ -287,7 +289,9 @@ def recalibration(result: Result) -> None:
         panel.set_xlabel("step")
         if row["steps"][-1] > 500:
             panel.set_xscale("log")
-    budgets.legend(fontsize=7)
+    budgets.figure.legend(
+        *budgets.get_legend_handles_labels(), fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=4
+    )
 
 
 FIGURES: dict[str, Callable[[Result], None]] = {

@@ -11,6 +11,7 @@
   `sample_files` writes the videos.
 - `balance_metrics`, `balance_pictures`: the figures and pictures behind `LoadBalanceMonitor`.
 - `best_effort`: keeps what a callback does on the side from stopping the training.
+- `loader_watch`, `step_losses`: what the loaders do and the losses, for `RunReport`.
 - `out_of_memory`: what a restart learns of a micro-batch that did not fit.
 - `device_memory`: the gauge that `MemoryMonitor` and `BudgetRecalibrator` read.
 

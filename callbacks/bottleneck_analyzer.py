@@ -67,11 +67,13 @@ class BottleneckAnalyzer(pl.Callback):
             "name": name,
             "share": shares.share(name),
             "figure": figure_of(name, shares, straggler),
-            "advice": advice_on_bottleneck(name, straggler),
+            "advice": advice_on_bottleneck(name, straggler, trainer.strategy.root_device.type == "cuda"),
         }
         is_new = not self.history or self.history[-1]["name"] != name
         self.history.append({"step": trainer.global_step, **finding, "seconds": shares._asdict()})
         record(trainer, "bottleneck", finding)
         if is_new:
-            rank_zero_info(f"Bottleneck of the last steps: {name}. {finding['figure']} {finding['advice']}")
+            slow = f" For the same work it takes {straggler.slowdown:.2f} times as long as a healthy rank."
+            said = f"{finding['figure']}{slow if name == 'straggler' else ''} {finding['advice']}"
+            rank_zero_info(f"Bottleneck of the last steps: {name}. {said}")
         self._best_effort.log(trainer, {f"bottleneck/{part}": shares.share(part) for part in shares._fields})

@@ -11,11 +11,21 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.fused_kernels import FusedKernels
+from lightning_videoscale.callbacks.loader_watch import LoaderWatch, named
 from lightning_videoscale.callbacks.step_losses import StepLosses
-from lightning_videoscale.data import BucketPlanner
+from lightning_videoscale.data import BucketPlanner, VideoDataModule
 from lightning_videoscale.report import RunLog, record, write_report
-from lightning_videoscale.report.records import mean_loss, plan_record, start_record, window_record
+from lightning_videoscale.report.records import (
+    mean_loss,
+    plan_record,
+    samples_record,
+    start_record,
+    window_record,
+)
 from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
+
+_LOSSES = 2
+"""Numbers of the losses before those of the loader."""
 
 
 class RunReport(pl.Callback):
@@ -69,12 +79,13 @@ class RunReport(pl.Callback):
         """Records what the run is, and subscribes to the steps."""
         self._has_begun = self._is_training = True
         self._planner = self._plan = None
-        self._losses = StepLosses()
+        self._losses, self._loaders = StepLosses(), LoaderWatch(trainer, _data_of(trainer))
         receive = partial(self._record_window, trainer)
-        subscribe = partial(subscribe_to_steps, add=self._take_losses)
+        subscribe = partial(subscribe_to_steps, add=self._take)
         self._best_effort.attempt("watch the steps", subscribe, trainer, self.every_n_steps, receive)
         if trainer.is_global_zero:
             self._best_effort.attempt("describe the run", _record_start, trainer, pl_module)
+            self._best_effort.attempt("describe the samples", _record_samples, trainer)
             self._best_effort.attempt("describe the injection", _record_injection, trainer)
 
     def on_train_batch_start(
@@ -125,12 +136,16 @@ class RunReport(pl.Callback):
             self._plan = plan
             record(trainer, "plan", {"epoch": trainer.current_epoch, **plan})
 
-    def _take_losses(self) -> tuple[float, float]:
-        return self._best_effort.attempt("read the losses", self._losses.take) or (0.0, 0.0)
+    def _take(self) -> list[float]:
+        """As many numbers on every rank, whatever fails."""
+        losses = self._best_effort.attempt("read the losses", self._losses.take) or (0.0, 0.0)
+        loaders = self._best_effort.attempt("read the loader's figures", self._loaders.take)
+        return [*losses, *(self._loaders.nothing if loaders is None else loaders)]
 
     def _record_window(self, trainer: pl.Trainer, window: StepWindow) -> None:
         if trainer.is_global_zero:
             self._best_effort.attempt("record", _record_steps, trainer, window)
+            self._best_effort.attempt("record the loading", _record_loading, trainer, self._loaders, window)
 
     def _finish(self, trainer: pl.Trainer, end: dict[str, str]) -> None:
         if self.run_log is None:
@@ -148,6 +163,23 @@ def _is_validation_loss(name: str) -> bool:
 
 def _record_steps(trainer: pl.Trainer, window: StepWindow) -> None:
     record(trainer, "window", {**window_record(window), "loss": mean_loss(window)})
+
+
+def _record_loading(trainer: pl.Trainer, loaders: LoaderWatch, window: StepWindow) -> None:
+    fields, data = loaders.fields_of(window, first=_LOSSES), _data_of(trainer)
+    if fields and data is not None:
+        record(trainer, "loading", fields | {"left_out": [named(each, data) for each in fields["left_out"]]})
+
+
+def _record_samples(trainer: pl.Trainer) -> None:
+    if (data := _data_of(trainer)) is not None:
+        record(trainer, "samples", samples_record(data))
+
+
+def _data_of(trainer: pl.Trainer) -> VideoDataModule | None:
+    """The data whose loading is watched."""
+    data = getattr(trainer, "datamodule", None)
+    return data if isinstance(data, VideoDataModule) and data.planner is not None else None
 
 
 def _record_start(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -61,8 +61,8 @@ def main() -> None:
                 setting = {"balance": balance, "dp_size": 16, "micro_batches": micro_batches}
                 rows.append(figures(clips, SETTINGS["samples"], seed, **setting))
                 print(rows[-1])
-    for micro_batches in (1, 4):
-        setting = {"balance": "planned", "dp_size": 1024, "micro_batches": micro_batches}
+    for micro_batches, diverse in ((1, {}), (1, {"min_diversity": 0.8}), (4, {})):
+        setting: dict[str, Any] = {"balance": "planned", "dp_size": 1024, "micro_batches": micro_batches, **diverse}
         rows.append(figures(clips, 1_000_000, 0, **setting))
         rows[-1]["peak_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
         print(rows[-1])

@@ -37,6 +37,21 @@ def at_least(least: int, text: str) -> int:
     return number
 
 
+def share(text: str) -> float:
+    """A number between 0 and 1.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is not.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number between 0 and 1")
+    return number
+
+
 def one_of(kind: str, text: str) -> str:
     """A name that model families know; not by ``choices``, which ``--help`` would read from all of them.
 

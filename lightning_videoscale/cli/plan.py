@@ -25,6 +25,7 @@ from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.loading.data_warnings import oversized_shapes
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, SampleTable
 from lightning_videoscale.data.planning.compute_budget import TriedBudget, best_of, try_budgets
+from lightning_videoscale.data.planning.diversity import ENOUGH
 from lightning_videoscale.data.planning.figures import PlanFigures
 from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ShapePolicy, standard_mix
 from lightning_videoscale.data.shards.index import ShardIndex
@@ -69,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
             options.micro_batches,
             step_time,
             seed=options.seed,
+            min_diversity=options.min_diversity,
         )
         tried = try_budgets(planner) if options.best_m_comp else []
         if tried:
@@ -93,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
         if tried:
             _print_tried(console, tried, planner)
         _print(console, figures, plans, planner.budget, step_time)
+        _print_choice(console, figures, planner)
         _print_caveats(console, figures, has_tried=bool(tried))
     return 0
 
@@ -162,6 +165,21 @@ def _print(
     console.print("Cost of the ranks in one step, the median in balance:")
     for balance, plan in plans.items():
         console.print(f"  {balance:<16} {_draw(plan.cost[plan.grid].sum(axis=2))}")
+
+
+def _print_choice(console: Console, figures: dict[Balance, PlanFigures], planner: BucketPlanner) -> None:
+    """Where equal costs leave fewer shapes in a step than are aimed at: what the other choice would be."""
+    found = figures.get("planned")
+    if found is None or planner.min_diversity is not None or found.diversity >= ENOUGH or found.steps < _FEW_STEPS:
+        return
+    other = PlanFigures.of(replace(planner, min_diversity=ENOUGH).plan(epoch=0))
+    console.print(
+        "Steps of planned are less diverse than random ones: equal costs go first. What goes first can be chosen:"
+    )
+    table = Table("planned", *_TRIED.values())
+    for name, each in (("equal costs first", found), (f"--min-diversity {ENOUGH}", other)):
+        table.add_row(name, *(f"{each.to_dict()[figure]:.4g}" for figure in _TRIED))
+    console.print(table)
 
 
 def _print_caveats(console: Console, figures: dict[Balance, PlanFigures], has_tried: bool) -> None:

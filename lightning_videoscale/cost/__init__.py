@@ -28,6 +28,7 @@ Trainers and plans are handed in. Only `benchmark/` knows Lightning.
 - `recalibration`: `Recalibration`, which corrects them by what a run observes.
 - `observations`: `ObservedCosts`, what a run measures, with the ranks' own speeds taken out.
 - `weighted_fit`: the fit to many noisy points.
+- `prior`: what observations leave open, taken from what held before.
 - `launch_bound`: what is so small that the time to launch it is all that shows.
 - `spread`: CV_step and Compute CV, of times and of costs.
 - `points`: measured points, and what all fits to them share.

@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_videoscale.cost.measurement import Measurement
 from lightning_videoscale.cost.points import Points, Vector
-from lightning_videoscale.cost.weighted_fit import fit_power_law
+from lightning_videoscale.cost.weighted_fit import fit_closer_form
 
 KEPT = 0.9
 """Weight of what was observed, one window later; small windows fade more slowly."""
@@ -61,7 +61,7 @@ class ObservedCosts:
         weights = np.ones(len(rows))
         for _ in range(_ROUNDS):
             seen = self._with(samples, lengths, np.log(seconds / speeds[of_rank]), weights)
-            law = fit_power_law(_points(seen))
+            law = fit_closer_form(_points(seen))
             residuals = np.log(seconds) - np.log(law.predict(samples, lengths))
             medians = np.array([np.median(residuals[of_rank == n]) for n in range(len(ranks))])
             # With an even number of ranks the faster middle one counts: of two, the slow one is the odd one out.

@@ -32,6 +32,10 @@ class Points(NamedTuple):
         """The chosen points, by a mask of shape (points,)."""
         return Points(*(column[chosen] for column in self))
 
+    def beside(self, others: Points) -> Points:
+        """These points, then the others."""
+        return Points(*map(np.concatenate, zip(self, others, strict=True)))
+
 
 class CostForm(Protocol):
     """A fitted formula."""

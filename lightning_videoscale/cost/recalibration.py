@@ -8,7 +8,8 @@ From all ranks' times for their micro-batches, remembered with the ranks' own sp
   micro-batch moves by `BATCH_STEP` at most at a time;
 - M_mem, from peaks of memory, by `MEMORY_STEP` at most at a time.
 
-A change that is small (`TOLERANCE`), or that noise may have made (`CERTAIN`), is left alone: hysteresis.
+What observations leave open, as where all micro-batches hold equally many tokens, is kept as it was (`prior`). A change
+that is small (`TOLERANCE`), or that noise may have made (`CERTAIN`), is left alone: hysteresis.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from lightning_videoscale.cost.calibration import Calibration
 from lightning_videoscale.cost.measurement import Measurement
 from lightning_videoscale.cost.memory import MemoryModel
 from lightning_videoscale.cost.observations import ObservedCosts
+from lightning_videoscale.cost.points import Points, Vector
+from lightning_videoscale.cost.prior import open_points
 from lightning_videoscale.cost.step_time import PowerLaw, StepTimeModel
 from lightning_videoscale.cost.time_budget import TimeBudget
 from lightning_videoscale.cost.weighted_fit import P_BOUNDS, Uncertainty, fit_step_time
@@ -122,11 +125,14 @@ class Recalibration:
         budget, step_time, reasons = now.budget, now.step_time, list[str]()
         try:
             self._observed.add(observations)
-            self.fitted = self._fit()
+            left_open = open_points(self._observed.points(), self._observed.noise, self._held)
+            self.fitted = self._fit(self._observed.points().beside(left_open))
             wanted = self._time_budget(self.fitted)
             if reason := self._difference(self.fitted, wanted):
                 step_time, budget = self.fitted, wanted
                 reasons.append(reason)
+            if count := len(left_open.lengths):
+                reasons.append(f"kept as they were, since B and S vary together: costs of {count} other batch sizes")
         except ValueError as error:
             reasons.append(f"costs stay: {error}")
         m_mem, reason = self._memory_budget(peaks or {}, capacity)
@@ -134,9 +140,9 @@ class Recalibration:
             budget = replace(budget, m_mem=m_mem)
             reasons.append(reason)
         self.calibration = Calibration(budget, step_time)
-        slow = [f"rank {rank} ({speed:.2f} x)" for rank, speed in self.speeds.items() if speed > SLOW]
+        slow = [str(rank) for rank, speed in self.speeds.items() if speed > SLOW]
         if slow:
-            reasons.append(f"slow, and no reason to change costs: {', '.join(slow)}")
+            reasons.append(f"slow, and no reason to change costs: data-parallel rank {', '.join(slow)}")
         changed = self.calibration != now
         return Outcome(self.calibration, changed, "; ".join(reasons) or "within the tolerance of what holds")
 
@@ -161,14 +167,21 @@ class Recalibration:
         self._peaks = dict(state["peaks"])
         self._m_mem_limit = state["m_mem_limit"]
 
-    def _fit(self) -> StepTimeModel:
-        """The fit to all that is remembered; where M_comp is in tokens to the power p, with p near what holds."""
-        points, p = self._observed.points(), self.calibration.budget.p
+    def _fit(self, points: Points) -> StepTimeModel:
+        """The fit to points; where M_comp is in tokens to the power p, with p near what holds."""
+        p = self.calibration.budget.p
         free = fit_step_time(points)
         if self._target_sync is not None:
             return free
         low, high = (min(max(bound, P_BOUNDS[0]), P_BOUNDS[1]) for bound in (p - P_STEP, p + P_STEP))
         return free if low <= free.power_law.p <= high else fit_step_time(points, (low, high))
+
+    def _held(self, samples: Vector, lengths: Vector) -> Vector:
+        """Seconds by what holds, or costs by its budget."""
+        now = self.calibration
+        if now.step_time is not None:
+            return now.step_time.predict(samples, lengths)
+        return np.array([now.budget.cost(int(b), int(s)) for b, s in zip(samples, lengths, strict=True)], np.float64)
 
     def _time_budget(self, fitted: StepTimeModel) -> Budget:
         """The budget by a fit, whose room for the longest sample moves by `BATCH_STEP` at most."""

@@ -78,9 +78,13 @@ class AdditiveCost:
     @classmethod
     def fit(cls, samples: Vector, lengths: Vector, seconds: Vector, weights: Vector) -> AdditiveCost:
         """Non-negative weighted least squares of (prediction - seconds) / seconds."""
-        terms = np.stack([np.ones_like(seconds), samples * lengths, samples * lengths**2, samples], axis=1)
-        root = np.sqrt(weights)
+        terms, root = cls.terms(samples, lengths), np.sqrt(weights)
         return cls(*map(float, nonnegative_least_squares(terms * (root / seconds)[:, None], root)))
+
+    @staticmethod
+    def terms(samples: Vector, lengths: Vector) -> NDArray[np.float64]:
+        """What each coefficient is multiplied by, (points, 4)."""
+        return np.stack([np.ones_like(samples), samples * lengths, samples * lengths**2, samples], axis=1)
 
     def predict(self, samples: ArrayLike, lengths: ArrayLike) -> Vector:
         """Seconds of B samples of S tokens."""

@@ -77,6 +77,16 @@ def fit_power_law(points: Points, p_bounds: tuple[float, float] = P_BOUNDS) -> P
     return PowerLaw(law.a, law.b, law.p, 1.0 - residual / total if total > 0 else 0.0)
 
 
+def fit_closer_form(points: Points) -> PowerLaw | AdditiveCost:
+    """Fits both forms and returns the one with the smaller relative errors on these points; any number of them."""
+    forms: list[PowerLaw | AdditiveCost] = [fit_power_law(points), _fit_additive(points)]
+    return min(forms, key=lambda form: _loss(form, points))
+
+
+def _loss(form: PowerLaw | AdditiveCost, points: Points) -> float:
+    return float(points.weights @ (form.predict(points.samples, points.lengths) / points.seconds - 1) ** 2)
+
+
 class Uncertainty(NamedTuple):
     """Covariance of a fitted power law's a, log b and p, shape (3, 3), by the linear approximation at the fit."""
 
@@ -84,10 +94,15 @@ class Uncertainty(NamedTuple):
 
     @classmethod
     def of(cls, points: Points, law: PowerLaw, noise: float) -> Uncertainty:
-        """Follows from the noise of a point of weight 1, the standard deviation of its logarithm."""
+        """Follows from the noise of a point of weight 1, the standard deviation of its logarithm.
+
+        What the law misses counts as noise too: with every new mix of shapes, another law is the nearest.
+        """
         slopes = _slopes(points, law)
         information = slopes.T @ (slopes * points.weights[:, None])
-        return cls(np.asarray(noise**2 * np.linalg.pinv(information, hermitian=True), np.float64))
+        missed = np.log(law.predict(points.samples, points.lengths) / points.seconds)
+        variance = noise**2 + float(np.average(missed**2, weights=points.weights))
+        return cls(np.asarray(variance * np.linalg.pinv(information, hermitian=True), np.float64))
 
     def room(self, law: PowerLaw, target_sync: float, length: float) -> float:
         """Standard error of log((target_sync - a) / (b * length^p)); infinite where no step is as short."""

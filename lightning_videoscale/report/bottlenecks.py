@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_videoscale.report.slowness import slowdowns_of
 from lightning_videoscale.timing import StepWindow
 
 Name = Literal["data", "exchange", "straggler", "kernels", "optimizer"]
@@ -56,7 +57,7 @@ class Straggler(NamedTuple):
     Attributes:
         rank: Its number.
         steps: Share of the steps in which it is, in [0, 1].
-        slowdown: Its compute time over the mean of all ranks.
+        slowdown: Its compute time over that of a healthy rank for the same work, see `slowdowns_of`.
     """
 
     rank: int
@@ -91,8 +92,7 @@ def straggler_of(window: StepWindow) -> Straggler:
     """Finds who comes last."""
     last = _last_ranks(window)
     rank = int(last.mode().values)
-    compute = window.column("compute").sum(dim=1)
-    return Straggler(rank, float((last == rank).double().mean()), float(compute[rank] / compute.mean()))
+    return Straggler(rank, float((last == rank).double().mean()), slowdowns_of(window)[rank])
 
 
 def _last_ranks(window: StepWindow) -> Tensor:
@@ -113,7 +113,7 @@ def figure_of(name: Name, shares: StepShares, straggler: Straggler) -> str:
         "exchange": f"Exchanges between ranks that nothing hides take {part}.",
         "straggler": (
             f"Ranks wait for slower ones for {part}; rank {straggler.rank} is the last in {straggler.steps:.0%} of the "
-            f"steps and computes {straggler.slowdown:.2f} times as long as the mean."
+            "steps."
         ),
         "kernels": f"The forward and backward passes take {part}, and no loss takes a tenth of it.",
         "optimizer": f"Clipping and the optimizer take {part}.",

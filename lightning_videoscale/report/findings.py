@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.data.planning import Balance
 from lightning_videoscale.data.planning.figures import StepSpreads
+from lightning_videoscale.report.causes import Cause, SlowRank, cause_of, slow_ranks
 from lightning_videoscale.report.charts import percent
 from lightning_videoscale.report.comparison import predict_balances
 from lightning_videoscale.report.costs import Kind, error_of, fit, kinds_of
 from lightning_videoscale.report.drift import Drift, find_drift
 from lightning_videoscale.report.judge import BALANCED, Advice, advice_on_run
+from lightning_videoscale.report.loading import Loading, loading_of
 from lightning_videoscale.report.reading import Record, RunRecords
 
 NEARLY_BALANCED = 0.15
@@ -93,6 +95,28 @@ class Findings:
         """Share of the training time that ranks wait for the slowest."""
         return sum(float(window["idle_seconds"]) for window in self.windows) / self.seconds if self.seconds else 0.0
 
+    @cached_property
+    def even_idle(self) -> float:
+        """The same if all ranks were as fast as a healthy one; as it is where the log does not tell."""
+        name = "even_idle_seconds"
+        idle = [float(window[name if name in window else "idle_seconds"]) for window in self.windows]
+        return sum(idle) / self.seconds if self.seconds else 0.0
+
+    @cached_property
+    def slow_ranks(self) -> list[SlowRank]:
+        """Ranks that are slow by themselves, the slowest first."""
+        return slow_ranks(self)
+
+    @cached_property
+    def cause(self) -> Cause:
+        """What is to blame for most of what ranks wait."""
+        return cause_of(self)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the ranks are GPUs."""
+        return "memory_gib" in self.start["machine"]
+
     @property
     def compute_idle(self) -> float:
         """The same as a share of the slowest ranks' work, as a plan predicts it."""
@@ -122,6 +146,11 @@ class Findings:
         return find_drift(self.windows)
 
     @cached_property
+    def loading(self) -> Loading | None:
+        """What the loaders did; None where the log does not tell."""
+        return loading_of(self.run)
+
+    @cached_property
     def predicted(self) -> dict[Balance, StepSpreads]:
         """What every balance would do on the same clips; empty where that is unknown."""
         return predict_balances(self.windows, self.plans[-1], self.model) if self.plans else {}
@@ -148,9 +177,20 @@ class Findings:
         spread = float(np.median(self.per_step("cv_step")))
         if spread <= BALANCED:
             return Verdict(f"Balanced: {cost}", "good")
-        if spread <= NEARLY_BALANCED:
-            return Verdict(f"Nearly balanced: {cost}", "fair")
-        return Verdict(f"Not balanced: {cost}", "bad")
+        is_near = spread <= NEARLY_BALANCED
+        return Verdict(f"{self._blame(is_near)}: {cost}", "fair" if is_near else "bad")
+
+    def _blame(self, is_near: bool) -> str:
+        """What keeps the run from being balanced."""
+        if self.cause == "rank":
+            rank, slowdown = self.slow_ranks[0]
+            if len(self.slow_ranks) > 1:
+                return f"{len(self.slow_ranks)} ranks are slow, rank {rank} takes {slowdown:.2f} times as long"
+            return f"Rank {rank} is slow, it takes {slowdown:.2f} times as long"
+        if is_near:
+            return "Nearly balanced"
+        blamed = {"costs": "Costs are predicted wrongly", "chance": "Times vary from step to step"}
+        return blamed.get(self.cause, "Not balanced")
 
     @cached_property
     def advice(self) -> list[Advice]:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_videoscale.report.bottlenecks import Name, Straggler
+from lightning_videoscale.report.bottlenecks import WORTH_NAMING, Name, Straggler
+from lightning_videoscale.report.causes import SLOW, WRONG
 from lightning_videoscale.report.charts import number, percent
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ _GROWN = {
 BALANCED = 0.05
 """Median CV_step up to which a run is called balanced."""
 
+_IN_STOCK = 0.5
+"""Share of their time that workers work below which they are not what ranks wait for."""
+
 
 class Advice(NamedTuple):
     """Something to do, and why."""
@@ -32,9 +36,15 @@ class Advice(NamedTuple):
     why: str
 
 
-def advice_on_bottleneck(name: Name, straggler: Straggler) -> str:
-    """Returns what to try against what costs the most."""
-    always_the_same = straggler.steps > 0.8
+def advice_on_bottleneck(name: Name, straggler: Straggler, on_gpu: bool) -> str:
+    """Returns what to try against what costs the most.
+
+    Args:
+        name: What it is.
+        straggler: The rank that is most often the last.
+        on_gpu: Whether the ranks are GPUs.
+    """
+    is_slow = straggler.steps > 0.8 and straggler.slowdown >= SLOW
     advice: dict[Name, str] = {
         "data": (
             "Raise num_workers of VideoDataModule, or encode the videos to latents first (videoscale encode); check "
@@ -45,9 +55,8 @@ def advice_on_bottleneck(name: Name, straggler: Straggler) -> str:
             "or under FSDP2 shard within nodes (replicas=)."
         ),
         "straggler": (
-            f"It is nearly always rank {straggler.rank}: compare its GPU's clock, temperature and neighbours with the "
-            "others' (nvidia-smi -q)."
-            if always_the_same
+            f"It is nearly always rank {straggler.rank}: {_look_at(straggler.rank, on_gpu)}."
+            if is_slow
             else "Use balance='planned' with a cost model measured on this machine (videoscale benchmark-shapes) and "
             "BudgetRecalibrator, and accumulate more micro-batches per step."
         ),
@@ -63,9 +72,18 @@ def advice_on_bottleneck(name: Name, straggler: Straggler) -> str:
     return advice[name]
 
 
+def _look_at(rank: int, on_gpu: bool) -> str:
+    """How to find out why a rank is slow."""
+    if on_gpu:
+        return f"compare the clock, temperature and neighbours of rank {rank}'s GPU with the others' (nvidia-smi -q)"
+    return f"see what else runs on the cores of rank {rank}, and how many threads it has (torch.get_num_threads)"
+
+
 def advice_on_run(found: Findings) -> list[Advice]:
     """Returns what to do after a run, the most pressing first; may be empty."""
-    judgements = (_of_failure, _of_drift, _of_bottleneck, _of_balance, _of_cost_model, _of_memory)
+    judgements = (
+        _of_failure, _of_drift, _of_slow_rank, _of_bottleneck, _of_loading, _of_balance, _of_cost_model, _of_memory,
+    )  # fmt: skip
     return [advice for judge in judgements if (advice := judge(found)) is not None]
 
 
@@ -99,11 +117,60 @@ def _cause_of(drift: Drift) -> tuple[str, str]:
     return "see what else runs on the machine, and at which clock", f"{factor}."
 
 
+def _of_slow_rank(found: Findings) -> Advice | None:
+    if found.data_parallel_ranks == 1 or not found.windows or found.cause != "rank" or _is_balanced(found):
+        return None
+    rank, slowdown = found.slow_ranks[0]
+    look = _look_at(rank, found.on_gpu)
+    return Advice(
+        look[0].upper() + look[1:],
+        f"For the same work rank {rank} takes {slowdown:.2f} times as long as a healthy rank. Were all as fast, "
+        f"waiting for the slowest would take {percent(found.even_idle)} of the time instead of {percent(found.idle)}.",
+    )
+
+
+def _is_balanced(found: Findings) -> bool:
+    return float(np.median(found.per_step("cv_step"))) <= BALANCED
+
+
 def _of_bottleneck(found: Findings) -> Advice | None:
     last = found.run.last("bottleneck")
     if last is None or last["name"] == "kernels":  # no loss, but the work itself
         return None
+    if last["name"] == "straggler" and (_of_slow_rank(found) is not None or _is_unexplained(found)):
+        return None  # said with the figure of the whole run, or not to be helped by what is said of stragglers
+    if last["name"] == "data" and found.loading is not None:
+        return None  # said with what the loaders did
     return Advice(last["advice"], last["figure"])
+
+
+def _is_unexplained(found: Findings) -> bool:
+    return bool(found.windows) and found.data_parallel_ranks > 1 and found.cause == "chance"
+
+
+def _of_loading(found: Findings) -> Advice | None:
+    loading, last = found.loading, found.run.last("bottleneck")
+    if loading is None or not found.windows:
+        return None
+    share = percent(found.share_of("data"))
+    seen = f"Ranks wait for data for {share} of their time."
+    if last is not None and last["name"] == "data":
+        seen = str(last["figure"])
+    elif found.share_of("data") < WORTH_NAMING:
+        return None
+    if loading.busy < _IN_STOCK:
+        return Advice(
+            "Look at how workers start and hand batches over: more of them would not help",
+            f"{seen} But the workers of the loaders work for {percent(loading.busy)} of their time, and have enough in "
+            "stock for the rest. They start with every epoch, so longer epochs wait less.",
+        )
+    return Advice(
+        "Look at the storage, or raise num_workers of VideoDataModule"
+        if loading.reading > 0.5
+        else "Raise num_workers of VideoDataModule, or encode the videos to latents first (videoscale encode)",
+        f"{seen} Of the time that the loaders work, {percent(loading.reading)} is reading and "
+        f"{percent(1 - loading.reading)} decoding.",
+    )
 
 
 def _of_balance(found: Findings) -> Advice | None:
@@ -121,9 +188,9 @@ def _of_balance(found: Findings) -> Advice | None:
 
 def _of_cost_model(found: Findings) -> Advice | None:
     cost_cv, cv_step = found.per_step("cost_cv"), found.per_step("cv_step")
-    if found.planner_error is None or not len(cost_cv) or np.median(cv_step) <= BALANCED:
+    if found.planner_error is None or not len(cost_cv) or np.median(cv_step) <= BALANCED or found.cause == "rank":
         return None
-    if np.median(cost_cv) > 0.5 * np.median(cv_step) or found.planner_error < 0.03:
+    if np.median(cost_cv) > 0.5 * np.median(cv_step) or found.planner_error < WRONG:
         return None
     remedy = "Measure the shapes (videoscale benchmark-shapes), or add BudgetRecalibrator"
     if "BudgetRecalibrator" in found.start["callbacks"]:

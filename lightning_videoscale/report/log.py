@@ -20,6 +20,15 @@ window      Some optimizer steps, all ranks: ``steps``; ``seconds`` they took, v
             micro-batches, of them fillers, median seconds of work]. Null where the batches do not tell. ``loss``, the
             mean over samples and ranks of what ``training_step`` returned, one micro-batch late: the window's last one
             counts in the next. Null where it returned none.
+            ``slowdowns``, of every global rank, compute time over that of a healthy rank for the same work;
+            ``even_idle_seconds``, ``idle_seconds`` if all ranks were as fast as a healthy one.
+samples     Of the shards to train on: ``indexed``, samples; ``refused``, members that cannot be used, the first of them
+            as rows of [shard, member, reason] in ``first_refused``; ``too_small``, samples below one patch;
+            ``without_caption``.
+loading     With a window, of `VideoDataModule`: ``workers``, per global rank a row for each worker since the last
+            record, [samples, left out, seconds reading, decoding, waiting for the training]; ``in_process``, whether
+            there are none and the row is that of the training process; ``left_out``, rows of [sample or shard, reason],
+            each when it is left out first; a rank names eight at a time.
 val_loss    A validation is over: ``losses`` {name: value}, the metrics whose names contain "val" and "loss".
 memory      `MemoryMonitor`: ``allocated_gib``, ``reserved_gib``, ``peak_gib``, ``fragmentation``, and where known
             ``headroom_tokens``; each the worst of all ranks.

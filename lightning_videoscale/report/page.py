@@ -62,6 +62,8 @@ def render(run: RunRecords) -> str:
         throughput=sections.throughput(found),
         balance=sections.balance(found),
         anatomy=sections.anatomy(found),
+        loading=sections.loading(found),
+        left_out=sections.left_out(found),
         buckets=sections.buckets(found),
         cost=sections.cost(found),
         memory=sections.memory(found),

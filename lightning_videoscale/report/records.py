@@ -15,11 +15,14 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_videoscale.cost.spread import compute_cv, cv_step
+from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.data.planning import BucketPlanner
+from lightning_videoscale.report.slowness import even_work, slowdowns_of
 from lightning_videoscale.timing import StepTimes, StepWindow
 from lightning_videoscale.topology import topology_of
 
 _PACKAGES = ("lightning-videoscale", "torch", "lightning", "torchmetrics", "triton", "diffusers", "deepspeed")
+_MOST_REFUSED = 20
 _SHAPE = ("frames", "height", "width", "sequence_length", "samples")
 
 
@@ -51,10 +54,24 @@ def plan_record(planner: BucketPlanner) -> dict[str, Any]:
     }
 
 
+def samples_record(data: VideoDataModule) -> dict[str, Any]:
+    """Returns the fields of a `samples` record."""
+    index, planner = data.index, data.planner
+    refused = [[shard, member, reason] for shard, (member, reason) in index.refused]
+    return {
+        "indexed": len(index),
+        "refused": len(refused),
+        "first_refused": refused[:_MOST_REFUSED],
+        "too_small": 0 if planner is None else int((planner.table.shape_id < 0).sum()),
+        "without_caption": sum(index.without_caption),
+    }
+
+
 def window_record(window: StepWindow) -> dict[str, Any]:
     """Returns the fields of a `window` record; `log` says what they mean."""
     told, counted, work, costs = window.tells_loads, window.counted, window.work, window.predicted_costs
-    slowest = work.amax(dim=0)
+    slowest, slowdowns = work.amax(dim=0), slowdowns_of(window)
+    even = even_work(window, slowdowns)
     return {
         "steps": window.steps,
         "seconds": float((sum(map(window.column, StepTimes._fields)) - window.column("other")).sum(dim=1).max()),
@@ -65,14 +82,16 @@ def window_record(window: StepWindow) -> dict[str, Any]:
         "cost_cv": None if costs is None else compute_cv(costs).tolist(),
         "slowest_seconds": float(slowest.sum()),
         "idle_seconds": float((slowest - work.mean(dim=0)).sum()),
+        "slowdowns": slowdowns,
+        "even_idle_seconds": float((even.amax(dim=0) - even.mean(dim=0)).sum()),
         "ranks": {name: window.column(name).sum(dim=1).tolist() for name in StepTimes._fields},
         "batches": _batches(window) if told else [],
     }
 
 
 def mean_loss(window: StepWindow) -> float | None:
-    """The mean loss of a window to which every rank added the sum of its weighted losses, and of their weights."""
-    total, weight = window.values.sum(dim=0).tolist()
+    """The mean loss of a window to which every rank added the sum of its weighted losses and of their weights first."""
+    total, weight = window.values[:, :2].sum(dim=0).tolist()
     return total / weight if weight > 0 else None
 
 

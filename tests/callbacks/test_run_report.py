@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
@@ -30,7 +31,7 @@ from lightning_videoscale.report import LOG_NAME, record
 from lightning_videoscale.report.charts import number
 from tests.callbacks.test_memory_monitor import Scripted
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
-from tests.data.clips import write_shards
+from tests.data.clips import clip, npy, write_shard, write_shards
 from tests.data.training import Witness
 from tests.report.test_page import read_page
 
@@ -77,6 +78,32 @@ def test_a_training_leaves_a_report_with_the_numbers_of_what_it_saw(tmp_path: Pa
     rate = sum(w["tokens"] for w in windows) / sum(w["seconds"] for w in windows)
     assert page.text["dd"][0] == number(rate)
     assert any("One data-parallel rank" in heading for heading in page.text["h1"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_left_out_and_what_workers_do_is_in_the_report(tmp_path: Path, workers: int) -> None:
+    clips = [clip(i, mask_npy=npy(np.ones(2)) if i not in (3, 8) else b"") for i in range(12)]
+    shard = write_shard(tmp_path / "shards" / "000.tar", [*clips, {"__key__": "odd", "latents.npy": b"no array"}])
+    report = RunReport(tmp_path / "run", every_n_steps=2)
+    data = VideoDataModule(str(shard), budget=BUDGET, num_workers=workers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer_with(report, LossWeighting(), max_epochs=2).fit(Witness(), data)
+    [samples] = records_of(tmp_path / "run", "samples")
+    assert (samples["indexed"], samples["refused"], samples["too_small"]) == (12, 1, 0)
+    assert samples["first_refused"][0][:2] == ["000.tar", "odd.latents.npy"]
+    loading = records_of(tmp_path / "run", "loading")
+    rows = [worker for record in loading for worker in record["workers"][0]]
+    assert sum(row[0] for row in rows) == 2 * 10 and sum(row[1] for row in rows) == 2 * 2
+    assert {len(record["workers"][0]) for record in loading} == {max(workers, 1)}
+    named = sorted(row[0] for record in loading for row in record["left_out"])
+    assert named == ["000.tar/clip00003", "000.tar/clip00008"], "each once"
+    assert report.path is not None
+    page = read_page(report.path)
+    assert {"loading", "left-out"} <= {value for _, name, value in page.attributes if name == "id"}
+    assert {"000.tar/clip00003", "000.tar/clip00008", "000.tar: odd.latents.npy"} <= set(page.text["th"])
+    assert {"1 member", "4 samples"} <= set(page.text["strong"])
+    assert str(tmp_path) not in (tmp_path / "run" / LOG_NAME).read_text(), "no addresses of shards"
 
 
 class Remembering(Witness):

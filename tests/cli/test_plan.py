@@ -58,6 +58,27 @@ def test_without_a_balance_all_three_are_compared(shapes: str, capsys: pytest.Ca
     assert bars[0] == "planned" and len(bars[1]) == 4 and set(bars[1]) <= set("▅▆▇█")
 
 
+def test_equal_costs_or_diverse_steps_go_first_and_both_are_shown(
+    shapes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mix = ("--shapes", shapes, "--standard-mix", "--dp-size", "256", "--samples", "50000", "--balance", "planned")
+    equal, diverse = run(capsys, *mix), run(capsys, *mix, "--min-diversity", "0.8")
+    assert equal["diversity"] < 0.75 and diverse["diversity"] == pytest.approx(0.8, abs=0.05)
+    assert equal["cost_cv"] < diverse["cost_cv"] and equal["tokens_per_cost"] > diverse["tokens_per_cost"]
+    assert main(["plan", *mix]) == 0
+    printed = capsys.readouterr().out
+    both = [line for line in printed.splitlines() if "equal costs first" in line or "--min-diversity 0.8" in line]
+    for row, figures in zip(both, (equal, diverse), strict=True):
+        for name in ("efficiency", "cv_step", "diversity", "tokens_per_cost"):
+            assert f"{figures[name]:.4g}" in row
+    assert main(["plan", *mix, "--min-diversity", "0.8"]) == 0
+    assert "equal costs first" not in capsys.readouterr().out, "it was chosen"
+    for nonsense in ("1.5", "much", "nan"):
+        with pytest.raises(SystemExit):
+            main(["plan", *mix, "--min-diversity", nonsense])
+        assert repr(nonsense) in capsys.readouterr().err
+
+
 def test_budgets_and_a_measured_model_are_taken(
     shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.callbacks.recalibration import LONGEST, power_law, simulate, world_of, wrong
+from benchmarks.callbacks.recalibration import LONGEST, power_law, replayed_world, simulate, world_of, wrong
+from benchmarks.callbacks.replayed_costs import ReplayedCosts
 from lightning_videoscale.cost import (
     TRANSFORMERS,
     BucketBudget,
@@ -56,6 +58,29 @@ def test_wrong_costs_are_corrected_and_stay_so(micro_batches: int, factor: float
     late = [change for change in result["changes"] if change["step"] > 200]
     assert len(late) <= 3, late
     assert result["speeds"][world.slow_rank] == pytest.approx(world.slowness, rel=0.05)
+
+
+@pytest.mark.parametrize("has_target", [True, False])
+def test_measured_costs_are_found_by_step_100(has_target: bool) -> None:
+    """From a factor of 2 and p off by 0.3, on what an H200 was measured to take, which is no formula."""
+    world = replayed_world(footage(), 20_000, has_target, dp_size=4, micro_batches=4)
+    first = wrong(world.truth, 2.0, 0.3)
+    runs = [simulate(replace(world, seed=seed), first, steps=100) for seed in range(3)]
+    cv, oracle_cv = (np.mean([run[name] for run in runs], axis=0) for name in ("cv", "oracle_cv"))
+    assert cv[:20].mean() > 3 * oracle_cv[:20].mean()
+    assert cv[80:].mean() < 1.3 * oracle_cv[80:].mean()
+    assert runs[0]["room"][99] == pytest.approx(runs[0]["oracle_room"], rel=0.02)
+
+
+def test_the_replayed_clock_is_what_was_measured() -> None:
+    clock = ReplayedCosts.load()
+    samples, lengths, seconds, _ = clock.points
+    assert clock.predict(samples, lengths) == pytest.approx(seconds)
+    assert seconds[-1] == pytest.approx(11.59, abs=0.01) and (samples[-1], lengths[-1]) == (1, LONGEST)
+    between = clock.predict(samples, 1.2 * lengths) / clock.fit.predict(samples, 1.2 * lengths)
+    assert between.min() > 0.8 and between.max() < 1.2 and np.ptp(between) > 0.01, "near the fit, and not on it"
+    factors = clock.noise(samples, lengths, np.random.default_rng(0))
+    assert (factors >= 1).all() and (factors <= 1 + clock.spreads).all() and np.ptp(factors) > 0.1
 
 
 def test_a_resumed_calibration_goes_on_as_if_it_had_not_stopped() -> None:

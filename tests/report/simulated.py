@@ -60,27 +60,40 @@ def start_fields(ranks: int = 8, **overrides: Any) -> dict[str, Any]:
 
 
 def log_run(
-    folder: Path, balance: Balance = "planned", dp_size: int = 8, steps: int = 150, every: int = 10, seed: int = 0
+    folder: Path,
+    balance: Balance = "planned",
+    dp_size: int = 8,
+    steps: int = 150,
+    every: int = 10,
+    seed: int = 0,
+    slowdown: float = 1.03,
+    noise: float = 0.01,
+    device: str = "NVIDIA H200",
 ) -> RunLog:
-    """Logs the beginning of an epoch, from its start to its end."""
+    """Logs the beginning of an epoch, from its start to its end; rank 5 is slower."""
     plans, log, random = planner(balance, dp_size), RunLog(folder), np.random.default_rng(seed)
     plan = plans.plan(epoch=0)
     steps = min(steps, plan.steps)
-    log.append("start", 0, start_fields(dp_size))
+    start = start_fields(dp_size)
+    if device == "cpu":
+        start["machine"] = {"ranks": dp_size, "nodes": 1, "device": "cpu (x86_64)"}
+    log.append("start", 0, start)
     log.append("plan", 0, {"epoch": 0, **plan_record(plans)})
     metas = [[batch.meta for batch in plan.micro_batches_of(rank)] for rank in range(dp_size)]
     for first in range(0, steps, every):
         count = min(every, steps - first)
         shown = [of_rank[2 * first : 2 * (first + count)] for of_rank in metas]
-        times = [[_times(meta.predicted_cost, rank, random) for meta in part] for rank, part in enumerate(shown)]
+        speeds = [slowdown if rank == 5 else 1.0 for rank in range(dp_size)]
+        times = [[_times(meta.predicted_cost, speed, noise, random) for meta in part]
+                 for speed, part in zip(speeds, shown, strict=True)]  # fmt: skip
         loads = [[load_of({"meta": meta}) or MicroBatchLoad() for meta in part] for part in shown]
         log.append("window", first + count, window_record(window_of(times, loads, [2] * count)))
     log.append("end", steps, {"status": "completed"})
     return log
 
 
-def _times(cost: float, rank: int, random: np.random.Generator) -> StepTimes:
-    seconds = 0.04 + 1.3 * cost * random.lognormal(0.0, 0.01) * (1.03 if rank == 5 else 1.0)
+def _times(cost: float, speed: float, noise: float, random: np.random.Generator) -> StepTimes:
+    seconds = (0.04 + 1.3 * cost * random.lognormal(0.0, noise)) * speed
     return StepTimes(
         0.002 * random.random(), seconds / 3, 2 * seconds / 3, 0.01 + 0.02 * random.random(), 0.0, 0.01, 0.004
     )

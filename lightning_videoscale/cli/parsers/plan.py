@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from lightning_videoscale.cli.arguments import at_least, one_of, positive
+from lightning_videoscale.cli.arguments import at_least, one_of, positive, share
 
 BALANCES = ("planned", "dual_constraint", "equal_token")
 
@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--best-m-comp",
         action="store_true",
         help="try the default and more, up to twice as much, and plan by the one of most predicted tokens/s",
+    )
+    parser.add_argument(
+        "--min-diversity",
+        type=share,
+        metavar="SHARE",
+        help="different shapes in a step of planned over how many random draws would have, however unequal the ranks "
+        "become (default: equal costs go first)",
     )
     parser.add_argument(
         "--cost",

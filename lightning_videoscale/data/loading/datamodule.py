@@ -34,10 +34,12 @@ from lightning_videoscale.data.loading.trainer import (
     replan,
     resumed,
 )
+from lightning_videoscale.data.loading.worker_ledger import WorkerLedger
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossUnit, SampleTable
 from lightning_videoscale.data.planning.plan import check_settings
 from lightning_videoscale.data.planning.shapes import Media, ShapePolicy
 from lightning_videoscale.data.planning.stream import draws_per_epoch
+from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.patterns import Patterns
 
 
@@ -82,6 +84,8 @@ class VideoDataModule(pl.LightningDataModule):
             no sample of the epoch counts less, and steps of many samples have larger gradients.
         seed: Seed of all draws.
         shard_window: Shards that samples are shuffled over at a time.
+        min_diversity: Different shapes in a step over how many random draws would have, in [0, 1], however unequal the
+            ranks' costs become; see `BucketPlanner`. None: equal costs go first.
         num_workers: Processes per rank that read ahead. 0 reads in the training process.
         encode: Makes latents of videos, embeddings of captions, or anything of a user's own, on the device that trains
             and once per sequence-parallel group; see `OnlineEncoder`. None: batches stay as they were read.
@@ -108,6 +112,7 @@ class VideoDataModule(pl.LightningDataModule):
         loss_normalization: LossNormalization = "step",
         seed: int = 0,
         shard_window: int = 64,
+        min_diversity: float | None = None,
         num_workers: int = 0,
         encode: BatchEncoder | nn.Module | None = None,
         caption_key: str | None = None,
@@ -117,7 +122,8 @@ class VideoDataModule(pl.LightningDataModule):
         if isinstance(geometry, str) and geometry not in GEOMETRIES:
             raise ValueError(f"geometry={geometry!r} is none of {sorted(GEOMETRIES)}; give a ModelGeometry instead.")
         check_settings(balance=balance, micro_batches=micro_batches, shard_window=shard_window,
-                       loss_weighting=loss_weighting, loss_normalization=loss_normalization)  # fmt: skip
+                       min_diversity=min_diversity, loss_weighting=loss_weighting,
+                       loss_normalization=loss_normalization)  # fmt: skip
         others = {"val_shards": val_shards, "predict_shards": predict_shards}
         self._shards = IndexedShards(shards, others, index, caption_key, captions)
         self._budget = RunBudget(budget, step_time)
@@ -128,6 +134,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._loss_weighting: LossUnit = loss_weighting
         self._settings: dict[str, Any] = {
             "balance": balance, "loss_normalization": loss_normalization, "seed": seed, "shard_window": shard_window,
+            "min_diversity": min_diversity,
         }  # fmt: skip
         self._num_workers = num_workers
         self._encode = encode
@@ -243,6 +250,25 @@ class VideoDataModule(pl.LightningDataModule):
         if self._sampler is not None:
             budget, step_time = calibration.budget, calibration.step_time
             replan(self.trainer, self._sampler, replace(self._sampler.planner, budget=budget, step_time=step_time))
+
+    @property
+    def index(self) -> ShardIndex:
+        """All samples to train on, and what of their shards is refused.
+
+        Raises:
+            RuntimeError: Before `setup`.
+        """
+        return self._shards.index("shards")
+
+    @property
+    def ledger(self) -> WorkerLedger:
+        """What the processes that read for this rank's training have done; raises as `index` does."""
+        return self._shards.reader("shards").ledger
+
+    @property
+    def num_workers(self) -> int:
+        """Processes per rank that read ahead."""
+        return self._num_workers
 
     @property
     def planner(self) -> BucketPlanner | None:

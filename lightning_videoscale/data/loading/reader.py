@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from lightning_videoscale.data.loading.batch import collate
+from lightning_videoscale.data.loading.worker_ledger import WorkerLedger
 from lightning_videoscale.data.planning import MicroBatch
 from lightning_videoscale.data.planning.micro_batch import Batch
 from lightning_videoscale.data.planning.shapes import ClipShape, Media
@@ -30,14 +31,16 @@ class MicroBatchReader(Dataset[Batch]):
     Args:
         index: Says where the samples lie.
         fps: Frames per second of videos.
+
+    Attributes:
+        ledger: What all processes that read have done, and what they left out.
     """
 
     def __init__(self, index: ShardIndex, fps: float = 16.0) -> None:
         self._index = index
         self._fps = fps
         self._samples = SampleReader(index)
-        # In shared memory, so that workers know what another has said, in this epoch or before.
-        self._warned = torch.zeros(len(index) + len(index.shards), dtype=torch.bool).share_memory_()
+        self.ledger = WorkerLedger(len(index), len(index.shards))
 
     def __getitem__(self, micro_batch: MicroBatch) -> Batch:
         """Reads and decodes the samples of one micro-batch.
@@ -45,6 +48,14 @@ class MicroBatchReader(Dataset[Batch]):
         Raises:
             ShardError: If none of its samples can be read, nor any of many others of its shape.
         """
+        with self.ledger.micro_batch():
+            begin, read_before = time.perf_counter(), self._samples.reading_seconds
+            batch = self._read(micro_batch)
+            reading = self._samples.reading_seconds - read_before
+            self.ledger.add(batch["meta"].samples, reading, time.perf_counter() - begin)
+        return batch
+
+    def _read(self, micro_batch: MicroBatch) -> Batch:
         meta = micro_batch.meta
         shape = ClipShape(meta.frames, meta.height, meta.width)
         starts = micro_batch.starts or (0.0,) * len(micro_batch.samples)
@@ -74,11 +85,8 @@ class MicroBatchReader(Dataset[Batch]):
         ) from problem
 
     def _warn_once(self, number: int, error: ShardError) -> None:
-        is_member = isinstance(error, MemberError)
-        subject = number if is_member else len(self._index) + self._index.shard_number(number)
-        if not self._warned[subject]:
-            self._warned[subject] = True
-            left_out = "The sample is" if is_member else "Its samples are"
+        if self.ledger.note(number, self._index.shard_number(number), error):
+            left_out = "The sample is" if isinstance(error, MemberError) else "Its samples are"
             until = " until they can be read again" if isinstance(error, UnreachableError) else ""
             warnings.warn(f"{error} {left_out} left out{until}, with weight 0.", stacklevel=2)
 

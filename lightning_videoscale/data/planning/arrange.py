@@ -8,7 +8,9 @@ costliest to the rank that has least so far (LPT), rows that differ most first.
 Micro-batches of nearly equal cost are found without leaving the order of the stream far behind: all are sorted by cost
 and cut into *bands*; each band, back in the order of the stream, is cut into rows, and rows follow each other by their
 place in the stream. A wide band mixes more shapes in a row, a narrow one balances better: bands are as narrow as a
-given diversity of the steps allows. What is in a band with few others waits longer for company.
+diversity of the steps allows. Which of the two goes first where both cannot be had is the caller's choice: a diversity
+that is asked for makes bands as wide as it takes, else they stay bearable. What is in a band with few others waits
+longer for company.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.data.planning.diversity import diversity
+from lightning_videoscale.data.planning.diversity import ENOUGH, diversity
 from lightning_videoscale.data.planning.seeded_random import SeededRandom
 
-# Costs of a band differ by these factors at least and at most, e to the power of them.
-_NARROWEST, _WIDEST = 0.005, 0.25
-_BISECTIONS = 6
+# Costs of a band differ by these factors at least and, where balance goes first, at most, e to the power of them.
+_NARROWEST, _BEARABLE = 0.005, 0.25
+_PRECISION = 0.004  # to which the width is found
 
 
 def in_stream_order(
@@ -54,7 +56,7 @@ def balanced(
     dp_size: int,
     micro_batches: int,
     max_wait: float,
-    min_diversity: float,
+    min_diversity: float | None,
     draws: SeededRandom,
 ) -> NDArray[np.int64]:
     """Equal cost on every rank, in every step and in every row of it.
@@ -66,8 +68,8 @@ def balanced(
         dp_size: Data-parallel ranks R.
         micro_batches: Micro-batches K of a rank and step.
         max_wait: Every band makes a row at least this often, in steps.
-        min_diversity: Different shapes in a step over how many random draws would have, where the samples and a
-            bearable spread of costs allow as many.
+        min_diversity: Different shapes in a step over how many random draws would have, however unequal the costs
+            become. None: `ENOUGH`, where a bearable spread of costs allows as many.
         draws: Which rank gets which of the equal shares is drawn: ties would always favour the same.
 
     Returns:
@@ -81,16 +83,22 @@ def balanced(
         in_time = np.argsort(position[rows].mean(axis=1), kind="stable")
         return rows[in_time].reshape(-1, micro_batches, dp_size)
 
-    too_narrow, wide_enough = _NARROWEST, _WIDEST
-    for _ in range(_BISECTIONS):
+    wanted, widest = (ENOUGH, _BEARABLE) if min_diversity is None else (min_diversity, _all_of(cost))
+    too_narrow, wide_enough = _NARROWEST, widest
+    while wide_enough - too_narrow > _PRECISION:
         width = (too_narrow + wide_enough) / 2
-        if diversity(shape_id[with_bands(width)].reshape(-1, micro_batches * dp_size)) < min_diversity:
+        if diversity(shape_id[with_bands(width)].reshape(-1, micro_batches * dp_size)) < wanted:
             too_narrow = width
         else:
             wide_enough = width
     steps = _deal(with_bands(wide_enough), cost)
     ranks = np.argsort(draws.uniform(len(steps) * dp_size).reshape(-1, dp_size), axis=1, kind="stable")
     return np.take_along_axis(steps, ranks[:, None, :], axis=2).transpose(0, 2, 1)
+
+
+def _all_of(cost: NDArray[np.float64]) -> float:
+    """Width of a band that holds all costs."""
+    return float(np.log(cost.max() / cost.min())) + _NARROWEST
 
 
 def _bands(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_videoscale.cost.budget import BucketBudget
+from lightning_videoscale.data.planning.diversity import ENOUGH
 from lightning_videoscale.data.planning.figures import PlanFigures
 from lightning_videoscale.data.planning.plan import BucketPlanner
 from lightning_videoscale.data.planning.table import SampleTable
@@ -67,7 +68,7 @@ def try_budgets(planner: BucketPlanner) -> list[TriedBudget]:
     if not isinstance(smallest, BucketBudget):
         raise ValueError(f"Budgets are tried by their M_comp, and {type(smallest).__name__} has none.")
     tried: dict[tuple[int, ...], TriedBudget] = {}
-    least = planner.min_diversity
+    least = ENOUGH if planner.min_diversity is None else planner.min_diversity
     for factor in FACTORS:
         budget = replace(smallest, m_comp=smallest.m_comp * factor)
         trial = replace(sampled, budget=budget)

@@ -6,6 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import hypergeom
 
+ENOUGH = 0.8
+"""What steps should have where equal costs allow it."""
+
 
 def diversity(shape_id: NDArray[np.int64]) -> float:
     """Different shapes in a step over how many as many random micro-batches would have, the mean over steps.

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from lightning_videoscale.data.planning.batches import Batches
 
 _DECIMALS = 9
+"""Figures are compared rounded: the ranks' processors may round differently."""
 
 
 class Layout(NamedTuple):
@@ -42,8 +43,22 @@ class Layout(NamedTuple):
         return float(by_slot.sum(axis=2).max(axis=1).sum()), float(by_slot.max(axis=1).sum())
 
     def over(self, other: Layout) -> tuple[float, float]:
-        """The same over those of another layout, rounded: the ranks' processors may round differently."""
+        """The same over those of another layout, rounded."""
         steps, slots = (
             round(own / others, _DECIMALS) for own, others in zip(self.seconds(), other.seconds(), strict=True)
         )
         return steps, slots
+
+    def is_no_worse_than(self, other: Layout) -> bool:
+        """Whether this is quicker; or takes as long, and its ranks cost as equally, the mean over the steps."""
+        over = self.over(other)
+        if max(over) > 1 or min(over) < 1:
+            return max(over) <= 1
+        return all(own <= others for own, others in zip(self._spreads(), other._spreads(), strict=True))
+
+    def _spreads(self) -> tuple[float, float]:
+        """Means over the steps of std / mean and of (max - min) / max of the ranks' cost, rounded."""
+        by_rank = self.cost[self.grid].sum(axis=2)
+        spreads = by_rank.std(axis=1) / by_rank.mean(axis=1), np.ptp(by_rank, axis=1) / by_rank.max(axis=1)
+        cost_cv, cv_step = (round(float(spread.mean()), _DECIMALS) for spread in spreads)
+        return cost_cv, cv_step

@@ -36,19 +36,24 @@ _ARRANGE = 4
 
 
 _COUNTS = ("micro_batches", "dp_size", "shard_window")
+_SHARES = ("min_diversity",)
 _WORDS = {"balance": Balance, "loss_weighting": LossUnit, "loss_normalization": LossNormalization}
 
 
-def check_settings(**settings: int | str | None) -> None:
+def check_settings(**settings: float | str | None) -> None:
     """Looks at settings of `BucketPlanner` by name, whichever are known already; None is not.
 
     Raises:
-        ValueError: If a number is below 1 or a word is unknown.
+        ValueError: If a number is below 1, a share is none, or a word is unknown.
     """
     counts = {name: int(count) for name in _COUNTS if (count := settings.get(name)) is not None}
     if any(count < 1 for count in counts.values()):
         listed = ", ".join(f"{name}={count}" for name, count in counts.items())
         raise ValueError(f"{listed} must be at least 1.")
+    for name in _SHARES:
+        share = settings.get(name)
+        if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
+            raise ValueError(f"{name}={share!r} must be a number between 0 and 1, or None.")
     for name in _WORDS.keys() & settings.keys():
         if settings[name] not in get_args(_WORDS[name]):
             raise ValueError(f"{name}={settings[name]!r} must be one of {get_args(_WORDS[name])}.")
@@ -143,9 +148,9 @@ class BucketPlanner:
         table: The samples.
         budget: Samples per micro-batch, by sequence length.
         balance: ``planned``: every rank's step costs the same; in an epoch of at most ``max_wait`` steps also never
-            slower than ``dual_constraint``, by prediction. ``dual_constraint``: each rank draws alone, batches within
-            memory and compute (AdaptiveLoad, equation 2). ``equal_token``: each rank draws alone, batches within
-            memory.
+            slower than ``dual_constraint`` by prediction, nor less even where it is no quicker. ``dual_constraint``:
+            each rank draws alone, batches within memory and compute (AdaptiveLoad, equation 2). ``equal_token``: each
+            rank draws alone, batches within memory.
         dp_size: Data-parallel ranks R.
         micro_batches: Micro-batches K per rank and step.
         step_time: Predicts what is balanced, in seconds. None balances the cost that the budget predicts.
@@ -162,11 +167,12 @@ class BucketPlanner:
             is ``table`` in every epoch.
         max_wait: Steps over which ``planned`` gathers the samples of a micro-batch, and micro-batches of like cost, at
             most, about.
-        min_diversity: Different shapes in a step of ``planned`` over how many random draws would have. More of them in
-            a step cost differently, so ranks are as equal as this allows.
+        min_diversity: Different shapes in a step of ``planned`` over how many random draws would have, in [0, 1]. More
+            of them in a step cost differently, so ranks are as equal as this allows. None: equal costs go first, and
+            steps are as diverse as they allow, up to 0.8; on many ranks of one micro-batch that may be less.
 
     Raises:
-        ValueError: If a number is below 1 or a word is unknown.
+        ValueError: If a number is below 1, ``min_diversity`` is no share, or a word is unknown.
     """
 
     table: SampleTable
@@ -183,10 +189,10 @@ class BucketPlanner:
     source_weights: Sequence[float] | None = None
     redraw: Callable[[int], SampleTable] | None = None
     max_wait: float = 120.0
-    min_diversity: float = 0.8
+    min_diversity: float | None = None
 
     def __post_init__(self) -> None:
-        check_settings(**{name: getattr(self, name) for name in (*_COUNTS, *_WORDS)})
+        check_settings(**{name: getattr(self, name) for name in (*_COUNTS, *_SHARES, *_WORDS)})
 
     def stream(self, epoch: int) -> NDArray[np.int64]:
         """Rows of the table in the order in which an epoch draws them."""
@@ -237,11 +243,11 @@ class BucketPlanner:
         # In so few steps no micro-batch waits too long, so that filling them to the brim makes as many.
         full = self._cut(shapes, None)
         in_order = self._layout(full, key, is_balanced=False)  # as `dual_constraint`
-        if max(own.over(in_order)) <= 1:
+        if own.is_no_worse_than(in_order):
             return own
         others = self._layout(full, key, is_balanced=True), self._layout(batches, key, is_balanced=False)
-        no_slower = (each for each in (own, *others, in_order) if max(each.over(in_order)) <= 1)
-        return min(no_slower, key=lambda each: each.over(in_order))
+        no_worse = (each for each in (own, *others, in_order) if each.is_no_worse_than(in_order))
+        return min(no_worse, key=lambda each: each.over(in_order))
 
     def _layout(self, batches: Batches, key: tuple[int, ...], is_balanced: bool) -> Layout:
         cost = self._costs(batches.sizes, batches.shape_id)

@@ -121,6 +121,10 @@ class ShardIndex:
         """Identity of a sample: its shard's path below the folder that all shards share, and its key."""
         return f"{self._names[self.shard_number(sample)]}/{self.samples.key(sample)}"
 
+    def shard_name(self, shard: int) -> str:
+        """The shard's path below the folder that all shards share."""
+        return self._names[shard]
+
     def check(self) -> None:
         """Looks whether this can be trained on.
 

@@ -21,7 +21,7 @@ from lightning_videoscale.data.shards.keys import batch_name
 from lightning_videoscale.data.shards.location import ShardStat, is_remote
 from lightning_videoscale.data.shards.samples import Sample
 from lightning_videoscale.data.shards.shard_entry import ShardEntry
-from lightning_videoscale.data.shards.storage import Shard, open_member, open_shard
+from lightning_videoscale.data.shards.storage import ReadingTime, Shard, TimedShard, open_member, open_shard
 
 _MAX_OPEN = 32
 _REMOTE_TRUST = 60.0
@@ -47,9 +47,13 @@ class OpenShards:
 
     Byte ranges mean nothing in a shard that was written again. Files are looked at before every use; objects behind a
     URL, of which asking is a request, when they are opened and once a minute. Pickling leaves the open files behind.
+
+    Attributes:
+        time: What opening and reading them has taken.
     """
 
     def __init__(self, max_open: int = _MAX_OPEN) -> None:
+        self.time = ReadingTime()
         self._max_open = max_open
         self._open: OrderedDict[str, tuple[Shard, float]] = OrderedDict()  # with the time until which it is trusted
         self._lock = threading.Lock()
@@ -64,7 +68,7 @@ class OpenShards:
             shard, trusted_until = self._open.pop(entry.url, (None, 0.0))
         now = time.monotonic()
         if shard is None or now >= trusted_until:
-            shard = shard or open_shard(entry.url)
+            shard = shard or TimedShard(self.time.of(lambda: open_shard(entry.url)), self.time)
             _check_version(entry, shard.stat())
             trusted_until = now + (_REMOTE_TRUST if is_remote(entry.url) else 0.0)
         with self._lock:
@@ -88,6 +92,11 @@ class SampleReader:
     def __init__(self, index: ShardIndex) -> None:
         self.index = index
         self._shards = OpenShards()
+
+    @property
+    def reading_seconds(self) -> float:
+        """Seconds that this thread has waited for storage so far."""
+        return self._shards.time.seconds
 
     def read(self, number: int, cut: Cut | None = None) -> dict[str, Any]:
         """Reads a sample.

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
-from typing import Any, BinaryIO, Protocol
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from lightning_videoscale.data.shards.errors import ShardError, UnreachableError
 from lightning_videoscale.data.shards.location import ByteRange, ShardStat, is_remote
@@ -18,6 +20,8 @@ _WHOLE = 32 * 2**20
 """Members up to this many bytes are read at once; longer ones in blocks, so that a long video needs little memory."""
 _BLOCK = 2**20
 _HEADER_BLOCK = 2**18
+
+_Result = TypeVar("_Result")
 
 
 class Shard(Protocol):
@@ -129,3 +133,43 @@ def open_member(shard: Shard, at: ByteRange) -> BinaryIO:
 def open_whole(shard: Shard, size: int) -> BinaryIO:
     """Opens a shard as a file, to look at the headers that are spread over it."""
     return io.BufferedReader(_Window(shard, ByteRange(0, size)), _HEADER_BLOCK if is_remote(shard.url) else 4096)
+
+
+class ReadingTime(threading.local):
+    """Seconds that a thread has waited for storage so far."""
+
+    seconds = 0.0
+
+    def of(self, act: Callable[[], _Result]) -> _Result:
+        """Returns what ``act`` returns, and adds what it takes, also where it raises."""
+        begin = time.perf_counter()
+        try:
+            return act()
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+
+class TimedShard:
+    """A shard whose reads add to a thread's `ReadingTime`.
+
+    Args:
+        shard: The shard.
+        time: What they add to.
+    """
+
+    def __init__(self, shard: Shard, time: ReadingTime) -> None:
+        self.url = shard.url
+        self._shard = shard
+        self._time = time
+
+    def stat(self) -> ShardStat:
+        """Size and version of the shard as it is now."""
+        return self._time.of(self._shard.stat)
+
+    def read(self, at: ByteRange) -> bytes:
+        """Reads exactly this range."""
+        return self._time.of(lambda: self._shard.read(at))
+
+    def read_all(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        """Reads several ranges."""
+        return self._time.of(lambda: self._shard.read_all(ranges))

@@ -47,6 +47,7 @@ data:
   loss_weighting: token
   loss_normalization: epoch
   shard_window: 8
+  min_diversity: 0.9
   encode: {{class_path: {encoder}}}
   seed: 3
   num_workers: 0
@@ -57,6 +58,7 @@ data:
     assert sorted(chain(*cli.model.batches[0])) == sorted(f"{i % 2:03}.tar/clip{i:05}" for i in range(SAMPLES))
     assert max(meta.samples * meta.sequence_length for meta in cli.model.metas) <= 80
     assert isinstance(cli.trainer, pl.Trainer)
+    assert cli.datamodule.planner.min_diversity == 0.9
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
@@ -87,6 +89,8 @@ def test_shards_may_be_paths(tmp_path: Path) -> None:
         ({"loss_weighting": "samples"}, "loss_weighting='samples'"),
         ({"loss_normalization": "steps"}, "loss_normalization='steps'"),
         ({"micro_batches": 0}, "micro_batches=0, shard_window=64"),
+        ({"min_diversity": 80}, "min_diversity=80 .* between 0 and 1"),
+        ({"min_diversity": "much"}, "min_diversity='much' .* between 0 and 1"),
         ({"budget": 4096}, "budget=4096 .*'auto'.*BucketBudget.*AutoBudget"),
     ],
 )

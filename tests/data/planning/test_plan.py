@@ -152,6 +152,42 @@ def test_planned_is_never_slower_than_the_others_on_a_handful_of_samples(seed: i
                 assert planned.throughput(in_slots) >= other.throughput(in_slots) * (1 - 1e-8)
 
 
+few = st.builds(
+    BucketPlanner,
+    table=st.builds(table_of, st.lists(st.integers(0, 4), min_size=1, max_size=200)),
+    budget=st.builds(BucketBudget, st.floats(1, 500), st.floats(10, 1e5) | st.just(1e12), st.floats(1, 2.4)),
+    dp_size=st.integers(1, 16),
+    micro_batches=st.integers(1, 4),
+    step_time=st.sampled_from([None, WAN_14B]),
+    min_diversity=st.sampled_from([None, 0.0, 0.8, 1.0]),
+    seed=st.integers(0, 2**63),
+)
+
+
+@given(few)
+def test_planned_is_never_worse_than_drawing_alone_on_few_clips(planner: BucketPlanner) -> None:
+    planned, alone = (
+        PlanFigures.of(replace(planner, balance=balance).plan(0)) for balance in ("planned", "dual_constraint")
+    )
+    quicker = [planned.throughput(in_slots) / alone.throughput(in_slots) - 1 for in_slots in (False, True)]
+    assert min(quicker) >= -1e-8
+    assert (planned.steps, planned.samples, planned.padding) == (alone.steps, alone.samples, alone.padding)
+    if max(quicker) <= 1e-8:
+        assert planned.cost_cv <= alone.cost_cv + 1e-8 and planned.cv_step <= alone.cv_step + 1e-8
+
+
+def test_a_diversity_that_is_asked_for_goes_before_equal_costs() -> None:
+    planner = BucketPlanner(mixed(60_000), BUDGET, dp_size=256, step_time=WAN_14B)
+    wanted = (0.0, 0.6, 0.8, 0.95)
+    found = [PlanFigures.of(replace(planner, min_diversity=share).plan(0)) for share in wanted]
+    for share, figures in zip(wanted, found, strict=True):
+        assert figures.diversity >= share - 0.02
+    assert found[0].cost_cv < found[2].cost_cv / 2 and found[0].efficiency > found[2].efficiency
+    assert found[0].diversity < found[2].diversity < found[3].diversity
+    by_default = PlanFigures.of(planner.plan(0))
+    assert by_default.cost_cv < found[2].cost_cv and by_default.diversity < 0.78, "equal costs go first"
+
+
 def test_the_stream_of_random_numbers_does_not_change() -> None:
     plan = BucketPlanner(table_of([0] * 8), BucketBudget(1, 1), seed=5).plan(epoch=3)
     # Written down once: an upgrade of numpy must not change what a resumed run trains on.
@@ -219,6 +255,9 @@ def test_datasets_are_mixed_by_weight_and_each_is_walked_through_at_its_own_pace
 
 
 def test_a_planner_of_nonsense_is_refused() -> None:
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=f"min_diversity={share}"):
+            BucketPlanner(table_of([0]), BucketBudget(1, 1), min_diversity=share)
     with pytest.raises(ValueError, match=r"micro_batches=0, dp_size=1"):
         BucketPlanner(table_of([0]), BucketBudget(1, 1), micro_batches=0)
     with pytest.raises(ValueError, match=r"balance='best'"):
