@@ -184,10 +184,9 @@ def plain(case: Case, sizes: dict[tuple[int, ...], int], workers: int) -> Iterat
         yield batch | {"latents": batch["latents"].float()} if "latents" in batch else batch
 
 
-def ready(case: Case, workers: int) -> VideoDataModule:
+def ready(tars: str, budget: BucketBudget, workers: int) -> VideoDataModule:
     """Our side, its shards indexed."""
-    policy = ShapePolicy(fps=FPS)
-    data = VideoDataModule(case.tars, budget=case.budget, shape_policy=policy, num_workers=workers)
+    data = VideoDataModule(tars, budget=budget, shape_policy=ShapePolicy(fps=FPS), num_workers=workers)
     data.prepare_data()
     data.setup("fit")
     return data
@@ -229,7 +228,7 @@ def _cpu_seconds() -> float:
 def rows_of(case: Case, workers: Iterable[int], rounds: int) -> Iterator[dict[str, Any]]:
     """Compares both with each number of workers."""
     for number in workers:
-        data = ready(case, number)
+        data = ready(case.tars, case.budget, number)
         loader, sizes = data.train_dataloader(), sizes_of(data, case.budget)
         variants: dict[str, Callable[[], Iterable[Sample]]] = {
             "videoscale": lambda loader=loader: loader,  # type: ignore[misc]
@@ -292,12 +291,12 @@ def main() -> None:
         for name in options.cases:
             if name == "videos":
                 clips = ({p.suffix[1:]: p.read_bytes(), "txt": p.stem} for _ in range(options.copies) for p in paths)
-                tars = write_tars(Path(folder) / "videos", clips)
-                case = Case(name, tars, BucketBudget(m_mem=65_520, m_comp=1e18), str)  # type: ignore[arg-type]
-                case = case._replace(decode=DecodeVideo(cuts_of(ready(case, 0))))
+                tars, budget = write_tars(Path(folder) / "videos", clips), BucketBudget(m_mem=65_520, m_comp=1e18)
+                decode: Callable[[Sample], Sample] = DecodeVideo(cuts_of(ready(tars, budget, 0)))
             else:
-                tars = write_tars(Path(folder) / name.replace(" ", "-"), latents(name, 0))
-                case = Case(name, tars, BucketBudget(m_mem=131_040, m_comp=1e18), decode_latents)
+                tars, budget = write_tars(Path(folder) / name, latents(name, 0)), BucketBudget(131_040, 1e18)
+                decode = decode_latents
+            case = Case(name, tars, budget, decode)
             rows += rows_of(case, options.workers, options.rounds)
     settings = {"rounds": options.rounds, "shards": SHARDS, "copies": options.copies, "clips": [p.name for p in paths]}
     settings |= {"mixes": MIXES, "text": TEXT, "fps": FPS, "webdataset": wds.__version__, "av": av.__version__}
