@@ -82,7 +82,8 @@ class VideoDataModule(pl.LightningDataModule):
             no sample of the epoch counts less, and steps of many samples have larger gradients.
         seed: Seed of all draws.
         shard_window: Shards that samples are shuffled over at a time.
-        num_workers: Processes per rank that read ahead. 0 reads in the training process.
+        num_workers: Processes per rank that read ahead, and share the samples of each batch of videos or images. 0
+            reads in the training process.
         encode: Makes latents of videos, embeddings of captions, or anything of a user's own, on the device that trains
             and once per sequence-parallel group; see `OnlineEncoder`. None: batches stay as they were read.
         caption_key: Field of ``<key>.json`` that holds the caption; it goes before ``<key>.txt``. None: ``.txt``, or

@@ -127,7 +127,7 @@ class PlannedLoader:
     Args:
         reader: Reads micro-batches.
         sampler: Says which.
-        num_workers: Processes that read ahead; 0 reads in this one.
+        num_workers: Processes that read ahead, see `parts`; 0 reads in this one.
         pin_memory: Whether tensors are put into page-locked memory, from which GPUs copy faster.
         turn: First micro-batch of the sampler that is read.
         turns: Step from one that is read to the next.

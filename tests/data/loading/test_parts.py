@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import get_worker_info
 
 from lightning_videoscale.cost import BucketBudget
-from lightning_videoscale.data import BatchMeta, MicroBatch, ShardError, VideoDataModule
+from lightning_videoscale.data import Batch, BatchMeta, MicroBatch, ShardError, VideoDataModule
 from lightning_videoscale.data.loading.loader import PlannedLoader
 from lightning_videoscale.data.loading.parts import in_parts
 from lightning_videoscale.data.loading.reader import MicroBatchReader
@@ -23,6 +25,7 @@ from lightning_videoscale.data.shards.indexing import index_shards
 from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from tests.data.clips import npy, write_shard
 from tests.data.films import picture
+from tests.data.training import Witness, trainer_with
 
 META = BatchMeta(1, 48, 64, 12, 3, 1.0, loss_weight=1.0)
 
@@ -178,6 +181,36 @@ def test_a_worker_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("lightning_videoscale.data.loading.reader.SampleReader", _Killing)
     with pytest.raises(RuntimeError, match=r"worker \(pid\(?s?\)? \d+\) .*(Killed|exited)"):
         _loaded(_pictures(tmp_path), _micro_batch(0, 1), _micro_batch(5, 6, 7, 8), num_workers=2)
+
+
+class Pixels(Witness):
+    """Trains on pixels."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return super().loss({"latents": batch["video"]})
+
+
+def test_a_checkpoint_that_is_taken_while_workers_are_ahead_goes_on_where_training_stood(tmp_path: Path) -> None:
+    shard, modules = str(_pictures(tmp_path)), []
+    for resume in (None, "step=1.ckpt", "step=4.ckpt"):
+        modules.append(Pixels())
+        saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        data = VideoDataModule(shard, budget=BucketBudget(36, 1e9), num_workers=2)
+        trainer = trainer_with(max_epochs=2, callbacks=[saver] * (resume is None), enable_checkpointing=resume is None)
+        trainer.fit(modules[-1], data, ckpt_path=resume and tmp_path / resume)
+    whole, *resumed = modules
+    assert [len(batch) for batch in whole.batches[0]] == [3, 3, 3]
+    for module, step in zip(resumed, (1, 4), strict=True):
+        assert module.gradients == whole.gradients[step:]
+        assert [*chain(*module.batches.values())] == [*chain(*whole.batches.values())][step:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_joined_parts_are_in_page_locked_memory(tmp_path: Path) -> None:
+    reader, plan = MicroBatchReader(index_shards([str(_pictures(tmp_path))])), _Plan(_micro_batch(0, 1, 2, 3))
+    (batch,) = PlannedLoader(reader, plan, num_workers=2, pin_memory=True)  # type: ignore[arg-type]
+    assert batch["video"].is_pinned() and batch["mask"].is_pinned()
 
 
 def test_a_module_with_workers_delivers_what_it_does_without(tmp_path: Path) -> None:
