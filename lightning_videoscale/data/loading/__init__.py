@@ -1,6 +1,6 @@
 """From a plan to the batches that a training step receives.
 
-- `batch` and `reader`: the samples of a planned micro-batch, read and put together.
+- `reader` reads the samples of a planned micro-batch, in `parts` by several workers; `batch` puts them together.
 - `loader`: a pass over the plan of an epoch; `progress`: where a run stands in it.
 - `datamodule`: `VideoDataModule`, all of it. Behind it: `indexed_shards` (its shards), `run_budget` (the budget
   and costs that count now), `data_warnings` (what the user is told) and `consistency` (ranks and runs that must agree).

@@ -1,4 +1,8 @@
-"""Puts decoded samples together to what the training step receives."""
+"""Puts decoded samples together to what the training step receives.
+
+Samples become columns where they are read, and columns become a batch in the process that trains. Between the two lies
+the way from a worker, on which latents are as the shard holds them: float16 is half of the float32 that is delivered.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.data import default_collate
 
 from lightning_videoscale.data.planning.micro_batch import Batch, BatchMeta
+
+Columns = dict[str, Any]
+"""Members of B samples by name: one tensor (B, …) where shapes and dtypes agree, else a list of B values."""
 
 
 def collate(samples: Sequence[dict[str, Any]], sample_ids: list[str], meta: BatchMeta) -> Batch:
@@ -21,21 +30,83 @@ def collate(samples: Sequence[dict[str, Any]], sample_ids: list[str], meta: Batc
         sample_ids: Their identities.
         meta: The plan's word about them.
     """
+    return batch_of(columns_of(samples), sample_ids, meta)
+
+
+def columns_of(samples: Sequence[dict[str, Any]]) -> Columns:
+    """Puts members of the same name together; in a DataLoader's worker right where the other process finds them."""
     names = dict.fromkeys(name for sample in samples for name in sample)
-    columns: dict[str, list[Any]] = {name: [sample.get(name) for sample in samples] for name in names}
-    main = "latents" if "latents" in columns else "video"
-    tensors = torch.stack([t.float() if main == "latents" else t for t in columns.pop(main)])
-    stacked = {name: torch.stack(column) for name, column in columns.items() if _stackable(column)}
-    ragged = {name: column for name, column in columns.items() if name not in stacked and _has_tensor(column)}
-    listed = {name: column for name, column in columns.items() if name not in stacked and name not in ragged}
+    columns: Columns = {name: [sample.get(name) for sample in samples] for name in names}
+    return {name: _stack(column) if _stackable(column) else column for name, column in columns.items()}
+
+
+def joined(parts: Sequence[Columns], pin: bool = False) -> Columns:
+    """Puts the samples of several parts below each other, as if they had been read at once.
+
+    Args:
+        parts: In the order of their samples.
+        pin: Whether tensors are put into page-locked memory, where they must be copied anyway.
+    """
+    if len(parts) == 1:
+        return pinned(parts[0]) if pin else parts[0]
+    names = dict.fromkeys(name for part in parts for name in part)
+    sizes = [len(next(iter(part.values()))) for part in parts]
+    columns = {name: [part.get(name, [None] * n) for part, n in zip(parts, sizes, strict=True)] for name in names}
+    return {
+        name: _concatenate(column, pin) if _joinable(column) else [row for rows in column for row in rows]
+        for name, column in columns.items()
+    }
+
+
+def pinned(columns: Columns) -> Columns:
+    """The same with tensors in page-locked memory, from which GPUs copy faster."""
+    return {
+        name: column.pin_memory() if isinstance(column, Tensor)
+        else [value.pin_memory() if isinstance(value, Tensor) else value for value in column]
+        for name, column in columns.items()
+    }  # fmt: skip
+
+
+def batch_of(columns: Columns, sample_ids: list[str], meta: BatchMeta) -> Batch:
+    """Makes a batch of its columns, see `collate`."""
+    others = dict(columns)
+    main = "latents" if "latents" in others else "video"
+    tensors = others.pop(main)
+    if main == "latents":
+        tensors = _widened(tensors) if isinstance(tensors, Tensor) else torch.stack([t.float() for t in tensors])
+    stacked = {name: column for name, column in others.items() if isinstance(column, Tensor)}
+    ragged = {n: column for n, column in others.items() if n not in stacked and any(map(_is_tensor, column))}
+    listed = {name: column for name, column in others.items() if name not in stacked and name not in ragged}
     # Lightning takes the batch size for `self.log` from the first tensor that it meets and warns at any other leaf
     # after it: what is no tensor comes before these, and what has other sizes comes last.
     return {"sample_ids": sample_ids, "meta": meta, **listed, main: tensors, **stacked, **ragged}
 
 
-def _has_tensor(column: list[Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in column)
+def _widened(latents: Tensor) -> Tensor:
+    if latents.dtype == torch.float32:
+        return latents
+    return torch.empty(latents.shape, dtype=torch.float32, pin_memory=latents.is_pinned()).copy_(latents)
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    if not tensors[0].numel():
+        return torch.stack(tensors)  # of nothing, no memory can be shared
+    stacked: Tensor = default_collate(tensors)
+    return stacked
+
+
+def _concatenate(tensors: list[Tensor], pin: bool) -> Tensor:
+    size = sum(map(len, tensors)), *tensors[0].shape[1:]
+    return torch.cat(tensors, out=torch.empty(size, dtype=tensors[0].dtype, pin_memory=pin))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _stackable(column: list[Any]) -> bool:
-    return all(isinstance(v, torch.Tensor) for v in column) and len({(v.shape, v.dtype) for v in column}) == 1
+    return all(map(_is_tensor, column)) and len({(v.shape, v.dtype) for v in column}) == 1
+
+
+def _joinable(column: list[Any]) -> bool:
+    return all(map(_is_tensor, column)) and _stackable([rows[0] for rows in column])

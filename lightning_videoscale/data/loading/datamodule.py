@@ -86,7 +86,8 @@ class VideoDataModule(pl.LightningDataModule):
         shard_window: Shards that samples are shuffled over at a time.
         min_diversity: Different shapes in a step over how many random draws would have, in [0, 1], however unequal the
             ranks' costs become; see `BucketPlanner`. None: equal costs go first.
-        num_workers: Processes per rank that read ahead. 0 reads in the training process.
+        num_workers: Processes per rank that read ahead, and share the samples of each batch of videos or images. 0
+            reads in the training process.
         encode: Makes latents of videos, embeddings of captions, or anything of a user's own, on the device that trains
             and once per sequence-parallel group; see `OnlineEncoder`. None: batches stay as they were read.
         caption_key: Field of ``<key>.json`` that holds the caption; it goes before ``<key>.txt``. None: ``.txt``, or

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_videoscale.data.encoding.online_encoder import BatchEncoder
+from lightning_videoscale.data.loading.parts import Part, ReadPart, in_parts
 from lightning_videoscale.data.loading.progress import Progress
 from lightning_videoscale.data.loading.reader import MicroBatchReader
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBatch
@@ -125,7 +127,7 @@ class PlannedLoader:
     Args:
         reader: Reads micro-batches.
         sampler: Says which.
-        num_workers: Processes that read ahead; 0 reads in this one.
+        num_workers: Processes that read ahead, see `parts`; 0 reads in this one.
         pin_memory: Whether tensors are put into page-locked memory, from which GPUs copy faster.
         turn: First micro-batch of the sampler that is read.
         turns: Step from one that is read to the next.
@@ -150,14 +152,14 @@ class PlannedLoader:
         encode: BatchEncoder | None = None,
     ) -> None:
         self.sampler = sampler
-        self._encode = encode
         self.reader = reader
+        self._settings: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory, "encode": encode}
         self._turn = turn
         self._turns = turns
-        self._loader: DataLoader[Batch] = DataLoader(
-            reader,
+        self._loader: DataLoader[ReadPart] = DataLoader(
+            _PartReader(reader),
             batch_size=None,
-            sampler=_EveryNth(sampler, turn, turns),
+            sampler=_PartSampler(sampler, turn, turns, num_workers, reader),
             num_workers=num_workers,
             pin_memory=pin_memory,
             collate_fn=_unchanged,
@@ -168,10 +170,7 @@ class PlannedLoader:
 
         Ranks that train on the same batches read them in turn.
         """
-        loader = self._loader
-        return PlannedLoader(
-            self.reader, self.sampler, loader.num_workers, loader.pin_memory, turn, turns, self._encode
-        )
+        return PlannedLoader(self.reader, self.sampler, turn=turn, turns=turns, **self._settings)
 
     def __len__(self) -> int:
         """Batches of the whole epoch: of one that is resumed, those that are done count too, as Lightning expects."""
@@ -179,18 +178,43 @@ class PlannedLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator, so that workers start at the first batch: Lightning makes the iterator before it sets the epoch.
-        yield from self._loader if self._encode is None else map(self._encode, self._loader)
+        encode = self._settings["encode"]
+        yield from self._batches() if encode is None else map(encode, self._batches())
+
+    def _batches(self) -> Iterator[Batch]:
+        pin = self._loader.pin_memory and torch.cuda.is_available()
+        parts: list[ReadPart] = []
+        for part in self._loader:
+            parts.append(part)
+            if part.part.is_last:
+                batch = self.reader.together(parts, pin)
+                del part, parts[:]  # while the batch is trained on, nothing else shall take memory
+                yield batch
+                del batch
 
 
-class _EveryNth(Sampler[MicroBatch]):
-    def __init__(self, sampler: PlannedSampler, turn: int, turns: int) -> None:
+class _PartSampler(Sampler[Part]):
+    def __init__(
+        self, sampler: PlannedSampler, turn: int, turns: int, num_workers: int, reader: MicroBatchReader
+    ) -> None:
         self._sampler = sampler
         self._turn = turn
         self._turns = turns
+        self._num_workers = num_workers
+        self._reader = reader
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return islice(self._sampler, self._turn, None, self._turns)
+    def __iter__(self) -> Iterator[Part]:
+        own = islice(self._sampler, self._turn, None, self._turns)
+        return in_parts(own, self._num_workers, self._reader.is_slow)
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
+class _PartReader(Dataset[ReadPart]):
+    def __init__(self, reader: MicroBatchReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, part: Part) -> ReadPart:
+        return self._reader.read(part)
+
+
+def _unchanged(part: Any) -> Any:
+    return part

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from lightning_videoscale.data.loading.batch import collate
+from lightning_videoscale.data.loading.batch import batch_of, columns_of, joined
+from lightning_videoscale.data.loading.parts import Part, ReadPart
 from lightning_videoscale.data.loading.worker_ledger import WorkerLedger
 from lightning_videoscale.data.planning import MicroBatch
 from lightning_videoscale.data.planning.micro_batch import Batch
@@ -48,31 +50,54 @@ class MicroBatchReader(Dataset[Batch]):
         Raises:
             ShardError: If none of its samples can be read, nor any of many others of its shape.
         """
-        with self.ledger.micro_batch():
-            begin, read_before = time.perf_counter(), self._samples.reading_seconds
-            batch = self._read(micro_batch)
-            reading = self._samples.reading_seconds - read_before
-            self.ledger.add(batch["meta"].samples, reading, time.perf_counter() - begin)
-        return batch
+        return self.together([self.read(Part.whole(micro_batch))])
 
-    def _read(self, micro_batch: MicroBatch) -> Batch:
-        meta = micro_batch.meta
-        shape = ClipShape(meta.frames, meta.height, meta.width)
+    def read(self, part: Part) -> ReadPart:
+        """Reads and decodes some samples of a micro-batch; what cannot be read is missing."""
+        with self.ledger.part():
+            begin, read_before = time.perf_counter(), self._samples.reading_seconds
+            read = self._read(part)
+            reading = self._samples.reading_seconds - read_before
+            self.ledger.add(len(read.numbers), reading, time.perf_counter() - begin)
+        return read
+
+    def _read(self, part: Part) -> ReadPart:
+        micro_batch, which = part.micro_batch, slice(part.begin, part.end)
         starts = micro_batch.starts or (0.0,) * len(micro_batch.samples)
         # No mapping: a dataset that is walked through more than once may have a sample twice in a micro-batch.
         found: list[tuple[int, dict[str, Any]]] = []
         problem: ShardError | None = None
-        for number, start in zip(micro_batch.samples, starts, strict=True):
+        for number, start in zip(micro_batch.samples[which], starts[which], strict=True):
             try:
-                found.append((number, self._samples.read(number, Cut(shape, start, self._fps))))
+                found.append((number, self._samples.read(number, Cut(_shape(micro_batch), start, self._fps))))
             except ShardError as error:
                 problem = error
                 self._warn_once(number, error)
-        weight = meta.loss_weight * len(found) / len(micro_batch.samples)
-        if problem is not None and not found:
-            found = [self._stand_in(micro_batch.samples[0], shape, problem)]
-        meta = meta._replace(samples=len(found), loss_weight=weight)
-        return collate([sample for _, sample in found], [self._index.sample_id(number) for number, _ in found], meta)
+        return ReadPart(part, [number for number, _ in found], columns_of([sample for _, sample in found]), problem)
+
+    def together(self, parts: Sequence[ReadPart], pin: bool = False) -> Batch:
+        """Makes a batch of all parts of a micro-batch.
+
+        Args:
+            parts: In order.
+            pin: Whether its tensors are put into page-locked memory.
+
+        Raises:
+            ShardError: If nothing of it could be read, nor any of many others of its shape.
+        """
+        micro_batch = parts[0].part.micro_batch
+        numbers = [number for part in parts for number in part.numbers]
+        columns = [part.columns for part in parts if part.numbers]
+        weight = micro_batch.meta.loss_weight * len(numbers) / len(micro_batch.samples)
+        if not numbers and (problem := parts[0].problem) is not None:
+            number, sample = self._stand_in(micro_batch.samples[0], _shape(micro_batch), problem)
+            numbers, columns = [number], [columns_of([sample])]
+        meta = micro_batch.meta._replace(samples=len(numbers), loss_weight=weight)
+        return batch_of(joined(columns, pin), [self._index.sample_id(number) for number in numbers], meta)
+
+    def is_slow(self, micro_batch: MicroBatch) -> bool:
+        """Whether reading a sample of it takes long beside handing it over: pixels are decoded, latents are copied."""
+        return bool(self._index.samples[micro_batch.samples[0]].media != Media.LATENTS)
 
     def _stand_in(self, number: int, shape: ClipShape, problem: ShardError) -> tuple[int, dict[str, Any]]:
         for other in _alike(self._index, number):
@@ -89,6 +114,10 @@ class MicroBatchReader(Dataset[Batch]):
             left_out = "The sample is" if isinstance(error, MemberError) else "Its samples are"
             until = " until they can be read again" if isinstance(error, UnreachableError) else ""
             warnings.warn(f"{error} {left_out} left out{until}, with weight 0.", stacklevel=2)
+
+
+def _shape(micro_batch: MicroBatch) -> ClipShape:
+    return ClipShape(micro_batch.meta.frames, micro_batch.meta.height, micro_batch.meta.width)
 
 
 def _alike(index: ShardIndex, number: int) -> list[int]:

@@ -32,11 +32,11 @@ class WorkerFigures(NamedTuple):
     """What one worker did so far; seconds are its own, whatever the others do meanwhile.
 
     Attributes:
-        samples: Samples that it read and decoded, stand-ins included.
+        samples: Samples that it read and decoded, but for stand-ins.
         left_out: Samples that it had to leave out, each time that the plan asked for them.
         reading: Seconds that it waited for storage.
         decoding: Seconds from bytes to tensors, and to put them together.
-        waiting: Seconds between two micro-batches: for the training, which has enough in stock.
+        waiting: Seconds between two parts of micro-batches: for the training, which has enough in stock.
     """
 
     samples: float
@@ -88,8 +88,8 @@ class WorkerLedger:
         return is_new
 
     @contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Counts the time since the last micro-batch ended as waiting, and knows when this one ends."""
+    def part(self) -> Iterator[None]:
+        """Counts the time since the last part of a micro-batch ended as waiting, and knows when this one ends."""
         process, since = self._idle_since
         if process == os.getpid():
             self._add("waiting", time.perf_counter() - since)
@@ -99,7 +99,7 @@ class WorkerLedger:
             self._idle_since = os.getpid(), time.perf_counter()
 
     def add(self, samples: int, reading: float, seconds: float) -> None:
-        """Adds what a micro-batch took, of which ``reading`` seconds were waiting for storage."""
+        """Adds what a part took, of which ``reading`` seconds were waiting for storage."""
         self._add("samples", samples)
         self._add("reading", reading)
         self._add("decoding", seconds - reading)

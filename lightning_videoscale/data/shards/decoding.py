@@ -115,7 +115,9 @@ def _decode_npy(data: bytes) -> torch.Tensor:
     if header.end != len(data):
         raise ValueError(f"the array needs {header.end} bytes and the member has {len(data)}")
     values = (
-        np.frombuffer(data[header.begin :], header.dtype) if header.end > header.begin else np.empty(0, header.dtype)
+        np.frombuffer(data, header.dtype, offset=header.begin)
+        if header.end > header.begin
+        else np.empty(0, header.dtype)
     )
     array = values.reshape(header.shape, order=header.order)
     # torch knows neither foreign byte orders nor Fortran order, and wants memory of its own.

@@ -88,7 +88,7 @@ class StreamFilm:
         self.aspect = Fraction(1) if may_be_still else stream.sample_aspect_ratio or Fraction(1)
         self._container = container
         self._stream = stream
-        self._end = 0.0
+        self._ends: dict[int, int] = {}  # of each stream, in its own ticks
         # AVI knows when packets are decoded and not when frames are shown, which FFmpeg guesses wrong where the two
         # orders differ. There the k-th frame is shown when the k-th packet is due.
         self._is_counted = container.format.name == "avi" and bool(stream.codec_context.has_b_frames)
@@ -125,12 +125,14 @@ class StreamFilm:
         container = self._container
         # Matroska counts from zero, the others from their first packet.
         start = 0 if "matroska" in container.format.name else container.start_time or 0
-        return ((container.duration or 0) + start) / 1e6, self._end
+        ends = (float(end * (container.streams[number].time_base or 0)) for number, end in self._ends.items())
+        return ((container.duration or 0) + start) / 1e6, max(ends, default=0.0)
 
     def _packets(self) -> Iterator[Packet[Any]]:
         for packet in self._container.demux():
-            if packet.pts is not None and packet.time_base:
-                self._end = max(self._end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+            if packet.pts is not None:
+                end, number = packet.pts + (packet.duration or 0), packet.stream_index
+                self._ends[number] = max(self._ends.get(number, 0), end)
             if packet.stream is self._stream:
                 yield packet
 

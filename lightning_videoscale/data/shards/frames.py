@@ -52,13 +52,15 @@ def decode_clip(
         # Containers round timestamps: a frame that begins a quarter of a frame later counts as begun.
         slack = 0.25 * min(1 / fps if fps else film.interval, film.interval)
         moments = start + np.arange(num_frames) / (fps or 1.0) + slack
-        clip = np.empty((num_frames, height, width, 3), np.uint8)
+        clip = np.empty((3, num_frames, height, width), np.uint8)
         before = [seek for seek in seeks if seek.begin * film.tick <= start + slack]
         last: VideoFrame | None = None
         for k, frame in enumerate(_on_display(film, before[-1] if before else None, moments, 1 / fps if fps else 0.0)):
-            clip[k] = clip[k - 1] if frame is last else shown(frame, film.aspect, height, width)
+            # Colours are parted while the frame is in the cache: it takes half of the time that it takes afterwards.
+            same = frame is last
+            clip[:, k] = clip[:, k - 1] if same else shown(frame, film.aspect, height, width).transpose(2, 0, 1)
             last = frame
-    return torch.from_numpy(clip).permute(3, 0, 1, 2)
+    return torch.from_numpy(clip)
 
 
 def decode_image(file: BinaryIO) -> torch.Tensor:

@@ -105,15 +105,15 @@ def trainer(sp: int = 2, **kwargs: Any) -> pl.Trainer:
 
 def fit_shards(shards: str, sp: int) -> Any:
     read: list[list[int]] = []
-    original = MicroBatchReader.__getitem__
+    original = MicroBatchReader.read
 
-    def counting(self: MicroBatchReader, micro_batch: Any) -> Any:
-        read.append(list(micro_batch.samples))
-        return original(self, micro_batch)
+    def counting(self: MicroBatchReader, part: Any) -> Any:
+        read.append(list(part.micro_batch.samples))
+        return original(self, part)
 
     module = Recorder()
     data = VideoDataModule(shards, budget=BucketBudget(160, 160 * 80), val_shards=shards, micro_batches=2)
-    with patch.object(MicroBatchReader, "__getitem__", counting):
+    with patch.object(MicroBatchReader, "read", counting):
         trainer(sp, max_epochs=2, accumulate_grad_batches=2).fit(module, data)
     return module.seen, read
 
