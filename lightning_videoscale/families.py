@@ -59,10 +59,15 @@ FAMILIES = {
     "diffusers.models.transformers.transformer_chroma": "chroma",
     "diffusers.models.transformers.transformer_z_image": "z_image",
     "diffusers.models.attention_processor": "cogvideox",  # whose processor is there
+    "diffusers.models.attention_processor.JointAttnProcessor2_0": "sd3",
     "diffusers.models.attention": "feed_forward",
+    "diffusers.models.attention.JointTransformerBlock": "sd3",
     "models": "dit",
 }
-"""By the module that classes are in, the file in `models/` that knows them; ``"wan.vace"`` is `models/wan/vace.py`."""
+"""By the module that classes are in, the file in `models/` that knows them; ``"wan.vace"`` is `models/wan/vace.py`.
+
+A class of its own line comes before its module's.
+"""
 
 
 def class_path(cls: type) -> str:
@@ -79,7 +84,8 @@ def known(kind: str, cls: type, own: Mapping[str, Any] | None = None) -> Any | N
         own: By class path, what comes before what families say of the same class.
     """
     for base in cls.__mro__:
-        path, file = class_path(base), FAMILIES.get(base.__module__)
+        path = class_path(base)
+        file = FAMILIES.get(path, FAMILIES.get(base.__module__))
         if own is not None and path in own:
             return own[path]
         if file is not None and path in (said := _said(file, kind)):

@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_videoscale.compat.diffusers import dispatch_settings
@@ -288,6 +289,19 @@ def dispatched(
         parallel_config=parallel_config if parallel else None,
     )
     return attended
+
+
+def attended_by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The attention of torch; (B, S, H, D/H) in and out.
+
+    Args:
+        query: (B, S, H, D/H).
+        key: (B, T, H, D/H).
+        value: Likewise.
+        mask: As torch's attention takes it, or None.
+    """
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.0, is_causal=False).transpose(1, 2)
 
 
 def rope_of(tables: Rotary, tokens: Tensor) -> tuple[Tensor, Tensor] | None:

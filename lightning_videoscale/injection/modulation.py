@@ -41,7 +41,7 @@ class Modulation(NamedTuple):
     Attributes:
         shift: (B, 1 or S, D), or (U, D), of which each token has an entry.
         scale: Likewise.
-        gate: Likewise.
+        gate: Likewise; None where no branch comes back.
         shift_table: (D,), the block's own part, which is added inside; or None.
         scale_table: Likewise.
         gate_table: Likewise.
@@ -50,7 +50,7 @@ class Modulation(NamedTuple):
 
     shift: Tensor
     scale: Tensor
-    gate: Tensor
+    gate: Tensor | None
     shift_table: Tensor | None = None
     scale_table: Tensor | None = None
     gate_table: Tensor | None = None
@@ -106,6 +106,17 @@ def per_sample(embedded: Tensor, branches: int, batch_size: int) -> list[Modulat
     """
     parts = embedded.unsqueeze(1).expand(batch_size, -1, -1).chunk(3 * branches, dim=-1)
     return [_modulation(parts[i : i + 3]) for i in range(0, 3 * branches, 3)]
+
+
+def of_last_norm(embedded: Tensor, batch_size: int) -> Modulation:
+    """Returns the modulation of a norm behind which nothing comes back, as AdaLayerNormContinuous has it.
+
+    Args:
+        embedded: (B, 2 · D): scale and shift; B may be 1 for all.
+        batch_size: B.
+    """
+    scale, shift = embedded.unsqueeze(1).expand(batch_size, -1, -1).chunk(2, dim=-1)
+    return Modulation(shift, scale, None)
 
 
 def per_segment(

@@ -40,6 +40,10 @@ class Kind:
     misfit: Callable[[Any], str | None] = _fits_always
 
 
+NOTHING = Kind("builtins.NoneType", "None")
+"""Of parts that some blocks of a class do without."""
+
+
 @dataclass(frozen=True, init=False)
 class Part:
     """A module that a fused forward does not call.
@@ -60,13 +64,13 @@ class Part:
 def changed_part(block: nn.Module, parts: tuple[Part, ...]) -> str | None:
     """Returns which part is not, or no longer, what it must be, and how; None if all are. Asked in every call."""
     for part in parts:
-        module: Any = block
-        for name in part.path.split("."):
-            module = getattr(module, name, None)
+        module = _module_of(block, part)
         path = class_path(type(module))
         kind = next((kind for kind in part.kinds if kind.class_path == path), None)
         if kind is None:
             return f"{part.path} is not {' or '.join(kind.name for kind in part.kinds)}, but {path}"
+        if kind is NOTHING:
+            continue
         other = kind.misfit(module)
         if other is None:
             other = changed(module)
@@ -80,10 +84,17 @@ def object_to_parts(block: nn.Module, parts: tuple[Part, ...]) -> str | None:
     if (change := changed_part(block, parts)) is not None:
         return change
     for part in parts:
-        cls = type(block.get_submodule(part.path))
+        cls = type(_module_of(block, part))
         for kind in part.kinds:
             if kind.class_path == class_path(cls) and kind.known_forwards is not None:
                 other = difference(cls, "forward", kind.known_forwards)
                 if other is not None:
                     return f"the forward of {part.path} {other}"
     return None
+
+
+def _module_of(block: nn.Module, part: Part) -> Any:
+    module: Any = block
+    for name in part.path.split("."):
+        module = getattr(module, name, None)
+    return module

@@ -112,13 +112,14 @@ class ResidualStream:
         return recomputed(y, self._recipe, recompute=self._recompute)
 
     def add(self, branch: Tensor, modulation: Modulation | None = None, bias: Tensor | None = None) -> None:
-        """Takes a branch back, by the modulation's gate; the next norm, or the end, adds it.
+        """Takes a branch back, by the modulation's gate; the next norm, branch, or the end, adds it.
 
         Args:
             branch: (B, S, D).
             modulation: Whose gate is meant, or None.
             bias: That of the Linear which the branch comes from, if it was left detached.
         """
+        self.end()
         self._pending = _Pending(branch, modulation, bias)
 
     def end(self) -> Tensor:
@@ -168,7 +169,7 @@ def attend_between(
 
 def _at_once(gate: Modulation | None, modulation: Modulation | None) -> bool:
     """Whether one kernel takes both: the gate of the branch before, and scale and shift of the one behind."""
-    if gate is None or modulation is None:
+    if gate is None or gate.gate is None or modulation is None:
         return True
     mine, theirs = gate.gate, modulation.scale
     return gate.which is modulation.which and mine.shape == theirs.shape and mine.dtype is theirs.dtype

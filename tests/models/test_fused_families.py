@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.injection.fused_block import fused_block_of
-from tests.distributed.families import cogvideox, hunyuan_video, ltx, wan
+from tests.distributed.families import cogvideox, hunyuan_video, ltx, sd3, wan
 from tests.distributed.families.harness import Case, Family, lifted_casts
 from tests.distributed.families.harness import run as outputs_and_loss
 from tests.models import gradient_error
@@ -25,6 +25,7 @@ FAMILIES: dict[str, Family] = {
     **cogvideox.FAMILIES,
     **hunyuan_video.FAMILIES,
     "ltx": ltx.FAMILIES["ltx"],
+    **sd3.FAMILIES,
     **wan.FAMILIES,
 }
 CASES = [(name, place) for name, family in FAMILIES.items() for place in range(len(family.variants))]
@@ -47,6 +48,7 @@ BLOCKS = {
         "Attention": 3,
     },
     "hunyuan_video_15": {"HunyuanVideo15TransformerBlock": 2, "Attention": 2},
+    "sd3": {"JointTransformerBlock": 3, "Attention": 5},
     "wan": {"WanTransformerBlock": 2, "WanAttention": 4, "WanTimeTextImageEmbedding": 1},
     "wan_vace": {
         "WanVACETransformerBlock": 2,

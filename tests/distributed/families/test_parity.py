@@ -95,7 +95,16 @@ def test_a_family_is_exact(ranks: Ranks, place: int, family: str) -> None:
     check(ranks, cases[: 1 + place % 2])
 
 
-FUSED = ("cogvideox", "consisid", "hunyuan_video", "hunyuan_video_framepack", "hunyuan_video_15", "ltx", *wan.FAMILIES)
+FUSED = (
+    "cogvideox",
+    "consisid",
+    "hunyuan_video",
+    "hunyuan_video_framepack",
+    "hunyuan_video_15",
+    "ltx",
+    "sd3",
+    *wan.FAMILIES,
+)
 
 
 @pytest.mark.parametrize("family", FUSED)
