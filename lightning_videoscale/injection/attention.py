@@ -131,6 +131,8 @@ def _changed(attn: Any, known: Processor) -> str | None:
         return f"its processor is a {class_path(cls)}, not {known.class_path}"
     if (replacement := replacement_of(cls, "__call__")) is not None:
         return f"the __call__ of its processor was replaced by {replacement}"
+    if getattr(attn, "fused_projections", False):
+        return "its projections were joined by fuse_qkv_projections()"
     for pair in _PAIRS:
         if (change := _changed_pair(attn, pair, known.norms)) is not None:
             return change

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.injection.fused_block import fused_block_of
-from tests.distributed.families import cogvideox, hunyuan_video, ltx, sd3, wan
+from tests.distributed.families import cogvideox, flux, hunyuan_video, ltx, sd3, wan
 from tests.distributed.families.harness import Case, Family, lifted_casts
 from tests.distributed.families.harness import run as outputs_and_loss
 from tests.models import gradient_error
 
 FAMILIES: dict[str, Family] = {
     **cogvideox.FAMILIES,
+    **flux.FAMILIES,
     **hunyuan_video.FAMILIES,
     "ltx": ltx.FAMILIES["ltx"],
     **sd3.FAMILIES,
@@ -48,6 +49,7 @@ BLOCKS = {
         "Attention": 3,
     },
     "hunyuan_video_15": {"HunyuanVideo15TransformerBlock": 2, "Attention": 2},
+    "flux": {"FluxTransformerBlock": 2, "FluxSingleTransformerBlock": 2, "FluxAttention": 4},
     "sd3": {"JointTransformerBlock": 3, "Attention": 5},
     "wan": {"WanTransformerBlock": 2, "WanAttention": 4, "WanTimeTextImageEmbedding": 1},
     "wan_vace": {

@@ -12,7 +12,7 @@ from lightning_videoscale.injection import inject_fused_kernels
 from tests.models.test_fused_families import assert_same, inputs_of, model_of, run
 
 
-@pytest.mark.parametrize("name", ["sd3"])
+@pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_arguments_of_attention_are_not_dropped(name: str) -> None:
     """As IP-adapters and others pass them: the original block gets them, and says that it ran."""
     model, inputs = model_of(name, 0), inputs_of(name, 0) | {"joint_attention_kwargs": {"mine": torch.ones(1)}}
@@ -48,7 +48,7 @@ class Own:
         return self.before(attn, 2 * hidden_states, *args, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["sd3"])
+@pytest.mark.parametrize("name", ["sd3", "flux"])
 @pytest.mark.parametrize("later", [False, True])
 def test_processors_of_users_are_called(name: str, later: bool) -> None:
     model, inputs = model_of(name, 0), inputs_of(name, 0)

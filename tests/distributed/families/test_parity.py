@@ -103,6 +103,7 @@ FUSED = (
     "hunyuan_video_15",
     "ltx",
     "sd3",
+    "flux",
     *wan.FAMILIES,
 )
 
