@@ -139,6 +139,21 @@ def per_segment(
     return [_modulation(parts[i : i + 3], which=which) for i in range(0, 3 * branches, 3)]
 
 
+def per_index(embedded: Tensor, index: Tensor, branches: int, batch_size: int) -> list[Modulation]:
+    """As `per_sample`, for tokens that each say which of two timesteps they have.
+
+    Args:
+        embedded: (2 · B, n · 3 · D), of the first timestep and then of the second; B may be 1 for all.
+        index: (B, S) integers, B may be 1 for all: 0 for the first timestep, anything else for the second.
+        branches: n.
+        batch_size: B.
+    """
+    entries = embedded.unflatten(0, (2, -1)).expand(-1, batch_size, -1).flatten(0, 1)
+    which = torch.arange(batch_size, device=index.device)[:, None] + batch_size * (index != 0)
+    parts, which = entries.chunk(3 * branches, dim=-1), which.int()
+    return [_modulation(parts[i : i + 3], which=which) for i in range(0, 3 * branches, 3)]
+
+
 def _modulation(
     parts: Sequence[Tensor], tables: Sequence[Tensor | None] = (None,) * 3, which: Tensor | None = None
 ) -> Modulation:

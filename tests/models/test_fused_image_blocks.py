@@ -48,7 +48,7 @@ class Own:
         return self.before(attn, 2 * hidden_states, *args, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux"])
+@pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image"])
 @pytest.mark.parametrize("later", [False, True])
 def test_processors_of_users_are_called(name: str, later: bool) -> None:
     model, inputs = model_of(name, 0), inputs_of(name, 0)
@@ -64,3 +64,23 @@ def test_processors_of_users_are_called(name: str, later: bool) -> None:
         report = inject_fused_kernels(model)
         assert "Attention" not in {entry.class_name for entry in report.replaced}
     assert_same(model, inputs, expected)
+
+
+def test_a_modulation_that_was_replaced_is_called() -> None:
+    """Before the injection and after it."""
+    for later in (False, True):
+        model, inputs = model_of("qwen_image", 0), inputs_of("qwen_image", 0)
+        block: Any = model.get_submodule("transformer_blocks.0")
+        original = block._modulate
+        if later:
+            inject_fused_kernels(model)
+        block._modulate = lambda x, *args, original=original: original(2 * x, *args)
+        if not later:
+            expected = run(model, inputs)
+            with pytest.warns(UserWarning, match="its _modulate was replaced on the instance"):
+                report = inject_fused_kernels(model)
+            assert [entry.path for entry in report.skipped] == ["transformer_blocks.0"]
+            assert_same(model, inputs, expected)
+        else:
+            with pytest.warns(UserWarning, match="its _modulate was replaced on the instance"):
+                run(model, inputs)

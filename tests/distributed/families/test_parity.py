@@ -104,6 +104,7 @@ FUSED = (
     "ltx",
     "sd3",
     "flux",
+    "qwen_image",
     *wan.FAMILIES,
 )
 
