@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_videoscale.compat.diffusers import joins_text_masks
+from lightning_videoscale.compat.diffusers import joins_text_masks, modulation_method
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.attention import (
@@ -186,14 +186,14 @@ def _embedded(embedded: Tensor, x: Tensor, index: Tensor | None = None) -> list[
 
 def _other_modulation(block: Any) -> str | None:
     """Why the block's own method, which the fused forward does not call, does something else now."""
-    if "_modulate" in vars(block):
+    if modulation_method() in vars(block):
         return "its _modulate was replaced on the instance"
-    replacement = replacement_of(type(block), "_modulate")
+    replacement = replacement_of(type(block), modulation_method())
     return None if replacement is None else f"its _modulate was replaced by {replacement}"
 
 
 def _objection(block: Any) -> str | None:
-    other = difference(type(block), "_modulate", _MODULATE)
+    other = difference(type(block), modulation_method(), _MODULATE)
     return _other_modulation(block) or (None if other is None else f"its _modulate {other}")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_videoscale.compat.diffusers import chunk_of_feed_forward
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.attention import (
@@ -153,7 +154,7 @@ def _unlike(block: Any, joint_attention_kwargs: dict[str, Any] | None) -> str | 
     """Why a call is left to the original: IP-adapters and chunks of the feed-forward are its matter."""
     if joint_attention_kwargs:
         return f"it was called with joint_attention_kwargs {sorted(joint_attention_kwargs)}"
-    return None if block._chunk_size is None else "its feed-forward was told to run in chunks"
+    return None if chunk_of_feed_forward(block) is None else "its feed-forward was told to run in chunks"
 
 
 def _embedded(norm: Any, temb: Tensor, x: Tensor, branches: int) -> list[Modulation]:

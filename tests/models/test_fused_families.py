@@ -139,7 +139,7 @@ def distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 
 LAST_BITS = {"qwen_image"}
-"""Whose outputs in bfloat16 differ in a last bit now and then: of thousands of normed channels, one is rounded apart."""
+"""Whose outputs in bfloat16 differ in a last bit now and then: LayerNorm rounds one of thousands of channels apart."""
 
 
 def errors(name: str, place: int, *, autocast: bool) -> tuple[float, float]:
