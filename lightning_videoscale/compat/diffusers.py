@@ -56,7 +56,7 @@ def joins_text_masks(network: nn.Module) -> bool:
 
 
 def modulation_method() -> str:
-    """The name of the method by which Qwen-Image's blocks shift and scale: their forward calls it, nothing public does."""
+    """The method by which Qwen-Image's blocks shift and scale, which nothing public does."""
     return "_modulate"
 
 
