@@ -60,7 +60,9 @@ FAMILIES = {
     "diffusers.models.transformers.transformer_z_image": "z_image",
     "diffusers.models.attention_processor.CogVideoXAttnProcessor2_0": "cogvideox",
     "diffusers.models.attention_processor.MochiAttention": "mochi",
+    "diffusers.models.attention_processor.JointAttnProcessor2_0": "sd3",
     "diffusers.models.attention": "feed_forward",
+    "diffusers.models.attention.JointTransformerBlock": "sd3",
     "models": "dit",
 }
 """By the module that classes are in, or by the path of one class, the file in `models/` that knows them.

@@ -55,6 +55,17 @@ def joins_text_masks(network: nn.Module) -> bool:
     return "encoder_hidden_states_mask" not in plan.get("transformer_blocks.*", {})
 
 
+def modulation_method() -> str:
+    """The method by which Qwen-Image's blocks shift and scale, which nothing public does."""
+    return "_modulate"
+
+
+def chunk_of_feed_forward(block: Any) -> int | None:
+    """How many tokens a block of SD3 feeds forward at once, which ``enable_forward_chunking`` sets; None: all."""
+    size: int | None = block._chunk_size
+    return size
+
+
 def cache_by_values(network: nn.Module) -> str | None:
     """Returns the configuration's class of a cache that decides by hidden states what is computed; None without one.
 

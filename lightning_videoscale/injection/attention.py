@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_videoscale.compat.diffusers import dispatch_settings
@@ -132,6 +133,8 @@ def changed_attention(attn: Any, known: Processor) -> str | None:
         return f"its processor is a {class_path(cls)}, not {known.class_path}"
     if (replacement := replacement_of(cls, "__call__")) is not None:
         return f"the __call__ of its processor was replaced by {replacement}"
+    if getattr(attn, "fused_projections", False):
+        return "its projections were joined by fuse_qkv_projections()"
     for pair in known.pairs:
         if (change := _changed_pair(attn, pair, known.norms)) is not None:
             return change
@@ -296,6 +299,19 @@ def dispatched(
         parallel_config=parallel_config if parallel else None,
     )
     return attended
+
+
+def attended_by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The attention of torch; (B, S, H, D/H) in and out.
+
+    Args:
+        query: (B, S, H, D/H).
+        key: (B, T, H, D/H).
+        value: Likewise.
+        mask: As torch's attention takes it, or None.
+    """
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.0, is_causal=False).transpose(1, 2)
 
 
 def rope_of(tables: Rotary, tokens: Tensor) -> tuple[Tensor, Tensor] | None:

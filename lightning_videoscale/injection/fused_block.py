@@ -50,7 +50,8 @@ class FusedBlock:
         last_linear: Returns the Linear that the output of a block comes from, or why the forward cannot leave that
             one's bias gradient to its caller now; where it can, it does so when called with ``detach_bias=True``. None
             if it never can.
-        branches: Names of the submodules whose last Linear's bias gradient the forward takes where it can.
+        branches: Names of the submodules whose last Linear's bias gradient the forward takes where it can; a
+            block may have None for some.
         gathers: Whether the new forward takes, beside ``self``, all arguments in one mapping by the original's names,
             with its defaults; for blocks that have very many.
     """

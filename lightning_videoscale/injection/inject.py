@@ -131,7 +131,8 @@ def _refusal(module: nn.Module, block: FusedBlock) -> str | None:
 
 def _what(module: nn.Module, block: FusedBlock) -> str:
     """Returns what is fused in a block, and which bias gradients are not taken along and why."""
-    ends = {name: last_linear(module.get_submodule(name)) for name in block.branches}
+    there = [name for name in block.branches if getattr(module, name) is not None]
+    ends = {name: last_linear(module.get_submodule(name)) for name in there}
     as_before = [f"{name} ({end})" for name, end in ends.items() if isinstance(end, str)]
     return block.what + (f"; bias gradients as before: {', '.join(as_before)}" if as_before else "")
 

@@ -114,6 +114,17 @@ def per_sample(embedded: Tensor, branches: int, batch_size: int) -> list[Modulat
     return [_modulation(parts[i : i + 3]) for i in range(0, 3 * branches, 3)]
 
 
+def of_last_norm(embedded: Tensor, batch_size: int) -> Modulation:
+    """Returns the modulation of a norm behind which nothing comes back, as AdaLayerNormContinuous has it.
+
+    Args:
+        embedded: (B, 2 · D): scale and shift; B may be 1 for all.
+        batch_size: B.
+    """
+    scale, shift = embedded.unsqueeze(1).expand(batch_size, -1, -1).chunk(2, dim=-1)
+    return Modulation(shift, scale, None)
+
+
 def per_segment(
     first: Tensor, others: Tensor, branches: int, batch_size: int, tokens: tuple[int, int]
 ) -> list[Modulation]:
@@ -130,6 +141,21 @@ def per_segment(
     entries = torch.cat([each.expand(batch_size, width) for each in (first, others)])
     places = torch.arange(tokens[1], device=first.device)
     which = torch.arange(batch_size, device=first.device)[:, None] + batch_size * (places >= tokens[0])
+    parts, which = entries.chunk(3 * branches, dim=-1), which.int()
+    return [_modulation(parts[i : i + 3], which=which) for i in range(0, 3 * branches, 3)]
+
+
+def per_index(embedded: Tensor, index: Tensor, branches: int, batch_size: int) -> list[Modulation]:
+    """As `per_sample`, for tokens that each say which of two timesteps they have.
+
+    Args:
+        embedded: (2 · B, n · 3 · D), of the first timestep and then of the second; B may be 1 for all.
+        index: (B, S) integers, B may be 1 for all: 0 for the first timestep, anything else for the second.
+        branches: n.
+        batch_size: B.
+    """
+    entries = embedded.unflatten(0, (2, -1)).expand(-1, batch_size, -1).flatten(0, 1)
+    which = torch.arange(batch_size, device=index.device)[:, None] + batch_size * (index != 0)
     parts, which = entries.chunk(3 * branches, dim=-1), which.int()
     return [_modulation(parts[i : i + 3], which=which) for i in range(0, 3 * branches, 3)]
 

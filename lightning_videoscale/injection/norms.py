@@ -62,6 +62,16 @@ ADA_LAYER_NORM_ZERO = Kind(
     {"fce0db0cb7df22ad-5dd4a32628f1a29db4": TRIED},
     _without_labels,
 )
+ADA_LAYER_NORM_CONTINUOUS = Kind(
+    f"{_DIFFUSERS}.AdaLayerNormContinuous",
+    "diffusers' AdaLayerNormContinuous",
+    {"92e4cc263fff68db-dad9e563b6ca0cf": TRIED},
+)
+ADA_LAYER_NORM_ZERO_TWICE = Kind(
+    f"{_DIFFUSERS}.SD35AdaLayerNormZeroX",
+    "diffusers' SD35AdaLayerNormZeroX",
+    {"b139efce2c3617bc-e85262c111b080508db68": TRIED},
+)
 ADA_LAYER_NORM_ZERO_SINGLE = Kind(
     f"{_DIFFUSERS}.AdaLayerNormZeroSingle",
     "diffusers' AdaLayerNormZeroSingle",

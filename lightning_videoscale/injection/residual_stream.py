@@ -113,13 +113,14 @@ class ResidualStream:
         return recomputed(y, self._recipe, recompute=self._recompute)
 
     def add(self, branch: Tensor, modulation: Modulation | None = None, bias: Tensor | None = None) -> None:
-        """Takes a branch back, by the modulation's gate; the next norm, or the end, adds it.
+        """Takes a branch back, by the modulation's gate; the next norm, branch, or the end, adds it.
 
         Args:
             branch: (B, S, D).
             modulation: Whose gate is meant, or None.
             bias: That of the Linear which the branch comes from, if it was left detached.
         """
+        self.end()
         self._pending = _Pending(branch, modulation, bias)
 
     def end(self) -> Tensor:

@@ -10,7 +10,16 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.models.flux import CONTROL, DOUBLE, JOINT, OF_DOUBLE, SINGLE, TOKENS, flops, joint_attention
+from lightning_videoscale.models.flux.split import (
+    CONTROL,
+    DOUBLE,
+    JOINT,
+    OF_DOUBLE,
+    SINGLE,
+    TOKENS,
+    flops,
+    joint_attention,
+)
 from lightning_videoscale.parallel import Projection, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_chroma.ChromaTransformer2DModel"

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
@@ -21,6 +20,7 @@ from lightning_videoscale.injection.attention import (
     ROTARY_HELPER,
     Processor,
     attend_jointly,
+    attended_by_torch,
     expanded_mask,
     fused_attention,
     original_if_changed,
@@ -121,14 +121,11 @@ def _attend(
     rope = rope_of(cross_attention_kwargs.get("image_rotary_emb"), hidden_states)
     tokens = torch.cat([encoder_hidden_states, hidden_states], dim=1)
     mask = expanded_mask(self, attention_mask, tokens)
-    attended = attend_jointly(self, [projected(self, tokens, rope=rope, start=text)], partial(_by_torch, mask=mask))
+    attended = attend_jointly(
+        self, [projected(self, tokens, rope=rope, start=text)], partial(attended_by_torch, mask=mask)
+    )
     output = project_out(self, attended, detach_bias=cross_attention_kwargs.get("detach_bias", False))
     return output[:, text:], output[:, :text]
-
-
-def _by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.0, is_causal=False).transpose(1, 2)
 
 
 def _block(block: Any, hidden_states: Tensor, text: Tensor, temb: Tensor, **named: Any) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.models.flux import DOUBLE, JOINT, OF_DOUBLE, SINGLE, TOKENS, joint_attention
+from lightning_videoscale.models.flux.split import DOUBLE, JOINT, OF_DOUBLE, SINGLE, TOKENS, joint_attention
 from lightning_videoscale.parallel import Projection, Refused, Split, SplitPlan
 from lightning_videoscale.parallel.plan import Rule
 

@@ -16,18 +16,33 @@ from torch import Tensor, nn
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.injection.fused_block import fused_block_of
-from tests.distributed.families import cogvideox, cosmos, easyanimate, hunyuan_video, kandinsky, ltx, mochi, wan
+from tests.distributed.families import (
+    cogvideox,
+    cosmos,
+    easyanimate,
+    flux,
+    hunyuan_video,
+    kandinsky,
+    ltx,
+    mochi,
+    qwen_image,
+    sd3,
+    wan,
+)
 from tests.distributed.families.harness import Case, Family, lifted_casts
 from tests.distributed.families.harness import run as outputs_and_loss
 from tests.models import gradient_error
 
 FAMILIES: dict[str, Family] = {
     **cogvideox.FAMILIES,
+    **flux.FAMILIES,
     **hunyuan_video.FAMILIES,
     **ltx.FAMILIES,
     **mochi.FAMILIES,
     **kandinsky.FAMILIES,
     **cosmos.FAMILIES,
+    **qwen_image.FAMILIES,
+    **sd3.FAMILIES,
     **wan.FAMILIES,
 }
 CASES = [(name, place) for name, family in FAMILIES.items() for place in range(len(family.variants))]
@@ -58,6 +73,9 @@ BLOCKS = {
         "Kandinsky5Attention": 5,
     },
     "cosmos": {"CosmosTransformerBlock": 2, "Attention": 4},
+    "flux": {"FluxTransformerBlock": 2, "FluxSingleTransformerBlock": 2, "FluxAttention": 4},
+    "qwen_image": {"QwenImageTransformerBlock": 2, "Attention": 2},
+    "sd3": {"JointTransformerBlock": 3, "Attention": 5},
     "wan": {"WanTransformerBlock": 2, "WanAttention": 4, "WanTimeTextImageEmbedding": 1},
     "wan_vace": {
         "WanVACETransformerBlock": 2,
@@ -174,6 +192,10 @@ def distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return float(off.norm() / torch.stack([g.norm() for g in exact.values()]).norm())
 
 
+LAST_BITS = ("flux", "qwen_image")
+"""Whose outputs in bfloat16 differ in a last bit now and then: LayerNorm rounds one of thousands of channels apart."""
+
+
 def errors(name: str, place: int, *, autocast: bool) -> tuple[float, float]:
     """Of fused and eager gradients, over batches enough for their ratio to mean something."""
     family, case = FAMILIES[name], Case(name, settings=FAMILIES[name].variants[place], float32=True)
@@ -188,7 +210,9 @@ def errors(name: str, place: int, *, autocast: bool) -> tuple[float, float]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             (outputs, gradients), (fused_outputs, fused_gradients) = run(eager, inputs), run(fused, inputs)
         for got, wanted, correct in zip(fused_outputs, outputs, exact_outputs, strict=True):
-            assert got.dtype is wanted.dtype and (autocast or name in ROUNDED_ONCE or torch.equal(got, wanted))
+            assert got.dtype is wanted.dtype and (
+                autocast or name in (*ROUNDED_ONCE, *LAST_BITS) or torch.equal(got, wanted)
+            )
             of_outputs[0] += float((got - correct).square().sum())
             of_outputs[1] += float((wanted - correct).square().sum())
         squares[0] += distance(fused_gradients, right) ** 2
@@ -303,6 +327,8 @@ def test_compiled_blocks_have_no_graph_break(name: str, place: int) -> None:
     compiled_output, compiled_gradients = run(model, inputs)
     for got, wanted in zip(compiled_output, output, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    for unused in compiled_gradients.keys() - gradients.keys():  # of a last block's text: zeros when compiled
+        assert not compiled_gradients.pop(unused).any()
     assert gradient_error(compiled_gradients, gradients) < 1e-4
 
 

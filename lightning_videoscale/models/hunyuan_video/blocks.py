@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_videoscale.injection.branch_bias import changed_linear, without_bias_gradient
-from lightning_videoscale.injection.bypassed import changed
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import Modulation, per_sample, per_segment
 from lightning_videoscale.injection.norms import ADA_LAYER_NORM_ZERO, ADA_LAYER_NORM_ZERO_SINGLE, LAYER_NORM, TRIED
 from lightning_videoscale.injection.parts import Kind, Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
-from lightning_videoscale.kernels import gelu
+from lightning_videoscale.injection.side_by_side import side_by_side
 
 _HOME = "diffusers.models.transformers.transformer_hunyuan_video"
 _OF_SEGMENTS = Kind(
@@ -119,36 +117,17 @@ def _two_streams(
 def _one_stream(
     block: Any, modulation: Modulation, joined: Tensor, text: int, attention_mask: Tensor | None, rotary: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attention and feed-forward side by side, of the same norm and with one projection behind both."""
-    stream = ResidualStream(block, joined, rounding="eager")
-    y = stream.norm(block.norm.norm, modulation)
-    with stream.recomputed(y):
-        activated = _activated(block, y)
-        attended = block.attn(
+    def attend(y: Tensor) -> Tensor:
+        video, of_text = block.attn(
             hidden_states=y[:, :-text],
             encoder_hidden_states=y[:, -text:],
             attention_mask=attention_mask,
             image_rotary_emb=rotary,
         )
-    del y
-    both = torch.cat([torch.cat(attended, dim=1), activated], dim=2)
-    if changed_linear(block.proj_out) is None:
-        stream.add(without_bias_gradient(block.proj_out, both), modulation, block.proj_out.bias)
-    else:
-        stream.add(block.proj_out(both), modulation)
-    joined = stream.end()
+        return torch.cat([video, of_text], dim=1)
+
+    joined = side_by_side(block, modulation, joined, attend)
     return joined[:, :-text], joined[:, -text:]
-
-
-def _activated(block: Any, y: Tensor) -> Tensor:
-    """The feed-forward's first half."""
-    linear, activation = block.proj_mlp, block.act_mlp
-    if type(activation) is torch.nn.GELU and activation.approximate == "tanh" and changed(activation) is None:
-        if changed_linear(linear) is None:
-            return gelu(without_bias_gradient(linear, y), linear.bias, backend=block.kernel_backend)
-        return gelu(linear(y), backend=block.kernel_backend)
-    activated: Tensor = activation(linear(y))
-    return activated
 
 
 def _embedded(norm: Any, temb: Tensor, x: Tensor, branches: int) -> list[Modulation]:

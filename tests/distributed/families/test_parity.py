@@ -102,6 +102,9 @@ FUSED = (
     *mochi.FAMILIES,
     *kandinsky.FAMILIES,
     *cosmos.FAMILIES,
+    *sd3.FAMILIES,
+    *flux.FAMILIES,
+    *qwen_image.FAMILIES,
     *wan.FAMILIES,
 )
 
