@@ -93,6 +93,7 @@ def test_the_balances_are_compared_on_the_clips_of_the_run(ranks: Ranks, tmp_pat
         "ulysses": 1,
         "ring": 1,
         "transport": "collective",
+        "schedule": "serial",
         "attention": "auto",
         "activation checkpointing": False,
         "compile": False,

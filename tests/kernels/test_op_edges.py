@@ -138,7 +138,7 @@ def test_unknown_names_are_refused(name: str) -> None:
 
 
 def test_an_unknown_layout_of_tables_is_refused() -> None:
-    with pytest.raises(ValueError, match='layout must be "interleaved" or "half"; got \'halves\''):
+    with pytest.raises(ValueError, match='layout must be "interleaved", "half" or "half_fma"; got \'halves\''):
         rope_per_pair(torch.ones(5, 8), torch.ones(5, 8), "halves")  # type: ignore[arg-type]
 
 
