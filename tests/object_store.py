@@ -1,18 +1,21 @@
-"""An object store as S3 is, in this process: moto's server, found through the environment as a user's own is."""
+"""Object stores in this process, S3 by moto and Google's by an emulator, found through the environment as a user's."""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 from urllib.request import Request, urlopen
 
 import fsspec
+import pytest
 from moto.server import ThreadedMotoServer
 
 BUCKET = "bucket"
@@ -76,5 +79,33 @@ def object_store() -> Iterator[ObjectStore]:
             files().mkdir(BUCKET)
             yield ObjectStore(environment)
             fsspec.filesystem("s3").clear_instance_cache()
+    finally:
+        server.stop()
+
+
+needs_google_store = pytest.mark.skipif(
+    not all(map(find_spec, ("gcsfs", "gcp_storage_emulator"))),
+    reason="`pip install gcsfs gcp-storage-emulator`: too many packages for the extra `dev`",
+)
+
+
+@contextmanager
+def google_store() -> Iterator[Mapping[str, str]]:
+    """A server that answers as Google's, with the bucket, and what ``os.environ`` must have for gcsfs to find it."""
+    from gcp_storage_emulator.server import create_server
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks the real service for the kind of bucket, by gRPC
+    }
+    server = create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
+    server.start()
+    try:
+        with patch.dict(os.environ, environment):
+            yield environment
+            fsspec.filesystem("gs").clear_instance_cache()
     finally:
         server.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_videoscale.callbacks import EMA, LoadBalanceMonitor, SampleVideos
@@ -41,6 +42,18 @@ def test_files_and_pictures_on_tensorboard(parts: Path, tmp_path: Path) -> None:
     board = EventAccumulator(str(folder.parent))
     board.Reload()
     assert [event.step for event in board.Images("samples/01")] == [0, 2]
+
+
+@pytest.mark.skipif(not find_spec("wandb"), reason="`pip install wandb`: too many packages for the extra `dev`")
+def test_videos_in_wandb(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(save_dir=str(tmp_path), offline=True)
+    folder = tmp_path / "samples"
+    train("auto", 1, SampleVideos(Pipelines(parts), ["1", "3"], every_n_epochs=1, folder=folder, **CALL), logger=logger)
+    kept = Path(logger.experiment.dir) / "media" / "videos" / "samples"
+    logger.experiment.finish()
+    sampled = {file.read_bytes() for file in folder.glob("*.mp4")}
+    assert len(sampled) == 4 and {file.read_bytes() for file in kept.glob("*.mp4")} == sampled
 
 
 class Looks:

@@ -23,7 +23,7 @@ from tests.distributed.pool import ProcessPool
 from tests.distributed.resuming import Run, read, train
 from tests.distributed.zero import needs_deepspeed
 from tests.models import gradient_error, tiny_wan
-from tests.object_store import ObjectStore, object_store, url
+from tests.object_store import ObjectStore, google_store, needs_google_store, object_store, url
 from tests.strategies.checkpoints import adapted
 from tests.strategies.checkpoints.checkpointing import Module, Stateful, fit, message, trainer
 
@@ -242,3 +242,26 @@ def test_adapters_are_exported_from_a_url(
     with pytest.raises(SystemExit):
         main(["export", url("adapters.ckpt"), url("lora")])
     assert "name a folder on a disk" in " ".join(capsys.readouterr().err.split())
+
+
+# -- another store -------------------------------------------------------------------------------------------------
+
+
+def train_at_google(epochs: int) -> list[int]:
+    """The step that a run began with, and the one that it ended with."""
+    keep = ModelCheckpoint("gs://bucket/run", save_last=True, save_top_k=1)
+    module = Module()
+    began: list[int] = []
+    module.on_train_start = lambda: began.append(module.global_step)
+    runner = fit(epochs, module, start="last", callbacks=[keep], enable_checkpointing=True)
+    return [began[0], runner.global_step]
+
+
+@needs_google_store
+@pytest.mark.full  # the emulator cannot move objects, and gcsfs asks it for a while
+def test_google_cloud_storage(ranks: Ranks) -> None:
+    with google_store() as environment:
+        pool = ranks(1)
+        (start, steps), (began, ended) = (pool.run(at, environment, train_at_google, epochs)[0] for epochs in (1, 2))
+        assert start == 0 and began == steps and ended == 2 * steps
+        assert float(read_weights("gs://bucket/run/last.ckpt")["net.scale"]) > 0
