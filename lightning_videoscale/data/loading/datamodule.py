@@ -143,7 +143,7 @@ class VideoDataModule(pl.LightningDataModule):
             "balance": balance, "loss_normalization": loss_normalization, "seed": seed, "shard_window": shard_window,
             "min_diversity": min_diversity,
         }  # fmt: skip
-        self._window = window
+        self._window = None if window is None else int(window)
         self._windows: EpochWindows | None = None  # of the shards to train on, where they are planned in windows
         self._num_workers = num_workers
         self._encode = encode

@@ -34,6 +34,11 @@ class WindowFollower(pl.Callback):
         self._longest = int(sampler.planner.table.sequence_lengths.max())
 
     @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forgets the run before: the next one may be of other data."""
+        self._sampler = None
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:

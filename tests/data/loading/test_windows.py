@@ -13,6 +13,7 @@ from torch import nn
 from lightning_videoscale import SequenceParallelDDPStrategy
 from lightning_videoscale.callbacks import LossWeighting
 from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.cost.benchmark.grid import Cell
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.data.planning.shapes import ShapePolicy
 from lightning_videoscale.parallel import SplitPlan
@@ -101,6 +102,16 @@ def test_what_a_loader_reads_without_a_trainer(shards: str) -> None:
         assert ids([batch["sample_ids"] for batch in loader]) == names()
     assert ids([batch["sample_ids"] for batch in loader]) == names(), "again without set_epoch"
     assert module.passes() == {"shards": 1.0}
+
+
+def test_every_shape_of_the_first_window_can_be_measured(shards: str) -> None:
+    module = data(shards, window=30)
+    module.prepare_data()
+    module.setup("fit")
+    table, batches = module.training_shapes()
+    assert 25 <= len(table) <= 30 and sum(module.clip_lengths().values()) == len(table)
+    for shape, length in zip(table.shapes, table.sequence_lengths.tolist(), strict=True):
+        assert batches(Cell(shape, length, 2))["latents"].shape[2:] == shape[:3]
 
 
 class Hesitant(ShapePolicy):

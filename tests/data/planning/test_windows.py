@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -17,6 +17,7 @@ from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.loading.progress import Progress
 from lightning_videoscale.data.planning import BucketPlanner, MicroBatch, SampleTable
+from lightning_videoscale.data.planning.compute_budget import try_budgets
 from lightning_videoscale.data.planning.shapes import Clips, Media, ShapePolicy, TablePart
 from lightning_videoscale.data.planning.stream import epoch_stream
 from lightning_videoscale.data.planning.windows import EpochWindows, Window
@@ -63,6 +64,9 @@ class Shards:
             return BucketPlanner(self.table(0, settings.get("seed", 0)), BUDGET, redraw=self.table, **settings)
         windows = self.windows(size, **shuffle)
         return BucketPlanner(windows.sample, BUDGET, windows=windows, **settings)
+
+
+CLIPS = Shards([11] * 18)
 
 
 def places(planner: BucketPlanner, epoch: int = 0) -> list[Progress]:
@@ -144,10 +148,10 @@ def test_every_sample_once_in_whole_steps(
     sizes: list[int], size: int, dp_size: int, micro_batches: int, balance: Any, max_wait: float
 ) -> None:
     shards = Shards(sizes)
-    settings = {"dp_size": dp_size, "micro_batches": micro_batches, "balance": balance, "max_wait": max_wait}
+    chosen = {"dp_size": dp_size, "micro_batches": micro_batches, "balance": balance, "max_wait": max_wait}
     if not (usable := np.flatnonzero(shards.table(1).shape_id >= 0)).size:
         return
-    found = places(shards.planner(size, **settings), epoch=1)
+    found = places(shards.planner(size, **chosen), epoch=1)
     seen = [sample for place in found for m in trained(place) for sample in m.samples]
     assert sorted(seen) == usable.tolist()
     assert not any(place.plan.filler.any() for place in found[:-1]), "nothing is padded but at the epoch's end"
@@ -201,6 +205,12 @@ def test_latents_that_cannot_be_cut_are_refused_before_the_first_window() -> Non
         shards.planner(20).plan(0)
 
 
+def test_compute_budgets_are_tried_on_the_first_window() -> None:
+    planner = CLIPS.planner(60, dp_size=2)
+    tried = try_budgets(planner)
+    assert tried[0].budget == BUDGET and tried[0].figures.samples == len(planner.table) < 70
+
+
 planners = st.builds(
     dict,
     dp_size=st.integers(1, 6),
@@ -208,15 +218,15 @@ planners = st.builds(
     balance=st.sampled_from(["planned", "dual_constraint", "equal_token"]),
     size=st.sampled_from([None, 20, 45, 500]),
 )
-CLIPS = Shards([11] * 18)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(planners, st.floats(0, 1), st.floats(10, 1000)), min_size=1, max_size=8))
 def test_every_sample_once_however_often_a_run_stops_and_whatever_changes(legs: list[Any]) -> None:
     counts: Counter[int] = Counter()
     state = None
-    for settings, share, budget in [*legs, ({"size": 30, "dp_size": 2}, 1.0, 100.0)]:
-        planner = replace(CLIPS.planner(**settings), budget=BucketBudget(budget, budget**2, 2.0))
+    for chosen, share, budget in [*legs, ({"size": 30, "dp_size": 2}, 1.0, 100.0)]:
+        planner = replace(CLIPS.planner(**chosen), budget=BucketBudget(budget, budget**2, 2.0))
         progress = Progress.start(planner, 0) if state is None else Progress.resume(planner, state)
         if progress.epoch > 0:
             break
