@@ -89,6 +89,7 @@ def trained(place: Progress, first: int = 0, last: int | None = None) -> list[Mi
 sizes = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(lambda each: sum(each) > 3)
 
 
+@settings(max_examples=40)
 @given(
     sizes, st.integers(0, 3), st.integers(1, 4), st.sampled_from([None, (1.0,), (3.0, 1.0), (0.2, 0.5, 0.3)]), st.data()
 )
@@ -111,6 +112,7 @@ def test_any_draws_are_those_of_the_whole_epoch(
     assert windows.first().total == len(whole)
 
 
+@settings(max_examples=40)
 @given(st.sets(st.integers(0, 199), min_size=1), st.integers(0, 2))
 def test_clips_have_the_shapes_that_they_have_in_the_whole_epoch(rows: set[int], epoch: int) -> None:
     shards, at = Shards([200]), np.array(sorted(rows))
@@ -136,6 +138,7 @@ def test_a_window_that_covers_everything_is_planned_as_the_whole_epoch(balance: 
         assert "window" not in state and state["version"] == 2, "what earlier releases read"
 
 
+@settings(max_examples=40)
 @given(
     sizes,
     st.integers(1, 60),
