@@ -41,6 +41,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "data/plan": ("lightning_videoscale/data/planning",),
     "data/read_once": ("lightning_videoscale/data/loading", "lightning_videoscale/strategies/batches"),
     "kernels/family_step": (*_KERNELS, "lightning_videoscale/injection", "lightning_videoscale/models"),
+    "data/windows": ("lightning_videoscale/data/planning",),
     "finetuning": ("examples/finetune_wan.py", "examples/configs", *_FUSED),
     "kernels/loss_overlay": _FUSED,
     "kernels/row_ops": _KERNELS,

@@ -62,7 +62,7 @@ def samples_record(data: VideoDataModule) -> dict[str, Any]:
         "indexed": len(index),
         "refused": len(refused),
         "first_refused": refused[:_MOST_REFUSED],
-        "too_small": 0 if planner is None else int((planner.table.shape_id < 0).sum()),
+        "too_small": 0 if planner is None else planner.unusable,
         "without_caption": sum(index.without_caption),
     }
 

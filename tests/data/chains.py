@@ -63,6 +63,7 @@ class Leg:
         strategy: Name of the Trainer's strategy, one of ``auto``, ``ddp``, ``sp_ddp`` and ``sp_fsdp2``.
         ranks: Processes.
         sp: Ranks that train on one batch together.
+        window: Clips of a window; None: the epoch is planned as a whole.
         mortal: The rank that is killed, where one is.
     """
 
@@ -79,6 +80,7 @@ class Leg:
     strategy: str = "auto"
     ranks: int = 1
     sp: int = 1
+    window: int | None = None
     mortal: int = 0
 
 
@@ -184,6 +186,14 @@ def chain_of(seed: int, processes: bool = False) -> Chain:
     if processes:  # at least one is surely killed, and it has gone on from a checkpoint if there was one
         legs[1] = replace(legs[1], stop=("kill", _OFTEN[seed % 4], 1 + seed // 4 % 3), more_epochs=2, more_steps=None)
     return Chain(seed, validates, limit, weights, legs)
+
+
+def in_windows(chain: Chain) -> Chain:
+    """The same chain with epochs in windows, often of another size in every run, and sometimes without."""
+    draw = random.Random(chain.seed)
+    kept = draw.choice([10, 25, None])
+    legs = [replace(leg, window=kept or draw.choice([1, 9, 20, 33, 100, None])) for leg in chain.legs]
+    return replace(chain, legs=legs)
 
 
 def _with(leg: Leg, first: Leg) -> Leg:
@@ -303,7 +313,7 @@ def train(chain: Chain, run: int, start: Path | None, folder: Path, rank: int = 
     data = VideoDataModule(
         every if chain.weights is None else dict(zip((first, others), chain.weights, strict=True)),
         folder / "index.json", leg.balance, BUDGETS[leg.budget], micro_batches=leg.micro_batches,
-        num_workers=leg.workers, val_shards=None if chain.validates is None else first,
+        num_workers=leg.workers, window=leg.window, val_shards=None if chain.validates is None else first,
     )  # fmt: skip
     with suppress(Stop):
         trainer.fit(Ledger(folder, run, leg.looks_ahead), data, ckpt_path=start)

@@ -56,19 +56,24 @@ def warn_of_captions(index: ShardIndex) -> None:
         )
 
 
-def warn_of_shapeless(index: ShardIndex, table: SampleTable) -> None:
+def warn_of_shapeless(index: ShardIndex, shapeless: int, first: int) -> None:
     """Names samples that are too small to be trained on.
+
+    Args:
+        index: All samples.
+        shapeless: How many of them are too small.
+        first: The first that is; of no meaning where none is.
 
     Raises:
         ValueError: If all of them are.
     """
-    if len(shapeless := np.flatnonzero(table.shape_id < 0)):
-        clips, first = index.samples.clips, int(shapeless[0])
+    if shapeless:
+        sample = index.samples[first]
         left_out = (
-            f"{len(shapeless)} samples are left out, because they are smaller than one patch of the model: "
-            f"the first is {index.sample_id(first)!r} of {clips.width[first]}x{clips.height[first]} pixels."
+            f"{shapeless} samples are left out, because they are smaller than one patch of the model: "
+            f"the first is {index.sample_id(first)!r} of {sample.width}x{sample.height} pixels."
         )
-        if len(shapeless) == len(table):
+        if shapeless == len(index):
             raise ValueError(f"No samples are left: all {left_out}")
         rank_zero_warn(left_out)
 

@@ -34,11 +34,13 @@ from lightning_videoscale.data.loading.trainer import (
     replan,
     resumed,
 )
+from lightning_videoscale.data.loading.window_follower import WindowFollower
 from lightning_videoscale.data.loading.worker_ledger import WorkerLedger
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossUnit, SampleTable
 from lightning_videoscale.data.planning.plan import check_settings
 from lightning_videoscale.data.planning.shapes import Media, ShapePolicy
-from lightning_videoscale.data.planning.stream import draws_per_epoch
+from lightning_videoscale.data.planning.stream import draws_of_sizes
+from lightning_videoscale.data.planning.windows import EpochWindows
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.patterns import Patterns
 
@@ -86,6 +88,9 @@ class VideoDataModule(pl.LightningDataModule):
         shard_window: Shards that samples are shuffled over at a time.
         min_diversity: Different shapes in a step over how many random draws would have, in [0, 1], however unequal the
             ranks' costs become; see `BucketPlanner`. None: equal costs go first.
+        window: Clips that are planned at a time, in memory that grows with them instead of the epoch; the next are
+            planned in the background while these train. How many batches an epoch has is then an estimate, which every
+            window corrects. None: an epoch is planned as a whole.
         num_workers: Processes per rank that read ahead, and share the samples of each batch of videos or images. 0
             reads in the training process.
         encode: Makes latents of videos, embeddings of captions, or anything of a user's own, on the device that trains
@@ -114,6 +119,7 @@ class VideoDataModule(pl.LightningDataModule):
         seed: int = 0,
         shard_window: int = 64,
         min_diversity: float | None = None,
+        window: int | None = None,
         num_workers: int = 0,
         encode: BatchEncoder | nn.Module | None = None,
         caption_key: str | None = None,
@@ -123,7 +129,7 @@ class VideoDataModule(pl.LightningDataModule):
         if isinstance(geometry, str) and geometry not in GEOMETRIES:
             raise ValueError(f"geometry={geometry!r} is none of {sorted(GEOMETRIES)}; give a ModelGeometry instead.")
         check_settings(balance=balance, micro_batches=micro_batches, shard_window=shard_window,
-                       min_diversity=min_diversity, loss_weighting=loss_weighting,
+                       min_diversity=min_diversity, window=window, loss_weighting=loss_weighting,
                        loss_normalization=loss_normalization)  # fmt: skip
         others = {"val_shards": val_shards, "predict_shards": predict_shards}
         self._shards = IndexedShards(shards, others, index, caption_key, captions)
@@ -137,6 +143,8 @@ class VideoDataModule(pl.LightningDataModule):
             "balance": balance, "loss_normalization": loss_normalization, "seed": seed, "shard_window": shard_window,
             "min_diversity": min_diversity,
         }  # fmt: skip
+        self._window = None if window is None else int(window)
+        self._windows: EpochWindows | None = None  # of the shards to train on, where they are planned in windows
         self._num_workers = num_workers
         self._encode = encode
         self._sampler: PlannedSampler | None = None
@@ -159,9 +167,12 @@ class VideoDataModule(pl.LightningDataModule):
             self._sampler = None
         if not self._shards.read(self._shape_policy.fps, self.trainer):
             return
+        if self._window is not None:
+            shuffle = self._settings["seed"], self._settings["shard_window"]
+            self._windows = self._shards.windows(self._window, self._shape_policy, self._geometry, *shuffle)
         for argument in self._shards.arguments:
             table = self._table(argument)
-            warn_of_shapeless(self._shards.index(argument), table)
+            warn_of_shapeless(self._shards.index(argument), *self._shapeless(argument, table))
             if self._budget.training is not None:
                 warn_of_oversized(table, self._budget.training)
 
@@ -199,14 +210,16 @@ class VideoDataModule(pl.LightningDataModule):
         )
         if trainer is not None:
             apply_loss_weights(trainer)
-            differs = planner.source_weights is not None or (planner.redraw and self._shape_policy.draws_shapes)
-            if progress is not None or differs:
+            draws_shapes = planner.redraw is not None and self._shape_policy.draws_shapes
+            if progress is not None or self._shards.weights is not None or draws_shapes or self._windows is not None:
                 reload_every_epoch(trainer)  # the next ones have another number of steps
         if trainer is None or trainer.training:
             self._sampler, self._position, self._contents = None if overfit else sampler, position, contents
             if position is not None:
                 announce_shapes(position.trainer, sampler)
-        if planner.source_weights is not None:
+                if self._windows is not None:
+                    WindowFollower.of(position.trainer).follow(sampler)
+        if self._shards.weights is not None:
             say_passes(sampler.progress.epoch, self.passes())
         return self._loader("shards", sampler)
 
@@ -278,22 +291,26 @@ class VideoDataModule(pl.LightningDataModule):
 
     def passes(self) -> dict[str, float]:
         """How often each dataset has been walked through when the current epoch began, by its pattern."""
-        table, weights = self._table("shards"), self._shards.weights
+        weights = self._shards.weights
         names = list(weights) if weights is not None else ["shards"]
         epoch = 0 if self._sampler is None else self._sampler.progress.epoch
-        sizes = np.bincount(table.source[table.shape_id >= 0], minlength=len(names))
-        drawn = draws_per_epoch(table, None if weights is None else list(weights.values()))
+        if self._windows is not None:
+            drawn, sizes = self._windows.draws_and_sizes
+        else:
+            table = self._table("shards")
+            sizes = np.bincount(table.source[table.shape_id >= 0], minlength=len(names))
+            drawn = draws_of_sizes(sizes, None if weights is None else list(weights.values()))
         return {name: float(epoch * n / size) for name, n, size in zip(names, drawn, sizes, strict=True)}
 
     def training_shapes(self) -> tuple[SampleTable, RepresentativeBatches]:
-        """The training samples in the shapes of the first epoch, and batches of these to measure with."""
+        """The training samples in the shapes of the first epoch, of windows the first, and batches to measure with."""
         table = self._table("shards")
         if self._encode is not None and self.trainer is not None:
             self._encode.to(self.trainer.strategy.root_device)
         return table, RepresentativeBatches(self._shards.reader("shards"), table, self._encode)
 
     def clip_lengths(self) -> dict[int, int]:
-        """Returns how many clips there are to train on, by their tokens; nothing before `setup`."""
+        """Returns how many clips there are to train on, or in the first window, by tokens; nothing before `setup`."""
         return self._table("shards").samples_by_length() if "shards" in self._shards.arguments else {}
 
     def tokens_per_device(self) -> float | None:
@@ -307,13 +324,24 @@ class VideoDataModule(pl.LightningDataModule):
         return file.with_name(f"{file.stem}-shapes.json")
 
     def _table(self, argument: str, epoch: int = 0) -> SampleTable:
+        if argument == "shards" and self._windows is not None:
+            return self._windows.sample
         clips, shards = self._shards.clips(argument), self._shards.index(argument).shard_numbers
         return SampleTable.of_clips(clips, self._shape_policy, self._geometry, self._settings["seed"], shards, epoch)
 
+    def _shapeless(self, argument: str, table: SampleTable) -> tuple[int, int]:
+        """How many samples are too small to be trained on, and the first that is."""
+        windows = self._windows if argument == "shards" else None
+        if windows is not None:
+            return windows.unusable, windows.first_unusable if windows.unusable else 0
+        shapeless = np.flatnonzero(table.shape_id < 0)
+        return len(shapeless), int(shapeless[0]) if len(shapeless) else 0
+
     def _planner(self, argument: str, is_training: bool) -> BucketPlanner:
-        table = self._table(argument)
+        table, windows = self._table(argument), self._windows if is_training else None
         budget, step_time = self._budget.of(table, self.trainer, is_training)
-        has_pixels = bool((self._shards.clips(argument).media != Media.LATENTS).any())
+        draws = is_training and windows is None  # else the windows do
+        has_pixels = draws and bool((self._shards.clips(argument).media != Media.LATENTS).any())
         return BucketPlanner(
             table=table,
             budget=budget,
@@ -322,8 +350,9 @@ class VideoDataModule(pl.LightningDataModule):
             step_time=step_time,
             loss_weighting=self._loss_weighting if is_training else "none",
             shuffle=is_training,
-            source_weights=tuple(self._shards.weights.values()) if is_training and self._shards.weights else None,
-            redraw=partial(self._table, argument) if is_training and has_pixels else None,
+            source_weights=tuple(self._shards.weights.values()) if draws and self._shards.weights else None,
+            redraw=partial(self._table, argument) if has_pixels else None,
+            windows=windows,
             **self._settings,
         )
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from numpy.typing import NDArray
 
+from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.data.loading.data_warnings import (
     check_caption_key,
     warn_of_captions,
@@ -20,7 +22,8 @@ from lightning_videoscale.data.loading.data_warnings import (
 from lightning_videoscale.data.loading.reader import MicroBatchReader
 from lightning_videoscale.data.loading.shard_versions import shared_versions
 from lightning_videoscale.data.packing.on_the_way import Found, already_packed, pack_on_the_way
-from lightning_videoscale.data.planning.shapes import Clips
+from lightning_videoscale.data.planning.shapes import Clips, ShapePolicy
+from lightning_videoscale.data.planning.windows import EpochWindows
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.indexing import build_index, index_shards, known_shards
@@ -148,10 +151,24 @@ class IndexedShards:
         index = self.index(argument)
         if argument != "shards" or self.weights is None:
             return index.samples.clips
+        return replace(index.samples.clips, source=self.sources(argument)[index.shard_numbers])
+
+    def windows(
+        self, size: int, policy: ShapePolicy, geometry: ModelGeometry, seed: int, shard_window: int
+    ) -> EpochWindows:
+        """Cuts the epochs of the samples to train on into windows of so many draws; see `EpochWindows`."""
+        index, sources = self.index("shards"), self.sources("shards")
+        weights = None if self.weights is None else tuple(self.weights.values())
+        ends = index.shard_ends
+        return EpochWindows(size, index.samples, ends, sources, policy, geometry, seed, shard_window, weights)
+
+    def sources(self, argument: str) -> NDArray[np.int32]:
+        """(shards,) the number of the dataset that each shard of an argument is of; 0 where there is but one."""
+        if argument != "shards" or self.weights is None:
+            return np.zeros(len(self.index(argument).shards), np.int32)
         assert self._found is not None  # the table has been read
         listed = self._found.groups[list(self._patterns).index(argument)]
-        sources = [number for number, files in enumerate(listed) for _ in files]
-        return replace(index.samples.clips, source=np.array(sources, np.int32)[index.shard_numbers])
+        return np.array([number for number, files in enumerate(listed) for _ in files], np.int32)
 
     def _part(self, argument: str) -> tuple[ShardIndex, MicroBatchReader]:
         if argument not in self._parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_videoscale.data.encoding.online_encoder import BatchEncoder
+from lightning_videoscale.data.loading.background import InBackground
 from lightning_videoscale.data.loading.parts import Part, ReadPart, in_parts
 from lightning_videoscale.data.loading.progress import Progress
 from lightning_videoscale.data.loading.reader import MicroBatchReader
@@ -26,7 +28,8 @@ class PlannedSampler(Sampler[MicroBatch]):
         repeat_first_epoch: Whether every epoch uses the plan of the first (to overfit, to validate).
         progress: Where the first pass begins, whatever epoch `set_epoch` is told; None: at the beginning of an epoch.
         epoch: Which one.
-        on_begin: Called with where a pass begins, before each.
+        on_begin: Called with where a pass begins, before each. None: nobody will ask for a state of what was trained
+            before the window that is read.
 
     Attributes:
         planner: Makes the plan of an epoch.
@@ -50,28 +53,30 @@ class PlannedSampler(Sampler[MicroBatch]):
         self._on_begin = on_begin
         self.is_started = False
         self._goes_on = progress is not None
+        self._ahead: tuple[Progress, InBackground[Progress]] | None = None  # the next window, by what it follows
         self._begin(Progress.start(planner, 0 if repeat_first_epoch else epoch) if progress is None else progress)
 
     @property
     def progress(self) -> Progress:
-        """Where the run stood when this pass began; after `replan`, where it stands when the new plan does."""
+        """Where the run stood when this pass began, or the latest plan since: after `replan`, or of a window."""
         return self._parts[-1]
 
     @property
     def plan(self) -> EpochPlan:
-        """The plan of the current epoch, or of what was left of it."""
+        """The plan of the current epoch or of its current window, or of what was left of either."""
         return self.progress.plan
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next pass; Lightning calls this before each."""
         self.is_started = False
         if self._repeat_first_epoch:
+            self._begin(self._start)
             return
         passes = epoch - self.progress.trained_as
         if passes and not self._goes_on:
             self._begin(Progress.start(self.planner, self.progress.epoch + passes, epoch))
         else:
-            self._begin(self._parts[0])
+            self._begin(self._start)
         if self._on_begin is not None:
             self._on_begin(self.progress)
 
@@ -82,7 +87,8 @@ class PlannedSampler(Sampler[MicroBatch]):
             planner: Makes the plans, for as many ranks and micro-batches.
             taken: Micro-batches of this epoch that any rank has taken: the steps that they belong to stay.
         """
-        self.planner = planner
+        self._plan_up_to(taken)  # as all were planned before: another rank may have begun to read the next window
+        self.planner, self._ahead = planner, None
         rest = self.progress.replan(planner, taken)
         if rest is None:
             return
@@ -93,29 +99,74 @@ class PlannedSampler(Sampler[MicroBatch]):
         else:
             self._parts.append(rest)
 
+    def reach(self, micro_batches: int) -> Progress:
+        """Says that each rank has trained so many micro-batches of this epoch; parts before may be forgotten.
+
+        Returns:
+            The place where the latest plan of the window begins that the next micro-batch is of, the same on all ranks
+            whatever they have read ahead.
+        """
+        self._plan_up_to(micro_batches)
+        begun = [part for part in self._parts if part.counted <= micro_batches]
+        del self._parts[: len(begun) - 1]
+        return [part for part in self._parts if part.plan.window is self._parts[0].plan.window][-1]
+
     def state_dict(self, micro_batches: int, is_over: bool = False, has_ended: bool = False) -> dict[str, Any]:
         """Returns the state of the epoch after a number of micro-batches, see `Progress.state_dict`."""
         begun = [part for part in self._parts if part.counted <= micro_batches] or self._parts[:1]
         return begun[-1].state_dict(micro_batches, is_over, has_ended)
 
     def __iter__(self) -> Iterator[MicroBatch]:
+        if self.is_started:
+            self._begin(self._start)
         self.is_started, self._goes_on = True, False
-        part = 0
-        while part < len(self._parts):  # a part may be added meanwhile
-            progress = self._parts[part]
+        progress: Progress | None = self._parts[0]
+        while progress is not None:
+            self._plan_ahead(progress)
             for micro_batch in progress.plan.micro_batches_of(self._dp_rank, progress.done - progress.counted):
-                if part + 1 < len(self._parts) and self.taken == self._parts[part + 1].counted:
+                following = self._after(progress)  # may be added meanwhile
+                if following is not None and self.taken == following.counted:
                     break
                 self.taken += 1
                 yield micro_batch
-            part += 1
+            following = self._after(progress)
+            if following is None and not progress.plan.ends_epoch:
+                following = self._enter_next_window()
+            progress = following
 
     def __len__(self) -> int:
         return len(self.progress)
 
     def _begin(self, progress: Progress) -> None:
-        self._parts = [progress]
+        self._start: Progress = progress
+        self._parts: list[Progress] = [progress]
         self.taken = progress.done
+
+    def _after(self, progress: Progress) -> Progress | None:
+        """The part that follows one, if it is known yet."""
+        return next((part for part in self._parts if part.counted > progress.counted), None)
+
+    def _plan_ahead(self, progress: Progress) -> None:
+        """Begins to plan the window behind the last part, unless that has begun or there is none."""
+        if progress is self.progress and not progress.plan.ends_epoch:
+            make = partial(progress.next_window, self.planner)
+            self._ahead = progress, InBackground(make, "The plan of the next window")
+
+    def _plan_up_to(self, micro_batches: int) -> None:
+        """Adds windows until one holds the micro-batch with this number, counted from 0."""
+        while self.progress.end <= micro_batches and not self.plan.ends_epoch:
+            self._enter_next_window()
+
+    def _enter_next_window(self) -> Progress:
+        """Adds the window behind the last part, as it was planned ahead if nothing has changed since."""
+        last, ahead = self.progress, self._ahead
+        self._ahead = None
+        is_valid = ahead is not None and ahead[0] is last
+        following = ahead[1].result() if ahead and is_valid else last.next_window(self.planner)
+        if self._on_begin is None:
+            self._parts.clear()
+        self._parts.append(following)
+        return following
 
 
 class PlannedLoader:

@@ -4,6 +4,9 @@ Samples count as consumed when their optimizer step is done, not when they are r
 names what the plan began with, how many of its steps are done, and which draws are done with them. A run that goes on
 with the same settings plans the same plan and leaves these steps out; a run with other settings (ranks, micro-batches,
 budget, balance) plans what is left of the epoch anew. Either is as fast at the end of an epoch as at its beginning.
+
+Where epochs are planned in windows, all of this holds for a window and what it carries. What came before is done, and
+what comes later is not: a run may go on with windows of another size, from the next window on, or with none.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan
+from lightning_videoscale.data.planning.windows import Window
 
-_VERSION = 2
+_VERSION, _OF_WINDOWS = 2, 3
+"""Of a state of a whole epoch, and of a window's, which earlier releases would take for one."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,8 @@ class Progress:
 
     Attributes:
         epoch: Number of the epoch.
-        plan: The plan of it, or of what was left of it.
-        begun: (draws,) what of the epoch was done before this plan; None: nothing.
+        plan: The plan of it or of a window of it, or of what was left of either.
+        begun: (draws,) what of the plan's draws was done before it; None: nothing.
         counted: Micro-batches that each rank had trained in this epoch before this plan; a multiple of those of a step.
         steps: Steps of the plan that are done.
         trained_as: The epoch as the Trainer counts it. It goes ahead of ``epoch`` where a run was stopped within an
@@ -47,7 +52,8 @@ class Progress:
     @classmethod
     def start(cls, planner: BucketPlanner, epoch: int, trained_as: int | None = None) -> Progress:
         """The beginning of an epoch, which the Trainer counts by the same number if none is given."""
-        return cls(epoch, planner.plan(epoch), trained_as=epoch if trained_as is None else trained_as)
+        started = cls(epoch, planner.plan(epoch), trained_as=epoch if trained_as is None else trained_as)
+        return started._or_next(planner)
 
     @classmethod
     def resume(cls, planner: BucketPlanner, state: Mapping[str, Any]) -> Progress:
@@ -60,23 +66,33 @@ class Progress:
         Raises:
             ValueError: If the state is of another version.
         """
-        if state["version"] != _VERSION:
+        if state["version"] not in (_VERSION, _OF_WINDOWS):
             raise ValueError(
-                f"The checkpoint's data state has version {state['version']}, this release reads {_VERSION}."
+                f"The checkpoint's data state has version {state['version']}, this release reads {_VERSION} and "
+                f"{_OF_WINDOWS}."
             )
         epoch, draws, trained_as = state["epoch"], state["draws"], state["trained_as"]
         if state["is_over"]:
             return cls.start(planner, epoch + 1, trained_as + 1)
-        done = _unpack(state["done"], draws)
+        done, begun = _unpack(state["done"], draws), _unpack(state["begun"], draws)
+        window = _window_of(state)
+        if window is not None and planner.windows is None:
+            done, begun, window = _of_epoch(window, done), _of_epoch(window, begun), None
+        elif window is None and planner.windows is not None:
+            window = Window(0, draws, draws)
+
+        def planned(before: NDArray[np.bool_] | None, counted: int, steps: int = 0, ahead: int = 0) -> Progress:
+            plan = planner.plan(epoch, before, window)
+            return cls(epoch, plan, before, counted, steps, trained_as + ahead)
+
         if state["has_ended"]:
-            return cls(epoch, planner.plan(epoch, done), done, trained_as=trained_as + 1)
-        begun = _unpack(state["begun"], draws)
-        plan = planner.plan(epoch, begun)
-        if plan.digest == state["plan"]:
-            return cls(epoch, plan, begun, state["counted"], state["steps"], trained_as)
+            return planned(done, 0, ahead=1)._or_next(planner)
+        same = planned(begun, state["counted"], state["steps"])
+        if same.plan.digest == state["plan"]:
+            return same._or_next(planner)
         # Lightning counts the micro-batches of an epoch to know when a step is complete.
         whole_steps = -(-state["micro_batches_done"] // planner.micro_batches)
-        return cls(epoch, planner.plan(epoch, done), done, whole_steps * planner.micro_batches, trained_as=trained_as)
+        return planned(done, whole_steps * planner.micro_batches)._or_next(planner)
 
     def replan(self, planner: BucketPlanner, micro_batches: int) -> Progress | None:
         """The same epoch with another plan, from the first step on that is not begun; None where nothing is left.
@@ -87,10 +103,32 @@ class Progress:
         """
         steps = -(-max(self.done - self.counted, micro_batches - self.counted) // self.micro_batches)
         done = self.plan.done_after(steps)
-        if done.all():
+        if done.all() and self.plan.ends_epoch:
             return None
         counted = self.counted + steps * self.micro_batches
-        return Progress(self.epoch, planner.plan(self.epoch, done), done, counted, trained_as=self.trained_as)
+        plan = planner.plan(self.epoch, done, self.plan.window)
+        return Progress(self.epoch, plan, done, counted, trained_as=self.trained_as)._or_next(planner)
+
+    def next_window(self, planner: BucketPlanner) -> Progress:
+        """The place where this plan's last step is done: the beginning of the next window, with what this one leaves.
+
+        Args:
+            planner: Plans for as many ranks and micro-batches per step; of an epoch that does not end with this plan.
+        """
+        return self._next(planner)._or_next(planner)
+
+    def _next(self, planner: BucketPlanner) -> Progress:
+        assert planner.windows is not None and self.plan.window is not None
+        left = np.flatnonzero(~self.plan.done_after(self.plan.steps))
+        plan = planner.plan(self.epoch, window=planner.windows.after(self.plan.window, left))
+        return Progress(self.epoch, plan, None, self.end, trained_as=self.trained_as)
+
+    def _or_next(self, planner: BucketPlanner) -> Progress:
+        """This place; or that in a later window, where nothing of this one makes a whole step."""
+        place = self
+        while not (place.plan.steps or place.plan.ends_epoch):
+            place = place._next(planner)
+        return place
 
     @property
     def micro_batches(self) -> int:
@@ -102,9 +140,17 @@ class Progress:
         """Micro-batches that each rank has trained in this epoch."""
         return self.counted + self.steps * self.micro_batches
 
+    @property
+    def end(self) -> int:
+        """Micro-batches that each rank has trained in this epoch when this plan's last step is done."""
+        return self.counted + self.plan.steps * self.micro_batches
+
     def __len__(self) -> int:
-        """Micro-batches that each rank trains in this epoch, those before this plan included."""
-        return self.counted + int(self.plan.grid.shape[0]) * self.micro_batches
+        """Micro-batches that each rank trains in this epoch, those before this plan included.
+
+        Those of later windows are estimated. They are at least one step, so that no epoch ends before its last window.
+        """
+        return self.end + self.plan.later_steps * self.micro_batches
 
     def state_dict(self, micro_batches: int, is_over: bool = False, has_ended: bool = False) -> dict[str, Any]:
         """Returns the state after a number of micro-batches; a step that is not complete does not count.
@@ -116,8 +162,11 @@ class Progress:
         """
         steps = max(0, micro_batches - self.counted) // self.micro_batches
         done = self.plan.done_after(steps)
+        window = self.plan.window
+        is_whole = window is None or (window.is_last and not window.first)
         return {
-            "version": _VERSION,
+            "version": _VERSION if is_whole else _OF_WINDOWS,
+            **({} if window is None or is_whole else {"window": _kept(window)}),
             "epoch": self.epoch,
             "trained_as": self.trained_as,
             "draws": len(done),
@@ -126,10 +175,26 @@ class Progress:
             "steps": steps,
             "plan": self.plan.digest,
             "done": _pack(done),
-            "is_over": is_over or bool(done.all()),
+            "is_over": is_over or (self.plan.ends_epoch and bool(done.all())),
             "has_ended": has_ended,
             "micro_batches_done": self.counted + steps * self.micro_batches,
         }
+
+
+def _kept(window: Window) -> dict[str, Any]:
+    return {**window._asdict(), "carried": torch.from_numpy(window.carried)}
+
+
+def _window_of(state: Mapping[str, Any]) -> Window | None:
+    kept = state.get("window")
+    return None if kept is None else Window(**{**kept, "carried": kept["carried"].numpy()})
+
+
+def _of_epoch(window: Window, done: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    """(draws,) what of a whole epoch is done where that of a window is; None: nothing of the window."""
+    of_epoch = np.arange(window.total) < window.last
+    of_epoch[window.draws] = False if done is None else done
+    return of_epoch
 
 
 def _pack(done: NDArray[np.bool_] | None) -> Tensor | None:

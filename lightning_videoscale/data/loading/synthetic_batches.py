@@ -69,8 +69,9 @@ class RepresentativeBatches:
 
     def _read(self, cell: Cell) -> dict[str, Any]:
         shape_id = self._table.shapes.index(cell.shape)
-        row = int((self._table.shape_id == shape_id).argmax())
-        batch = self._reader[MicroBatch((row,), _meta(cell, 1), (float(self._table.start[row]),))]
+        rows = (self._table.shape_id == shape_id).argmax(keepdims=True)
+        numbers, starts = self._table.numbers(rows).tolist(), self._table.start[rows].tolist()
+        batch = self._reader[MicroBatch(tuple(numbers), _meta(cell, 1), tuple(starts))]
         return {name: value[0] for name, value in batch.items() if name not in ("sample_ids", "meta")}
 
 

@@ -85,13 +85,13 @@ def announce_shapes(trainer: pl.Trainer, sampler: PlannedSampler) -> None:
 
     Args:
         trainer: The Trainer.
-        sampler: Of an epoch; the others are taken for alike.
+        sampler: Of an epoch; the others are taken for alike, and so are its windows.
     """
     plan = sampler.plan
     if not isinstance(trainer.strategy, ExpectsShapes) or not plan.grid.size:
         return
     planned = plan.steps * sampler.planner.micro_batches
-    trained = epoch_length(trainer, planned)
+    trained = epoch_length(trainer, planned if plan.ends_epoch else len(sampler))
     lengths = [trainer.max_steps * sampler.planner.micro_batches] if trainer.max_steps >= 0 else []
     lengths += [trainer.max_epochs * trained] if trainer.max_epochs is not None and trainer.max_epochs >= 0 else []
     trainer.strategy.expect_shapes(max(1.0, plan.micro_batches_per_shape * min(lengths, default=math.inf) / planned))
@@ -206,7 +206,12 @@ def replan(trainer: pl.Trainer, sampler: PlannedSampler, planner: BucketPlanner)
     taken = torch.tensor(sampler.taken, device=trainer.strategy.root_device)
     sampler.replan(planner, int(trainer.strategy.all_gather(taken).max()))
     check_same_plan(trainer, sampler.plan.digest)
-    length = epoch_length(trainer, len(sampler))
+    tell_length(trainer, len(sampler))
+
+
+def tell_length(trainer: pl.Trainer, micro_batches: int) -> None:
+    """Tells a Trainer that the epoch under way has another length; on all ranks at the same micro-batch."""
+    length = epoch_length(trainer, micro_batches)
     set_epoch_length(trainer, length)
     interval: Any = trainer.val_check_interval
     if isinstance(interval, float) and trainer.val_check_batch is not None:

@@ -6,20 +6,16 @@
 - `arrange`: in which step, on which data-parallel rank a micro-batch is trained.
 - `diversity`: how many different shapes meet in a step.
 - `micro_batch`: `MicroBatch` and `BatchMeta`, what the plan says about one.
-- `plan`: `BucketPlanner` and `EpochPlan`, all of it together.
+- `plan`: `BucketPlanner`, all of it together; `epoch_plan`: what it makes, `EpochPlan`.
+- `windows`: an epoch that is not in memory as a whole; `lazy_stream`: the order of its draws.
 - `figures`: how good a plan is.
 - `compute_budget`: which M_comp makes the most of it.
 - `shapes`: what of a clip is read, and how large; `seeded_random`: numbers that are the same on every machine.
 """
 
+from lightning_videoscale.data.planning.epoch_plan import EpochPlan
 from lightning_videoscale.data.planning.micro_batch import MicroBatch
-from lightning_videoscale.data.planning.plan import (
-    Balance,
-    BucketPlanner,
-    EpochPlan,
-    LossNormalization,
-    LossUnit,
-)
+from lightning_videoscale.data.planning.plan import Balance, BucketPlanner, LossNormalization, LossUnit
 from lightning_videoscale.data.planning.table import SampleTable
 
 __all__ = ["Balance", "BucketPlanner", "EpochPlan", "LossNormalization", "LossUnit", "MicroBatch", "SampleTable"]

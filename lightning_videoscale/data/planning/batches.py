@@ -43,6 +43,7 @@ def cut(
     unit_costs: NDArray[np.float64],
     slots: int,
     max_wait: float | None,
+    fill: bool = True,
 ) -> Batches:
     """Cuts a stream of samples into micro-batches, as many as a multiple of ``slots`` where the samples suffice.
 
@@ -53,11 +54,12 @@ def cut(
         slots: Micro-batches of an optimizer step over all ranks.
         max_wait: Steps that the samples of a micro-batch are apart in the stream at most, about. None fills every batch
             however long it takes, and leaves what remains of a bucket to the end.
+        fill: Whether slots of the last step that would stay empty are filled by dividing micro-batches further.
     """
     samples = np.bincount(shape_id, minlength=len(batch_sizes))
     full = -(-samples // batch_sizes)
     wanted = full if max_wait is None else _with_bounded_wait(samples, full, slots, max_wait)
-    counts = _fill_slots(samples, wanted, unit_costs, slots)
+    counts = _fill_slots(samples, wanted, unit_costs, slots) if fill else wanted
 
     shape = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(shape)) - (np.cumsum(counts) - counts)[shape]
@@ -74,6 +76,25 @@ def cut(
     else:
         position = members[starts[:-1]]
     return Batches(members, starts, shape, position / len(members))
+
+
+def whole_steps(batches: Batches, slots: int) -> tuple[Batches, NDArray[np.int64]]:
+    """Leaves out the micro-batches that make no whole step: those that are to be trained last.
+
+    Args:
+        batches: The micro-batches.
+        slots: Those of an optimizer step over all ranks.
+
+    Returns:
+        The others; and what was in those that are left out, ascending positions in the stream.
+    """
+    total = len(batches.sizes)
+    is_kept = np.ones(total, bool)
+    is_kept[np.argsort(batches.position, kind="stable")[total - total % slots :]] = False
+    kept = np.repeat(is_kept, batches.sizes)
+    starts = np.r_[0, np.cumsum(batches.sizes[is_kept])]
+    rest = Batches(batches.members[kept], starts, batches.shape_id[is_kept], batches.position[is_kept])
+    return rest, np.sort(batches.members[~kept])
 
 
 def _with_bounded_wait(

@@ -63,6 +63,7 @@ def try_budgets(planner: BucketPlanner) -> list[TriedBudget]:
     Raises:
         ValueError: If the planner's budget has no M_comp.
     """
+    planner = replace(planner, windows=None)  # its table is a sample
     sampled = replace(planner, table=_sampled(planner), shuffle=False, source_weights=None, redraw=None)
     smallest = planner.budget
     if not isinstance(smallest, BucketBudget):

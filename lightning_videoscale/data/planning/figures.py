@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_videoscale.cost.spread import compute_cv, cv_step
 from lightning_videoscale.data.planning.diversity import diversity
-from lightning_videoscale.data.planning.plan import EpochPlan
+from lightning_videoscale.data.planning.epoch_plan import EpochPlan
 
 
 class StepSpreads(NamedTuple):

@@ -8,11 +8,9 @@ micro-batch in a step; a *draw* is one place in the epoch's stream of samples.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
@@ -21,12 +19,13 @@ from numpy.typing import NDArray
 from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.data.planning.arrange import balanced, in_stream_order
-from lightning_videoscale.data.planning.batches import Batches, cut
+from lightning_videoscale.data.planning.batches import Batches, cut, whole_steps
+from lightning_videoscale.data.planning.epoch_plan import EpochPlan
 from lightning_videoscale.data.planning.layout import Layout
-from lightning_videoscale.data.planning.micro_batch import BatchMeta, MicroBatch
 from lightning_videoscale.data.planning.seeded_random import SeededRandom
 from lightning_videoscale.data.planning.stream import epoch_stream
 from lightning_videoscale.data.planning.table import SampleTable
+from lightning_videoscale.data.planning.windows import EpochWindows, Window
 
 Balance = Literal["planned", "dual_constraint", "equal_token"]
 LossUnit = Literal["sample", "token", "none"]
@@ -46,7 +45,7 @@ def check_settings(**settings: float | str | None) -> None:
     Raises:
         ValueError: If a number is below 1, a share is none, or a word is unknown.
     """
-    counts = {name: int(count) for name in _COUNTS if (count := settings.get(name)) is not None}
+    counts = {name: int(count) for name in (*_COUNTS, "window") if (count := settings.get(name)) is not None}
     if any(count < 1 for count in counts.values()):
         listed = ", ".join(f"{name}={count}" for name, count in counts.items())
         raise ValueError(f"{listed} must be at least 1.")
@@ -57,87 +56,6 @@ def check_settings(**settings: float | str | None) -> None:
     for name in _WORDS.keys() & settings.keys():
         if settings[name] not in get_args(_WORDS[name]):
             raise ValueError(f"{name}={settings[name]!r} must be one of {get_args(_WORDS[name])}.")
-
-
-@dataclass(frozen=True)
-class EpochPlan:
-    """One epoch, or what was left of one.
-
-    Attributes:
-        table: The samples.
-        stream: (draws,) row of the table of every draw of the whole epoch.
-        members: (planned,) draws, micro-batch by micro-batch.
-        starts: (M + 1,) where each micro-batch begins in ``members``.
-        shape_id: (M,) shape of each.
-        cost: (M,) predicted cost of each.
-        filler: (M,) whether a micro-batch only fills a slot that would stay empty.
-        grid: (steps, ranks, micro_batches) numbers of micro-batches.
-        weight: (steps, ranks, micro_batches) loss weights.
-        cost_version: Names the step-time model that predicted the costs; empty where there was none.
-    """
-
-    table: SampleTable
-    stream: NDArray[np.int64]
-    members: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    shape_id: NDArray[np.int64]
-    cost: NDArray[np.float64]
-    filler: NDArray[np.bool_]
-    grid: NDArray[np.int64]
-    weight: NDArray[np.float64]
-    cost_version: str = ""
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps."""
-        return len(self.grid)
-
-    def micro_batches_of(self, dp_rank: int, first: int = 0) -> Iterator[MicroBatch]:
-        """What one data-parallel rank trains on, in order. Equally many for every rank.
-
-        Args:
-            dp_rank: The rank.
-            first: Micro-batches to leave out at the beginning.
-        """
-        places = zip(self.grid[:, dp_rank].flat[first:], self.weight[:, dp_rank].flat[first:], strict=True)
-        return (self._micro_batch(int(number), float(weight)) for number, weight in places)
-
-    @cached_property
-    def micro_batches_per_shape(self) -> float:
-        """How many micro-batches of one shape and batch size a rank trains on, on average over these and the ranks.
-
-        Of a plan that is not empty.
-        """
-        kinds = np.stack([self.shape_id, np.diff(self.starts)], 1)[self.grid]
-        of_ranks = np.moveaxis(kinds, 1, 0).reshape(self.grid.shape[1], -1, 2)
-        return self.grid.size / sum(len(np.unique(of_rank, axis=0)) for of_rank in of_ranks)
-
-    def done_after(self, steps: int) -> NDArray[np.bool_]:
-        """(draws,) which draws of the epoch are done when this plan's first steps are: in them, or not in the plan."""
-        done = np.ones(len(self.stream), bool)
-        ahead = np.setdiff1d(self.grid[steps:], np.flatnonzero(self.filler))
-        sizes = np.diff(self.starts)
-        taken = np.zeros(len(sizes), bool)
-        taken[ahead] = True
-        done[self.members[np.repeat(taken, sizes)]] = False
-        return done
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the whole plan, the same on all ranks or something is wrong."""
-        columns = (self.stream, self.members, self.starts, self.shape_id, self.grid, self.weight)
-        content = hashlib.sha256(repr((self.table.shapes, self.table.sequence_lengths.tolist())).encode())
-        for column in columns:
-            content.update(np.ascontiguousarray(column).tobytes())
-        return content.hexdigest()
-
-    def _micro_batch(self, number: int, weight: float) -> MicroBatch:
-        rows = self.stream[self.members[self.starts[number] : self.starts[number + 1]]]
-        shape_id = int(self.shape_id[number])
-        frames, height, width, _ = self.table.shapes[shape_id]
-        length = int(self.table.sequence_lengths[shape_id])
-        meta = BatchMeta(frames, height, width, length, len(rows), float(self.cost[number]), weight, self.cost_version)
-        return MicroBatch(tuple(rows.tolist()), meta, tuple(self.table.start[rows].tolist()))
 
 
 @dataclass(frozen=True)
@@ -170,6 +88,8 @@ class BucketPlanner:
         min_diversity: Different shapes in a step of ``planned`` over how many random draws would have, in [0, 1]. More
             of them in a step cost differently, so ranks are as equal as this allows. None: equal costs go first, and
             steps are as diverse as they allow, up to 0.8; on many ranks of one micro-batch that may be less.
+        windows: Cuts epochs into windows, so that none is in memory as a whole, and shuffles and mixes as it says; the
+            table is then a sample of what it holds. None: an epoch is planned as a whole.
 
     Raises:
         ValueError: If a number is below 1, ``min_diversity`` is no share, or a word is unknown.
@@ -190,9 +110,15 @@ class BucketPlanner:
     redraw: Callable[[int], SampleTable] | None = None
     max_wait: float = 120.0
     min_diversity: float | None = None
+    windows: EpochWindows | None = None
 
     def __post_init__(self) -> None:
         check_settings(**{name: getattr(self, name) for name in (*_COUNTS, *_SHARES, *_WORDS)})
+
+    @property
+    def unusable(self) -> int:
+        """How many samples cannot be trained on."""
+        return int((self.table.shape_id < 0).sum()) if self.windows is None else self.windows.unusable
 
     def stream(self, epoch: int) -> NDArray[np.int64]:
         """Rows of the table in the order in which an epoch draws them."""
@@ -200,25 +126,58 @@ class BucketPlanner:
             return np.flatnonzero(self.table.shape_id >= 0)
         return epoch_stream(self.table, epoch, self.seed, self.shard_window, self.source_weights)
 
-    def plan(self, epoch: int, done: NDArray[np.bool_] | None = None) -> EpochPlan:
-        """Plans an epoch, or what is left of it.
+    def plan(self, epoch: int, done: NDArray[np.bool_] | None = None, window: Window | None = None) -> EpochPlan:
+        """Plans an epoch or a window of it, or what is left of either.
 
         Args:
             epoch: Its number, from 0.
-            done: (draws,) which draws of the epoch's stream are done already, under whatever settings; None: none.
+            done: (draws,) which draws of the epoch's stream, or of the window's, are done already, under whatever
+                settings; None: none.
+            window: Which part of the epoch; None: the first window, or without windows the whole epoch.
         """
+        if self.windows is not None:
+            return self._plan_window(self.windows, epoch, done, window or self.windows.first())
         if self.redraw is not None:
             return replace(self, table=self.redraw(epoch), redraw=None).plan(epoch, done)
         stream = self.stream(epoch)
-        left = np.arange(len(stream)) if done is None else np.flatnonzero(~done)
         shapes = self.table.shape_id[stream].astype(np.int64)
-        layout = self._laid_out(shapes[left], (self.seed, epoch if self.shuffle else 0, len(left), _ARRANGE))
+        left = np.arange(len(stream)) if done is None else np.flatnonzero(~done)
+        layout = self._laid_out(shapes[left], self._key(epoch, left))
+        is_rest = done is not None and self.loss_normalization == "epoch"
+        normal = self._normal(self._cut(shapes, self._max_wait) if is_rest else layout.batches)
+        return self._planned(stream, left, layout, normal)
+
+    def _plan_window(
+        self, windows: EpochWindows, epoch: int, done: NDArray[np.bool_] | None, window: Window
+    ) -> EpochPlan:
+        content = windows.content(epoch, window)
+        planner = replace(self, table=content.table, windows=None)
+        shapes = content.table.shape_id[content.stream].astype(np.int64)
+        whole = planner._cut(shapes, self._max_wait, fill=False)
+        left = np.arange(len(shapes)) if done is None else np.flatnonzero(~done)
+        key = (*self._key(epoch, left), *([window.first] if window.first else []))
+        left_over, later_steps = np.empty(0, np.int64), 0
+        if window.is_last:
+            layout = planner._laid_out(shapes[left], key)
+        else:
+            batches = whole if done is None else planner._cut(shapes[left], self._max_wait, fill=False)
+            batches, left_over = whole_steps(batches, self._slots)
+            layout = planner._layout(batches, key, is_balanced=self.balance == "planned")
+            to_come = window.total - window.last + len(left_over)
+            later_steps = max(1, round(len(whole.sizes) / self._slots * to_come / len(shapes)))
+        is_all = window.is_last and not window.first and done is None
+        normal = planner._normal(layout.batches) if is_all else self._normal_of_epoch(windows, epoch)
+        plan = planner._planned(content.stream, left, layout, normal)
+        return replace(plan, window=window, left_over=left[left_over], later_steps=later_steps)
+
+    def _planned(
+        self, stream: NDArray[np.int64], left: NDArray[np.int64], layout: Layout, normal: float | None
+    ) -> EpochPlan:
+        """The plan of a layout of the draws that are left of a stream."""
         batches, grid, filler = layout.batches, layout.grid, layout.filler
         sizes, shape_id = batches.sizes[layout.number], batches.shape_id[layout.number]
         fillers = layout.number[filler]
         members = np.concatenate([batches.members, *(_span(batches.starts, batches.members, n) for n in fillers)])
-        amount = self._amounts(sizes, shape_id, filler)[grid]
-        whole = batches if done is None or self.loss_normalization == "step" else self._cut(shapes, self._max_wait)
         return EpochPlan(
             table=self.table,
             stream=stream,
@@ -228,9 +187,12 @@ class BucketPlanner:
             cost=layout.cost,
             filler=filler,
             grid=grid,
-            weight=self._weights(amount, whole),
+            weight=self._weights(self._amounts(sizes, shape_id, filler)[grid], normal),
             cost_version="" if self.step_time is None else self.step_time.version,
         )
+
+    def _key(self, epoch: int, left: NDArray[np.int64]) -> tuple[int, ...]:
+        return self.seed, epoch if self.shuffle else 0, len(left), _ARRANGE
 
     def _laid_out(self, shapes: NDArray[np.int64], key: tuple[int, ...]) -> Layout:
         """Cuts and arranges samples of these shapes, which are in the order of the stream; the key names the draws."""
@@ -251,12 +213,12 @@ class BucketPlanner:
 
     def _layout(self, batches: Batches, key: tuple[int, ...], is_balanced: bool) -> Layout:
         cost = self._costs(batches.sizes, batches.shape_id)
-        fillers = -len(cost) % (self.dp_size * self.micro_batches)
+        fillers = -len(cost) % self._slots
         # The cheapest micro-batch again, at the end: all of its samples count elsewhere.
         number = np.r_[np.arange(len(cost)), np.full(fillers, np.argmin(cost) if fillers else 0)]
         cost, position = cost[number], np.r_[batches.position, np.full(fillers, 1.0)]
         ranks, k, draws = self.dp_size, self.micro_batches, SeededRandom(*key)
-        if not is_balanced:
+        if not is_balanced or not len(cost):
             return Layout(batches, number, cost, in_stream_order(position, ranks, k, draws))
         shape_id = batches.shape_id[number]
         grid = balanced(cost, position, shape_id, ranks, k, self.max_wait, self.min_diversity, draws)
@@ -266,8 +228,13 @@ class BucketPlanner:
     def _max_wait(self) -> float | None:
         return self.max_wait if self.balance == "planned" else None
 
-    def _cut(self, shapes: NDArray[np.int64], max_wait: float | None) -> Batches:
-        return cut(shapes, self.batch_sizes, self._costs(1), self.dp_size * self.micro_batches, max_wait)
+    @property
+    def _slots(self) -> int:
+        """Micro-batches of a step over all ranks."""
+        return self.dp_size * self.micro_batches
+
+    def _cut(self, shapes: NDArray[np.int64], max_wait: float | None, fill: bool = True) -> Batches:
+        return cut(shapes, self.batch_sizes, self._costs(1), self._slots, max_wait, fill)
 
     @property
     def batch_sizes(self) -> NDArray[np.int64]:
@@ -292,21 +259,37 @@ class BucketPlanner:
         tokens = self.table.sequence_lengths[shape_id] if self.loss_weighting == "token" else 1
         return np.where(filler, 0, 1 if self.loss_weighting == "none" else sizes * tokens).astype(np.float64)
 
-    def _weights(self, amount: NDArray[np.float64], whole: Batches) -> NDArray[np.float64]:
-        """Weights of what each slot counts, (steps, ranks, micro_batches); the epoch as a whole says what is normal.
+    def _weights(self, amount: NDArray[np.float64], normal: float | None) -> NDArray[np.float64]:
+        """Weights of what each slot counts, (steps, ranks, micro_batches).
 
         A step's gradient is the mean over its slots of weighted means. Where what counts is divided by its sum over the
         step, that is the mean over the step's samples; but then a sample counts less in a step of many, and steps
         differ in size by what their shapes are. Divided by the same number in every step, no sample counts less.
+
+        Args:
+            amount: (steps, ranks, micro_batches) what each slot counts.
+            normal: What a step counts on average over the epoch; None: what each step does.
         """
         if self.loss_weighting == "none":
             return amount
-        slots = self.dp_size * self.micro_batches
-        normal: NDArray[np.float64] = amount.sum(axis=(1, 2), keepdims=True)
-        if self.loss_normalization == "epoch":
-            normal = self._amounts(whole.sizes, whole.shape_id).sum() / math.ceil(len(whole.sizes) / slots)
-        weights: NDArray[np.float64] = amount * slots / normal
+        sums: NDArray[np.float64] = amount.sum(axis=(1, 2), keepdims=True)
+        weights: NDArray[np.float64] = amount * self._slots / (sums if normal is None else normal)
         return weights
+
+    def _normal(self, whole: Batches) -> float | None:
+        """What a step counts on average, where these are all micro-batches; None where every step counts alike."""
+        if self.loss_normalization == "step":
+            return None
+        total = self._amounts(whole.sizes, whole.shape_id).sum()
+        return float(total / math.ceil(len(whole.sizes) / self._slots))
+
+    def _normal_of_epoch(self, windows: EpochWindows, epoch: int) -> float | None:
+        """The same for an epoch in windows: what a step of its first window counts, for all windows alike."""
+        if self.loss_normalization == "step":
+            return None
+        table, stream = windows.content(epoch, windows.first())
+        planner = replace(self, table=table, windows=None)
+        return planner._normal(planner._cut(table.shape_id[stream].astype(np.int64), self._max_wait))
 
 
 def _span(starts: NDArray[np.int64], members: NDArray[np.int64], number: int) -> NDArray[np.int64]:

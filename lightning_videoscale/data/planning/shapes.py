@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.data.planning.seeded_random import SeededRandom
+from lightning_videoscale.data.planning.seeded_random import RandomOfRows, SeededRandom
 
 _SHAPE_STREAM = 1
 
@@ -129,6 +129,18 @@ class ShapedClips(NamedTuple):
     start: NDArray[np.float64]
 
 
+class TablePart(NamedTuple):
+    """Some samples of a table.
+
+    Attributes:
+        rows: (n,) int64, ascending numbers of them.
+        total: Samples of the whole table.
+    """
+
+    rows: NDArray[np.int64]
+    total: int
+
+
 @dataclass(frozen=True)
 class ShapePolicy:
     """Which shape a clip gets: aspect-preserving area tiers, a frame rate, crops in time, single images.
@@ -180,7 +192,14 @@ class ShapePolicy:
         """Whether the shape of a video or an image is drawn, so that it differs between epochs."""
         return len(self.areas) > 1 or self.crop_share > 0 or self.image_share > 0
 
-    def shape(self, clips: Clips, geometry: ModelGeometry, seed: int = 0, epoch: int = 0) -> ShapedClips:
+    def is_usable(self, clips: Clips, geometry: ModelGeometry) -> NDArray[np.bool_]:
+        """(N,) which clips `shape` gives a shape, in every epoch."""
+        least = np.where(clips.media == Media.LATENTS, 1, geometry.side_multiple)
+        return (clips.num_frames > 0) & (clips.height >= least) & (clips.width >= least)
+
+    def shape(
+        self, clips: Clips, geometry: ModelGeometry, seed: int = 0, epoch: int = 0, part: TablePart | None = None
+    ) -> ShapedClips:
         """Gives every clip its shape, as seed and epoch draw it.
 
         Args:
@@ -188,8 +207,10 @@ class ShapePolicy:
             geometry: Decides what sides and frames are rounded to.
             seed: Seed of all draws.
             epoch: Every epoch draws anew.
+            part: Which samples of a table the clips are: they draw as if the table were drawn for. None: all.
         """
-        draws = SeededRandom(seed, epoch, _SHAPE_STREAM)
+        stream = SeededRandom(seed, epoch, _SHAPE_STREAM)
+        draws = stream if part is None else RandomOfRows(stream, *part)
         is_latents = clips.media == Media.LATENTS
         frames, start = self._frames(clips, geometry, draws)
         height, width = self._sides(clips, geometry, draws)
@@ -205,7 +226,7 @@ class ShapePolicy:
         return ShapedClips(shapes, shape_id, np.where(is_latents, 0.0, start))
 
     def _frames(
-        self, clips: Clips, geometry: ModelGeometry, draws: SeededRandom
+        self, clips: Clips, geometry: ModelGeometry, draws: SeededRandom | RandomOfRows
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Frames of every clip, and the second at which they begin."""
         is_cropped, cropped, is_image, place = (draws.uniform(len(clips)) for _ in range(4))
@@ -222,7 +243,7 @@ class ShapePolicy:
         return frames, place * clips.duration * (1 - frames / np.maximum(available, 1))
 
     def _sides(
-        self, clips: Clips, geometry: ModelGeometry, draws: SeededRandom
+        self, clips: Clips, geometry: ModelGeometry, draws: SeededRandom | RandomOfRows
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Height and width of every clip in its tier."""
         weights = np.asarray(self.weights if self.weights is not None else [1.0] * len(self.areas))

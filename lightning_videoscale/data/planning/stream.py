@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from lightning_videoscale.data.planning.seeded_random import SeededRandom
 from lightning_videoscale.data.planning.table import SampleTable
 
-_ORDER, _MIX = 2, 3
+ORDER, MIX = 2, 3
+"""What names the random numbers of a pass over a dataset, and of how datasets mix."""
 
 
 def draws_per_epoch(table: SampleTable, weights: Sequence[float] | None) -> NDArray[np.int64]:
@@ -25,7 +26,11 @@ def draws_per_epoch(table: SampleTable, weights: Sequence[float] | None) -> NDAr
         ValueError: If there is not one positive weight per dataset, or nothing to draw of one.
     """
     datasets = 1 if weights is None else len(weights)
-    sizes: NDArray[np.int64] = np.bincount(table.source[table.shape_id >= 0], minlength=datasets)
+    return draws_of_sizes(np.bincount(table.source[table.shape_id >= 0], minlength=datasets), weights)
+
+
+def draws_of_sizes(sizes: NDArray[np.int64], weights: Sequence[float] | None) -> NDArray[np.int64]:
+    """The same for datasets of so many samples each, (datasets,); raises as `draws_per_epoch` does."""
     if weights is None:
         return sizes
     if (empty := np.flatnonzero(sizes == 0)).size:
@@ -58,7 +63,7 @@ def epoch_stream(
         rows = np.flatnonzero((table.source == source) & (table.shape_id >= 0))
         parts.append(_walk(rows, table.shard[rows], (seed, source), epoch * count, count, shard_window))
         # Evenly spread, with a random offset of their own each.
-        places.append((np.arange(count) + SeededRandom(seed, source, epoch, _MIX).uniform(count)) / max(count, 1))
+        places.append((np.arange(count) + SeededRandom(seed, source, epoch, MIX).uniform(count)) / max(count, 1))
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
@@ -76,7 +81,7 @@ def _walk(
     if not count:
         return rows[:0]
     passes = range(first // len(rows), (first + count - 1) // len(rows) + 1)
-    orders = [rows[_shuffled(shard, SeededRandom(*key, number, _ORDER), shard_window)] for number in passes]
+    orders = [rows[_shuffled(shard, SeededRandom(*key, number, ORDER), shard_window)] for number in passes]
     skipped = first - passes[0] * len(rows)
     return np.concatenate(orders)[skipped : skipped + count]
 

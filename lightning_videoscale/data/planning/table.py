@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.data.planning.shapes import Clips, ClipShape, ShapePolicy
+from lightning_videoscale.data.planning.shapes import Clips, ClipShape, ShapePolicy, TablePart
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class SampleTable:
         shard: (N,) integers, the shard that holds it; samples of one shard are read together.
         source: (N,) integers, the dataset that it belongs to, for mixing.
         start: (N,) float64, second at which reading a clip begins.
+        rows: (N,) ascending, the number of each sample in the index, where the table is a part of it; None: its place.
     """
 
     shapes: tuple[ClipShape, ...]
@@ -31,6 +32,7 @@ class SampleTable:
     shard: NDArray[np.int32]
     source: NDArray[np.int32]
     start: NDArray[np.float64]
+    rows: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         if len(self.shapes) != len(self.sequence_lengths):
@@ -68,6 +70,7 @@ class SampleTable:
         seed: int = 0,
         shard: NDArray[np.int32] | None = None,
         epoch: int = 0,
+        part: TablePart | None = None,
     ) -> SampleTable:
         """The samples in the shapes that they are trained in.
 
@@ -78,17 +81,23 @@ class SampleTable:
             seed: Seed of the policy's draws.
             shard: (N,) numbers of their shards; None: one.
             epoch: Every epoch draws anew.
+            part: Which samples of a larger table these are, with the draws that they have there; None: they are all.
 
         Raises:
             ValueError: If latents cannot be cut into whole patches.
         """
-        shaped = policy.shape(clips, geometry, seed, epoch)
+        shaped = policy.shape(clips, geometry, seed, epoch, part)
         frames, height, width, latents = np.array(shaped.shapes, np.int64).reshape(-1, 4).T
         lengths = geometry.sequence_length(frames, height, width, latents=latents.astype(bool))
-        return cls.create(shaped.shapes, lengths, shaped.shape_id, shard, clips.source, shaped.start)
+        table = cls.create(shaped.shapes, lengths, shaped.shape_id, shard, clips.source, shaped.start)
+        return table if part is None else replace(table, rows=part.rows)
 
     def __len__(self) -> int:
         return len(self.shape_id)
+
+    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the numbers in the index of some rows of this table."""
+        return rows if self.rows is None else self.rows[rows]
 
     def samples_by_length(self) -> dict[int, int]:
         """Returns how many samples there are by their tokens; those that are left out are none."""

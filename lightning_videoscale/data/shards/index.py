@@ -92,6 +92,11 @@ class ShardIndex:
         """(N,) int32, the number of each sample's shard."""
         return np.repeat(np.arange(len(self.shards), dtype=np.int32), np.diff(self._starts))
 
+    @property
+    def shard_ends(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """(shards,) int64, how many samples there are up to the end of each shard."""
+        return self._starts[1:]
+
     def first_sample(self, shard: int) -> int:
         """The first sample of a shard."""
         return int(self._starts[shard])

@@ -152,6 +152,18 @@ class Samples(Sequence[Sample]):
         columns = {name: self._column(name) for name in _CLIP_COLUMNS}
         return Clips(**columns, source=np.broadcast_to(np.int32(0), len(self)))
 
+    def clips_at(self, rows: NDArray[np.int64]) -> Clips:
+        """The same of some ascending rows, (n,), copied; of the other rows nothing is read."""
+        begins = np.cumsum([0, *(last - first for _, first, last in self._runs)])
+        cuts = np.searchsorted(rows, begins)
+        found: dict[str, Any] = {name: np.empty(len(rows), getattr(_NONE, name).dtype) for name in _CLIP_COLUMNS}
+        for number in np.flatnonzero(np.diff(cuts)).tolist():
+            columns, first, _ = self._runs[number]
+            here = slice(cuts[number], cuts[number + 1])
+            for name, column in found.items():
+                column[here] = getattr(columns, name)[rows[here] - begins[number] + first]
+        return Clips(**found, source=np.zeros(len(rows), np.int32))
+
     def with_member(self, names: Container[str]) -> NDArray[np.bool_]:
         """(N,) bool, which samples of a shard have a member of one of these extensions."""
         columns, extensions = self.columns(), self.extensions
@@ -210,11 +222,15 @@ class Samples(Sequence[Sample]):
         return piece, row + piece.last - self._ends[number]
 
     def _column(self, name: str) -> NDArray[Any]:
-        parts = [getattr(columns, name)[first:last] for columns, first, last in self._runs()]
+        parts = [getattr(columns, name)[first:last] for columns, first, last in self._runs]
         return parts[0] if len(parts) == 1 else np.concatenate([getattr(_NONE, name), *parts])
 
-    def _runs(self) -> Iterator[tuple[Columns, int, int]]:
+    @cached_property
+    def _runs(self) -> tuple[tuple[Columns, int, int], ...]:
         """The pieces, those that are neighbours in their columns as one."""
+        return tuple(self._joined())
+
+    def _joined(self) -> Iterator[tuple[Columns, int, int]]:
         run: tuple[Columns, int, int] | None = None
         for columns, first, last, _ in self._pieces:
             if run is not None and run[0] is columns and run[2] == first:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.chains import Chain, chain_of, newest, train
+from tests.data.chains import Chain, chain_of, in_windows, newest, train
 from tests.data.clips import write_shards
 from tests.data.killing import Processes
 from tests.data.ledger import check_at_most_once, check_evenly, check_once, check_steps, lineage
@@ -15,6 +15,7 @@ from tests.data.ledger import check_at_most_once, check_evenly, check_once, chec
 SAMPLES = 61
 QUICK = (4, 8, 9, 13)  # went wrong while Lightning's counters were trusted
 QUICK_KILLS = 5  # with sequence-parallel groups and a change of strategy
+QUICK_WINDOWS = (2, 9)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Checkpoint directory", "ignore:Be aware that when using `ckpt_path`", "ignore:The dirpath has changed"
@@ -62,6 +63,17 @@ def test_many_runs_that_end_anywhere(tmp_path: Path, seed: int) -> None:
     run_chain(tmp_path, chain_of(seed), in_this_process)
 
 
+@pytest.mark.parametrize("seed", QUICK_WINDOWS)
+def test_runs_in_windows_that_end_anywhere(tmp_path: Path, seed: int) -> None:
+    run_chain(tmp_path, in_windows(chain_of(seed)), in_this_process)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", sorted({*range(120)} - {*QUICK_WINDOWS}))
+def test_many_runs_in_windows_that_end_anywhere(tmp_path: Path, seed: int) -> None:
+    run_chain(tmp_path, in_windows(chain_of(seed)), in_this_process)
+
+
 def test_ranks_that_are_killed(tmp_path: Path) -> None:
     run_chain(tmp_path, chain_of(QUICK_KILLS, processes=True), Processes().train)
 
@@ -70,3 +82,9 @@ def test_ranks_that_are_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", sorted({*range(20)} - {QUICK_KILLS}))
 def test_many_ranks_that_are_killed(tmp_path: Path, seed: int) -> None:
     run_chain(tmp_path, chain_of(seed, processes=True), Processes().train)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(20))
+def test_many_ranks_in_windows_that_are_killed(tmp_path: Path, seed: int) -> None:
+    run_chain(tmp_path, in_windows(chain_of(seed, processes=True)), Processes().train)

@@ -1,0 +1,71 @@
+"""What a Trainer is told where one window of an epoch ends and the next begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from typing_extensions import override
+
+from lightning_videoscale.data.loading.consistency import check_same_plan
+from lightning_videoscale.data.loading.data_warnings import warn_of_oversized
+from lightning_videoscale.data.loading.loader import PlannedSampler
+from lightning_videoscale.data.loading.trainer import tell_length
+from lightning_videoscale.data.planning.windows import Window
+
+
+class WindowFollower(pl.Callback):
+    """Follows the training from window to window, on all ranks at the same micro-batch.
+
+    Ranks read ahead, each a little differently, and so come to the next window's plan at different times. How long the
+    epoch is decides when to validate and where to stop, so a Trainer may learn it only where its rank trains. Here the
+    ranks also compare their plans: the first of another kind would be a collective that not all of them begin.
+    """
+
+    def __init__(self) -> None:
+        self._sampler: PlannedSampler | None = None
+        self._window: Window | None = None
+        self._longest = 0
+
+    def follow(self, sampler: PlannedSampler) -> None:
+        """Follows an epoch from now on."""
+        self._sampler, self._window = sampler, sampler.plan.window
+        self._longest = int(sampler.planner.table.sequence_lengths.max())
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forgets the run before: the next one may be of other data."""
+        self._sampler = None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        """Turns to the next window where the last micro-batch of one is trained.
+
+        Raises:
+            ValueError: On every rank, if any has planned another window than rank 0.
+            RuntimeError: If the window could not be planned; with the cause.
+        """
+        if self._sampler is None:
+            return
+        place = self._sampler.reach(batch_idx + 1)
+        if place.plan.window is self._window:
+            return
+        self._window = place.plan.window
+        check_same_plan(trainer, place.plan.digest)
+        tell_length(trainer, len(place))
+        if (longest := int(place.plan.table.sequence_lengths.max())) > self._longest:
+            self._longest = longest
+            warn_of_oversized(place.plan.table, self._sampler.planner.budget)
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> WindowFollower:
+        """The one of a Trainer, which is added where there is none."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        found = next((callback for callback in callbacks if isinstance(callback, cls)), None)
+        if found is None:
+            found = cls()
+            callbacks.insert(0, found)  # who saves a checkpoint comes after, and finds the same place on all ranks
+        return found
