@@ -117,7 +117,7 @@ def _single(
     length = encoder_hidden_states.shape[1]
     joined = torch.cat([encoder_hidden_states, hidden_states], dim=1)
     (modulation,) = _embedded(self.norm, temb, joined, 1)
-    attend = partial(_attended, self.attn, image_rotary_emb=image_rotary_emb)
+    attend = partial(attended, self.attn, image_rotary_emb=image_rotary_emb)
     joined = clipped(side_by_side(self, modulation, joined, attend))
     return joined[:, :length], joined[:, length:]
 
@@ -158,9 +158,10 @@ def clipped(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype is torch.float16 else x
 
 
-def _attended(attn: Any, y: Tensor, **named: Any) -> Tensor:
-    attended: Tensor = attn(hidden_states=y, **named)
-    return attended
+def attended(attn: Any, y: Tensor, **named: Any) -> Tensor:
+    """What the attention of a block of one stream makes of y, (B, S, D)."""
+    output: Tensor = attn(hidden_states=y, **named)
+    return output
 
 
 def _embedded(norm: Any, temb: Tensor, x: Tensor, branches: int) -> list[Modulation]:

@@ -104,6 +104,7 @@ FUSED = (
     *cosmos.FAMILIES,
     *sd3.FAMILIES,
     *flux.FAMILIES,
+    *chroma.FAMILIES,
     *qwen_image.FAMILIES,
     *wan.FAMILIES,
 )
