@@ -25,6 +25,7 @@ from tests.distributed.families import (
     cosmos,
     easyanimate,
     flux,
+    flux2,
     hunyuan_video,
     kandinsky,
     ltx,
@@ -32,6 +33,7 @@ from tests.distributed.families import (
     qwen_image,
     sd3,
     wan,
+    z_image,
 )
 from tests.distributed.families.harness import Case, Family, lifted_casts
 from tests.distributed.families.harness import run as outputs_and_loss
@@ -41,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     **cogvideox.FAMILIES,
     **chroma.FAMILIES,
     **flux.FAMILIES,
+    **flux2.FAMILIES,
     **hunyuan_video.FAMILIES,
     **ltx.FAMILIES,
     **mochi.FAMILIES,
@@ -49,6 +52,7 @@ FAMILIES: dict[str, Family] = {
     **qwen_image.FAMILIES,
     **sd3.FAMILIES,
     **wan.FAMILIES,
+    **z_image.FAMILIES,
 }
 CASES = [(name, place) for name, family in FAMILIES.items() for place in range(len(family.variants))]
 FIRST = [(name, 0) for name in FAMILIES]
@@ -80,8 +84,15 @@ BLOCKS = {
     "cosmos": {"CosmosTransformerBlock": 2, "Attention": 4},
     "flux": {"FluxTransformerBlock": 2, "FluxSingleTransformerBlock": 2, "FluxAttention": 4},
     "chroma": {"ChromaTransformerBlock": 2, "ChromaSingleTransformerBlock": 2, "FluxAttention": 4},
+    "flux2": {
+        "Flux2TransformerBlock": 2,
+        "Flux2SingleTransformerBlock": 2,
+        "Flux2Attention": 2,
+        "Flux2ParallelSelfAttention": 2,
+    },
     "qwen_image": {"QwenImageTransformerBlock": 2, "Attention": 2},
     "sd3": {"JointTransformerBlock": 3, "Attention": 5},
+    "z_image": {"ZImageTransformerBlock": 4, "Attention": 4},
     "wan": {"WanTransformerBlock": 2, "WanAttention": 4, "WanTimeTextImageEmbedding": 1},
     "wan_vace": {
         "WanVACETransformerBlock": 2,
@@ -225,7 +236,7 @@ def errors(name: str, place: int, *, autocast: bool) -> tuple[float, float]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             (outputs, gradients), (fused_outputs, fused_gradients) = run(eager, inputs), run(fused, inputs)
         if not autocast and name not in ROUNDED_ONCE:
-            with layer_norms_in_float32(), torch.no_grad():
+            with layer_norms_in_float32():
                 assert all(map(torch.equal, fused_outputs, outputs_and_loss(eager, inputs)[0]))
         for got, wanted, correct in zip(fused_outputs, outputs, exact_outputs, strict=True):
             assert got.dtype is wanted.dtype

@@ -30,4 +30,5 @@ def inputs(
     return given | ids | {"guidance": torch.full((batch,), 3.5) if guidance else None}
 
 
-FAMILIES = {"flux2": Family(build, inputs, [{}, {"guidance": False}])}
+# With larger weights, gradients of one batch in thirty are so sensitive that rounding to bfloat16 changes them by a tenth.
+FAMILIES = {"flux2": Family(build, inputs, [{}, {"guidance": False}], spread=0.2)}
