@@ -117,9 +117,7 @@ def gradient_errors(got: Outcome, expected: Outcome) -> list[float]:
 
 
 def check(ranks: Ranks, backend: str, case: Case) -> None:
-    """ZeRO rounds parameters to float32 after a step. Where that alone moves later gradients by more than the tolerance,
-    ZeRO on one device shows it.
-    """
+    """ZeRO rounds parameters to float32 after a step: where that moves gradients, one device has the same errors."""
     (expected,) = ranks(1).run(train, case, "ddp")
     tolerance = 1e-6 if backend == "zero3" else 1e-10
     everyone = ranks(case.ranks).run(train, case, backend)
