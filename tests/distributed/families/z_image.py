@@ -12,10 +12,13 @@ from torch import Tensor
 from tests.distributed.families.harness import Family
 
 
+WIDTH = 4 * 32  # on a CPU the product of fewer complex numbers than heads of 32 have is rounded in another way
+
+
 def build(omni: bool = False, refiners: int = 1, **_: Any) -> ZImageTransformer2DModel:
     model = ZImageTransformer2DModel(
         in_channels=4,
-        dim=128,  # on a CPU the product of fewer complex numbers is rounded in another way
+        dim=WIDTH,
         n_layers=2,
         n_refiner_layers=refiners,
         n_heads=4,
@@ -25,7 +28,7 @@ def build(omni: bool = False, refiners: int = 1, **_: Any) -> ZImageTransformer2
         axes_dims=[16, 8, 8],
         axes_lens=[1024, 64, 64],
     )
-    model.t_embedder = TimestepEmbedder(128, 8, 8)  # it is 1024 wide in models of any size, and modulation as large
+    model.t_embedder = TimestepEmbedder(WIDTH, 8, 8)  # it is 1024 wide in models of any size, and modulation as large
     return model
 
 
@@ -58,7 +61,7 @@ def inputs(
                 padded((side + more) * side * frames) + padded(len(caption))
                 for more, caption in zip(tall, captions, strict=True)
             ]
-            given["controlnet_block_samples"] = {1: torch.randn(batch, max(lengths), 128)}
+            given["controlnet_block_samples"] = {1: torch.randn(batch, max(lengths), WIDTH)}
         return given
     return given | {
         "x": [[image(1, 2, 0), image(frames, side, more)] for more in tall],
