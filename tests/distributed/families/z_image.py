@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests.distributed.families.harness import Family
 
-
 WIDTH = 4 * 32  # on a CPU the product of fewer complex numbers than heads of 32 have is rounded in another way
 
 
