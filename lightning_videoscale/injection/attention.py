@@ -163,17 +163,7 @@ class Projected(NamedTuple):
 
 
 def projected(
-    attn: Any,
-    tokens: Tensor,
-    source: Tensor | None = None,
-    *,
-    linears: Sequence[str] = _LINEARS,
-    norms: tuple[str, str] = _PAIRS[0],
-    per_head: bool = True,
-    rounding: HeadRounding = "fp32_once",
-    rope: tuple[Tensor, Tensor] | None = None,
-    rope_layout: RopeLayout = "interleaved",
-    start: int = 0,
+    attn: Any, tokens: Tensor, source: Tensor | None = None, *, linears: Sequence[str] = _LINEARS, **how: Any
 ) -> Projected:
     """Projects a sequence to queries, keys and values, of which the first two are normalised and rotated.
 
@@ -182,6 +172,40 @@ def projected(
         tokens: (B, S, D), the source of the queries.
         source: (B, T, D), that of keys and values; None: the same.
         linears: Of query, key and value.
+        **how: As `normed` takes it by name.
+    """
+    of_query, of_key, of_value = (getattr(attn, name) for name in linears)
+    idle = getattr(attn, how.get("norms", _PAIRS[0])[0], None) is None and how.get("rope") is None
+    taken = not idle and changed_linear(of_query) is None and changed_linear(of_key) is None
+    if taken and source is None and changed_linear(of_value) is None:
+        weights = of_query.weight, of_key.weight, of_value.weight
+        biases = _detached(of_query.bias), _detached(of_key.bias), of_value.bias
+        projections = qkv_linear(tokens, weights, biases)
+    else:
+        source = tokens if source is None else source
+        called = without_bias_gradient if taken else nn.Module.__call__
+        projections = called(of_query, tokens), called(of_key, source), of_value(source)
+    return normed(attn, projections, (of_query.bias, of_key.bias) if taken else (None, None), **how)
+
+
+def normed(
+    attn: Any,
+    projections: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    *,
+    norms: tuple[str, str] = _PAIRS[0],
+    per_head: bool = True,
+    rounding: HeadRounding = "fp32_once",
+    rope: tuple[Tensor, Tensor] | None = None,
+    rope_layout: RopeLayout = "interleaved",
+    start: int = 0,
+) -> Projected:
+    """Normalises and rotates queries and keys of a sequence that is projected already.
+
+    Args:
+        attn: The attention, whose children the norms are.
+        projections: Queries, keys and values, (B, S, D) each; at any stride, such as chunks of one projection.
+        biases: Of the Linears of the first two, if they were left detached, see `qk_norm_rope`.
         norms: Of query and key.
         per_head: Whether norms are over each head's channels.
         rounding: The law of the eager code, see `qk_norm_rope`. Under autocast, where eager code leaves norms in
@@ -190,26 +214,15 @@ def projected(
         rope_layout: Likewise.
         start: The first rotated token.
     """
-    of_query, of_key, of_value = (getattr(attn, name) for name in linears)
     norm_q: Any = getattr(attn, norms[0], None)
     norm_k: Any = getattr(attn, norms[1], None)
-    idle = norm_q is None and rope is None
-    taken = not idle and changed_linear(of_query) is None and changed_linear(of_key) is None
-    if taken and source is None and changed_linear(of_value) is None:
-        weights = of_query.weight, of_key.weight, of_value.weight
-        biases = _detached(of_query.bias), _detached(of_key.bias), of_value.bias
-        query, key, value = qkv_linear(tokens, weights, biases)
-    else:
-        source = tokens if source is None else source
-        called = without_bias_gradient if taken else nn.Module.__call__
-        query, key, value = called(of_query, tokens), called(of_key, source), of_value(source)
     heads: int = getattr(attn, "heads", None) or attn.num_heads
-    query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
+    query, key, value = (x.unflatten(2, (heads, -1)) for x in projections)
     if rope is not None and 2 * rope[0].shape[-1] != query.shape[3]:
         raise ValueError(
             f"The rotary tables have {2 * rope[0].shape[-1]} channels for heads of {query.shape[3]} channels."
         )
-    if idle:
+    if norm_q is None and rope is None:
         return Projected(lambda: (query, key), value)
     settings: dict[str, Any] = {"norm": "none"}
     if norm_q is not None:
@@ -219,8 +232,7 @@ def projected(
         settings["q_weight"], settings["k_weight"] = settings.pop("weight"), norm_k.weight
         if settings["norm"] == "layer":
             settings["q_bias"], settings["k_bias"] = settings.pop("bias"), norm_k.bias
-    if taken:
-        settings |= {"q_proj_bias": of_query.bias, "k_proj_bias": of_key.bias}
+    settings["q_proj_bias"], settings["k_proj_bias"] = biases
     return Projected(
         partial(
             run_norm,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 
 from lightning_videoscale.compat.diffusers import declare_as
 from lightning_videoscale.families import class_path
-from lightning_videoscale.injection.methods import difference, replacement_of
+from lightning_videoscale.injection.methods import difference, replacement_of, source_hash
 from lightning_videoscale.injection.modulation import GroupedModulation
 from lightning_videoscale.injection.parts import Part, changed_part, object_to_parts
 
@@ -41,6 +43,8 @@ class FusedBlock:
         known_forwards: `source_hash` of every original forward that the new one stands for; as a mapping, each with
             the releases that have it, for the report. None means whatever the class's body says, for classes whose code
             you own; a decorated forward must be named.
+        helpers: Functions of the class's module that the original forward calls, and the new one does the work of, by
+            name (``"Class.method"`` too), each with its `source_hash`.
         parts: The norms that the new forward does the work of. Where one has changed, the original is called.
         objection: Returns why else one block cannot be replaced, None if it can.
         is_meant: Whether a module of that class is such a block at all, where one class has many uses; the others are
@@ -60,6 +64,7 @@ class FusedBlock:
     forward: Callable[..., Any]
     what: str
     known_forwards: Collection[str] | None = field(default=None, hash=False)
+    helpers: Mapping[str, str] = field(default_factory=dict, hash=False)
     parts: tuple[Part, ...] = ()
     objection: Callable[[nn.Module], str | None] = _supports_all
     is_meant: Callable[[nn.Module], bool] = _every_one
@@ -79,6 +84,9 @@ class FusedBlock:
                 return f"its forward was replaced by {replacement}; known_forwards may name it by its source_hash"
         elif (other := difference(cls, "forward", self.known_forwards)) is not None:
             return f"its forward {other}" if replacement is None else f"its forward was replaced by {replacement}"
+        for name, expected in self.helpers.items():
+            if source_hash(attrgetter(name)(sys.modules[cls.__module__])) != expected:
+                return f"{name}, which its forward calls, is not the one that the fused forward was written for"
         return self.objection(module) or object_to_parts(module, self.parts)
 
 

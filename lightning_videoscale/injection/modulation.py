@@ -106,11 +106,13 @@ def per_sample(embedded: Tensor, branches: int, batch_size: int) -> list[Modulat
     """Returns the modulations that one Linear made of the timestep.
 
     Args:
-        embedded: (B, n · 3 · D): shift, scale and gate of each branch in turn; B may be 1 for all.
+        embedded: (B, n · 3 · D): shift, scale and gate of each branch in turn; or (B, S, n · 3 · D) of each token. B
+            may be 1 for all.
         branches: n.
         batch_size: B.
     """
-    parts = embedded.unsqueeze(1).expand(batch_size, -1, -1).chunk(3 * branches, dim=-1)
+    per_token = embedded.unsqueeze(1) if embedded.ndim == 2 else embedded
+    parts = per_token.expand(batch_size, -1, -1).chunk(3 * branches, dim=-1)
     return [_modulation(parts[i : i + 3]) for i in range(0, 3 * branches, 3)]
 
 
@@ -155,9 +157,18 @@ def per_index(embedded: Tensor, index: Tensor, branches: int, batch_size: int) -
         batch_size: B.
     """
     entries = embedded.unflatten(0, (2, -1)).expand(-1, batch_size, -1).flatten(0, 1)
-    which = torch.arange(batch_size, device=index.device)[:, None] + batch_size * (index != 0)
-    parts, which = entries.chunk(3 * branches, dim=-1), which.int()
+    parts, which = entries.chunk(3 * branches, dim=-1), one_of_two(index != 0, batch_size)
     return [_modulation(parts[i : i + 3], which=which) for i in range(0, 3 * branches, 3)]
+
+
+def one_of_two(second: Tensor, batch_size: int) -> Tensor:
+    """Returns the entries of tokens, (B, S), among (2 · B): all samples' first ones and then all second ones.
+
+    Args:
+        second: (B or 1, S) booleans: whether a token has its sample's second entry.
+        batch_size: B.
+    """
+    return (torch.arange(batch_size, device=second.device)[:, None] + batch_size * second).int()
 
 
 def _modulation(

@@ -34,7 +34,8 @@ def _mochi_rms_norm(norm: Any) -> str | None:
     return None if len(norm.dim) == 1 else f"is not over the channels, but has a weight of {tuple(norm.dim)}"
 
 
-def _without_labels(norm: Any) -> str | None:
+def without_labels(norm: Any) -> str | None:
+    """What an adaptive norm of diffusers must not have: embeddings of its own."""
     return None if norm.emb is None else "embeds timesteps and labels itself"
 
 
@@ -60,7 +61,7 @@ ADA_LAYER_NORM_ZERO = Kind(
     f"{_DIFFUSERS}.AdaLayerNormZero",
     "diffusers' AdaLayerNormZero",
     {"fce0db0cb7df22ad-5dd4a32628f1a29db4": TRIED},
-    _without_labels,
+    without_labels,
 )
 ADA_LAYER_NORM_CONTINUOUS = Kind(
     f"{_DIFFUSERS}.AdaLayerNormContinuous",

@@ -108,6 +108,13 @@ class ResidualStream:
         normed: Tensor = y
         return normed
 
+    def behind(self, branch: Tensor, norm: Any) -> Tensor:
+        """What a RMSNorm behind a branch, in front of its gate, makes of it."""
+        if norm.weight is not None:  # of a branch that autocast made, eager code returns the weight's dtype
+            branch = branch.to(torch.promote_types(branch.dtype, norm.weight.dtype))
+        normed: Tensor = norm_modulate(branch, **of_norm(norm), **self._settings)
+        return normed
+
     def recomputed(self, y: Tensor) -> contextlib.AbstractContextManager[None]:
         """A context for what reads y, the last norm's output: see `lightning_videoscale.kernels.recompute`."""
         return recomputed(y, self._recipe, recompute=self._recompute)

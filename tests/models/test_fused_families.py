@@ -6,21 +6,26 @@ import copy
 import functools
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig
 from torch import Tensor, nn
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.injection.fused_block import fused_block_of
 from tests.distributed.families import (
+    chroma,
     cogvideox,
     cosmos,
     easyanimate,
     flux,
+    flux2,
     hunyuan_video,
     kandinsky,
     ltx,
@@ -28,6 +33,7 @@ from tests.distributed.families import (
     qwen_image,
     sd3,
     wan,
+    z_image,
 )
 from tests.distributed.families.harness import Case, Family, lifted_casts
 from tests.distributed.families.harness import run as outputs_and_loss
@@ -35,7 +41,9 @@ from tests.models import gradient_error
 
 FAMILIES: dict[str, Family] = {
     **cogvideox.FAMILIES,
+    **chroma.FAMILIES,
     **flux.FAMILIES,
+    **flux2.FAMILIES,
     **hunyuan_video.FAMILIES,
     **ltx.FAMILIES,
     **mochi.FAMILIES,
@@ -44,6 +52,7 @@ FAMILIES: dict[str, Family] = {
     **qwen_image.FAMILIES,
     **sd3.FAMILIES,
     **wan.FAMILIES,
+    **z_image.FAMILIES,
 }
 CASES = [(name, place) for name, family in FAMILIES.items() for place in range(len(family.variants))]
 FIRST = [(name, 0) for name in FAMILIES]
@@ -74,8 +83,16 @@ BLOCKS = {
     },
     "cosmos": {"CosmosTransformerBlock": 2, "Attention": 4},
     "flux": {"FluxTransformerBlock": 2, "FluxSingleTransformerBlock": 2, "FluxAttention": 4},
+    "chroma": {"ChromaTransformerBlock": 2, "ChromaSingleTransformerBlock": 2, "FluxAttention": 4},
+    "flux2": {
+        "Flux2TransformerBlock": 2,
+        "Flux2SingleTransformerBlock": 2,
+        "Flux2Attention": 2,
+        "Flux2ParallelSelfAttention": 2,
+    },
     "qwen_image": {"QwenImageTransformerBlock": 2, "Attention": 2},
     "sd3": {"JointTransformerBlock": 3, "Attention": 5},
+    "z_image": {"ZImageTransformerBlock": 4, "Attention": 4},
     "wan": {"WanTransformerBlock": 2, "WanAttention": 4, "WanTimeTextImageEmbedding": 1},
     "wan_vace": {
         "WanVACETransformerBlock": 2,
@@ -192,8 +209,17 @@ def distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return float(off.norm() / torch.stack([g.norm() for g in exact.values()]).norm())
 
 
-LAST_BITS = ("flux", "qwen_image")
-"""Whose outputs in bfloat16 differ in a last bit now and then: LayerNorm rounds one of thousands of channels apart."""
+@contextmanager
+def layer_norms_in_float32() -> Iterator[None]:
+    """On a CPU, torch's LayerNorm in bfloat16 rounds some of ten thousand channels to the other side of float32's."""
+    layer_norm = F.layer_norm
+
+    def wide(x: Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+        affine = (None if p is None else p.float() for p in (weight, bias))
+        return layer_norm(x.float(), shape, *affine, eps).to(x.dtype)
+
+    with patch.object(F, "layer_norm", wide):
+        yield
 
 
 def errors(name: str, place: int, *, autocast: bool) -> tuple[float, float]:
@@ -209,10 +235,11 @@ def errors(name: str, place: int, *, autocast: bool) -> tuple[float, float]:
             exact_outputs, right = run(exact, cast(inputs, torch.float64))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             (outputs, gradients), (fused_outputs, fused_gradients) = run(eager, inputs), run(fused, inputs)
+        if not autocast and name not in ROUNDED_ONCE:
+            with layer_norms_in_float32(), torch.no_grad():
+                assert all(map(torch.equal, outputs_and_loss(fused, inputs)[0], outputs_and_loss(eager, inputs)[0]))
         for got, wanted, correct in zip(fused_outputs, outputs, exact_outputs, strict=True):
-            assert got.dtype is wanted.dtype and (
-                autocast or name in (*ROUNDED_ONCE, *LAST_BITS) or torch.equal(got, wanted)
-            )
+            assert got.dtype is wanted.dtype
             of_outputs[0] += float((got - correct).square().sum())
             of_outputs[1] += float((wanted - correct).square().sum())
         squares[0] += distance(fused_gradients, right) ** 2
@@ -237,6 +264,9 @@ def test_under_autocast_gradients_as_exact(name: str, place: int) -> None:
 def test_everything_else_stays(name: str, place: int) -> None:
     model, inputs = model_of(name, place), inputs_of(name, place)
     expected = run(model, inputs)
+    model.enable_gradient_checkpointing()  # type: ignore[operator]
+    checkpointed = run(model, inputs)  # not the same of Chroma, whose later blocks then get no mask
+    model.disable_gradient_checkpointing()  # type: ignore[operator]
     classes = [type(module) for module in model.modules()]
     state = {path: tensor.data_ptr() for path, tensor in model.state_dict().items()}
     report = inject_fused_kernels(model, recompute_norms=True)
@@ -251,7 +281,7 @@ def test_everything_else_stays(name: str, place: int) -> None:
         assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
         assert_same(twin, inputs, expected)
     model.enable_gradient_checkpointing()  # type: ignore[operator]
-    assert_same(model, inputs, expected)
+    assert_same(model, inputs, checkpointed)
     model.disable_gradient_checkpointing()  # type: ignore[operator]
     report.undo()
     assert [type(module) for module in model.modules()] == classes

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import re
+import sys
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ from lightning_videoscale.injection import inject_fused_kernels
 from tests.models.test_fused_families import assert_same, inputs_of, model_of, run
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux"])
+@pytest.mark.parametrize("name", ["sd3", "flux", "flux2", "chroma"])
 def test_arguments_of_attention_are_not_dropped(name: str) -> None:
     """As IP-adapters and others pass them: the original block gets them, and says that it ran."""
     model, inputs = model_of(name, 0), inputs_of(name, 0) | {"joint_attention_kwargs": {"mine": torch.ones(1)}}
@@ -48,22 +52,59 @@ class Own:
         return self.before(attn, 2 * hidden_states, *args, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image"])
+def give_own_processors(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_processor"):
+            module.set_processor(Own(module.processor))
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "flux2", "chroma", "z_image", "qwen_image"])
 @pytest.mark.parametrize("later", [False, True])
 def test_processors_of_users_are_called(name: str, later: bool) -> None:
     model, inputs = model_of(name, 0), inputs_of(name, 0)
     plain = model_of(name, 0)
     plain.load_state_dict(model.state_dict())
-    plain.set_attn_processor(Own(plain.transformer_blocks[0].attn.processor))  # type: ignore[operator, index, union-attr]
+    give_own_processors(plain)
     expected = run(plain, inputs)
-    own = Own(model.transformer_blocks[0].attn.processor)  # type: ignore[index, union-attr]
     if later:
         inject_fused_kernels(model)
-    model.set_attn_processor(own)  # type: ignore[operator]
+    give_own_processors(model)
     if not later:
         report = inject_fused_kernels(model)
-        assert "Attention" not in {entry.class_name for entry in report.replaced}
+        assert not [entry.class_name for entry in report.replaced if entry.class_name.endswith("Attention")]
     assert_same(model, inputs, expected)
+
+
+@pytest.mark.parametrize(("name", "helper"), [("flux2", "Flux2Modulation.split"), ("z_image", "select_per_token")])
+def test_a_helper_that_was_replaced_is_called(name: str, helper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused forwards do the work of these functions, and must know that it is still theirs."""
+    model, inputs = model_of(name, 1), inputs_of(name, 1)
+    home = sys.modules[type(model).__module__]
+    original = attrgetter(helper)(home)
+    monkeypatch.setattr(f"{home.__name__}.{helper}", lambda first, *others: original(2 * first, *others))
+    expected = run(model, inputs)
+    with pytest.warns(UserWarning, match=rf"{re.escape(helper)}, which its forward calls, is not the one"):
+        report = inject_fused_kernels(model)
+    assert not [entry for entry in report.replaced if entry.class_name.endswith("Block")]
+    assert_same(model, inputs, expected)
+
+
+def test_blocks_of_flux2_take_modulation_of_each_token_and_text_beside_the_image() -> None:
+    """As its cache of reference tokens makes it, and as its blocks may be called by themselves."""
+    plain: Any = model_of("flux2", 0).get_submodule("single_transformer_blocks.0")
+    fused = copy.deepcopy(plain)
+    inject_fused_kernels(fused)
+    given = {"hidden_states": torch.randn(2, 5, 32), "encoder_hidden_states": torch.randn(2, 3, 32)}
+    given |= {"temb_mod": torch.randn(2, 8, 96), "split_hidden_states": True}
+    for got, wanted in zip(fused(**given), plain(**given), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_rotary_tables_of_other_lengths_are_refused() -> None:
+    block: Any = model_of("z_image", 0).get_submodule("layers.0")
+    inject_fused_kernels(block)
+    with pytest.raises(ValueError, match=r"\(2, 5, 128\); got \(2, 4, 16\)"):
+        block(torch.randn(2, 5, 128), None, torch.ones(2, 4, 16, dtype=torch.complex64), torch.randn(2, 128))
 
 
 def test_a_modulation_that_was_replaced_is_called() -> None:

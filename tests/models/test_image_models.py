@@ -79,8 +79,9 @@ def test_flops_of_samples_that_are_padded() -> None:
     text, few, many = 32, 64 * 2, 64 * 5
     whole = flops.per_token * (many - few) + flops.per_pair * ((many + text) ** 2 - (few + text) ** 2)
     counted = forward_flops("z_image", frames=5, batch=1) - forward_flops("z_image", frames=2, batch=1)
-    apart = 4 * 32 * ((many + text) ** 2 - (few + text) ** 2 - many**2 + few**2)  # text and image, in one layer
-    assert counted == pytest.approx(whole / 4 - apart, rel=5e-3)  # by the middle of an MLP, 85 for 85 1/3
+    pairs_of_both = (many + text) ** 2 - (few + text) ** 2 - many**2 + few**2  # text and image, in one layer
+    expected = whole / 4 - 4 * z_image.WIDTH * pairs_of_both
+    assert counted == pytest.approx(expected, rel=5e-3)  # by the middle of an MLP, 341 for 341 1/3
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ All is rounded after every operation, as diffusers' code does. The rotary tables
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -73,18 +74,43 @@ def _attend(
         return attend_jointly(
             self, [projected(self, hidden_states, rope=rope_of(image_rotary_emb, hidden_states))], exchange
         )
-    length = encoder_hidden_states.shape[1]
+    detach_bias = kwargs.get("detach_bias", False)
+    return attend_to_both(
+        self, hidden_states, encoder_hidden_states, image_rotary_emb, exchange, detach_bias=detach_bias
+    )
+
+
+def attend_to_both(
+    attn: Any,
+    image: Tensor,
+    text: Tensor,
+    tables: Rotary,
+    exchange: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    detach_bias: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """An attention of two streams, text first, with projections of their own.
+
+    Args:
+        attn: It.
+        image: (B, S, D).
+        text: (B, T, D).
+        tables: Of all tokens, text first.
+        exchange: As `attend_jointly` has it.
+        detach_bias: As `project_out` has it, of the image's branch.
+
+    Returns:
+        The branch of the image and that of the text.
+    """
+    length = text.shape[1]
     of_text = of_image = None
-    if image_rotary_emb is not None:
-        of_text = rope_of(tuple(table[:length] for table in image_rotary_emb), encoder_hidden_states)  # type: ignore[arg-type]
-        of_image = rope_of(tuple(table[length:] for table in image_rotary_emb), hidden_states)  # type: ignore[arg-type]
-    streams = [
-        projected(self, encoder_hidden_states, rope=of_text, **_OF_TEXT),
-        projected(self, hidden_states, rope=of_image),
-    ]
-    attended = attend_jointly(self, streams, exchange)
-    output = project_out(self, attended[:, length:].contiguous(), detach_bias=kwargs.get("detach_bias", False))
-    return output, self.to_add_out(attended[:, :length].contiguous())
+    if tables is not None:
+        of_text = rope_of(tuple(table[:length] for table in tables), text)  # type: ignore[arg-type]
+        of_image = rope_of(tuple(table[length:] for table in tables), image)  # type: ignore[arg-type]
+    streams = [projected(attn, text, rope=of_text, **_OF_TEXT), projected(attn, image, rope=of_image)]
+    attended = attend_jointly(attn, streams, exchange)
+    output = project_out(attn, attended[:, length:].contiguous(), detach_bias=detach_bias)
+    return output, attn.to_add_out(attended[:, :length].contiguous())
 
 
 def _double(
@@ -117,7 +143,7 @@ def _single(
     length = encoder_hidden_states.shape[1]
     joined = torch.cat([encoder_hidden_states, hidden_states], dim=1)
     (modulation,) = _embedded(self.norm, temb, joined, 1)
-    attend = partial(_attended, self.attn, image_rotary_emb=image_rotary_emb)
+    attend = partial(attended, self.attn, image_rotary_emb=image_rotary_emb)
     joined = clipped(side_by_side(self, modulation, joined, attend))
     return joined[:, :length], joined[:, length:]
 
@@ -141,8 +167,8 @@ def two_streams(
         **named: Further arguments of the attention.
     """
     image, text = (ResidualStream(block, x, rounding="eager") for x in (hidden_states, encoder_hidden_states))
-    streams = (image, block.norm1.norm, of_image[0]), (text, block.norm1_context.norm, of_text[0])
-    attend_between(block.attn, *streams, **named)
+    norm, of_context = (getattr(each, "norm", each) for each in (block.norm1, block.norm1_context))  # in adaptive ones
+    attend_between(block.attn, (image, norm, of_image[0]), (text, of_context, of_text[0]), **named)
     image.branch(block.ff, block.norm2, of_image[1])
     text.branch(block.ff_context, block.norm2_context, of_text[1])
     return clipped(text.end()), image.end()
@@ -158,9 +184,10 @@ def clipped(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype is torch.float16 else x
 
 
-def _attended(attn: Any, y: Tensor, **named: Any) -> Tensor:
-    attended: Tensor = attn(hidden_states=y, **named)
-    return attended
+def attended(attn: Any, y: Tensor, **named: Any) -> Tensor:
+    """What the attention of a block of one stream makes of y, (B, S, D)."""
+    output: Tensor = attn(hidden_states=y, **named)
+    return output
 
 
 def _embedded(norm: Any, temb: Tensor, x: Tensor, branches: int) -> list[Modulation]:

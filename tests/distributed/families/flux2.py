@@ -30,4 +30,5 @@ def inputs(
     return given | ids | {"guidance": torch.full((batch,), 3.5) if guidance else None}
 
 
-FAMILIES = {"flux2": Family(build, inputs, [{}, {"guidance": False}])}
+# With larger weights, rounding to bfloat16 changes the gradients of one batch in thirty by a tenth.
+FAMILIES = {"flux2": Family(build, inputs, [{}, {"guidance": False}], spread=0.2)}

@@ -104,7 +104,10 @@ FUSED = (
     *cosmos.FAMILIES,
     *sd3.FAMILIES,
     *flux.FAMILIES,
+    *flux2.FAMILIES,
+    *chroma.FAMILIES,
     *qwen_image.FAMILIES,
+    *z_image.FAMILIES,
     *wan.FAMILIES,
 )
 
