@@ -1,14 +1,16 @@
 """How long gradients and sharded parameters take between GPUs, and what of it a step shows.
 
-P parameters; n nodes of 8 GPUs; a GPU sends ``link`` bytes a second inside its node and ``network`` to other nodes, by
+P parameters in L layers; n nodes of 8 GPUs; a GPU sends ``link`` bytes a second inside its node and ``network`` to other nodes, by
 an adapter of its own. Collectives are rings that use all adapters of a node, so that a node sends 8 · ``network``. A
-collective takes the slower of the two ways, and 2 · log2(n) messages to begin.
+collective takes the slower of the two ways. DDP's, of 25 MiB each, follow each other closely, and wait for 2 · log2(n)
+messages once.
 
 - DDP: an all-reduce of gradients in float32, 2 · (N - 1) / N · 4 · P bytes, N = 8 · n.
 - FSDP2 with a replica on each node: two gathers of parameters in bfloat16, 2 · 7 / 8 · 2 · P bytes, and a
   reduce-scatter of gradients in float32, 7 / 8 · 4 · P bytes, inside the node; then an all-reduce of each GPU's eighth
   across nodes, 2 · (n - 1) / n · 4 · P / 8 bytes.
-- FSDP2 with one replica: the same gathers and reduce-scatter over all N.
+- FSDP2 with one replica: the same gathers and reduce-scatter over all N, of each layer, by rings through all nodes:
+  3 · L · (n - 1) messages more.
 
 All of it may run beside the step's work, and nothing must: the truth lies between T / max(T, exchange) and
 T / (T + exchange).
@@ -39,7 +41,7 @@ class Exchange(NamedTuple):
     fsdp2: float
 
 
-def exchange(parameters: int, nodes: int, machine: Machine) -> Exchange:
+def exchange(parameters: int, layers: int, nodes: int, machine: Machine) -> Exchange:
     """Returns how long each takes."""
     ranks = GPUS * nodes
     begin = 2 * math.log2(nodes) * machine.message
@@ -56,5 +58,5 @@ def exchange(parameters: int, nodes: int, machine: Machine) -> Exchange:
     return Exchange(
         ddp=collective(2, _SINGLE * parameters, ranks) + begin,
         fsdp2_replica_per_node=sharded(GPUS) + across + begin,
-        fsdp2=sharded(ranks) + begin,
+        fsdp2=sharded(ranks) + 3 * layers * (nodes - 1) * machine.message,
     )

@@ -30,7 +30,7 @@ from lightning_videoscale.parallel.layout import MACHINES, Layer, Layout, Machin
 
 Row = dict[str, Any]
 LENGTHS = (14_040, 32_760, 75_600, 151_200)
-LAYOUTS = ((8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 1, 2))  # ulysses, ring, data parallel
+LAYOUTS = ((8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 1, 2), (8, 2, 1))  # ulysses, ring, data parallel
 JOBS = (8, 16, 64, 256, 1024)
 OF_EXCHANGE = 32_760
 INPUTS = (
@@ -59,7 +59,7 @@ def rest_of_a_step(machine: Machine) -> Rest:
 
 
 def strong_scaling(machine: Machine, rest: Rest) -> list[Row]:
-    """A step on the 8 GPUs of a node, beside one GPU with a clip of its own."""
+    """A step on the 8 GPUs of a node, and of two with a ring between them, beside one GPU with a clip of its own."""
     rows = []
     for model in (WAN_1_3B, WAN_14B_8):
         for tokens in LENGTHS:
@@ -67,12 +67,12 @@ def strong_scaling(machine: Machine, rest: Rest) -> list[Row]:
             choice = choose_layout(GPUS, model.heads, 128, machine, {tokens: 1}).layout
             for ulysses, ring, dp in LAYOUTS:
                 layout = Layout(ulysses, ring)
-                found = step(model, tokens, layout, machine, rest)
+                found = step(model, tokens, layout, machine, rest, GPUS)
                 sp = ulysses * ring
                 rows.append(
                     {
                         "kind": "strong scaling", "model": model.name, "tokens": tokens,
-                        "ulysses": ulysses, "ring": ring, "dp": dp,
+                        "gpus": sp * dp, "ulysses": ulysses, "ring": ring, "dp": dp,
                         "device_ms": round(1e3 * found.device, 1), "host_ms": round(1e3 * found.host, 1),
                         "per_gpu_over_one": round(alone.device / found.device / sp, 3),
                         "per_gpu_over_one_eager": round(alone.eager / found.eager / sp, 3),
@@ -100,7 +100,7 @@ def jobs(machine: Machine, rest: Rest) -> list[Row]:
     for model, ulysses in ((WAN_1_3B, 1), (WAN_14B, GPUS)):
         work = step(model, OF_EXCHANGE, Layout(ulysses, 1), machine, rest).device
         for gpus in JOBS:
-            for name, seconds in exchange(model.parameters, gpus // GPUS, machine)._asdict().items():
+            for name, seconds in exchange(model.parameters, model.layers, gpus // GPUS, machine)._asdict().items():
                 rows.append(
                     {
                         "kind": "exchange", "model": model.name, "ulysses": ulysses, "tokens": OF_EXCHANGE,

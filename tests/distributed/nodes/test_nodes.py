@@ -133,7 +133,7 @@ def test_each_side_of_a_cut_cable_names_the_other(nodes: Nodes, tmp_path: Path) 
     await_pause(nodes, tmp_path)
     *first, second, third = lose(nodes, tmp_path, 0, "cut")
     for output in first:
-        assert "Missing in a collective of ranks [0, 1, 2, 3]: rank 2 (train, micro-batch 2, step 2" in output
+        assert re.search(r"Missing in a collective of ranks .*: rank 2 \(train, .*\), rank 3 \(train, ", output)
     for output in second, third:
         assert "node0 with ranks [0, 1] is lost, or the network to it" in output
 
