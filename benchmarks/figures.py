@@ -314,24 +314,20 @@ def predictions(result: Result) -> None:
         panel.set(xlabel="tokens of the clip", title=f"Predicted: {model}, CUDA graphs", ylim=(0, 1.05))
         panel.axhline(1, color="gray", linewidth=0.8)
         panel.legend(fontsize=7, loc="lower right")
-    scalings[0].set_ylabel("tokens/s of a GPU over one with a clip of its own")
+    scalings[0].set_ylabel("tokens/s of a GPU over one alone")
     rows = [row for row in result["rows"] if row["kind"] == "balance"]
     ranks, counts = (sorted({row[name] for row in rows}) for name in ("ranks", "micro_batches"))
     balances = ("equal_token", "dual_constraint", "planned")
+    found = {(row["balance"], row["micro_batches"], row["ranks"]): row["efficiency"] for row in rows}
     for number, name in enumerate(balances):
         for place, count in enumerate(counts):
-            heights = [
-                next(
-                    r["efficiency"] for r in rows if (r["balance"], r["micro_batches"], r["ranks"]) == (name, count, n)
-                )
-                for n in ranks
-            ]
+            heights = [found[name, count, n] for n in ranks]
             x = np.arange(len(ranks)) + (number - 1) * 0.28 + (place - 1) * 0.085
             style = {"edgecolor": f"C{number}", "facecolor": "none", "hatch": ("//", "xx", "....")[place]}
             balance.bar(x, heights, 0.08, label=f"{name}, K = {count}", **style)
     balance.set_xticks(range(len(ranks)), ranks)
     balance.set(xlabel="data-parallel ranks", title="Simulated: mean / max of the ranks", ylim=(0, 1.05))
-    balance.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    balance.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18))
 
 
 FIGURES: dict[str, Callable[[Result], None]] = {

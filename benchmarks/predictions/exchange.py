@@ -1,9 +1,9 @@
 """How long gradients and sharded parameters take between GPUs, and what of it a step shows.
 
-P parameters in L layers; n nodes of 8 GPUs; a GPU sends ``link`` bytes a second inside its node and ``network`` to other nodes, by
-an adapter of its own. Collectives are rings that use all adapters of a node, so that a node sends 8 · ``network``. A
-collective takes the slower of the two ways. DDP's, of 25 MiB each, follow each other closely, and wait for 2 · log2(n)
-messages once.
+P parameters in L layers; n nodes of 8 GPUs; a GPU sends ``link`` bytes a second inside its node and ``network`` to
+other nodes, by an adapter of its own. Collectives are rings that use all adapters of a node, so that a node sends
+8 · ``network``. A collective takes the slower of the two ways. DDP's, of 25 MiB each, follow each other closely, and
+wait for 2 · log2(n) messages once.
 
 - DDP: an all-reduce of gradients in float32, 2 · (N - 1) / N · 4 · P bytes, N = 8 · n.
 - FSDP2 with a replica on each node: two gathers of parameters in bfloat16, 2 · 7 / 8 · 2 · P bytes, and a
