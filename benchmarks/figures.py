@@ -20,6 +20,7 @@ import numpy as np
 RESULTS = Path(__file__).parent / "results"
 FIGURES_OF_DOCS = Path(__file__).parents[1] / "docs" / "figures"
 GIB = 2**30
+_VARIED = ("mode", "model", "strategy", "layout", "transport", "schedule")
 
 Result = dict[str, Any]
 
@@ -121,12 +122,14 @@ def attention_backends(result: Result) -> None:
 def strong_scaling(result: Result) -> None:
     """Left a step of a clip that all GPUs share, right the throughput of a GPU beside one with a clip of its own."""
     _, panels = plt.subplots(1, 2, figsize=(10, 3.6))
-    rows = [row for row in result["rows"] if row["sp"] > 1]
-    for mode in dict.fromkeys(row["mode"] for row in rows):
-        here = sorted((row for row in rows if row["mode"] == mode), key=lambda row: row["tokens"])
+    rows = [row for row in result["rows"] if row.get("sp", 1) > 1]
+    varied = [name for name in _VARIED if len({row.get(name) for row in rows}) > 1]
+    for setting in dict.fromkeys(tuple(row.get(name) for name in varied) for row in rows):
+        mine = [row for row in rows if tuple(row.get(name) for name in varied) == setting]
+        here = sorted(mine, key=lambda row: row["tokens"])
         tokens = [row["tokens"] for row in here]
         for panel, name in zip(panels, ("step_ms", "per_gpu_over_whole_clips"), strict=True):
-            panel.plot(tokens, [row[name] for row in here], "o-", label=mode)
+            panel.plot(tokens, [row[name] for row in here], "o-", label=", ".join(map(str, setting)))
     lengths = sorted({row["tokens"] for row in rows})
     for panel in panels:
         panel.set_xscale("log")

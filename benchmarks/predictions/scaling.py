@@ -126,9 +126,10 @@ def checks(machine: Machine, rest: Rest, table: Path) -> list[Row]:
         )  # fmt: skip
 
     for row in read("parallel-strong_scaling-h200x2")["rows"]:
-        found = step(WAN_1_3B, row["tokens"], Layout(row["sp"], 1), machine, rest)
+        layout = Layout(row.get("ulysses", row["sp"]), row.get("ring", 1))
+        found = step(WAN_1_3B, row["tokens"], layout, machine, rest)
         milliseconds = 1e3 * (found.device if row["mode"] == "graphs" else found.eager)
-        case = f"{row['mode']}, ulysses {row['sp']}, {row['tokens']} tokens, ms"
+        case = f"{row['mode']}, {layout}, {row['tokens']} tokens, ms"
         add("step", case, milliseconds, row["step_ms"], fitted=row["sp"] == 1 and row["mode"] == "graphs")
     for name in ("parallel-attention_layer-h200x2", "parallel-attention_layer-h200x4", "parallel-layouts-h200x2"):
         for row in read(name)["rows"]:
