@@ -37,7 +37,7 @@ from benchmarks import provenance
 from benchmarks.wan_training import WAN_1_3B
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel.schedules import ScheduleName
-from lightning_videoscale.parallel.transport import TransportName
+from lightning_videoscale.parallel.transport import TransportName, what_lacks
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
 
 FRAMES = {4_680: 3, 14_040: 9, 32_760: 21, 75_600: 21, 151_200: 42}
@@ -132,15 +132,19 @@ class Steps(pl.Callback):
         return [1e3 * (b - a) for a, b in zip(self.seconds, self.seconds[1:], strict=False)]
 
 
-def train(cell: Cell, options: argparse.Namespace) -> tuple[dict[int, list[float]], dict[str, Any]]:
-    """The milliseconds of the steps that count, by tokens; and what ran: the layout, graphs, the peak of memory."""
-    count = SKIPPED + options.steps
-    sizes = [_size(tokens, options.tiny) for tokens in options.tokens for _ in range(count)]
-    steps = Steps()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    memory = {"graphs_max_memory": 0.6} if MODES[cell.mode].get("graphs") else {}
-    strategy: Any = STRATEGIES[cell.strategy](
+def strategy_of(cell: Cell, options: argparse.Namespace) -> Any:
+    """The strategy of a cell.
+
+    Raises:
+        ValueError: If the package refuses the combination, or this machine lacks what it needs.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if lacks := what_lacks(cell.transport, device):
+        raise ValueError(f"transport={cell.transport!r}: {lacks}")
+    if "graphs" in MODES[cell.mode] and cell.ring not in (None, 1):
+        raise ValueError(f"no CUDA graph captures a ring of {cell.ring}")  # setup says so too, when ranks have met
+    memory = {"graphs_max_memory": 0.6} if "graphs" in MODES[cell.mode] else {}
+    return STRATEGIES[cell.strategy](
         ulysses_size=cell.ulysses,
         ring_size=cell.ring,
         transport=cell.transport,
@@ -150,6 +154,15 @@ def train(cell: Cell, options: argparse.Namespace) -> tuple[dict[int, list[float
         **MODES[cell.mode],
         **memory,
     )
+
+
+def train(cell: Cell, strategy: Any, options: argparse.Namespace) -> tuple[dict[int, list[float]], dict[str, Any]]:
+    """The milliseconds of the steps that count, by tokens; and what ran: the layout, graphs, the peak of memory."""
+    count = SKIPPED + options.steps
+    sizes = [_size(tokens, options.tiny) for tokens in options.tokens for _ in range(count)]
+    steps = Steps()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     trainer = pl.Trainer(
         accelerator="auto",
         devices=dist.get_world_size(),
@@ -233,10 +246,11 @@ def measure(cell: Cell, rows: list[Row], options: argparse.Namespace) -> list[Ro
     """The rows of a cell, one for each length, or one with the reason why it cannot run."""
     asked = cell._asdict() | {"layout": "auto" if cell.ulysses is None else f"{cell.ulysses}x{cell.ring}"}
     try:
-        times, ran = train(cell, options)
-    except (ValueError, NotImplementedError) as error:  # on all ranks alike, before the first step
+        strategy = strategy_of(cell, options)
+    except ValueError as error:  # on all ranks alike
         found = [asked | {"refused": str(error)}]
     else:
+        times, ran = train(cell, strategy, options)
         found = [asked | ran | describe(tokens, steps) for tokens, steps in times.items()]
         for row in found:
             _compare(row, [*rows, *found])
