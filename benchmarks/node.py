@@ -11,6 +11,8 @@ fails does not keep the others from running, and is named at the end. The tests 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -108,12 +110,15 @@ def main() -> int:
 
 
 def _runs(line: list[str], seconds: float) -> bool:
-    """Runs a command to its end, or ends it."""
+    """Runs a command to its end, or ends it with all that it has started."""
     started = time.monotonic()
+    process = subprocess.Popen(line, cwd=ROOT, start_new_session=True)
+    code: int | None = None
     try:
-        code = subprocess.run(line, cwd=ROOT, timeout=seconds).returncode
+        code = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        code = None
+        os.killpg(process.pid, signal.SIGTERM)  # upon which torchrun ends its ranks
+        process.wait()
     say(f"{'given up' if code is None else f'ended with {code}'} after {time.monotonic() - started:.0f} s")
     return code == 0
 
