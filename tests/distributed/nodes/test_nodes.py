@@ -79,6 +79,7 @@ def lose(nodes: Nodes, folder: Path, node: int, how: str) -> list[str]:
     return [nodes.output(name) for name in left]
 
 
+@pytest.mark.full  # the other tests take the default run's seconds
 def test_torchrun_with_a_ring_across_nodes_goes_on_with_one(nodes: Nodes, tmp_path: Path) -> None:
     two, one = tmp_path / "two", tmp_path / "one"
     two.mkdir(), one.mkdir()
