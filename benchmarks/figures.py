@@ -20,6 +20,7 @@ import numpy as np
 RESULTS = Path(__file__).parent / "results"
 FIGURES_OF_DOCS = Path(__file__).parents[1] / "docs" / "figures"
 GIB = 2**30
+_VARIED = ("mode", "model", "strategy", "layout", "transport", "schedule")
 
 Result = dict[str, Any]
 
@@ -121,12 +122,14 @@ def attention_backends(result: Result) -> None:
 def strong_scaling(result: Result) -> None:
     """Left a step of a clip that all GPUs share, right the throughput of a GPU beside one with a clip of its own."""
     _, panels = plt.subplots(1, 2, figsize=(10, 3.6))
-    rows = [row for row in result["rows"] if row["sp"] > 1]
-    for mode in dict.fromkeys(row["mode"] for row in rows):
-        here = sorted((row for row in rows if row["mode"] == mode), key=lambda row: row["tokens"])
+    rows = [row for row in result["rows"] if row.get("sp", 1) > 1]
+    varied = [name for name in _VARIED if len({row.get(name) for row in rows}) > 1]
+    for setting in dict.fromkeys(tuple(row.get(name) for name in varied) for row in rows):
+        mine = [row for row in rows if tuple(row.get(name) for name in varied) == setting]
+        here = sorted(mine, key=lambda row: row["tokens"])
         tokens = [row["tokens"] for row in here]
         for panel, name in zip(panels, ("step_ms", "per_gpu_over_whole_clips"), strict=True):
-            panel.plot(tokens, [row[name] for row in here], "o-", label=mode)
+            panel.plot(tokens, [row[name] for row in here], "o-", label=", ".join(map(str, setting)))
     lengths = sorted({row["tokens"] for row in rows})
     for panel in panels:
         panel.set_xscale("log")
@@ -294,11 +297,48 @@ def recalibration(result: Result) -> None:
     )
 
 
+def predictions(result: Result) -> None:
+    """Nothing measured, hence dashed lines with open marks, and hatched bars: scaling of a step, and balance."""
+    _, (*scalings, balance) = plt.subplots(1, 3, figsize=(15, 4), gridspec_kw={"width_ratios": [1, 1, 1.2]})
+    steps = [row for row in result["rows"] if row["kind"] == "strong scaling"]
+    lengths = sorted({row["tokens"] for row in steps})
+    for panel, model in zip(scalings, dict.fromkeys(row["model"] for row in steps), strict=True):
+        here = [row for row in steps if row["model"] == model]
+        for layout in dict.fromkeys((row["gpus"], row["dp"], row["ulysses"], row["ring"]) for row in here):
+            mine = [row for row in here if (row["gpus"], row["dp"], row["ulysses"], row["ring"]) == layout]
+            gpus, dp, ulysses, ring = layout
+            label = f"{gpus} GPUs: " + (f"dp {dp} x " if dp > 1 else "") + f"ulysses {ulysses}"
+            label += f" x ring {ring}" if ring > 1 else ""
+            over = [row["per_gpu_over_one"] for row in mine]
+            panel.plot(lengths, over, "o--", markerfacecolor="none", linewidth=1, label=label)
+        panel.set_xscale("log")
+        panel.set_xticks(lengths, [f"{tokens / 1000:.1f}k" for tokens in lengths])
+        panel.minorticks_off()
+        panel.set(xlabel="tokens of the clip", title=f"Predicted: {model}, CUDA graphs", ylim=(0, 1.05))
+        panel.axhline(1, color="gray", linewidth=0.8)
+        panel.legend(fontsize=7, loc="lower right")
+    scalings[0].set_ylabel("tokens/s of a GPU over one alone")
+    rows = [row for row in result["rows"] if row["kind"] == "balance"]
+    ranks, counts = (sorted({row[name] for row in rows}) for name in ("ranks", "micro_batches"))
+    balances = ("equal_token", "dual_constraint", "planned")
+    found = {(row["balance"], row["micro_batches"], row["ranks"]): row["efficiency"] for row in rows}
+    for number, name in enumerate(balances):
+        for place, count in enumerate(counts):
+            heights = [found[name, count, n] for n in ranks]
+            x = np.arange(len(ranks)) + (number - 1) * 0.28 + (place - 1) * 0.085
+            style = {"edgecolor": f"C{number}", "facecolor": "none", "hatch": ("//", "xx", "....")[place]}
+            balance.bar(x, heights, 0.08, label=f"{name}, K = {count}", **style)
+    balance.set_xticks(range(len(ranks)), ranks)
+    balance.set(xlabel="data-parallel ranks", title="Simulated: mean / max of the ranks", ylim=(0, 1.05))
+    balance.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+
+
 FIGURES: dict[str, Callable[[Result], None]] = {
     "kernels-loss_overlay": kernels_loss_overlay,
     "kernels-row_ops": row_ops,
     "kernels-wan_step": wan_step,
     "parallel-loss_overlay": loss_overlay,
+    "predictions-scaling": predictions,
     "parallel-activation_memory": activation_memory,
     "parallel-attention_layer": attention_layer,
     "parallel-attention_backends": attention_backends,
@@ -322,9 +362,10 @@ def main() -> None:
             result = json.loads(file.read_text())
             draw(result)
             machine = result["machine"]
-            plt.suptitle(
-                f"{machine['gpus']} x {machine['gpu'] or 'CPU'}, torch {machine['torch']}, {result['date']}", fontsize=8
-            )
+            title = f"{machine['gpus']} x {machine['gpu'] or 'CPU'}, torch {machine['torch']}, {result['date']}"
+            if result["settings"].get("kind") == "prediction":
+                title = f"predicted for {result['settings']['of']}, nothing of this is measured, {result['date']}"
+            plt.suptitle(title, fontsize=8)
             plt.tight_layout()
             target = arguments.output / f"{file.stem}.png"
             plt.savefig(target, dpi=150, bbox_inches="tight")

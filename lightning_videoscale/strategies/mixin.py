@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -60,6 +61,7 @@ from lightning_videoscale.strategies.whole_parameters import WholeParameters
 from lightning_videoscale.trained_weights import TrainedWeights
 from lightning_videoscale.undo import Undo
 
+_log = logging.getLogger(__name__)
 _EXIT = 60.0  # s in which a process that has failed, and that nobody watches any more, ends
 
 
@@ -187,6 +189,7 @@ class SequenceParallelMixin(
                 self.cluster_environment.main_address, self._place, self._stop.look, lambda: self._end_processes(0.0)
             )
         self._settings.check_agreement()
+        self._warn_of_order(devices_per_node)
         self._devices_per_node, self._failed = devices_per_node, False
         # A Trainer that fits and then tests opens the mesh again: copies of the network go on to be split by it.
         if self._mesh is None and self._settings.sp_size != "auto":
@@ -194,6 +197,16 @@ class SequenceParallelMixin(
             self._mesh = SequenceMesh(self.root_device.type, ulysses_size=ulysses_size, sp_size=size, timeout=timeout)
         if self._mesh is not None:
             self._open_mesh(self._mesh)
+
+    def _warn_of_order(self, devices_per_node: int) -> None:
+        """Groups are made of neighbouring ranks, which belong on one node."""
+        if self.local_rank == 0 and self.global_rank != self.node_rank * devices_per_node:
+            _log.warning(
+                f"Rank {self.global_rank} is rank 0 of node {self.node_rank}, where rank "
+                f"{self.node_rank * devices_per_node} is expected: ranks are not numbered node by node, so groups that "
+                "belong inside a node span several, and are slow. Leave SLURM's --distribution at block, or write the "
+                "hosts of a launcher's list one after the other."
+            )
 
     def _open_mesh(self, mesh: SequenceMesh) -> None:
         mesh.open()

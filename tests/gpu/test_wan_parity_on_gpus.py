@@ -57,11 +57,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "shape": (3, 10, 18),
         "module": {"num_attention_heads": 5, "attention_head_dim": 56, "per_token_timesteps": True},
     },
+    "eight": {"shape": (4, 16, 16), "module": {"num_attention_heads": 8, "attention_head_dim": 32}},
 }
 MESHES: list[Mesh] = [
     *[(2, 1, 1), (1, 2, 1), (1, 1, 2)],
     *[(4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 2, 1), (1, 2, 2), (1, 4, 1)],
 ]
+NODE: list[Mesh] = [(2, 1, 4), (1, 1, 8), (1, 2, 4), (1, 4, 2)]
 BACKENDS = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
 
@@ -217,11 +219,13 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 # The symmetric transport is for Ulysses groups.
 RUNS = [
     Run(model, precision, backend, mesh, transport)
-    for mesh, backend, model in itertools.product(MESHES, BACKENDS, MODELS)
+    for mesh, backend, model in itertools.product(MESHES, BACKENDS, ("even", "odd"))
     for precision in ("32-true", "bf16-mixed", "bf16-true")
     for transport in ("collective", "symmetric")
     if transport == "collective" or (mesh[2] > 1 and not backend.startswith("zero"))
 ]
+
+OF_A_NODE = [Run("eight", "32-true", backend, mesh) for mesh in NODE for backend in ("ddp", "fsdp2", "zero3")]
 
 
 def each(runs: list[Run]) -> pytest.MarkDecorator:
@@ -232,7 +236,7 @@ def each(runs: list[Run]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("run", parameters)
 
 
-@each([run for run in RUNS if run.precision == "32-true"])
+@each([run for run in RUNS if run.precision == "32-true"] + OF_A_NODE)
 def test_float32_equals_one_gpu(gpu_ranks: Ranks, written: Callable[..., Path], run: Run) -> None:
     expected = Run(run.model, "32-true", "ddp")
     folder = written(expected)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but missing from the type hints
 
+from lightning_videoscale.strategies.failures.answering_store import AnsweringStore
 from lightning_videoscale.strategies.failures.endings import end_by_alarm, is_broken_connection, is_timeout
 from lightning_videoscale.strategies.failures.network_calls import NetworkCalls
 from lightning_videoscale.strategies.failures.rank_state import (
@@ -41,6 +42,8 @@ _BEAT = 1.0  # s between looks at the store
 _SPARE = 3.0  # s before a collective's timeout at which the missing rank is named: NCCL gives no time afterwards
 _GRACE = 3.0  # s beyond that in which a rank may end by itself
 _TEARDOWN = 8.0  # s that a rank which has raised may take to end
+_ANSWER = 3.0  # s for which a rank that ends waits for the store
+_SILENCE = 4 * _BEAT  # s without a word after which a rank is taken for lost, once a connection has broken
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +55,8 @@ class FailureDetector:
     happened, leaves the main thread some seconds to raise and to finish, and then ends the process. It notices
 
     - a rank that raised, by the store;
-    - a rank that was killed, on its machine by the process and elsewhere by the store;
+    - a rank that was killed, on its machine by the process;
+    - ranks of a machine that is lost: by their silence once a connection has broken, and rank 0's by that of the store;
     - a rank that calls a network which its peers have passed by, after seconds (see `NetworkCalls`);
     - a rank that does not come to a collective, shortly before that collective's timeout, by how many collectives each
       rank has begun.
@@ -68,7 +72,7 @@ class FailureDetector:
         self,
         host: str,
         place: Callable[[], str],
-        each_look: Callable[[TCPStore], None],
+        each_look: Callable[[AnsweringStore], None],
         before_exit: Callable[[], None],
     ) -> None:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
@@ -88,7 +92,8 @@ class FailureDetector:
         store = TCPStore(host, 0, is_master=True, timeout=timeout) if self._rank == 0 else None
         port = [store.port if store is not None else 0]
         dist.broadcast_object_list(port)
-        self._store = store if store is not None else TCPStore(host, port[0], is_master=False, timeout=timeout)
+        client = store if store is not None else TCPStore(host, port[0], is_master=False, timeout=timeout)
+        self._store = AnsweringStore(client, _patience())
         self._publish()
         self._processes: list[Process] = [Process.current()] * self._size
         dist.all_gather_object(self._processes, Process.current())
@@ -122,6 +127,7 @@ class FailureDetector:
         self._deadline = time.monotonic() + _TEARDOWN
         # The thread needs the interpreter's lock, which a main thread that frees memory of a failed GPU does not give.
         faulthandler.dump_traceback_later(_TEARDOWN + 4 * _PERIOD, exit=True)
+        self._store.patience = _ANSWER
         if isinstance(exception, torch.AcceleratorError):
             atexit.register(partial(end_by_alarm, _TEARDOWN))
         if self._cause is None:
@@ -142,6 +148,7 @@ class FailureDetector:
         faulthandler.cancel_dump_traceback_later()
         if self._stop.is_set():
             return
+        self._store.patience = _ANSWER
         try:
             self._has_left = True
             self._publish()
@@ -155,6 +162,7 @@ class FailureDetector:
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._store.close()
 
     def _add_calls(self, exception: BaseException) -> None:
         """Adds who is in a network without its peers, whose other messages may have met this rank's."""
@@ -170,11 +178,14 @@ class FailureDetector:
     def _await_cause(self, exception: BaseException) -> str | None:
         """What failed before this error, which a broken connection shows earlier than anything else does."""
         cause = self._failed_elsewhere()
-        deadline = time.monotonic() + 3 * _BEAT
-        while cause is None and is_broken_connection(exception) and time.monotonic() < deadline:
+        if cause is not None or not is_broken_connection(exception):
+            return cause
+        before = self._read(range(self._size))
+        deadline = time.monotonic() + _SILENCE
+        while cause is None and time.monotonic() < deadline:
             time.sleep(_PERIOD / 2)
             cause = self._failed_elsewhere()
-        return cause
+        return cause or self._silent_since(before)
 
     def _note_first(self, exception: BaseException) -> None:
         if is_timeout(exception) and (late := self._describe_late(self._begun())):
@@ -199,10 +210,30 @@ class FailureDetector:
                 return f"The first error of the job was on {first}"
         return None
 
+    def _silent_since(self, before: Mapping[int, RankState]) -> str | None:
+        """Names the ranks that have published nothing since; by their own clocks, as machines' clocks differ."""
+        now = self._read(range(self._size))
+        silent = [r for r, state in now.items() if r != self._rank and state.time == before[r].time]
+        silent = [rank for rank in silent if not now[rank].has_left]
+        if not silent:
+            return None
+        hosts = sorted({self._processes[rank].host for rank in silent})
+        gone = (
+            f"ranks {silent} of {', '.join(hosts)}: nothing was heard of them for {_SILENCE:.0f} s after a connection "
+            f"broke, as when a machine is lost (rank {silent[0]}: {now[silent[0]]})."
+        )
+        first: str = self._store.compare_set("first_error", "", gone).decode()
+        return f"The first error of the job was on {first}"
+
     def _without_store(self) -> str:
-        process = self._processes[0]
-        ended = process.has_ended(self._processes[self._rank])
-        how = f"its process {process.pid} ended without a word, as when it is killed" if ended else "it does not answer"
+        here, process = self._processes[self._rank], self._processes[0]
+        if process.has_ended(here):
+            how = f"its process {process.pid} ended without a word, as when it is killed"
+        elif process.machine == here.machine:
+            how = "it does not answer"
+        else:
+            others = [rank for rank, other in enumerate(self._processes) if other.machine == process.machine]
+            how = f"it does not answer, as when {process.host} with ranks {others} is lost, or the network to it"
         return f"The first error of the job was on rank 0: {how}."
 
     def _describe_late(self, counts: Mapping[str, int]) -> str:
@@ -268,6 +299,8 @@ class FailureDetector:
                 self._fail(self._without_store())
 
     def _look(self) -> None:
+        if self._deadline == float("inf"):
+            self._store.patience = _patience()
         self._publish()
         self._each_look(self._store)
         if cause := self._failed_elsewhere() or self._apart() or self._overdue():
@@ -312,3 +345,9 @@ class FailureDetector:
         """Once for each rank: that it has left, or knows that rank 0 has."""
         if self._farewell.acquire(blocking=False):
             self._store.add("farewells", 1)
+
+
+def _patience() -> float:
+    """How long an answer may take while nothing has failed: until a collective that waits as long would."""
+    timeout = min(timeouts_of_groups().values()).total_seconds()
+    return min(timeout - min(_SPARE, 0.2 * timeout), threading.TIMEOUT_MAX)

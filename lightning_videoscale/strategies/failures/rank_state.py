@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import sysconfig
 import threading
@@ -39,11 +40,13 @@ class Process:
         machine: Names the running operating system and the namespace in which the number counts.
         pid: Its number.
         started: When it started, in the operating system's units; empty where this cannot be known.
+        host: The machine's name, for people: several machines may have the same.
     """
 
     machine: str
     pid: int
     started: str
+    host: str
 
     @classmethod
     def current(cls) -> Process:
@@ -51,9 +54,9 @@ class Process:
         pid = os.getpid()
         status = _status(pid)
         if status is None:  # not Linux
-            return cls("", pid, "")
+            return cls("", pid, "", socket.gethostname())
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return cls(f"{boot} {os.readlink('/proc/self/ns/pid')}", pid, status[1])
+        return cls(f"{boot} {os.readlink('/proc/self/ns/pid')}", pid, status[1], socket.gethostname())
 
     def has_ended(self, here: Process) -> bool:
         """Whether it has ended, as far as can be seen from the process ``here``; False on another machine."""

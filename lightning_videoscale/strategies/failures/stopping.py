@@ -28,6 +28,7 @@ from lightning_videoscale.compat.lightning import (
     replace_signal_handlers,
     scheduler_checkpoint,
 )
+from lightning_videoscale.strategies.failures.answering_store import AnsweringStore
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Parent
@@ -89,7 +90,7 @@ class StopAgreement:
         self._requeue |= requeue
         self._asked = True
 
-    def look(self, store: TCPStore) -> None:
+    def look(self, store: TCPStore | AnsweringStore) -> None:
         """Tells other ranks, and learns from them; called by a thread every second."""
         if self._decided.is_set():
             return
