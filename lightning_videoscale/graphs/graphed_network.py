@@ -32,6 +32,9 @@ from lightning_videoscale.parallel.auxiliary_loss import context_of
 from lightning_videoscale.parallel.context import SequenceContext, SplitRecord
 from lightning_videoscale.parallel.region_randomness import RegionRandomness
 
+EAGER_CALLS = 2
+"""Calls of a kind that run eagerly before one is captured: the first, and the one that is inspected."""
+
 _DROPS = 4  # after which a network that is changed again and again stays eager
 _ROOM = 1.5  # times what a pass keeps, for all that it takes while it runs
 _AGREE = 64  # calls of a kind between two agreements
@@ -75,6 +78,7 @@ class GraphedNetwork:
 
     Attributes:
         counts: Of calls: ``"replayed"``, ``"eager"``, ``"busy"`` (a pass before had not gone backward), ``"captured"``.
+        bytes: Memory of the device that the graphs keep.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class GraphedNetwork:
         self._changes, self._always = 0, ""
         self._relied_on: dict[bool, Snapshot] = {}  # in train mode and in eval mode
         self.counts: Counter[str] = Counter()
+        self.bytes = 0
         self._recorder: Recorder | None = None
         self._tenancy = Tenancy()
 
@@ -115,7 +120,7 @@ class GraphedNetwork:
         for kind in self._kinds.values():
             kind.captured, kind.objection, kind.seen = None, None, None
         self._relied_on.clear()
-        self._recorder, self._tenancy = None, Tenancy()
+        self._recorder, self._tenancy, self.bytes = None, Tenancy(), 0
 
     def _compare(self) -> None:
         """Drops the graphs if the network is another than the one that they were captured of."""
@@ -148,7 +153,7 @@ class GraphedNetwork:
         kind.calls += 1
         if kind.captured is not None:
             self._compare()
-        if kind.calls == 3 or kind.calls % _AGREE == 0 or (self._is_alone and kind.calls > 3):
+        if kind.calls == EAGER_CALLS + 1 or kind.calls % _AGREE == 0 or (self._is_alone and kind.calls > EAGER_CALLS):
             self._settle(kind, call, context)
         if is_observed():
             return self._eagerly("eager", args, kwargs)
@@ -203,24 +208,30 @@ class GraphedNetwork:
             if kind.objection is not None:
                 self._explain(kind.objection)
         can = kind.seen is not None and kind.objection is None and not self._tenancy.is_taken and not is_observed()
-        if not self._agree(kind.captured is not None or can) or kind.captured is not None or kind.seen is None:
+        if not self._agree(kind.captured is not None or can):
             return
         before, start = torch.cuda.memory_reserved(device), time.perf_counter()
-        try:
-            with _generators_put_back(context, device):
-                kind.captured = self._record(call, context, device)
-        except RuntimeError as error:
-            kind.objection = f"its capture failed: {str(error).splitlines()[0]}"
-            self._explain(kind.objection)
-            return
+        captured = kind.captured is not None
+        reason = capture_together(lambda: captured or self._captured(kind, call, context, device), self._agree)
+        if reason is not None:
+            self.counts["captured"] -= kind.captured is not None and not captured
+            kind.captured, kind.objection = None, reason
+            self._explain(reason)
+        elif not captured:
+            taken = torch.cuda.memory_reserved(device) - before
+            self.bytes += max(taken, 0)
+            self._log(
+                f"{self._name} runs by CUDA graphs for inputs {[tuple(x.shape) for x in call.tensors]}: captured in "
+                f"{time.perf_counter() - start:.2f} s, {taken / 2**30:.2f} GiB more."
+            )
+
+    def _captured(self, kind: _Kind, call: Call, context: SequenceContext | None, device: torch.device) -> None:
+        assert kind.seen is not None
+        with _generators_put_back(context, device):
+            kind.captured = self._record(call, context, device)
         kind.record = None if context is None else context.record
         self._relied_on[self._network.training] = kind.seen
         self.counts["captured"] += 1
-        taken = torch.cuda.memory_reserved(device) - before
-        self._log(
-            f"{self._name} runs by CUDA graphs for inputs {[tuple(x.shape) for x in call.tensors]}: captured in "
-            f"{time.perf_counter() - start:.2f} s, {taken / 2**30:.2f} GiB more."
-        )
 
     def _record(self, call: Call, context: SequenceContext | None, device: torch.device) -> CapturedPass:
         if self._recorder is None:
@@ -262,6 +273,26 @@ class GraphedNetwork:
             result = replay(kind.captured, call.tensors, self._tenancy)
         context.record = replace(kind.record, seed=seed or context.record.seed)
         return result
+
+
+def capture_together(attempt: Callable[[], object], agree: Callable[[bool], bool]) -> str | None:
+    """Captures on all ranks or on none; collective over those that agree.
+
+    Args:
+        attempt: Captures, or finds that it is done already.
+        agree: Whether all ranks say yes; they ask together.
+
+    Returns:
+        Why none shall replay; None if all can.
+    """
+    reason = None
+    try:
+        attempt()
+    except Exception as error:  # whatever it is, the eager pass that follows meets it again, or it is the capture's own
+        reason = f"its capture failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if agree(reason is None):
+        return None
+    return reason or "its capture failed on another rank"
 
 
 @contextmanager

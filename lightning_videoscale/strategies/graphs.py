@@ -59,9 +59,15 @@ def run_by_graphs(network: nn.Module, mesh: SequenceMesh, options: GraphOptions,
 
 
 def describe_graphs(networks: Iterable[nn.Module]) -> dict[str, int]:
-    """Returns how many forward passes of some networks were replayed, eager and so on, see `GraphedNetwork.counts`."""
-    graphed = (network.forward for network in networks)
-    return dict(sum((each.counts for each in graphed if isinstance(each, GraphedNetwork)), Counter[str]()))
+    """Returns how many forward passes of some networks were replayed, eager and so on, see `GraphedNetwork.counts`.
+
+    With them, under ``"bytes"``, the memory of their graphs; nothing where no network runs by graphs.
+    """
+    forwards = (network.forward for network in networks)
+    graphed = [each for each in forwards if isinstance(each, GraphedNetwork)]
+    if not graphed:
+        return {}
+    return sum((each.counts for each in graphed), Counter[str]()) | {"bytes": sum(each.bytes for each in graphed)}
 
 
 def _entrances(network: nn.Module, segments: int) -> list[nn.Module]:
