@@ -210,28 +210,30 @@ class GraphedNetwork:
         can = kind.seen is not None and kind.objection is None and not self._tenancy.is_taken and not is_observed()
         if not self._agree(kind.captured is not None or can):
             return
+        is_new = kind.captured is None
         before, start = torch.cuda.memory_reserved(device), time.perf_counter()
-        captured = kind.captured is not None
-        reason = capture_together(lambda: captured or self._captured(kind, call, context, device), self._agree)
+        reason = capture_together(lambda: is_new and self._capture(kind, call, context, device), self._agree)
+        taken = torch.cuda.memory_reserved(device) - before
+        self.bytes += max(taken, 0)
         if reason is not None:
-            self.counts["captured"] -= kind.captured is not None and not captured
             kind.captured, kind.objection = None, reason
             self._explain(reason)
-        elif not captured:
-            taken = torch.cuda.memory_reserved(device) - before
-            self.bytes += max(taken, 0)
+        elif is_new:
+            self.counts["captured"] += 1
             self._log(
                 f"{self._name} runs by CUDA graphs for inputs {[tuple(x.shape) for x in call.tensors]}: captured in "
                 f"{time.perf_counter() - start:.2f} s, {taken / 2**30:.2f} GiB more."
             )
 
-    def _captured(self, kind: _Kind, call: Call, context: SequenceContext | None, device: torch.device) -> None:
+    def _capture(self, kind: _Kind, call: Call, context: SequenceContext | None, device: torch.device) -> None:
         assert kind.seen is not None
-        with _generators_put_back(context, device):
-            kind.captured = self._record(call, context, device)
-        kind.record = None if context is None else context.record
+        try:
+            with _generators_put_back(context, device):
+                kind.captured = self._record(call, context, device)
+        finally:
+            if context is not None:  # what layers have found out meanwhile was never computed
+                kind.record = context.record = replace(context.record, known={})
         self._relied_on[self._network.training] = kind.seen
-        self.counts["captured"] += 1
 
     def _record(self, call: Call, context: SequenceContext | None, device: torch.device) -> CapturedPass:
         if self._recorder is None:

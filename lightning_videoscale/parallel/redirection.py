@@ -67,8 +67,13 @@ def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceConte
 
 @dataclass(frozen=True)
 class _Place:
-    """Where attention exchanges, and whether the module says so. Compiled code never reads the path, so that all
-    blocks may share it.
+    """Where attention exchanges. Compiled code never reads the path, so that all blocks may share it.
+
+    Attributes:
+        path: The module's.
+        rule: What the plan says of it.
+        context: The group and the tables of the pass.
+        is_marked: Whether the module says where it calls attention, see `call_within`.
     """
 
     path: str

@@ -29,6 +29,7 @@ from lightning_videoscale.compat.lightning import (
     timeout_of,
     transferred,
 )
+from lightning_videoscale.graphs import EAGER_CALLS, GraphMode
 from lightning_videoscale.parallel import Agreement, SequenceMesh, check_loss
 from lightning_videoscale.parallel.layout.divide import divide_mesh
 from lightning_videoscale.parallel.mesh import host_group
@@ -45,7 +46,6 @@ from lightning_videoscale.strategies.failures.detector import FailureDetector
 from lightning_videoscale.strategies.failures.endings import end_by_alarm, end_processes
 from lightning_videoscale.strategies.failures.stopping import StopsOnSignals
 from lightning_videoscale.strategies.generators import seed_generators
-from lightning_videoscale.graphs import EAGER_CALLS, GraphMode
 from lightning_videoscale.strategies.graphs import describe_graphs
 from lightning_videoscale.strategies.mesh_division import (
     clips_of,

@@ -47,8 +47,8 @@ def measure_shapes(
     A cell that is out of memory is a row like any other, and larger batches of its sequence length are left out. Under
     strategies whose ranks meet within the forward pass (sharded parameters, split sequences), a cell is not tried where
     the peaks so far say that it does not fit. Cells whose repeats differ by more than a tenth are measured once more in
-    the end, the last first: what disturbed them, such as other work on the host, may be over then. Where a strategy runs
-    networks by CUDA graphs, a cell is timed once it has been captured, or will not be.
+    the end, the last first: what disturbed them, such as other work on the host, may be over then. Where networks run
+    by CUDA graphs, a cell is timed once it has been captured, or will not be.
 
     Args:
         trainer: A Trainer whose model is wrapped, not in the middle of a step.
