@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class GraphedNetwork:
         forward: Its forward, inside its hooks.
         entrances: Modules in front of which backward is cut.
         options: When to capture, and with how much memory.
-        agree: Whether all ranks that share the sequence say yes; they ask together. None: this rank has it alone.
+        gather: Returns what all ranks that share the sequence hand in together. None: this rank has it alone.
         kernels: Says which kernels of attention are chosen.
         log: Is told what is captured, and what is not and why.
 
@@ -87,14 +88,14 @@ class GraphedNetwork:
         forward: Callable[..., Any],
         entrances: list[nn.Module],
         options: GraphOptions,
-        agree: Callable[[bool], bool] | None,
+        gather: Callable[[Any], list[Any]] | None,
         kernels: Callable[[], Hashable],
         log: Callable[[str], None],
     ) -> None:
         self._network, self._forward, self._entrances = network, forward, entrances
         self._options, self._log = options, log
         self._kernels, self._chosen = kernels, kernels()
-        self._is_alone, self._agree = agree is None, agree or bool
+        self._is_alone, self._gather = gather is None, gather or _alone
         self._name = type(network).__name__
         self._kinds: dict[Hashable, _Kind] = {}
         self._said: set[str] = set()
@@ -208,11 +209,12 @@ class GraphedNetwork:
             if kind.objection is not None:
                 self._explain(kind.objection)
         can = kind.seen is not None and kind.objection is None and not self._tenancy.is_taken and not is_observed()
-        if not self._agree(kind.captured is not None or can):
+        if not all(self._gather(kind.captured is not None or can)):
             return
         is_new = kind.captured is None
         before, start = torch.cuda.memory_reserved(device), time.perf_counter()
-        reason = capture_together(lambda: is_new and self._capture(kind, call, context, device), self._agree)
+        attempt = partial(self._capture, kind, call, context, device) if is_new else _done
+        reason = capture_together(attempt, self._gather)
         taken = torch.cuda.memory_reserved(device) - before
         self.bytes += max(taken, 0)
         if reason is not None:
@@ -277,24 +279,30 @@ class GraphedNetwork:
         return result
 
 
-def capture_together(attempt: Callable[[], object], agree: Callable[[bool], bool]) -> str | None:
-    """Captures on all ranks or on none; collective over those that agree.
+def _done() -> None:
+    """What a rank does that has captured before its peers, one of which has lost its graphs."""
+
+
+def _alone(mine: Any) -> list[Any]:
+    return [mine]
+
+
+def capture_together(attempt: Callable[[], object], gather: Callable[[Any], list[Any]]) -> str | None:
+    """Captures on all ranks or on none; collective over those that gather.
 
     Args:
         attempt: Captures, or finds that it is done already.
-        agree: Whether all ranks say yes; they ask together.
+        gather: Returns what all ranks hand in, in their order.
 
     Returns:
-        Why none shall replay; None if all can.
+        Why none shall replay, the same on all ranks; None if all can.
     """
     reason = None
     try:
         attempt()
     except Exception as error:  # whatever it is, the eager pass that follows meets it again, or it is the capture's own
         reason = f"its capture failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    if agree(reason is None):
-        return None
-    return reason or "its capture failed on another rank"
+    return next((found for found in gather(reason) if found is not None), None)
 
 
 @contextmanager
