@@ -52,6 +52,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "parallel/all_to_all": (f"{_PARALLEL}/transport",),
     "parallel/attention_backends": ("lightning_videoscale/attention",),
     "parallel/attention_layer": (*_EXCHANGE, "lightning_videoscale/attention"),
+    "parallel/host_time": (_PARALLEL, *_FUSED, "lightning_videoscale/models/hunyuan_video"),
     "parallel/layouts": (*_EXCHANGE, "lightning_videoscale/attention", f"{_PARALLEL}/layout"),
     "parallel/loss_overlay": (*_EXCHANGE, *_SPLIT, "lightning_videoscale/models/wan"),
     "parallel/schedules": (*_EXCHANGE, "lightning_videoscale/attention", f"{_PARALLEL}/schedules"),

@@ -23,6 +23,7 @@ from lightning_videoscale.report.records import (
     window_record,
 )
 from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
+from lightning_videoscale.topology import RunsByGraphs
 
 _LOSSES = 2
 """Numbers of the losses before those of the loader."""
@@ -145,6 +146,7 @@ class RunReport(pl.Callback):
     def _record_window(self, trainer: pl.Trainer, window: StepWindow) -> None:
         if trainer.is_global_zero:
             self._best_effort.attempt("record", _record_steps, trainer, window)
+            self._best_effort.attempt("record the CUDA graphs", _record_graphs, trainer)
             self._best_effort.attempt("record the loading", _record_loading, trainer, self._loaders, window)
 
     def _finish(self, trainer: pl.Trainer, end: dict[str, str]) -> None:
@@ -169,6 +171,12 @@ def _record_loading(trainer: pl.Trainer, loaders: LoaderWatch, window: StepWindo
     fields, data = loaders.fields_of(window, first=_LOSSES), _data_of(trainer)
     if fields and data is not None:
         record(trainer, "loading", fields | {"left_out": [named(each, data) for each in fields["left_out"]]})
+
+
+def _record_graphs(trainer: pl.Trainer) -> None:
+    strategy = trainer.strategy
+    if isinstance(strategy, RunsByGraphs) and (counts := strategy.describe_graphs()):
+        record(trainer, "graphs", counts)
 
 
 def _record_samples(trainer: pl.Trainer) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
@@ -74,6 +74,25 @@ class ExpectsShapes(Protocol):
         """Says how many micro-batches of a shape each rank trains in the run, on average over its shapes.
 
         Called on all ranks with the same number, before the first step or between two steps.
+        """
+
+
+@runtime_checkable
+class RunsByGraphs(Protocol):
+    """What a strategy may offer whose networks may run by CUDA graphs: whoever measures steps must know."""
+
+    @property
+    def graph_mode(self) -> bool | Literal["auto"]:
+        """False where none do."""
+
+    @property
+    def steps_until_graphs(self) -> int:
+        """How many steps of a shape run otherwise before one is captured; 0 where none is."""
+
+    def describe_graphs(self) -> dict[str, int]:
+        """Calls of networks so far: ``"replayed"``, ``"eager"``, ``"busy"``, ``"captured"``; and ``"bytes"`` of memory.
+
+        Empty where no network runs by graphs.
         """
 
 

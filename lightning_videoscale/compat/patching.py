@@ -1,9 +1,16 @@
-"""Replaces a method of one object, and takes it back: `patch`; `only_redirects` marks a harmless replacement."""
+"""Replaces a method of one object, and takes it back: `patch`; `only_redirects` marks a harmless replacement.
+
+`call_within`       has a module call torch's attention inside of a context
+`around_attention`  that context, for modules that say where they call it
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
@@ -53,3 +60,33 @@ def replaces_forward(module: Any) -> bool:
     """Whether a module has a forward of its own that may read or change what its class's takes and returns."""
     own = module.__dict__.get("forward")
     return own is not None and not getattr(own, "only_redirects", False)
+
+
+_AROUND = "around_attention"
+
+
+@contextmanager
+def call_within(module: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Inside, a module that `says_where_it_attends` enters ``context`` there, and only there.
+
+    Entered around the whole forward, a mode of torch would see every operation of it and every look at a shape.
+    """
+    own = module.__dict__
+    own[_AROUND] = context
+    try:
+        yield
+    finally:
+        own.pop(_AROUND, None)
+
+
+def around_attention(module: Any) -> AbstractContextManager[Any]:
+    """What a module is to call torch's attention in; nothing in most, and in compiled code."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    return module.__dict__.get(_AROUND) or nullcontext()
+
+
+def says_where_it_attends(module: Any) -> bool:
+    """Whether a module's own forward calls attention inside of `around_attention` alone."""
+    cls: Any = type(module)
+    return getattr(cls, "forward_says_where_it_attends", False) and "forward" not in module.__dict__

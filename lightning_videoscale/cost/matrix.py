@@ -33,7 +33,8 @@ class MatrixRow:
             median of the ranks. What disturbs a step on its host only makes it longer.
         spread: (slowest - fastest) over that quartile, the largest of the ranks.
         wait_seconds: Time at synchronisation with other ranks, the median of both.
-        peak_bytes: Highest memory in use of all ranks; None where it cannot be measured.
+        peak_bytes: Highest memory in use of all ranks, and what CUDA graphs keep; None where it cannot be measured.
+        by_graph: Whether the network ran by CUDA graphs on all ranks.
     """
 
     frames: int
@@ -46,6 +47,7 @@ class MatrixRow:
     spread: float | None = None
     wait_seconds: float | None = None
     peak_bytes: float | None = None
+    by_graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class ShapeMatrix:
     def measurements(self) -> list[Measurement]:
         """What `StepTimeModel.fit` and `MemoryModel.fit` take."""
         return [
-            Measurement(row.samples, row.sequence_length, row.seconds, row.peak_bytes)
+            Measurement(row.samples, row.sequence_length, row.seconds, row.peak_bytes, by_graph=row.by_graph)
             for row in self.rows
             if row.outcome == "measured" and row.seconds is not None
         ]

@@ -14,6 +14,7 @@ class Measurement(NamedTuple):
         seconds: Of the micro-batch: forward, backward and the exchanges in its sequence-parallel group, without waits.
         peak_bytes: Highest memory in use meanwhile; None where it was not measured.
         dp_rank: The data-parallel rank that computed it.
+        by_graph: Whether it ran by CUDA graphs, so that it did not wait for the host.
     """
 
     samples: int
@@ -21,3 +22,4 @@ class Measurement(NamedTuple):
     seconds: float
     peak_bytes: float | None = None
     dp_rank: int = 0
+    by_graph: bool = False

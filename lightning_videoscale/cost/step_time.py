@@ -100,7 +100,8 @@ class StepTimeModel:
     case, because equation 2 of the paper needs its p.
 
     A step takes at least as long as the host needs to launch it, however little the device has to do. That is no
-    summand: the device works while the host launches. Times near this floor would bend both forms.
+    summand: the device works while the host launches. Times near this floor would bend both forms. Where short steps
+    run by CUDA graphs, none of them waits for the host, and there is no floor.
 
     Attributes:
         power_law: The paper's form.
@@ -120,6 +121,8 @@ class StepTimeModel:
     def fit(cls, samples: Sequence[Measurement]) -> StepTimeModel:
         """Fits both forms to what takes twice as long as the shortest step, where enough does; else to all.
 
+        Where some ran by CUDA graphs, it is all too: what waits for the host does run by them.
+
         Args:
             samples: Measured shapes, at least 6, of at least 3 sequence lengths.
 
@@ -134,7 +137,8 @@ class StepTimeModel:
             )
         if not (np.isfinite(seconds) & (seconds > 0) & (b >= 1) & (s >= 1)).all():
             raise ValueError("Every measurement needs a positive time, batch size and sequence length.")
-        every, above = Points(b, s, seconds, np.ones_like(seconds)), above_floor(s, seconds)
+        every = Points(b, s, seconds, np.ones_like(seconds))
+        above = np.ones_like(s, np.bool_) if any(m.by_graph for m in samples) else above_floor(s, seconds)
         points = every.where(above)
         power_law = PowerLaw.fit(*points[:3])
         if power_law.b <= 0:

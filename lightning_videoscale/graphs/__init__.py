@@ -2,9 +2,10 @@
 
 `GraphedNetwork`  runs a network by graphs where it can, and eagerly elsewhere
 `GraphOptions`    when, and with how much memory
+`EAGER_CALLS`     so many calls of a kind come before one is captured
 """
 
-from lightning_videoscale.graphs.graphed_network import GraphedNetwork
+from lightning_videoscale.graphs.graphed_network import EAGER_CALLS, GraphedNetwork
 from lightning_videoscale.graphs.options import GraphMode, GraphOptions
 
-__all__ = ["GraphMode", "GraphOptions", "GraphedNetwork"]
+__all__ = ["EAGER_CALLS", "GraphMode", "GraphOptions", "GraphedNetwork"]

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from lightning_videoscale.graphs.snapshot import Snapshot
 from lightning_videoscale.parallel.auxiliary_loss import context_of
 from lightning_videoscale.parallel.context import SequenceContext, SplitRecord
 from lightning_videoscale.parallel.region_randomness import RegionRandomness
+
+EAGER_CALLS = 2
+"""Calls of a kind that run eagerly before one is captured: the first, and the one that is inspected."""
 
 _DROPS = 4  # after which a network that is changed again and again stays eager
 _ROOM = 1.5  # times what a pass keeps, for all that it takes while it runs
@@ -69,12 +73,13 @@ class GraphedNetwork:
         forward: Its forward, inside its hooks.
         entrances: Modules in front of which backward is cut.
         options: When to capture, and with how much memory.
-        agree: Whether all ranks that share the sequence say yes; they ask together. None: this rank has it alone.
+        gather: Returns what all ranks that share the sequence hand in together. None: this rank has it alone.
         kernels: Says which kernels of attention are chosen.
         log: Is told what is captured, and what is not and why.
 
     Attributes:
         counts: Of calls: ``"replayed"``, ``"eager"``, ``"busy"`` (a pass before had not gone backward), ``"captured"``.
+        bytes: Memory of the device that the graphs keep.
     """
 
     def __init__(
@@ -83,20 +88,21 @@ class GraphedNetwork:
         forward: Callable[..., Any],
         entrances: list[nn.Module],
         options: GraphOptions,
-        agree: Callable[[bool], bool] | None,
+        gather: Callable[[Any], list[Any]] | None,
         kernels: Callable[[], Hashable],
         log: Callable[[str], None],
     ) -> None:
         self._network, self._forward, self._entrances = network, forward, entrances
         self._options, self._log = options, log
         self._kernels, self._chosen = kernels, kernels()
-        self._is_alone, self._agree = agree is None, agree or bool
+        self._is_alone, self._gather = gather is None, gather or _alone
         self._name = type(network).__name__
         self._kinds: dict[Hashable, _Kind] = {}
         self._said: set[str] = set()
         self._changes, self._always = 0, ""
         self._relied_on: dict[bool, Snapshot] = {}  # in train mode and in eval mode
         self.counts: Counter[str] = Counter()
+        self.bytes = 0
         self._recorder: Recorder | None = None
         self._tenancy = Tenancy()
 
@@ -115,7 +121,7 @@ class GraphedNetwork:
         for kind in self._kinds.values():
             kind.captured, kind.objection, kind.seen = None, None, None
         self._relied_on.clear()
-        self._recorder, self._tenancy = None, Tenancy()
+        self._recorder, self._tenancy, self.bytes = None, Tenancy(), 0
 
     def _compare(self) -> None:
         """Drops the graphs if the network is another than the one that they were captured of."""
@@ -148,7 +154,7 @@ class GraphedNetwork:
         kind.calls += 1
         if kind.captured is not None:
             self._compare()
-        if kind.calls == 3 or kind.calls % _AGREE == 0 or (self._is_alone and kind.calls > 3):
+        if kind.calls == EAGER_CALLS + 1 or kind.calls % _AGREE == 0 or (self._is_alone and kind.calls > EAGER_CALLS):
             self._settle(kind, call, context)
         if is_observed():
             return self._eagerly("eager", args, kwargs)
@@ -203,24 +209,33 @@ class GraphedNetwork:
             if kind.objection is not None:
                 self._explain(kind.objection)
         can = kind.seen is not None and kind.objection is None and not self._tenancy.is_taken and not is_observed()
-        if not self._agree(kind.captured is not None or can) or kind.captured is not None or kind.seen is None:
+        if not all(self._gather(kind.captured is not None or can)):
             return
+        is_new = kind.captured is None
         before, start = torch.cuda.memory_reserved(device), time.perf_counter()
+        attempt = partial(self._capture, kind, call, context, device) if is_new else _done
+        reason = capture_together(attempt, self._gather)
+        taken = torch.cuda.memory_reserved(device) - before
+        self.bytes += max(taken, 0)
+        if reason is not None:
+            kind.captured, kind.objection = None, reason
+            self._explain(reason)
+        elif is_new:
+            self.counts["captured"] += 1
+            self._log(
+                f"{self._name} runs by CUDA graphs for inputs {[tuple(x.shape) for x in call.tensors]}: captured in "
+                f"{time.perf_counter() - start:.2f} s, {taken / 2**30:.2f} GiB more."
+            )
+
+    def _capture(self, kind: _Kind, call: Call, context: SequenceContext | None, device: torch.device) -> None:
+        assert kind.seen is not None
         try:
             with _generators_put_back(context, device):
                 kind.captured = self._record(call, context, device)
-        except RuntimeError as error:
-            kind.objection = f"its capture failed: {str(error).splitlines()[0]}"
-            self._explain(kind.objection)
-            return
-        kind.record = None if context is None else context.record
+        finally:
+            if context is not None:  # what layers have found out meanwhile was never computed
+                kind.record = context.record = replace(context.record, known={})
         self._relied_on[self._network.training] = kind.seen
-        self.counts["captured"] += 1
-        taken = torch.cuda.memory_reserved(device) - before
-        self._log(
-            f"{self._name} runs by CUDA graphs for inputs {[tuple(x.shape) for x in call.tensors]}: captured in "
-            f"{time.perf_counter() - start:.2f} s, {taken / 2**30:.2f} GiB more."
-        )
 
     def _record(self, call: Call, context: SequenceContext | None, device: torch.device) -> CapturedPass:
         if self._recorder is None:
@@ -262,6 +277,32 @@ class GraphedNetwork:
             result = replay(kind.captured, call.tensors, self._tenancy)
         context.record = replace(kind.record, seed=seed or context.record.seed)
         return result
+
+
+def _done() -> None:
+    """What a rank does that has captured before its peers, one of which has lost its graphs."""
+
+
+def _alone(mine: Any) -> list[Any]:
+    return [mine]
+
+
+def capture_together(attempt: Callable[[], object], gather: Callable[[Any], list[Any]]) -> str | None:
+    """Captures on all ranks or on none; collective over those that gather.
+
+    Args:
+        attempt: Captures, or finds that it is done already.
+        gather: Returns what all ranks hand in, in their order.
+
+    Returns:
+        Why none shall replay, the same on all ranks; None if all can.
+    """
+    reason = None
+    try:
+        attempt()
+    except Exception as error:  # whatever it is, the eager pass that follows meets it again, or it is the capture's own
+        reason = f"its capture failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return next((found for found in gather(reason) if found is not None), None)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_videoscale.compat.diffusers import dispatch_settings
+from lightning_videoscale.compat.patching import around_attention
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.branch_bias import changed_linear, output_linear, without_bias_gradient
 from lightning_videoscale.injection.bypassed import changed
@@ -77,7 +78,8 @@ def fused_attention(
 
     Args:
         processor: Theirs.
-        forward: The new forward, which asks `original_if_changed` first, and takes ``detach_bias``.
+        forward: The new forward, which asks `original_if_changed` first, attends by `attend_jointly`, and takes
+            ``detach_bias``.
         class_path: Of the attention.
         known_forwards: Of it, as `FusedBlock` has them.
     """
@@ -88,6 +90,7 @@ def fused_attention(
         known_forwards=known_forwards,
         objection=_Objection(processor),
         last_linear=_LastLinear(processor),
+        says_where_it_attends=True,
     )
 
 
@@ -272,7 +275,10 @@ def attend_jointly(
 
     query, key = queries_and_keys()
     with recomputed((query, key), queries_and_keys, recompute=attn.recompute_norms):
-        return exchange(query, key, _joined([stream.values for stream in streams])).flatten(2).to(query.dtype)
+        value = _joined([stream.values for stream in streams])
+        with around_attention(attn):
+            attended = exchange(query, key, value)
+        return attended.flatten(2).to(query.dtype)
 
 
 def project_out(attn: Any, attended: Tensor, *, detach_bias: bool) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_videoscale.compat.diffusers import declare_as
+from lightning_videoscale.compat.patching import around_attention
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.methods import difference, replacement_of, source_hash
 from lightning_videoscale.injection.modulation import GroupedModulation
@@ -58,6 +59,7 @@ class FusedBlock:
             block may have None for some.
         gathers: Whether the new forward takes, beside ``self``, all arguments in one mapping by the original's names,
             with its defaults; for blocks that have very many.
+        says_where_it_attends: Whether the new forward calls attention inside of `around_attention` alone.
     """
 
     class_path: str
@@ -72,6 +74,7 @@ class FusedBlock:
     last_linear: Callable[[Any], nn.Linear | str] | None = None
     branches: tuple[str, ...] = ()
     gathers: bool = False
+    says_where_it_attends: bool = False
 
     def refusal(self, module: nn.Module) -> str | None:
         """Returns why ``module``, an instance of the named class, must be left as it is, or None."""
@@ -130,12 +133,14 @@ def fused_class(base: type[nn.Module], block: FusedBlock) -> type[nn.Module]:
         return _new_instance, (base, block), *reduced[2:]
 
     def original_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return super(fused, self).forward(*args, **kwargs)  # a call that Dynamo can trace
+        with around_attention(self):  # somewhere in it
+            return super(fused, self).forward(*args, **kwargs)  # a call that Dynamo can trace
 
     members = {
         "forward": _unless_changed(forward, block) if block.parts else forward,
         "_original_forward": original_forward,
         "_fused_block": block,
+        "forward_says_where_it_attends": block.says_where_it_attends,
         "__reduce_ex__": reduce,
     }
     identity = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,7 +13,14 @@ from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.ring import Ring, ring_attention
 from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
-from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads, gather_heads, repeat_heads, scatter_heads
+from lightning_videoscale.parallel.ulysses import (
+    HeadAssignment,
+    Ulysses,
+    assign_heads,
+    gather_heads,
+    repeat_heads,
+    scatter_heads,
+)
 
 
 def sequence_parallel_attention(
@@ -22,6 +32,7 @@ def sequence_parallel_attention(
     lengths: tuple[int, ...] | None = None,
     key_lengths: tuple[int, ...] | None = None,
     key_mask: Tensor | None = None,
+    whole_key_mask: Tensor | None = None,
     transport: Transport | None = None,
     scale: float | None = None,
     attention_backend: AttentionBackend | AttentionChoices = "auto",
@@ -44,6 +55,8 @@ def sequence_parallel_attention(
         key_mask: (B, t) bool, on all ranks or on none: True for those of this rank's tokens that may be attended.
             Tokens that may not, such as padding, have no influence on others. Where a sample has no token that may be
             attended, the result is zeros.
+        whole_key_mask: (B, tokens of all ranks), in the place of ``key_mask`` where it is known already: what
+            `gather_mask` makes of it.
         transport: How bytes travel; collectives if left out.
         scale: Factor on the logits, ``D ** -0.5`` if left out.
         attention_backend: Which kernel computes the attention of each rank: one by name, or ``"auto"``, see
@@ -62,21 +75,19 @@ def sequence_parallel_attention(
     if mesh.sp.size > 1:
         refuse_transforms("The sequence of this attention", (query, key, value))
     lengths = lengths if lengths is not None else (query.shape[1],) * mesh.sp.size
-    of_keys = "lengths" if key_lengths is None else "key_lengths"
+    axis = mesh.ulysses
+    place = _Place(mesh.sp.rank, mesh.sp.size, mesh.ring.rank, axis.rank, axis.size)
+    checked = _checked if torch.compiler.is_compiling() else _known
+    heads = checked(query.shape, key.shape, value.shape, place, lengths, key_lengths)
     key_lengths = key_lengths if key_lengths is not None else lengths
-    _check_shapes(query, key, value, mesh)
-    _check_lengths(query, "query", mesh, lengths, "lengths")
-    _check_lengths(key, "key", mesh, key_lengths, of_keys)
-    _check_mask(key, key_mask)
     transport = transport if transport is not None else DEFAULT_TRANSPORT
     scale = scale if scale is not None else query.shape[3] ** -0.5
-    size = mesh.ulysses.size
-    start = mesh.ring.rank * size
-    mine, my_keys = lengths[start : start + size], key_lengths[start : start + size]
-    heads = assign_heads(mesh.ulysses.rank, mine, my_keys, query.shape[2], key.shape[2])
-    mask = _whole_mask(key_mask, key_lengths, mesh, transport) if key_mask is not None else None
+    mask = whole_key_mask
+    if key_mask is not None:
+        _check_mask(key, key_mask)
+        mask = gather_mask(key_mask, key_lengths, mesh, transport)
     q, k, v = as_autocast(query, key, value)
-    ulysses = Ulysses(mesh.ulysses, heads, transport) if size > 1 else None
+    ulysses = Ulysses(axis, heads, transport) if axis.size > 1 else None
     if ulysses is not None:
         q, k, v = scatter_heads(q, k, v, ulysses)
     else:
@@ -121,25 +132,72 @@ def attend_heads(
     return ring_attention(query, key, value, Ring(mesh.ring, keys, repeats, scale, transport, choices), mask)
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, mesh: SequenceMesh) -> None:
-    fits = query.ndim == key.ndim == 4 and key.shape == value.shape
-    if not fits or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or query.shape[2] % key.shape[2]:
+def gather_mask(key_mask: Tensor, lengths: tuple[int, ...], mesh: SequenceMesh, transport: Transport) -> Tensor:
+    """Returns the mask of all ranks' keys, on every rank, as every rank attends to all keys; collective over `sp`.
+
+    Args:
+        key_mask: (B, t) bool of this rank's keys.
+        lengths: Keys of each rank.
+        mesh: The mesh.
+        transport: How bytes travel, one per token.
+
+    Returns:
+        (B, keys of all ranks) bool.
+    """
+    if mesh.sp.size == 1:
+        return key_mask
+    return transport.all_gather(key_mask.T.to(torch.uint8).contiguous(), lengths, mesh.sp).T.bool()
+
+
+class _Place(NamedTuple):
+    """Where a rank is in the mesh."""
+
+    rank: int
+    size: int
+    ring: int
+    ulysses: int
+    ulysses_size: int
+
+
+def _checked(
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    place: _Place,
+    lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...] | None,
+) -> HeadAssignment:
+    """The heads of the ranks, for tensors of shapes that fit."""
+    _check_shapes(query, key, value)
+    of_keys = lengths if key_lengths is None else key_lengths
+    _check_lengths(query, "query", place, lengths, "lengths")
+    _check_lengths(key, "key", place, of_keys, "lengths" if key_lengths is None else "key_lengths")
+    group = slice(place.ring * place.ulysses_size, (place.ring + 1) * place.ulysses_size)
+    return assign_heads(place.ulysses, lengths[group], of_keys[group], query[2], key[2])
+
+
+_known = lru_cache(maxsize=1024)(_checked)
+"""All layers of a network ask the same; compiled code, which evaluates it once, does not look it up."""
+
+
+def _check_shapes(query: torch.Size, key: torch.Size, value: torch.Size) -> None:
+    fits = len(query) == len(key) == 4 and key == value
+    if not fits or query[0] != key[0] or query[3] != key[3] or query[2] % key[2]:
         raise ValueError(
             "Attention over a split sequence needs a query (B, s, H, D), and a key and a value of one shape "
-            "(B, t, h, D) with H a multiple of h; got "
-            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}."
+            f"(B, t, h, D) with H a multiple of h; got {tuple(query)}, {tuple(key)}, {tuple(value)}."
         )
 
 
-def _check_lengths(x: Tensor, what: str, mesh: SequenceMesh, lengths: tuple[int, ...], argument: str) -> None:
-    if len(lengths) != mesh.sp.size or lengths[mesh.sp.rank] != x.shape[1]:
+def _check_lengths(x: torch.Size, what: str, place: _Place, lengths: tuple[int, ...], argument: str) -> None:
+    if len(lengths) != place.size or lengths[place.rank] != x[1]:
         raise ValueError(
-            f"This is rank {mesh.sp.rank} of {mesh.sp.size} and its {what} has {x.shape[1]} tokens, but "
-            f"{argument}={lengths} says otherwise."
+            f"This is rank {place.rank} of {place.size} and its {what} has {x[1]} tokens, but {argument}={lengths} "
+            "says otherwise."
         )
     if min(lengths) == 0:
         raise ValueError(
-            f"Attention needs a token of the {what} on each of {mesh.sp.size} ranks, and they have {lengths}. Use a "
+            f"Attention needs a token of the {what} on each of {place.size} ranks, and they have {lengths}. Use a "
             "smaller sequence-parallel size or longer sequences (larger or longer clips)."
         )
 
@@ -150,10 +208,3 @@ def _check_mask(key: Tensor, key_mask: Tensor | None) -> None:
             f"key_mask must be bool of shape (B, t) = {tuple(key.shape[:2])}, True where a key may be attended; got "
             f"{key_mask.dtype} of {tuple(key_mask.shape)}."
         )
-
-
-def _whole_mask(key_mask: Tensor, lengths: tuple[int, ...], mesh: SequenceMesh, transport: Transport) -> Tensor:
-    """(B, tokens of all ranks): every rank attends to all keys, so every rank needs it; a byte per token."""
-    if mesh.sp.size == 1:
-        return key_mask
-    return transport.all_gather(key_mask.T.to(torch.uint8).contiguous(), lengths, mesh.sp).T.bool()

@@ -6,17 +6,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.attention import AttentionBackend, AttentionChoices, as_choices
+from lightning_videoscale.compat.torch.autograd import dispatch_modes_active, version_of
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.region_randomness import RegionRandomness, RegionSeed
 from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,8 @@ class SplitRecord:
             token, those that are missing are zeros that nobody attends to.
         seed: Of the random numbers between the first split and the last gather; None before the first split.
         wholes: Slices of rotary tables, each with the table of all tokens, for schedules that read these.
+        known: What layers have found out of tensors that all of them receive, see `once`.
+        sums: The lengths of streams together, as far as they were asked for.
     """
 
     rank: int
@@ -40,6 +48,29 @@ class SplitRecord:
     short: Mapping[str, int] = field(default_factory=dict)
     seed: RegionSeed | None = None
     wholes: tuple[tuple[Tensor, Tensor], ...] = ()
+    known: dict[Hashable, tuple[weakref.ref[Tensor], int, Any]] = field(default_factory=dict, compare=False, repr=False)
+    sums: dict[Sequence[str], tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def once(self, x: Tensor, what: Hashable, find: Callable[[], _T]) -> _T:
+        """Returns what ``find`` returns of a tensor, which is computed once in a pass for all layers that receive it.
+
+        All ranks run one program, so they look it up or compute it alike, also where that exchanges. What somebody
+        follows op by op, as selective checkpoints and compilers do, is computed anew.
+
+        Args:
+            x: Such as a mask; what was found is kept as long as it is.
+            what: Says what is found out, and with which settings.
+            find: Computes it.
+        """
+        if x.requires_grad or torch.compiler.is_compiling() or dispatch_modes_active():
+            return find()
+        key, version = (id(x), what), version_of(x)
+        entry = self.known.get(key)
+        if entry is None or entry[0]() is not x or entry[1] != version:
+            forget = partial(_forget, self.known, key)
+            entry = self.known[key] = weakref.ref(x, forget), version, find()
+        found: _T = entry[2]
+        return found
 
     def with_stream(self, stream: str, tokens: int, lengths: tuple[int, ...]) -> SplitRecord:
         """Returns the record that also holds a stream of ``lengths[r]`` tokens on rank ``r``.
@@ -49,7 +80,7 @@ class SplitRecord:
         """
         if stream not in self.tables:
             short = {**self.short, stream: tokens} if tokens < sum(lengths) else self.short
-            return replace(self, tables={**self.tables, stream: list(lengths)}, short=short)
+            return replace(self, tables={**self.tables, stream: list(lengths)}, short=short, sums={})
         if self.tokens(stream) != tokens:
             raise ValueError(f"The {stream} has {self.tokens(stream)} tokens in this forward pass, not {tokens}.")
         return self
@@ -64,6 +95,14 @@ class SplitRecord:
         Raises:
             ValueError: If the pass has not split one of them.
         """
+        if torch.compiler.is_compiling():
+            return self._sum(streams)
+        key = tuple(streams)
+        if key not in self.sums:
+            self.sums[key] = self._sum(key)
+        return self.sums[key]
+
+    def _sum(self, streams: Sequence[str]) -> tuple[int, ...]:
         missing = [stream for stream in streams if stream not in self.tables]
         if missing:
             raise ValueError(
@@ -187,3 +226,7 @@ class SequenceContext:
     def lengths(self, streams: Sequence[str] = ("video",)) -> tuple[int, ...]:
         """As `SplitRecord.lengths`, of the pass whose layers run now."""
         return self.record.lengths(streams)
+
+
+def _forget(known: dict[Hashable, Any], key: Hashable, _: object) -> None:
+    known.pop(key, None)

@@ -41,10 +41,11 @@ class Axis:
         name: As given.
         ranks: As given.
         rank: As given.
+        size: Number of ranks along the axis.
     """
 
     def __init__(self, name: str, group: ProcessGroup | None, ranks: tuple[int, ...], rank: int) -> None:
-        self.name, self.ranks, self.rank = name, ranks, rank
+        self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
         self._group = group
 
     @property
@@ -61,11 +62,6 @@ class Axis:
                 "ranks, inside `with strategy.mesh:`; in plain PyTorch between SequenceMesh.create and close."
             )
         return self._group
-
-    @property
-    def size(self) -> int:
-        """Number of ranks along the axis."""
-        return len(self.ranks)
 
 
 class SequenceMesh:

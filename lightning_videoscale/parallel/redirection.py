@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_videoscale.attention import as_choices
 from lightning_videoscale.compat.diffusers import own_attention_backend
-from lightning_videoscale.compat.patching import only_redirects
-from lightning_videoscale.parallel.attention import sequence_parallel_attention
+from lightning_videoscale.compat.patching import call_within, only_redirects, says_where_it_attends
+from lightning_videoscale.parallel.attention import gather_mask, sequence_parallel_attention
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.plan import Attention, SplitPlan, submodules
 from lightning_videoscale.parallel.ulysses import check_heads
@@ -60,18 +60,26 @@ def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceConte
             context.attention[path] = module
             if rule.in_one_call is not None:
                 undo.add(rule.in_one_call(module))
-            forward = _exchanging_forward(module.forward, _Place(path, rule, context))
+            forward = _exchanging_forward(module.forward, _Place(path, rule, context, says_where_it_attends(module)))
             undo.set(module, "forward", MethodType(forward, module))  # a copy of the module has it for its own
     return undo
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where attention exchanges. Compiled code never reads the path, so that all blocks may share it."""
+    """Where attention exchanges. Compiled code never reads the path, so that all blocks may share it.
+
+    Attributes:
+        path: The module's.
+        rule: What the plan says of it.
+        context: The group and the tables of the pass.
+        is_marked: Whether the module says where it calls attention, see `call_within`.
+    """
 
     path: str
     rule: Attention
     context: SequenceContext
+    is_marked: bool
 
 
 def _exchanging_forward(original: Callable[..., Any], place: _Place) -> Callable[..., Any]:
@@ -79,7 +87,9 @@ def _exchanging_forward(original: Callable[..., Any], place: _Place) -> Callable
 
     @only_redirects
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _Exchange(place, own_attention_backend(getattr(self, "processor", None)) is not None) as exchange:
+        exchange = _Exchange(place, own_attention_backend(getattr(self, "processor", None)) is not None)
+        narrow = place.is_marked and not torch.compiler.is_compiling()
+        with call_within(self, exchange) if narrow else exchange:
             result = original(*args, **kwargs) if unbound is None else unbound(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             exchange.check_calls(type(self).__name__)
@@ -135,11 +145,7 @@ class _Exchange(TorchFunctionMode):
             context.on_exchange(self._place.path, objection)
         if objection is not None:
             raise ValueError(f"{self._place.path} cannot attend over a split sequence: {objection}")
-        mask = None if attn_mask is None else _key_mask(attn_mask, query.shape[0], rule.padded_rows)
-        missing = context.record.missing(rule.key_streams)
-        if missing is not None:
-            there = torch.tensor(missing, device=query.device).logical_not().expand(query.shape[0], -1)
-            mask = there if mask is None else mask & there
+        own, whole = self._masks(attn_mask, query)
         out = sequence_parallel_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -147,16 +153,36 @@ class _Exchange(TorchFunctionMode):
             context.mesh,
             lengths=context.lengths(rule.queries),
             key_lengths=None if rule.keys is None else context.lengths(rule.keys),
-            key_mask=mask,
+            whole_key_mask=whole,
             transport=context.transport,
             scale=scale,
             # A backend that the user set, and that calls torch's function, is torch's own pick.
             attention_backend=_TORCH if self._by_torch else context.choices,
         ).transpose(1, 2)
         if rule.padded_rows and attn_mask is not None:
-            assert mask is not None
-            out = out.masked_fill(mask.logical_not()[:, None, :, None], 0.0)
+            assert own is not None
+            out = out.masked_fill(own.logical_not()[:, None, :, None], 0.0)
         return out
+
+    def _masks(self, mask: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Which keys may be attended, of this rank and of all, None for all of them; once for all layers."""
+        record, streams, batch = self._place.context.record, self._place.rule.key_streams, query.shape[0]
+        if mask is None:
+            missing = record.missing(streams)
+            return (None, None) if missing is None else self._gathered(None, missing, batch, query.device)
+        settings = "keys", streams, batch, self._place.rule.padded_rows
+        return record.once(mask, settings, lambda: self._gathered(mask, record.missing(streams), batch, query.device))
+
+    def _gathered(
+        self, mask: Tensor | None, missing: tuple[bool, ...] | None, batch: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        context, rule = self._place.context, self._place.rule
+        own = None if mask is None else _key_mask(mask, batch, rule.padded_rows)
+        if missing is not None:
+            there = torch.tensor(missing, device=device).logical_not().expand(batch, -1)
+            own = there if own is None else own & there
+        assert own is not None
+        return own, gather_mask(own, context.lengths(rule.key_streams), context.mesh, context.transport)
 
     def _objection(
         self, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool

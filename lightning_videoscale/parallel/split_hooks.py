@@ -26,8 +26,10 @@ def install_hooks(model: nn.Module, plan: SplitPlan, context: SequenceContext) -
     undo = Undo()
     try:
         for pattern, arguments in plan.inputs.items():
-            for path, module in submodules(model, pattern).items():
-                undo.add(_before(module, _change_inputs(module, path, arguments, context, _share)))
+            found = submodules(model, pattern)
+            share = _share_once if len(found) > 1 else _share
+            for path, module in found.items():
+                undo.add(_before(module, _change_inputs(module, path, arguments, context, share)))
                 undo.add(module.register_forward_hook(_end_recomputed_entrance(context), always_call=True).remove)
         for pattern, positions in plan.outputs.items():
             for path, module in submodules(model, pattern).items():
@@ -155,6 +157,14 @@ def _share(value: Any, rule: Rule, context: SequenceContext) -> Any:
         lengths, rank = context.lengths(rule.streams), context.mesh.sp.rank
         return min(max(value - sum(lengths[:rank]), 0), lengths[rank])
     return _each(value, rule, context, _enter_and_split)
+
+
+def _share_once(value: Any, rule: Rule, context: SequenceContext) -> Any:
+    """As `_share`, of what all layers receive, such as a mask."""
+    if not isinstance(value, Tensor) or not isinstance(rule, Split) or context.on_split is not None:
+        return _share(value, rule, context)
+    context.enter_region(value)
+    return context.record.once(value, rule, lambda: _share(value, rule, context))
 
 
 def _enter_and_split(x: Tensor, dim: int, context: SequenceContext, *args: Any, **kwargs: Any) -> Tensor:

@@ -35,6 +35,8 @@ memory      `MemoryMonitor`: ``allocated_gib``, ``reserved_gib``, ``peak_gib``, 
 bottleneck  `BottleneckAnalyzer`: ``name``, ``share`` of the step time in [0, 1], ``figure`` and ``advice``, sentences.
 budget      `BudgetRecalibrator`: ``adopted``, whether budgets change; ``reason``, a sentence; ``m_mem``, ``m_comp``,
             ``p`` as they are from then on. A `TimeBudget` has ``target_sync`` in the place of ``m_comp``.
+graphs      With a window, where networks run by CUDA graphs: forward passes of rank 0 since the start, ``replayed``,
+            ``eager`` and ``busy``; ``captured``, kinds of calls; ``bytes`` of memory.
 injection   `FusedKernels`: ``model``; ``kernels``, what runs them; ``replaced`` and ``skipped``, rows of [path, class
             name, what or why].
 end         `fit` is over: ``status`` (completed, interrupted or failed); ``error``, where it failed.

@@ -23,6 +23,7 @@ from lightning_videoscale.report.charts import (
 )
 from lightning_videoscale.report.costs import Kind, buckets_of
 from lightning_videoscale.report.findings import Findings
+from lightning_videoscale.report.graphs import graph_figures
 
 Section = dict[str, Any]
 
@@ -314,6 +315,8 @@ def setup(found: Findings) -> list[tuple[str, Section]]:
     """What the run was: titles, and values by name."""
     start = found.start
     groups = [("Exchange", start["exchange"]), ("Trainer", start["settings"])]
+    if graphs := graph_figures(found.run):
+        groups.append(("CUDA graphs", graphs))
     if found.plans:
         plan = found.plans[-1]
         limits = {name: value for name, value in plan["budget"].items() if name != "step_time"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
@@ -41,17 +42,17 @@ def run_by_graphs(network: nn.Module, mesh: SequenceMesh, options: GraphOptions,
         rank_zero_info(f"{type(network).__name__} runs without CUDA graphs: the mesh has rings.")
         return Undo()
 
-    def agree(yes: bool) -> bool:
-        everyone: list[bool] = [False] * mesh.sp.size
-        dist.all_gather_object(everyone, yes, group=mesh.sp.group)
-        return all(everyone)
+    def gather(mine: Any) -> list[Any]:
+        everyone: list[Any] = [None] * mesh.sp.size
+        dist.all_gather_object(everyone, mine, group=mesh.sp.group)
+        return everyone
 
     graphed = GraphedNetwork(
         network,
         network.forward,
         _entrances(network, options.segments),
         options,
-        agree if mesh.sp.size > 1 else None,
+        gather if mesh.sp.size > 1 else None,
         lambda: choices.version,
         rank_zero_info,
     )
@@ -59,9 +60,15 @@ def run_by_graphs(network: nn.Module, mesh: SequenceMesh, options: GraphOptions,
 
 
 def describe_graphs(networks: Iterable[nn.Module]) -> dict[str, int]:
-    """Returns how many forward passes of some networks were replayed, eager and so on, see `GraphedNetwork.counts`."""
-    graphed = (network.forward for network in networks)
-    return dict(sum((each.counts for each in graphed if isinstance(each, GraphedNetwork)), Counter[str]()))
+    """Returns how many forward passes of some networks were replayed, eager and so on, see `GraphedNetwork.counts`.
+
+    With them, under ``"bytes"``, the memory of their graphs; nothing where no network runs by graphs.
+    """
+    forwards = (network.forward for network in networks)
+    graphed = [each for each in forwards if isinstance(each, GraphedNetwork)]
+    if not graphed:
+        return {}
+    return sum((each.counts for each in graphed), Counter[str]()) | {"bytes": sum(each.bytes for each in graphed)}
 
 
 def _entrances(network: nn.Module, segments: int) -> list[nn.Module]:

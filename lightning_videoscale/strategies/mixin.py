@@ -30,6 +30,7 @@ from lightning_videoscale.compat.lightning import (
     timeout_of,
     transferred,
 )
+from lightning_videoscale.graphs import EAGER_CALLS, GraphMode
 from lightning_videoscale.parallel import Agreement, SequenceMesh, check_loss
 from lightning_videoscale.parallel.layout.divide import divide_mesh
 from lightning_videoscale.parallel.mesh import host_group
@@ -154,8 +155,21 @@ class SequenceParallelMixin(
             "graphs": self._settings.graphs.mode,
         }
 
+    @property
+    def graph_mode(self) -> GraphMode:
+        """Whether networks run by CUDA graphs, see `RunsByGraphs`."""
+        return self._settings.graphs.mode
+
+    @property
+    def steps_until_graphs(self) -> int:
+        """How many steps of a shape run eagerly before one is captured, see `RunsByGraphs`."""
+        return 0 if self.graph_mode is False else EAGER_CALLS
+
     def describe_graphs(self) -> dict[str, int]:
-        """How many forward passes so far ran by CUDA graphs, and how many did not; see `GraphedNetwork.counts`."""
+        """How many forward passes so far ran by CUDA graphs, and how many did not; see `GraphedNetwork.counts`.
+
+        With them, under ``"bytes"``, the memory that the graphs keep; empty where no network runs by graphs.
+        """
         assert self.lightning_module is not None
         return describe_graphs(self.lightning_module.modules())
 

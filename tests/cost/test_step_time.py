@@ -61,6 +61,15 @@ def test_what_the_host_takes_to_launch_a_step_is_a_floor_and_no_summand() -> Non
     assert np.abs(errors).max() < 1e-6
 
 
+def test_where_short_steps_run_by_graphs_all_are_fitted_and_there_is_no_floor() -> None:
+    samples = [m._replace(by_graph=m.sequence_length < 4096) for m in measured(0.01, 2e-5, 7e-10)]
+    model = StepTimeModel.fit(samples)
+    assert model.floor < 1e-3
+    assert model.predict(1, 100) == pytest.approx(0.01 + 2e-5 * 100 + 7e-10 * 100**2)
+    eager = StepTimeModel.fit([m._replace(by_graph=False) for m in samples])
+    assert eager.floor > 0.01 + 2e-5 * 100 + 7e-10 * 100**2
+
+
 def test_the_floor_is_what_launching_typically_takes() -> None:
     """The host's times vary much more than the device's, and the shortest of them is nobody's."""
     factors = np.resize([1.0, 1.1, 0.75, 1.3, 0.95], 100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,9 +22,9 @@ from lightning_videoscale.cost.benchmark.ranks import Ranks
 from lightning_videoscale.cost.benchmark.trainer_steps import RealSteps, real_steps
 from lightning_videoscale.cost.matrix import MatrixRow, ShapeMatrix
 from lightning_videoscale.cost.memory import MemoryModel
-from lightning_videoscale.topology import topology_of
+from lightning_videoscale.topology import RunsByGraphs, topology_of
 
-DECISIVE = ("gpu", "world_size", "strategy", "sequence_parallel_size", "precision", "module", "parameters")
+DECISIVE = ("gpu", "world_size", "strategy", "sequence_parallel_size", "graphs", "precision", "module", "parameters")
 """What of the provenance decides over time and memory: matrices that differ in it hold for other runs."""
 
 _STEADY = 0.1
@@ -47,7 +47,8 @@ def measure_shapes(
     A cell that is out of memory is a row like any other, and larger batches of its sequence length are left out. Under
     strategies whose ranks meet within the forward pass (sharded parameters, split sequences), a cell is not tried where
     the peaks so far say that it does not fit. Cells whose repeats differ by more than a tenth are measured once more in
-    the end, the last first: what disturbed them, such as other work on the host, may be over then.
+    the end, the last first: what disturbed them, such as other work on the host, may be over then. Where networks run
+    by CUDA graphs, a cell is timed once it has been captured, or will not be.
 
     Args:
         trainer: A Trainer whose model is wrapped, not in the middle of a step.
@@ -99,6 +100,7 @@ def provenance_of(trainer: pl.Trainer) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
         "sequence_parallel_size": topology_of(trainer).sequence_parallel_size,
+        "graphs": (isinstance(trainer.strategy, RunsByGraphs) and trainer.strategy.graph_mode) or None,
         "precision": trainer.precision,
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
         "parameters": sum(p.numel() for p in module.parameters()),
@@ -126,12 +128,14 @@ def _measure(
     if with_states:
         steps.make_optimizer_states()
     steps.reset_peak()
-    for _ in range(first < seconds):
+    for _ in range(max(first < seconds, steps.until_graphs)):
         steps.run(batch)
     steps.read_times()
+    before = steps.graph_calls
     for _ in range(min(max(math.ceil(seconds / first), _REPEATS[0]), _REPEATS[1])):
         steps.run(batch)
     times = steps.read_times()
+    by_graph = all_by_graph(before, steps.graph_calls)
     mine = [t.work for t in times]
     # What disturbs a step, such as other work on the host, only makes it longer.
     quartile = float(np.quantile(mine, 0.25))
@@ -142,7 +146,14 @@ def _measure(
         spread=ranks.largest((max(mine) - min(mine)) / quartile),
         wait_seconds=ranks.median(statistics.median(t.wait for t in times)),
         peak_bytes=None if peak is None else ranks.largest(peak),
+        by_graph=ranks.all(by_graph, "not running by CUDA graphs"),
     )
+
+
+def all_by_graph(before: Mapping[str, int], after: Mapping[str, int]) -> bool:
+    """Whether all calls of networks between two counts, as `RunsByGraphs` has them, were replayed."""
+    replayed, *others = (after.get(name, 0) - before.get(name, 0) for name in ("replayed", "eager", "busy"))
+    return replayed > 0 and not any(others)
 
 
 def _first_step(steps: RealSteps, ranks: Ranks, cell: Cell, batches: SyntheticBatches) -> tuple[Batch, float] | None:

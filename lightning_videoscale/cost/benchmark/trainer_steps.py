@@ -21,7 +21,7 @@ from lightning_videoscale.compat.lightning import before_transfer, call_callback
 from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.cost.benchmark.grid import Batch, Cell, SyntheticBatches
 from lightning_videoscale.timing import StepTimer, StepTimes
-from lightning_videoscale.topology import topology_of
+from lightning_videoscale.topology import RunsByGraphs, topology_of
 
 
 class RealSteps:
@@ -121,8 +121,25 @@ class RealSteps:
 
     @property
     def peak_bytes(self) -> float | None:
-        """Most that was allocated since `reset_peak`; None where nothing counts it."""
-        return float(torch.cuda.max_memory_allocated(self._device)) if self._device.type == "cuda" else None
+        """Most that was allocated since `reset_peak`; None where nothing counts it.
+
+        What CUDA graphs keep comes on top: between two replays the allocator takes it for free, and gives it to nobody.
+        """
+        if self._device.type != "cuda":
+            return None
+        return float(torch.cuda.max_memory_allocated(self._device) + self.graph_calls.get("bytes", 0))
+
+    @property
+    def until_graphs(self) -> int:
+        """How many steps of a shape come before one runs by CUDA graphs; 0 where none does."""
+        strategy = self._trainer.strategy
+        return strategy.steps_until_graphs if isinstance(strategy, RunsByGraphs) else 0
+
+    @property
+    def graph_calls(self) -> dict[str, int]:
+        """How the networks ran so far, see `RunsByGraphs`; empty where none runs by graphs."""
+        strategy = self._trainer.strategy
+        return strategy.describe_graphs() if isinstance(strategy, RunsByGraphs) else {}
 
     @property
     def capacity_bytes(self) -> float | None:

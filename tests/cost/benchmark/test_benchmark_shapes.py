@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import lightning_videoscale as vs
 from lightning_videoscale.callbacks.budget_recalibrator import observations_of
@@ -64,6 +66,43 @@ def test_every_cell_is_measured_and_kept(tmp_path: Path) -> None:
     kept = ShapeMatrix.load(tmp_path / "matrix.json")
     assert kept == matrix and [m[:2] for m in kept.measurements] == [(b, s) for s, b in cells]
     assert matrix.capacity_bytes is None and all(row.peak_bytes is None for row in matrix.rows)
+
+
+class ByGraphs(SingleDeviceStrategy):
+    """Says of the first steps of a shape that they ran eagerly, and of all later ones that they were replayed."""
+
+    graph_mode, steps_until_graphs = "auto", 2
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.counts: Counter[str] = Counter(bytes=0)
+        self.shapes: Counter[torch.Size] = Counter()
+
+    def describe_graphs(self) -> dict[str, int]:
+        return dict(self.counts)
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        shape = batch["latents"].shape
+        self.shapes[shape] += 1
+        never = shape[2] == 5
+        self.counts["eager" if never or self.shapes[shape] <= 2 else "replayed"] += 1
+        return super().training_step(batch, *args)
+
+
+def test_what_runs_by_graphs_is_timed_when_it_does(tmp_path: Path) -> None:
+    trainer = pl.Trainer(
+        strategy=ByGraphs(), logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1
+    )
+    matrix = _benchmark(Flow(), trainer)
+    assert {row.by_graph for row in matrix.rows if row.frames < 5} == {True}
+    assert {row.by_graph for row in matrix.rows if row.frames == 5} == {False}
+    matrix.save(tmp_path / "matrix.json")
+    kept = ShapeMatrix.load(tmp_path / "matrix.json")
+    assert kept == matrix and [m.by_graph for m in kept.measurements] == [row.by_graph for row in matrix.rows]
+
+    without = _benchmark(Flow())
+    assert not any(row.by_graph for row in without.rows)
+    assert without.differences(matrix.provenance, ["graphs"]) == ["graphs: None measured, 'auto' now"]
 
 
 def test_what_disturbed_a_cell_is_forgotten_when_it_is_measured_once_more() -> None:

@@ -1,0 +1,260 @@
+"""What the host does for a layer of a split network beside the same fused layer unsplit, forward and backward.
+
+    torchrun --nproc-per-node 2 benchmarks/parallel/host_time.py
+
+Tiny models on CPUs, so that computing takes next to nothing. A layer is half the difference between networks that
+differ in two. Counted are calls of Python functions and of functions in C, operations of torch (nested ones too), and
+nodes of the autograd graph. Timed is what the main thread computes, waiting for others left out; networks take turns.
+
+``kernels`` is "reference", the plain PyTorch that stands for fused kernels on CPUs, or "empty": only results are
+allocated, as where a GPU is given one kernel to launch. What a GPU's driver and NCCL need to launch is in neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers import HunyuanVideoTransformer3DModel, WanTransformer3DModel
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import provenance
+from lightning_videoscale.injection import inject_fused_kernels
+from lightning_videoscale.kernels.reference import qk_norm_rope, rows
+from lightning_videoscale.parallel import SequenceMesh, parallelize
+
+LAYERS = (6, 4)
+WARM_UP = 22  # calls, of which the first 20 compare what ranks are given
+Row = dict[str, Any]
+
+
+def wan(layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 128, "text_dim": 16, "freq_dim": 16}
+    channels = {"in_channels": 4, "out_channels": 4, "rope_max_seq_len": 32}
+    model = WanTransformer3DModel(
+        num_layers=layers, cross_attn_norm=True, qk_norm="rms_norm_across_heads", **sizes, **channels
+    )
+    return model, {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "timestep": torch.randint(0, 1000, (1,)),
+        "encoder_hidden_states": torch.randn(1, 8, 16),
+        "return_dict": False,
+    }
+
+
+def hunyuan_video(layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Half of the layers have two streams, half one."""
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 16, "mlp_ratio": 2.0, "rope_axes_dim": (8, 4, 4)}
+    inputs = {"in_channels": 4, "out_channels": 4, "text_embed_dim": 8, "pooled_projection_dim": 8, "patch_size": 1}
+    model = HunyuanVideoTransformer3DModel(
+        num_layers=layers // 2, num_single_layers=layers // 2, num_refiner_layers=1, **sizes, **inputs
+    )
+    return model, {
+        "hidden_states": torch.randn(1, 4, 2, 4, 4),
+        "timestep": torch.randint(0, 1000, (1,)),
+        "encoder_hidden_states": torch.randn(1, 8, 8),
+        "encoder_attention_mask": torch.ones(1, 8, dtype=torch.int64),
+        "pooled_projections": torch.randn(1, 8),
+        "guidance": torch.full((1,), 6000.0),
+        "return_dict": False,
+    }
+
+
+FAMILIES: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {"wan": wan, "hunyuan_video": hunyuan_video}
+
+
+class Network:
+    """A fused network, split or whole."""
+
+    def __init__(self, family: str, layers: int, mesh: SequenceMesh | None) -> None:
+        torch.manual_seed(0)
+        self._model, self._inputs = FAMILIES[family](layers)
+        inject_fused_kernels(self._model)
+        for parameter in self._model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        if mesh is not None:
+            parallelize(self._model, mesh, verify_plan=False)
+        for _ in range(WARM_UP):
+            self.forward().backward()
+
+    def forward(self) -> Tensor:
+        output: Tensor = self._model(**self._inputs)[0]
+        return output.sum()
+
+    def seconds(self) -> tuple[float, float]:
+        """Of the main thread, forward and backward."""
+        begin = time.thread_time()
+        loss = self.forward()
+        between = time.thread_time()
+        loss.backward()
+        return between - begin, time.thread_time() - between
+
+    def counts(self) -> Row:
+        operations, backward_operations = [], []
+        with counted_operations(operations):
+            loss = self.forward()
+        with counted_operations(backward_operations):
+            loss.backward()
+        calls, backward_calls = [0], [0]
+        with counted_calls(calls):
+            loss = self.forward()
+        nodes = count_nodes(loss)
+        with counted_calls(backward_calls):
+            loss.backward()
+        return {
+            "forward_python_calls": calls[0],
+            "backward_python_calls": backward_calls[0],
+            "forward_operations": len(operations),
+            "backward_operations": len(backward_operations),
+            "autograd_nodes": nodes,
+        }
+
+
+@contextmanager
+def counted_operations(names: list[str]) -> Iterator[None]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        yield
+    names += [event.name for event in profile.events() if event.name.startswith(("aten::", "c10d::"))]
+
+
+@contextmanager
+def counted_calls(count: list[int]) -> Iterator[None]:
+    def note(frame: Any, event: str, argument: Any) -> None:
+        count[0] += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def count_nodes(loss: Tensor) -> int:
+    seen: set[Any] = set()
+    found = [loss.grad_fn]
+    while found:
+        node = found.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [parent for parent, _ in node.next_functions]
+    return len(seen)
+
+
+@contextmanager
+def kernels(what: str) -> Iterator[None]:
+    """Inside, fused kernels compute ("reference") or allocate what a first call of a shape has returned ("empty")."""
+    own = [(module, name, getattr(module, name)) for module in (rows, qk_norm_rope) for name in ("forward", "backward")]
+    try:
+        for module, name, compute in own if what == "empty" else ():
+            setattr(module, name, allocating(compute))
+        yield
+    finally:
+        for module, name, compute in own:
+            setattr(module, name, compute)
+
+
+def allocating(compute: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[Any, Any] = {}
+
+    def run(variant: Any, inputs: Any, *arguments: Any) -> Any:
+        first = inputs[0] if isinstance(inputs[0], Tensor) else inputs[0][0]
+        key = variant, first.shape, tuple(argument is None for argument in arguments)
+        if key not in known:
+            known[key] = compute(variant, inputs, *arguments)
+        return like(known[key])
+
+    return run
+
+
+def like(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return torch.empty_like(x)
+    if not isinstance(x, tuple):
+        return x
+    members = [like(member) for member in x]
+    return type(x)(*members) if hasattr(x, "_fields") else tuple(members)
+
+
+def measure(family: str, what: str, mesh: SequenceMesh, options: argparse.Namespace) -> Row:
+    more, less = LAYERS
+    with kernels(what):
+        networks = {
+            (kind, layers): Network(family, layers, mesh if kind == "split" else None)
+            for kind in ("split", "whole")
+            for layers in LAYERS
+        }
+        counts = {key: network.counts() for key, network in networks.items()}
+        rounds = [turn(networks, options.repeats) for _ in range(options.rounds)]
+    row: Row = {"family": family, "kernels": what}
+    for name in counts["split", more]:
+        split, whole = ((counts[k, more][name] - counts[k, less][name]) / (more - less) for k in ("split", "whole"))
+        row[name] = {"split": split, "whole": whole, "ratio": round(split / whole, 3)}
+    for number, name in enumerate(("forward_us", "backward_us")):
+        split, whole = ([r[kind][number] for r in rounds] for kind in ("split", "whole"))
+        row[name] = summary(split, whole)
+    totals = [[sum(r[kind]) for r in rounds] for kind in ("split", "whole")]
+    return row | {"both_us": summary(*totals)}
+
+
+def turn(networks: dict[tuple[str, int], Network], repeats: int) -> dict[str, list[float]]:
+    """Microseconds of a layer, forward and backward, of split and whole networks, which take turns step by step."""
+    times: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in networks}
+    for _ in range(repeats):
+        for key, network in networks.items():
+            times[key].append(network.seconds())
+    medians = {key: [statistics.median(each) for each in zip(*mine, strict=True)] for key, mine in times.items()}
+    more, less = LAYERS
+    return {
+        kind: [1e6 * (a - b) / (more - less) for a, b in zip(medians[kind, more], medians[kind, less], strict=True)]
+        for kind in ("split", "whole")
+    }
+
+
+def summary(split: list[float], whole: list[float]) -> Row:
+    """Medians over rounds; the ratio is that of the medians, as one round's difference of two is noisy."""
+    mine, theirs = statistics.median(split), statistics.median(whole)
+    ratios = sorted(a / b for a, b in zip(split, whole, strict=True))
+    spread = [round(ratios[len(ratios) // 10], 3), round(ratios[-1 - len(ratios) // 10], 3)]
+    return {"split": round(mine, 1), "whole": round(theirs, 1), "ratio": round(mine / theirs, 3), "p10_p90": spread}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=8, help="steps of each network in a round")
+    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
+    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
+    options = parser.parse_args()
+    commit = options.commit or provenance.commit()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
+    found = [measure(family, what, mesh, options) for family in options.families for what in ("reference", "empty")]
+    if dist.get_rank() == 0:
+        for row in found:
+            print(f"{row['family']}, {row['kernels']}")
+            for name, value in row.items():
+                if isinstance(value, dict):
+                    print(f"  {name:22} split {value['split']:9.1f}  whole {value['whole']:9.1f}  {value['ratio']:.3f}")
+        settings = {"ranks": dist.get_world_size(), "layers": LAYERS, "rounds": options.rounds}
+        settings |= {"repeats": options.repeats, "load_average": round(os.getloadavg()[0], 1)}
+        output = options.output or provenance.RESULTS / "parallel-host_time-cpu.json"
+        provenance.write(output, "parallel/host_time", commit, settings, found)
+    mesh.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
