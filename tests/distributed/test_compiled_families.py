@@ -17,6 +17,7 @@ from tests.distributed.families.harness import Case
 from tests.distributed.families.test_parity import FAMILIES
 from tests.distributed.pool import ProcessPool
 from tests.models import gradient_error
+from tests.support.record import confirm
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -90,6 +91,7 @@ def check(
 @pytest.mark.parametrize("family", ["cogvideox"])
 def test_split_blocks_share_two_graphs_of_all_lengths(ranks: Ranks, family: str) -> None:
     check(ranks, family, (1, 2), SETTINGS[family][0], LENGTHS[:4])
+    confirm(family, "compile")
 
 
 @pytest.mark.full
