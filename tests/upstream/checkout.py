@@ -23,6 +23,7 @@ FAMILIES = {
     "ltx": ("ltx", "ltx2"),
     "cogvideox": ("cogvideox", "consisid"),
     "mochi": ("mochi",),
+    "cosmos": ("cosmos",),
     "cogview4": ("cogview4",),
     "easyanimate": ("easyanimate",),
     "allegro": ("allegro",),
@@ -38,6 +39,24 @@ FAMILIES = {
     "z_image": ("z_image",),
 }
 """By family, the models that its files of tests are named after."""
+
+
+FUSED = (
+    "wan",
+    "wan_vace",
+    "wan_animate",
+    "chronoedit",
+    "skyreels_v2",
+    "hunyuan_video",
+    "ltx",
+    "cogvideox",
+    "mochi",
+    "cosmos",
+    "flux",
+    "qwen_image",
+    "sd3",
+)
+"""Those whose blocks have fused forwards."""
 
 
 def files_of(family: str) -> list[str]:

@@ -9,9 +9,9 @@ from textwrap import dedent
 import pytest
 
 from tests.distributed.pool import ProcessPool
-from tests.upstream.checkout import FAMILIES, files_of, linked
+from tests.upstream.checkout import FAMILIES, FUSED, files_of, linked
 from tests.upstream.configs import errors_of_configs
-from tests.upstream.in_step import Outcome
+from tests.upstream.in_step import Outcome, Way
 from tests.upstream.verdict import run_family, wrong
 
 
@@ -28,6 +28,16 @@ def diffusers(request: pytest.FixtureRequest) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_passes_its_own_tests(diffusers: Path, family: str) -> None:
     verdict = run_family(diffusers, family)
+    assert verdict.wrong == {}
+    assert sum(outcome.calls for outcome in verdict.outcomes.values()) > 20, verdict.summary
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("way", ["fused", "fused and split"])
+@pytest.mark.parametrize("family", FUSED)
+def test_a_family_passes_its_own_tests_with_fused_kernels(diffusers: Path, family: str, way: Way) -> None:
+    verdict = run_family(diffusers, family, way=way)
     assert verdict.wrong == {}
     assert sum(outcome.calls for outcome in verdict.outcomes.values()) > 20, verdict.summary
 
