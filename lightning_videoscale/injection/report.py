@@ -13,7 +13,6 @@ from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.fused_block import fused_block_of
 from lightning_videoscale.undo import Undo
 
-
 OF_WHAT = "of what norms, modulations, gates, rotations and activations of the blocks read and write"
 
 

@@ -1,4 +1,4 @@
-"""How much of what a model's blocks move through memory is moved by fused kernels: a model of bytes, from their modules.
+"""Which part of the memory traffic of a model's blocks is that of fused kernels: a model of bytes, from their modules.
 
 Norms, modulations, gates, rotations and activations wait for memory. Each is counted by what PyTorch's own operations
 read and write for it. Nothing runs, so a model on the meta device will do. Not counted are Linears, attention, copies,

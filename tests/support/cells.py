@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, parallelize
@@ -110,10 +111,12 @@ def _error_of_compiled(family: str, fullgraph: bool) -> float:
     with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
         for network in (eager, compiled):
             parallelize(network, mesh)
-        compile_blocks(compiled, {"backend": "aot_eager", "fullgraph": fullgraph})
+        compiler = CompileCounterWithBackend("aot_eager")
+        compile_blocks(compiled, {"backend": compiler, "fullgraph": fullgraph})
         for case in cases:
             gradients = [_gradients(network, FAMILIES[family].inputs(case, 0)) for network in (compiled, eager)]
             worst = max(worst, gradient_error(*gradients))
+    assert compiler.frame_count, "nothing was compiled"
     return worst
 
 

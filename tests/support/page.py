@@ -13,28 +13,28 @@ NOT_TRIED = "not tried"
 ABOUT = """\
 # What works with which model
 
-Each cell is the result of a test. A tiny random model of the class runs on two ranks, and outputs, loss and gradients are
-compared with one device. `make support` runs the tests, records what they find, and writes this page.
+Each cell is the result of a test. A tiny random model of the class runs on two ranks, and outputs, loss and gradients
+are compared with one device. `make support` runs the tests, records what they find, and writes this page.
 
-| word | it says |
+| word | what it says |
 |---|---|
-| yes | equal to one device: gradients to 1e-10 in float64; to 1e-5 in float32, where it was compiled and under ZeRO-3 |
-| – | the model has no such thing |
+| yes | equal to one device: gradients to 1e-10 in float64, or to 1e-5 in float32 where compiled and under ZeRO-3 |
+| no | the model has no such thing |
 | refused | a call with it is an error on all ranks that says why |
 | **fails** | it should work and does not |
 | not tried | nobody has recorded it |
 
-Numbers in brackets lead to the reasons below the table. `videoscale doctor --model package.module:make` says of your own model
-what is split, exchanged and fused, and what is not.
+Numbers in brackets lead to the reasons below the table. `videoscale doctor --model package.module:make` says of your
+own model what is split, exchanged and fused, and what is not.
 
 - **Ulysses**, **ring**: all variants of the family, with lengths that the ranks do not divide.
 - **Key mask**, **per-token timesteps**, **image conditions**: by Ulysses and by ring.
-- **Checkpointing**: of activations; the model's own where it has one.
+- **Checkpointing**: of activations, all variants; the model's own where it has one.
 - **Compile**: of every block, forward and backward at two lengths, without Inductor.
 - **FSDP2**, **ZeRO-3**: losses, gradients and parameters of two steps of a Trainer.
-- **LoRA**: adapters in every linear layer of the blocks, all else frozen.
-- **Fused parts**: classes of modules that are replaced; all variants are exact with them.
-- **Largest error**: of gradients, over the cells of the row, ‖g - r‖ / max(‖r‖, 1e-3 · norm of all r).
+- **LoRA**: adapters in every linear layer of the blocks, all else frozen; all variants.
+- **Fused parts**: classes of modules that are replaced; all variants are exact with them, in PyTorch's reference.
+- **Largest error**: of gradients, over the cells of the row: ‖g - r‖ / max(‖r‖, 1e-3 · norm of all r).
 """
 
 
@@ -70,7 +70,7 @@ def _rows(record: Mapping[tuple[str, str], Cell], reasons: dict[str, int]) -> It
 def _text(cell: Cell | None, reasons: dict[str, int]) -> str:
     if cell is None:
         return NOT_TRIED
-    said = cell.said or {"exact": "yes", "lacks": "–", "refused": "refused", "fails": "**fails**"}[cell.outcome]
+    said = cell.said or {"exact": "yes", "lacks": "no", "refused": "refused", "fails": "**fails**"}[cell.outcome]
     return f"{said} [{reasons.setdefault(cell.reason, len(reasons) + 1)}]" if cell.reason else said
 
 

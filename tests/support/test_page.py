@@ -1,4 +1,4 @@
-"""docs/support.md is what the record says, and the record has every family, every class that is refused, every reason."""
+"""docs/support.md is what the record says, which has every family, every refused class and every reason."""
 
 from __future__ import annotations
 

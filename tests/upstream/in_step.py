@@ -31,7 +31,6 @@ from lightning_videoscale.parallel import SequenceMesh, find_plan, parallelize
 from lightning_videoscale.parallel.layout.heads import attention_sizes
 from tests.upstream.checkout import PACKAGE
 
-
 Way = Literal["split", "fused", "fused and split"]
 """What is done to every model. Fused alone, the tests run in one process."""
 
