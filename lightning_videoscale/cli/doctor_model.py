@@ -140,7 +140,7 @@ def _fused(model: nn.Module) -> Iterator[Finding]:
         warnings.simplefilter("ignore")  # what is skipped is listed here
         report = inject_fused_kernels(model, "reference")
     if report.fused_share is not None:
-        yield Finding("fused", "ok" if report.fused_share else "missing", f"{report.fused_share:.0%} {OF_WHAT}")
+        yield Finding("fused", "ok" if report.fused_share else "missing", f"about {report.fused_share:.0%} {OF_WHAT}")
     for (name, what), count in Counter((each.class_name, each.what) for each in report.replaced).items():
         yield Finding("fused", "ok", f"{count} x {name}: {what}")
     for (name, reason), count in Counter((each.class_name, each.reason) for each in report.skipped).items():

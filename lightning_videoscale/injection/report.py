@@ -106,7 +106,7 @@ class InjectionReport:
         lines = [f"Fused kernels in {self.model}: {len(self.replaced)} blocks replaced, {len(self.skipped)} skipped."]
         lines += [f"  kernels: {self.kernels}"] if self.kernels else []
         if self.fused_share is not None:
-            lines.append(f"  fused: {self.fused_share:.0%} {OF_WHAT}")
+            lines.append(f"  fused: about {self.fused_share:.0%} {OF_WHAT}")
         lines += [f"  replaced {line}" for line in _grouped(self.replaced)]
         lines += [f"  skipped {line}" for line in _grouped(self.skipped)]
         return "\n".join(lines)

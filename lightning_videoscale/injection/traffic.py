@@ -50,6 +50,8 @@ class Traffic(NamedTuple):
 def fused_share(model: nn.Module) -> float | None:
     """Returns which part of the traffic of a model's blocks is moved by fused forwards.
 
+    A fused forward counts whole, though it may leave a rotation to PyTorch.
+
     Args:
         model: The model; it may be on the meta device.
 

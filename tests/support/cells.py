@@ -165,7 +165,7 @@ def without_argument(*parts: str) -> Callable[[str], str]:
         arguments = inspect.signature(type(FAMILIES[family].model(Case(family))).forward).parameters
         named = [name for name in arguments if any(part in name for part in parts)]
         assert not named, f"it takes {named}: tests/support/conditions.py must say with which settings"
-        return "its forward takes none"
+        return "its forward takes no such argument"
 
     return lacks
 
@@ -181,7 +181,7 @@ def one_timestep(family: str) -> str:
         except (AssertionError, RuntimeError, ValueError):
             continue
         raise AssertionError(f"it takes {count} timesteps: tests/support/conditions.py must say with which settings")
-    return "it takes one for each sample"
+    return "it takes one timestep for each sample"
 
 
 _TRIALS: Mapping[str, Trial] = {

@@ -25,7 +25,8 @@ are compared with one device. `make support` runs the tests, records what they f
 | not tried | nobody has recorded it |
 
 Numbers in brackets lead to the reasons below the table. `videoscale doctor --model package.module:make` says of your
-own model what is split, exchanged and fused, and what is not.
+own model what is split, exchanged and fused, and what is not. `JointDiT` is
+[an example](../examples/joint_dit.py) of one.
 
 - **Ulysses**, **ring**: all variants of the family, with lengths that the ranks do not divide.
 - **Key mask**, **per-token timesteps**, **image conditions**: by Ulysses and by ring.
