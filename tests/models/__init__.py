@@ -57,4 +57,3 @@ def gradient_error(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -
         for name, r in reference.items()
     ]
     return float(torch.tensor(errors, dtype=torch.float64).max())  # which, unlike max(), is NaN where one of them is
-

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from tests.upstream.checkout import FAMILIES
+from tests.upstream.checkout import FAMILIES, lacking
 from tests.upstream.in_step import Way
 from tests.upstream.verdict import run_family
 
@@ -21,6 +21,9 @@ def main() -> int:
     arguments = parser.parse_args()
     wrong = []
     for family in arguments.families:
+        if missing := lacking(family):
+            print(f"{family}: skipped, as it needs {missing}", flush=True)
+            continue
         verdict = run_family(arguments.diffusers, family, arguments.select, way=arguments.way)
         print(f"{family}: {verdict.summary}", flush=True)
         for reason, count in verdict.skips.most_common():

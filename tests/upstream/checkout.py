@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 COMMIT = "58eb52c0803ea9af3abec60841c2a093bdf1f951"
@@ -41,6 +42,9 @@ FAMILIES = {
 """By family, the models that its files of tests are named after."""
 
 
+NEEDS = {"cosmos": "torchvision"}
+"""By family, a package without which its models cannot be called as their tests do; we do not install it."""
+
 FUSED = (
     "wan",
     "wan_vace",
@@ -57,6 +61,12 @@ FUSED = (
     "sd3",
 )
 """Those whose blocks have fused forwards."""
+
+
+def lacking(family: str) -> str | None:
+    """Returns the package that a family's tests need and that is not installed."""
+    package = NEEDS.get(family)
+    return package if package is not None and find_spec(package) is None else None
 
 
 def files_of(family: str) -> list[str]:
