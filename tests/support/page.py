@@ -19,7 +19,7 @@ are compared with one device. `make support` runs the tests, records what they f
 | word | what it says |
 |---|---|
 | yes | equal to one device: gradients to 1e-10 in float64, or to 1e-5 in float32 where compiled and under ZeRO-3 |
-| no | the model has no such thing |
+| no | the model, or the package for it, has no such thing |
 | refused | a call with it is an error on all ranks that says why |
 | **fails** | it should work and does not |
 | not tried | nobody has recorded it |
