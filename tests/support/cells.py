@@ -71,7 +71,7 @@ def _training(backend: str) -> Trial:
 def _fused(ranks: Ranks, family: str) -> Cell:
     said, reason = fused_parts(family)
     if not said:
-        return _cell("lacks", reason=reason or "no block of a known kind")
+        return _cell("lacks", reason=reason)
     return replace(_all_variants(ULYSSES, fused=True)(ranks, family), said=said, reason=reason)
 
 
@@ -84,7 +84,7 @@ def fused_parts(family: str) -> tuple[str, str]:
             report = inject_fused_kernels(FAMILIES[family].model(Case(family, settings=LENGTH | variant)), "reference")
         replaced |= {each.class_name for each in report.replaced}
         skipped |= {f"{each.class_name}: {each.reason}" for each in report.skipped}
-    return ", ".join(sorted(replaced)), "; ".join(sorted(skipped))
+    return ", ".join(sorted(replaced)), "; ".join(sorted(skipped)) or ("" if replaced else "no block of a known kind")
 
 
 def _compiled(ranks: Ranks, family: str) -> Cell:
