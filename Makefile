@@ -14,6 +14,8 @@ DIFFUSERS ?=
 # make test-gpu FILES=tests/gpu/test_gelu_on_gpus.py runs a part; COMMIT=sha says what is tested where there is no git.
 FILES ?= tests/gpu
 COMMIT ?= HEAD
+# make support FAMILY=wan tries the cells of one family.
+FAMILY ?=
 # How many test files run at a time; each may start up to four processes, which mostly wait for each other. On two cores
 # three files take ten minutes.
 WORKERS ?= 3
@@ -24,7 +26,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-full test-upstream test-gpu lint format build clean
+.PHONY: help install demo docs test test-full test-upstream test-gpu support lint format build clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,7 +46,7 @@ demo: $(INSTALLED) ## Train a small Wan on real clips in three ways, compare the
 	$(BIN)/python examples/demo.py --config examples/configs/$(CONFIG).yaml
 
 # The distributed tests start up to four processes: one thread each keeps them from fighting over the cores.
-test test-full test-upstream test-gpu: export OMP_NUM_THREADS ?= 1
+test test-full test-upstream test-gpu support: export OMP_NUM_THREADS ?= 1
 
 # Some fifty processes import the package, each of which would compile it where bytecode is not kept.
 test test-full: export PYTHONDONTWRITEBYTECODE :=
@@ -61,6 +63,10 @@ test-upstream: $(INSTALLED) ## Run diffusers' own tests with every model split (
 
 test-gpu: $(INSTALLED) ## Run the tests that need GPUs, and record the result in tests/gpu/last_result.json
 	$(BIN)/python -m pytest $(FILES) --record $(COMMIT)
+
+support: $(INSTALLED) ## Try and record what works with which model, and write docs/support.md (FAMILY=wan for one family)
+	-$(BIN)/python -m pytest tests/support/test_cells.py -m full --record-support $(COMMIT) $(if $(FAMILY),-k "$(FAMILY)-")
+	$(BIN)/python -m tests.support
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(INSTALLED) ## Build the documentation as a site into build/site; a broken link is an error

@@ -23,6 +23,7 @@ from lightning_videoscale.compat.diffusers import CLASS_NAME
 from lightning_videoscale.cost import TransformerFlops
 from lightning_videoscale.families import FAMILIES
 from lightning_videoscale.injection import inject_fused_kernels
+from lightning_videoscale.injection.report import OF_WHAT
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout.heads import attention_sizes
 from lightning_videoscale.parallel.plan import find_planned_modules, matching_modules, refusals
@@ -138,6 +139,8 @@ def _fused(model: nn.Module) -> Iterator[Finding]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is skipped is listed here
         report = inject_fused_kernels(model, "reference")
+    if report.fused_share is not None:
+        yield Finding("fused", "ok" if report.fused_share else "missing", f"about {report.fused_share:.0%} {OF_WHAT}")
     for (name, what), count in Counter((each.class_name, each.what) for each in report.replaced).items():
         yield Finding("fused", "ok", f"{count} x {name}: {what}")
     for (name, reason), count in Counter((each.class_name, each.reason) for each in report.skipped).items():

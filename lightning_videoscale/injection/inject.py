@@ -14,6 +14,7 @@ from lightning_videoscale.families import class_path, known
 from lightning_videoscale.injection.branch_bias import last_linear
 from lightning_videoscale.injection.fused_block import FusedBlock, fused_block_of, fused_class
 from lightning_videoscale.injection.report import InjectionReport, Skipped
+from lightning_videoscale.injection.traffic import fused_share
 from lightning_videoscale.kernels.backend import BackendName, settle
 
 _ALREADY = "uses fused kernels already"
@@ -74,6 +75,7 @@ def inject_fused_kernels(
         unknown |= _unknown_attentions(path, module, own)
     report.skipped += [Skipped(path, type(module).__name__, reason) for path, (module, reason) in unknown.items()]
     report.sort([*unknown, *(path for path, _, _ in meant)])
+    report.fused_share = fused_share(model)
     if any(skipped.reason != _ALREADY for skipped in report.skipped):
         warnings.warn(str(report), stacklevel=2)
     return report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +30,7 @@ class Recording:
     def __init__(self, commit: str, result: Path = RESULT) -> None:
         self.run = {
             "date": datetime.now(UTC).date().isoformat(),
-            "commit": _head() if commit == "HEAD" else commit,
+            "commit": head(self_made=[RESULT]) if commit == "HEAD" else commit,
             "machine": machine(),
         }
         self.result = result
@@ -109,9 +110,13 @@ def _file(report: pytest.CollectReport | pytest.TestReport) -> str:
     return report.nodeid.partition("::")[0].removeprefix("tests/gpu/")
 
 
-def _head() -> str:
-    """The commit that is checked out, if nothing differs from it but the result itself."""
-    here = [":/", f":!{RESULT.relative_to(ROOT)}"]
+def head(self_made: Sequence[Path]) -> str:
+    """The commit that is checked out, if nothing differs from it but what the run itself writes.
+
+    Raises:
+        pytest.UsageError: If other files differ, or there is no git.
+    """
+    here = [":/", *(f":!{path.relative_to(ROOT)}" for path in self_made)]
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *here)
     if changed:
         raise pytest.UsageError(

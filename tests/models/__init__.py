@@ -52,7 +52,8 @@ def gradient_error(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -
     """Largest ‖g - r‖ / max(‖r‖, 1e-3 · global norm of r) over all parameters."""
     assert gradients.keys() == reference.keys()
     global_norm = torch.stack([r.norm() for r in reference.values()]).norm()
-    return max(
+    errors = [
         float((gradients[name] - r).norm() / torch.maximum(r.norm(), 1e-3 * global_norm))
         for name, r in reference.items()
-    )
+    ]
+    return float(torch.tensor(errors, dtype=torch.float64).max())  # which, unlike max(), is NaN where one of them is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 COMMIT = "58eb52c0803ea9af3abec60841c2a093bdf1f951"
@@ -23,6 +24,7 @@ FAMILIES = {
     "ltx": ("ltx", "ltx2"),
     "cogvideox": ("cogvideox", "consisid"),
     "mochi": ("mochi",),
+    "cosmos": ("cosmos",),
     "cogview4": ("cogview4",),
     "easyanimate": ("easyanimate",),
     "allegro": ("allegro",),
@@ -38,6 +40,33 @@ FAMILIES = {
     "z_image": ("z_image",),
 }
 """By family, the models that its files of tests are named after."""
+
+
+NEEDS = {"cosmos": "torchvision"}
+"""By family, a package without which its models cannot be called as their tests do; we do not install it."""
+
+FUSED = (
+    "wan",
+    "wan_vace",
+    "wan_animate",
+    "chronoedit",
+    "skyreels_v2",
+    "hunyuan_video",
+    "ltx",
+    "cogvideox",
+    "mochi",
+    "cosmos",
+    "flux",
+    "qwen_image",
+    "sd3",
+)
+"""Those whose blocks have fused forwards."""
+
+
+def lacking(family: str) -> str | None:
+    """Returns the package that a family's tests need and that is not installed."""
+    package = NEEDS.get(family)
+    return package if package is not None and find_spec(package) is None else None
 
 
 def files_of(family: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""One rank's part: pytest over files of diffusers' tests, every model split as it is constructed.
+"""One rank's part: pytest over files of diffusers' tests, every model fused or split or both as it is constructed.
 
 Ranks run the same tests in the same order. After each one they tell each other how it ended, through a store and not
 through the groups that a failure may have left behind.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import io
 import random
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -25,9 +26,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_videoscale.families import AllFamilies
+from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, find_plan, parallelize
 from lightning_videoscale.parallel.layout.heads import attention_sizes
 from tests.upstream.checkout import PACKAGE
+
+Way = Literal["split", "fused", "fused and split"]
+"""What is done to every model. Fused alone, the tests run in one process."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Outcome:
     Attributes:
         result: ``"passed"``, ``"failed"`` or ``"skipped"``; what each rank says if they differ, as ``"passed/failed"``.
         message: The traceback of each rank that failed, or rank 0's reason to skip.
-        calls: Calls of split models on rank 0.
+        calls: Calls of the models on rank 0.
     """
 
     result: str
@@ -45,7 +50,9 @@ class Outcome:
     calls: int
 
 
-def run_in_step(parent: Path, files: Sequence[str], select: str = "", wait: float = 60.0) -> dict[str, Outcome]:
+def run_in_step(
+    parent: Path, files: Sequence[str], select: str = "", wait: float = 60.0, way: Way = "split"
+) -> dict[str, Outcome]:
     """Runs files on this rank, all ranks together.
 
     Args:
@@ -53,6 +60,7 @@ def run_in_step(parent: Path, files: Sequence[str], select: str = "", wait: floa
         files: Paths from there.
         select: As pytest's ``-k``.
         wait: Seconds that an exchange may wait for the other ranks.
+        way: What is done to every model.
 
     Returns:
         How each test ended, by its name as pytest writes it.
@@ -63,7 +71,7 @@ def run_in_step(parent: Path, files: Sequence[str], select: str = "", wait: floa
     rank = dist.get_rank()
     store = dist.FileStore(str(parent / f"store-{'-'.join(Path(file).stem for file in files)}"), dist.get_world_size())
     store.set_timeout(timedelta(seconds=3 * wait))  # for a rank whose exchange waits in vain
-    plugin = InStep(store, timedelta(seconds=wait))
+    plugin = InStep(store, timedelta(seconds=wait), way)
     arguments = [*(str(parent / file) for file in files), "-k", select, "--rootdir", str(parent), "-c", "/dev/null"]
     arguments += ["--basetemp", str(parent / f"files-{rank}"), "-p", "no:cacheprovider", "--timeout", "240", "-q"]
     printed = io.StringIO()
@@ -76,11 +84,11 @@ def run_in_step(parent: Path, files: Sequence[str], select: str = "", wait: floa
 
 
 class InStep:
-    """A plugin of pytest: splits models, seeds tests, and compares how they end on all ranks."""
+    """A plugin of pytest: fuses and splits models, seeds tests, and compares how they end on all ranks."""
 
-    def __init__(self, store: dist.Store, wait: timedelta) -> None:
+    def __init__(self, store: dist.Store, wait: timedelta, way: Way) -> None:
         self.outcomes: dict[str, Outcome] = {}
-        self._store, self._wait, self._number = store, wait, 0
+        self._store, self._wait, self._way, self._number = store, wait, way, 0
         self._reports: list[pytest.TestReport] = []
         self._meshes: dict[int, SequenceMesh] = {}  # by the size of their Ulysses groups
         self._calls = 0
@@ -97,7 +105,7 @@ class InStep:
         np.random.seed(0)
         random.seed(0)
         self._reports, self._calls = [], 0
-        with self._split():
+        with self._changed():
             result = yield
         self._agree(item.nodeid)
         return result
@@ -132,14 +140,14 @@ class InStep:
         return self._store.get(f"{self._number}-{rank}").decode()
 
     @contextmanager
-    def _split(self) -> Iterator[None]:
-        """Every model of a class with a plan is split when it has been constructed, however that is done."""
+    def _changed(self) -> Iterator[None]:
+        """Every model of a class with a plan is changed when it has been constructed, however that is done."""
         with ExitStack() as patches:
             for model_class in split_classes():
-                patches.enter_context(patch.object(model_class, "__init__", self._splitting(model_class)))
+                patches.enter_context(patch.object(model_class, "__init__", self._changing(model_class)))
             yield
 
-    def _splitting(self, model_class: type[nn.Module]) -> Any:
+    def _changing(self, model_class: type[nn.Module]) -> Any:
         construct = model_class.__init__
 
         def count(*_: Any) -> None:  # a function, which copies of the model share
@@ -149,10 +157,19 @@ class InStep:
         def __init__(model: nn.Module, *args: Any, **kwargs: Any) -> None:
             construct(model, *args, **kwargs)
             if type(model) is model_class:
-                parallelize(model, self._mesh(model))
+                self._change(model)
                 model.register_forward_hook(count)
 
         return __init__
+
+    def _change(self, model: nn.Module) -> None:
+        if "fused" in self._way:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what is skipped
+                report = inject_fused_kernels(model, "reference")
+            assert report.replaced, report
+        if "split" in self._way:
+            parallelize(model, self._mesh(model))
 
     def _mesh(self, model: nn.Module) -> SequenceMesh:
         """By Ulysses, or by a ring where the model has fewer heads than there are ranks."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
 from tests.distributed.pool import ProcessPool
-from tests.upstream.checkout import FAMILIES, files_of, linked
+from tests.upstream.checkout import FAMILIES, FUSED, files_of, lacking, linked
 from tests.upstream.configs import errors_of_configs
-from tests.upstream.in_step import Outcome
+from tests.upstream.in_step import Outcome, Way
 from tests.upstream.verdict import run_family, wrong
 
 
@@ -23,9 +25,17 @@ def diffusers(request: pytest.FixtureRequest) -> Path:
     return Path(folder)
 
 
+def families(names: Collection[str]) -> list[Any]:
+    """Those whose packages are missing are skipped."""
+    reasons = {name: f"needs {lacking(name)}" for name in names if lacking(name)}
+    return [
+        pytest.param(name, marks=pytest.mark.skip(reason=reasons[name])) if name in reasons else name for name in names
+    ]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_a_family_passes_its_own_tests(diffusers: Path, family: str) -> None:
     verdict = run_family(diffusers, family)
     assert verdict.wrong == {}
@@ -34,7 +44,17 @@ def test_a_family_passes_its_own_tests(diffusers: Path, family: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", ["fused", "fused and split"])
+@pytest.mark.parametrize("family", families(FUSED))
+def test_a_family_passes_its_own_tests_with_fused_kernels(diffusers: Path, family: str, way: Way) -> None:
+    verdict = run_family(diffusers, family, way=way)
+    assert verdict.wrong == {}
+    assert sum(outcome.calls for outcome in verdict.outcomes.values()) > 20, verdict.summary
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_its_configurations_are_exact(diffusers: Path, family: str) -> None:
     pool = ProcessPool(2, timeout=1800.0)
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.distributed.pool import ProcessPool
 from tests.upstream.checkout import PACKAGE, files_of, linked
-from tests.upstream.in_step import Outcome, run_in_step
+from tests.upstream.in_step import Outcome, Way, run_in_step
 from tests.upstream.known_failures import KNOWN_FAILURES
 
 
@@ -27,10 +27,10 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """Numbers of tests by result, and of calls of split models."""
+        """Numbers of tests by result, and of calls of models."""
         counts = Counter(outcome.result for outcome in self.outcomes.values())
         results = ", ".join(f"{count} {result}" for result, count in sorted(counts.items()))
-        return f"{results}; {sum(outcome.calls for outcome in self.outcomes.values())} calls of split models"
+        return f"{results}; {sum(outcome.calls for outcome in self.outcomes.values())} calls of models"
 
     @property
     def skips(self) -> Counter[str]:
@@ -38,18 +38,19 @@ class Verdict:
         return Counter(outcome.message for outcome in self.outcomes.values() if outcome.result == "skipped")
 
 
-def run_family(diffusers: Path, family: str, select: str = "", wait: float = 60.0) -> Verdict:
-    """Runs a family's tests on two ranks in step, as many as their models have heads; see `run_in_step`."""
-    pool = ProcessPool(2, timeout=3000.0)
+def run_family(diffusers: Path, family: str, select: str = "", wait: float = 60.0, way: Way = "split") -> Verdict:
+    """Runs a family's tests on two ranks in step, or in one process where models are not split; see `run_in_step`."""
+    pool = ProcessPool(2 if "split" in way else 1, timeout=3000.0)
     try:
         with linked(diffusers) as parent:
-            found = pool.run(run_in_step, parent, files_of(family), select, wait)
+            found = pool.run(run_in_step, parent, files_of(family), select, wait, way)
     finally:
         pool.stop()
     files = [Path(file).name for file in files_of(family)]
     folder = f"{PACKAGE}/models/transformers/"
     outcomes = {name.removeprefix(folder): outcome for name, outcome in found[0].items()}
-    known = {test: reason for test, reason in KNOWN_FAILURES.items() if test.partition("::")[0] in files}
+    named = KNOWN_FAILURES if "split" in way else {}  # all of them fail on one of several ranks
+    known = {test: reason for test, reason in named.items() if test.partition("::")[0] in files}
     return Verdict(outcomes, wrong(outcomes, known, some=bool(select)))
 
 

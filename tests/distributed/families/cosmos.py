@@ -8,6 +8,7 @@ import torch
 from diffusers import CosmosTransformer3DModel
 
 from tests.distributed.families.harness import Family
+from tests.distributed.families.hunyuan_video import text_mask
 
 
 def build(learned: bool = True, image: bool = False, control: bool = False, **_: Any) -> CosmosTransformer3DModel:
@@ -41,6 +42,7 @@ def inputs(
     per_frame: bool = False,
     image: bool = False,
     control: bool = False,
+    masked: bool = False,
     **_: Any,
 ) -> dict[str, Any]:
     words = torch.randn(batch, text, 8)
@@ -49,6 +51,7 @@ def inputs(
         "timestep": torch.rand(batch, 1, frames, 1, 1) if per_frame else torch.rand(batch),
         "encoder_hidden_states": (words, torch.randn(batch, 5, 6)) if image else words,
         "block_controlnet_hidden_states": [torch.randn(batch, frames * side * side, 64)] if control else None,
+        "attention_mask": text_mask(batch, text).bool() if masked else None,
         "fps": 16,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.trees import tree_leaves
@@ -33,6 +35,7 @@ class Case:
         checkpointing: Whether activation checkpointing is on, the model's own if it has one.
         float32: Whether to compute in float32, with the model's own casts; else in float64 without them.
         fused: Whether the split model has fused kernels.
+        adapters: Whether all that trains is LoRA in every Linear of the blocks.
     """
 
     family: str
@@ -41,6 +44,7 @@ class Case:
     checkpointing: bool = False
     float32: bool = False
     fused: bool = False
+    adapters: bool = False
 
     @property
     def ranks(self) -> int:
@@ -77,6 +81,8 @@ class Family:
                     parameter.copy_(torch.randn_like(parameter) * (self._spread if parameter.ndim > 1 else 0.1))
                     if parameter.ndim == 1:
                         parameter.add_(0.5)
+            if case.adapters:
+                add_adapters(model)
         if case.checkpointing:
             getattr(model, "enable_gradient_checkpointing", lambda: checkpoint_activations(model))()
         return model if case.float32 else model.double()
@@ -87,6 +93,14 @@ class Family:
             torch.manual_seed(1 + dp_rank)
             inputs = self._inputs(**case.settings)
         return inputs if case.float32 else _doubled(inputs)
+
+
+def add_adapters(model: nn.Module) -> None:
+    """Freezes a model and adds LoRA of rank 2 to every Linear of its blocks."""
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    inside = [name for name in linears if re.search(r"\.\d+\.", name)]
+    model.requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=inside, init_lora_weights=False), model)
 
 
 @contextmanager

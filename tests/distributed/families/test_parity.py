@@ -33,6 +33,7 @@ from tests.distributed.families import (
 )
 from tests.distributed.families.harness import Case, Family, errors_of
 from tests.distributed.pool import ProcessPool
+from tests.support.record import confirm
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -77,7 +78,9 @@ def errors(cases: list[Case]) -> list[dict[str, float]]:
     return [errors_of(case, FAMILIES[case.family]) for case in cases]
 
 
-def check(ranks: Ranks, cases: list[Case]) -> None:
+def check(ranks: Ranks, cases: list[Case]) -> float:
+    """Returns the largest error of gradients."""
+    largest = 0.0
     for size in sorted({case.ranks for case in cases}):
         of_size = [case for case in cases if case.ranks == size]
         for start in range(0, len(of_size), AT_ONCE):
@@ -87,12 +90,15 @@ def check(ranks: Ranks, cases: list[Case]) -> None:
                     bound = 1e-5 if case.float32 else 1e-10
                     assert found["norm"] > 1e-3, case
                     assert {name: e for name, e in found.items() if name != "norm" and not e <= bound} == {}, case
+                    largest = max(largest, found["gradients"])
+    return largest
 
 
 @pytest.mark.parametrize(("place", "family"), enumerate(FAMILIES))
 def test_a_family_is_exact(ranks: Ranks, place: int, family: str) -> None:
     cases = [Case(family, (1, 2, 2), LENGTHS[0], checkpointing=True), Case(family, (1, 1, 4), LENGTHS[1])]
     check(ranks, cases[: 1 + place % 2])
+    confirm(family, "Ulysses", "ring", "checkpointing")
 
 
 FUSED = (
@@ -117,6 +123,7 @@ def test_a_family_with_fused_kernels_is_exact(ranks: Ranks, family: str) -> None
     """The last variant too: a first frame of another timestep, timesteps of tokens, an image."""
     variants = FAMILIES[family].variants[:: max(1, len(FAMILIES[family].variants) - 1)]
     check(ranks, [Case(family, (1, 1, 2), LENGTHS[0] | settings, fused=True) for settings in variants])
+    confirm(family, "fused parts")
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from lightning_videoscale.parallel import SequenceMesh, parallelize, refusals
 from tests.distributed.families.harness import Case
 from tests.distributed.families.test_parity import FAMILIES
 from tests.distributed.pool import ProcessPool
+from tests.support.record import SPLIT, recorded
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -57,6 +58,7 @@ def test_classes_that_are_refused(ranks: Ranks) -> None:
     for of_rank in ranks(2).run(said_of_classes):
         for said, (name, reason) in zip(of_rank, REFUSED.items(), strict=True):
             assert said.startswith(f"{name} cannot be split") and reason in said
+            assert recorded()[name, SPLIT].reason in said
 
 
 def test_a_refused_network_inside_a_module_is_found() -> None:
