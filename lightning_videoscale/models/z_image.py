@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 from lightning_videoscale.parallel.plan import Rule
 
@@ -65,13 +66,13 @@ def _split_plan(model: nn.Module) -> SplitPlan:
         gathers={"all_final_layer.*": {0: tokens}},
         gathers_inside={f"{_REFINER}.-1": {0: image}} if refines else {},
         attention={
-            **({f"{_REFINER}.*.attention": Attention(_IMAGE)} if refines else {}),
-            "layers.*.attention": Attention(),
+            **({f"{_REFINER}.*.attention": Attention(_IMAGE, arguments={"attention_mask": image})} if refines else {}),
+            "layers.*.attention": Attention(arguments={"attention_mask": tokens}),
         },
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 
 _ROTATED = Projection(rotary="freqs_cis", layout="complex")
 _PROJECTIONS = {f"{_REFINER}.*.attention": {"image": _ROTATED}, "layers.*.attention": {"video": _ROTATED}}

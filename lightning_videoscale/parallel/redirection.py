@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_videoscale.attention import as_choices
+from lightning_videoscale.attention import AttentionChoices, as_choices
 from lightning_videoscale.compat.diffusers import own_attention_backend
 from lightning_videoscale.compat.patching import only_redirects
 from lightning_videoscale.parallel.attention import sequence_parallel_attention
@@ -51,6 +51,8 @@ def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceConte
     """
     if not isinstance(plan.attention, Mapping):
         return plan.attention(model, context)
+    if context.schedule == "sliced" and plan.sliced is not None:
+        return plan.sliced(model, context)
     undo = Undo()
     for pattern, rule in plan.attention.items():
         for path, module in submodules(model, pattern).items():
@@ -79,7 +81,8 @@ def _exchanging_forward(original: Callable[..., Any], place: _Place) -> Callable
 
     @only_redirects
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _Exchange(place, own_attention_backend(getattr(self, "processor", None)) is not None) as exchange:
+        by_torch = own_attention_backend(getattr(self, "processor", None)) is not None
+        with Exchange(place.path, place.rule, place.context, by_torch) as exchange:
             result = original(*args, **kwargs) if unbound is None else unbound(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             exchange.check_calls(type(self).__name__)
@@ -88,12 +91,20 @@ def _exchanging_forward(original: Callable[..., Any], place: _Place) -> Callable
     return forward
 
 
-class _Exchange(TorchFunctionMode):
-    """Inside, attention is over the tokens of all ranks; one call of it is expected."""
+class Exchange(TorchFunctionMode):
+    """Inside, attention is over the tokens of all ranks; one call of it is expected.
 
-    def __init__(self, place: _Place, by_torch: bool) -> None:
+    Args:
+        path: Of the module that attends, for messages.
+        rule: What the plan says of it.
+        context: The group and the tables of the pass.
+        by_torch: Whether the user set the backend that calls torch's function.
+    """
+
+    def __init__(self, path: str, rule: Attention, context: SequenceContext, by_torch: bool) -> None:
         super().__init__()
-        self._place, self._by_torch, self._calls = place, by_torch, 0
+        self.path, self.rule, self.context = path, rule, context
+        self._by_torch, self._calls = by_torch, 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -109,7 +120,7 @@ class _Exchange(TorchFunctionMode):
         """Refuses a module that attended otherwise, or more than once."""
         if self._calls != 1:
             raise ValueError(
-                f"{self._place.path} ({name}) exchanges once in a forward pass, by scaled_dot_product_attention, and "
+                f"{self.path} ({name}) exchanges once in a forward pass, by scaled_dot_product_attention, and "
                 f"called it {self._calls} times. "
                 + ("Choose torch's own attention, in diffusers the backend 'native'." if not self._calls else "")
             )
@@ -127,43 +138,64 @@ class _Exchange(TorchFunctionMode):
     ) -> Tensor:
         """As torch's function, (B, H, s, D) of this rank's tokens; H and h are told apart without ``enable_gqa``."""
         self._calls += 1
-        context, rule = self._place.context, self._place.rule
+        context, rule = self.context, self.rule
         objection = self._objection(query, key, attn_mask, dropout_p, is_causal)
         if context.on_exchange is not None:
             if objection is None and attn_mask is not None:
                 objection = _biased(attn_mask) or (_uneven(attn_mask) if rule.padded_rows else None)
-            context.on_exchange(self._place.path, objection)
+            context.on_exchange(self.path, objection)
         if objection is not None:
-            raise ValueError(f"{self._place.path} cannot attend over a split sequence: {objection}")
+            raise ValueError(f"{self.path} cannot attend over a split sequence: {objection}")
         mask = None if attn_mask is None else _key_mask(attn_mask, query.shape[0], rule.padded_rows)
-        missing = context.record.missing(rule.key_streams)
+        missing = self.missing(rule.key_streams)
         if missing is not None:
             there = torch.tensor(missing, device=query.device).logical_not().expand(query.shape[0], -1)
             mask = there if mask is None else mask & there
-        out = sequence_parallel_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            context.mesh,
-            lengths=context.lengths(rule.queries),
-            key_lengths=None if rule.keys is None else context.lengths(rule.keys),
-            key_mask=mask,
-            transport=context.transport,
-            scale=scale,
-            # A backend that the user set, and that calls torch's function, is torch's own pick.
-            attention_backend=_TORCH if self._by_torch else context.choices,
-        ).transpose(1, 2)
+        # A backend that the user set, and that calls torch's function, is torch's own pick.
+        choices = _TORCH if self._by_torch else context.choices
+        out = self.exchanged(query, key, value, mask, scale, choices)
         if rule.padded_rows and attn_mask is not None:
             assert mask is not None
             out = out.masked_fill(mask.logical_not()[:, None, :, None], 0.0)
         return out
 
+    def tokens(self, streams: tuple[str, ...]) -> int:
+        """Returns how many tokens of the streams the call is expected to have."""
+        return self.context.lengths(streams)[self.context.mesh.sp.rank]
+
+    def missing(self, streams: tuple[str, ...]) -> tuple[bool, ...] | None:
+        """Returns for each of them whether it is none; None if all are there."""
+        return self.context.record.missing(streams)
+
+    def exchanged(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        choices: AttentionChoices,
+    ) -> Tensor:
+        """Attends from (B, H, s, D) to keys and values of all ranks, of which a mask (B, t) says what counts."""
+        return sequence_parallel_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            self.context.mesh,
+            lengths=self.context.lengths(self.rule.queries),
+            key_lengths=None if self.rule.keys is None else self.context.lengths(self.rule.keys),
+            key_mask=mask,
+            transport=self.context.transport,
+            scale=scale,
+            attention_backend=choices,
+        ).transpose(1, 2)
+
     def _objection(
         self, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool
     ) -> str | None:
-        rule, context = self._place.rule, self._place.context
+        rule = self.rule
         for what, x, streams in (("query", query, rule.queries), ("key", key, rule.key_streams)):
-            mine = context.lengths(streams)[context.mesh.sp.rank]
+            mine = self.tokens(streams)
             if x.ndim != 4 or x.shape[2] != mine:
                 return (
                     f"its {what} is {tuple(x.shape)}, and this rank has {mine} tokens of {', '.join(streams)} in dim 2."

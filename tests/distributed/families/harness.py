@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_videoscale.compat.torch.trees import tree_leaves
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, parallelize, verify_plan
+from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from tests.models import gradient_error
 
@@ -33,6 +34,7 @@ class Case:
         checkpointing: Whether activation checkpointing is on, the model's own if it has one.
         float32: Whether to compute in float32, with the model's own casts; else in float64 without them.
         fused: Whether the split model has fused kernels.
+        schedule: In which order it exchanges.
     """
 
     family: str
@@ -41,6 +43,7 @@ class Case:
     checkpointing: bool = False
     float32: bool = False
     fused: bool = False
+    schedule: ScheduleName = "serial"
 
     @property
     def ranks(self) -> int:
@@ -141,7 +144,7 @@ def errors_of(case: Case, family: Family, plan: SplitPlan | None = None) -> dict
     whole, sliced = family.model(case), family.model(case)
     if case.fused:
         inject_fused_kernels(sliced)
-    undo = parallelize(sliced, mesh, plan, verify_plan=False)
+    undo = parallelize(sliced, mesh, plan, verify_plan=False, schedule=case.schedule)
     with ExitStack() as contexts:
         contexts.callback(undo)
         contexts.enter_context(lifted_casts(torch.float32 if case.float32 else torch.float64))

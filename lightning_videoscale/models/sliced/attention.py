@@ -1,0 +1,64 @@
+"""Attention inside a view of this rank's heads: `AttendByHeads`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.attention import AttentionChoices, as_autocast
+from lightning_videoscale.models.sliced.groups import Place
+from lightning_videoscale.parallel.attention import attend_heads
+from lightning_videoscale.parallel.plan import Attention
+from lightning_videoscale.parallel.redirection import Exchange
+
+
+class AttendByHeads(Exchange):
+    """Inside, the attention that is called has all tokens of the Ulysses group already, and this rank's heads.
+
+    Args:
+        path: Of the module, for messages.
+        rule: What the plan says of it.
+        place: Where tokens and heads are.
+        by_torch: Whether the user set the backend that calls torch's function.
+    """
+
+    def __init__(self, path: str, rule: Attention, place: Place, by_torch: bool) -> None:
+        super().__init__(path, rule, place.context, by_torch)
+        self._at = place
+
+    def tokens(self, streams: tuple[str, ...]) -> int:
+        """As `Exchange.tokens`."""
+        return self._at.tokens(streams)
+
+    def missing(self, streams: tuple[str, ...]) -> tuple[bool, ...] | None:
+        """As `Exchange.missing`."""
+        record, mesh = self._at.context.record, self._at.context.mesh
+        if not any(stream in record.short for stream in streams):
+            return None
+        start = mesh.ring.rank * mesh.ulysses.size
+        return tuple(
+            start + rank >= record.short.get(stream, start + rank + 1)
+            for stream in streams
+            for rank, tokens in enumerate(self._at.lengths((stream,)))
+            for _ in range(tokens)
+        )
+
+    def exchanged(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        choices: AttentionChoices,
+    ) -> Tensor:
+        """As `Exchange.exchanged`, of which a ring's blocks alone are left."""
+        context, mesh = self._at.context, self._at.context.mesh
+        lengths = context.lengths(self.rule.key_streams)
+        if mask is not None and mesh.ring.size > 1:
+            size = mesh.ulysses.size
+            groups = tuple(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
+            mask = context.transport.all_gather(mask.T.to(torch.uint8).contiguous(), groups, mesh.ring).T.bool()
+        q, k, v = as_autocast(query, key, value)
+        scale = scale if scale is not None else query.shape[3] ** -0.5
+        return attend_heads(q, k, v, mesh, lengths, (1,) * q.shape[1], context.transport, scale, choices, mask)
