@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_videoscale.compat.torch.versions import autocast_widens_norms
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.bypassed import changed
+from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, RMS_NORM
 from lightning_videoscale.models.sliced.arguments import tables_of_all
 from lightning_videoscale.models.sliced.groups import Place
 from lightning_videoscale.parallel import Projection
 from lightning_videoscale.parallel.schedules.across_heads import NormAcrossHeads, NormTensors
 from lightning_videoscale.parallel.schedules.sliced_input import Norm
 
+_KINDS = {kind.class_path for kind in (RMS_NORM, DIFFUSERS_RMS_NORM)}
 _AUTOCAST_WIDENS_NORMS = autocast_widens_norms()
 
 
@@ -23,8 +25,10 @@ def changed_norm(attn: Any, projection: Projection) -> str | None:
     """Returns which norm over all heads is not as diffusers makes it, since none is called; None if all are."""
     norms = [getattr(attn, name) for name in projection.norms]
     for name, norm in zip(projection.norms, norms, strict=True):
-        if type(norm) is not nn.RMSNorm or norm.eps is None or norm.weight is None:
+        if class_path(type(norm)) not in _KINDS or norm.eps is None or norm.weight is None:
             return f"{name} is not a RMSNorm with a weight and an eps, as known here, but {class_path(type(norm))}"
+        if getattr(norm, "bias", None) is not None:
+            return f"{name} has a bias"
         if (change := changed(norm)) is not None:
             return f"{name} {change}"
     return None if norms[0].eps == norms[1].eps else f"{' and '.join(projection.norms)} have different eps"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from lightning_videoscale.models.sliced.groups import Place
 from lightning_videoscale.parallel.attention import attend_heads
 from lightning_videoscale.parallel.plan import Attention
 from lightning_videoscale.parallel.redirection import Exchange
+from lightning_videoscale.parallel.schedules.sliced_output import attend_and_send
 
 
 class AttendByHeads(Exchange):
@@ -20,11 +23,15 @@ class AttendByHeads(Exchange):
         rule: What the plan says of it.
         place: Where tokens and heads are.
         by_torch: Whether the user set the backend that calls torch's function.
+
+    Attributes:
+        arriving: Waits for what became of this rank's tokens, (B, s, H · D), if it is on its way already.
     """
 
     def __init__(self, path: str, rule: Attention, place: Place, by_torch: bool) -> None:
         super().__init__(path, rule, place.context, by_torch)
         self._at = place
+        self.arriving: Callable[[], Tensor] | None = None
 
     def tokens(self, streams: tuple[str, ...]) -> int:
         """As `Exchange.tokens`."""
@@ -52,13 +59,19 @@ class AttendByHeads(Exchange):
         scale: float | None,
         choices: AttentionChoices,
     ) -> Tensor:
-        """As `Exchange.exchanged`, of which a ring's blocks alone are left."""
+        """As `Exchange.exchanged`, of which a ring's blocks alone are left, and to send what comes out."""
         context, mesh = self._at.context, self._at.context.mesh
-        lengths = context.lengths(self.rule.key_streams)
+        q, k, v = as_autocast(query, key, value)
+        scale = scale if scale is not None else query.shape[3] ** -0.5
+        streams = self.rule.queries
+        if mesh.ring.size == 1 and mask is None:  # of padding, what is attended may be changed before it is sent
+            by_stream = [self._at.lengths((stream,)) for stream in streams]
+            ulysses = self._at.ulysses(streams)
+            out, self.arriving = attend_and_send(q, k, v, ulysses, by_stream, choices, scale)
+            return out
+        lengths = context.lengths(streams)
         if mask is not None and mesh.ring.size > 1:
             size = mesh.ulysses.size
             groups = tuple(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
             mask = context.transport.all_gather(mask.T.to(torch.uint8).contiguous(), groups, mesh.ring).T.bool()
-        q, k, v = as_autocast(query, key, value)
-        scale = scale if scale is not None else query.shape[3] ** -0.5
         return attend_heads(q, k, v, mesh, lengths, (1,) * q.shape[1], context.transport, scale, choices, mask)

@@ -131,7 +131,8 @@ class _Layer:
             attend = contexts.enter_context(AttendByHeads(self.path, self.rule, place, by_torch))
             attended = run(**whole)
         attend.check_calls(type(attn).__name__)
-        return outputs(attn, attended, self.described, place, detach_bias=detach_bias)
+        arrived = None if attend.arriving is None else attend.arriving()
+        return outputs(attn, attended, self.described, place, arrived, detach_bias=detach_bias)
 
 
 def _again(attn: Any, arrived: Arrived, batch: int) -> Any:

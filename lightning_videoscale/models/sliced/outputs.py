@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.injection.branch_bias import changed_linear
 from lightning_videoscale.models.sliced.groups import Place, Streams
-from lightning_videoscale.parallel.schedules.messages import Linear
+from lightning_videoscale.parallel.schedules.messages import Linear, return_tokens, rows_of
 from lightning_videoscale.parallel.schedules.sliced_output import project_output
+from lightning_videoscale.parallel.ulysses import Ulysses
 
 
-def outputs(attn: Any, attended: Any, described: Streams, place: Place, *, detach_bias: bool) -> Any:
+def outputs(
+    attn: Any, attended: Any, described: Streams, place: Place, arrived: Tensor | None, *, detach_bias: bool
+) -> Any:
     """Returns what the attention would of this rank's tokens.
 
     Args:
@@ -21,6 +26,7 @@ def outputs(attn: Any, attended: Any, described: Streams, place: Place, *, detac
             of ``encoder_hidden_states``.
         described: Its streams.
         place: Where tokens and heads are.
+        arrived: (B, s, H · D) of this rank's tokens of all streams, if they were sent as they were attended.
         detach_bias: Leaves the gradient of the bias behind ``hidden_states`` to the caller.
     """
     if isinstance(attended, Tensor):
@@ -31,19 +37,19 @@ def outputs(attn: Any, attended: Any, described: Streams, place: Place, *, detac
         parts = {
             s: x for m, y in zip(members, attended, strict=True) for s, x in zip(m, _split(y, m, place), strict=True)
         }
+    mine = {} if arrived is None else _by_name(arrived, tuple(described), place)
     projected: dict[tuple[str, ...], Tensor] = {}
     for streams in _by_output(attn, described):
         module = getattr(attn, described[streams[0]].output, None)
         detach = detach_bias and any(described[stream].tokens == "hidden_states" for stream in streams)
         joined = place.by_rank([parts[stream] for stream in streams], streams)
-        projected[streams] = _home(module, joined, streams, place, detach)
+        here = _joined([mine[stream] for stream in streams]) if mine else None
+        projected[streams] = _home(module, joined, here, place.ulysses(streams), place, detach)
     if isinstance(attended, Tensor) and len(projected) == 1:
         return projected[members[0]]
     local: dict[str, Tensor] = {}
-    rank = place.context.mesh.sp.rank
     for streams, x in projected.items():
-        lengths = [place.context.lengths((stream,))[rank] for stream in streams]
-        local |= dict(zip(streams, x.split(lengths, 1), strict=True))
+        local |= _by_name(x, streams, place)
     return tuple(local[stream] for (stream,) in members)
 
 
@@ -65,7 +71,20 @@ def _split(x: Tensor, streams: tuple[str, ...], place: Place) -> list[Tensor]:
     return list(x.split([place.tokens((stream,)) for stream in streams], 1))
 
 
-def _home(module: nn.Module | None, x: Tensor, streams: tuple[str, ...], place: Place, detach_bias: bool) -> Tensor:
+def _by_name(x: Tensor, streams: tuple[str, ...], place: Place) -> dict[str, Tensor]:
+    """Each stream's tokens of this rank, of (B, s, C)."""
+    rank = place.context.mesh.sp.rank
+    lengths = [place.context.lengths((stream,))[rank] for stream in streams]
+    return dict(zip(streams, x.split(lengths, 1), strict=True))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+
+
+def _home(
+    module: nn.Module | None, x: Tensor, arrived: Tensor | None, ulysses: Ulysses, place: Place, detach_bias: bool
+) -> Tensor:
     """Sends every rank its tokens' heads, (B, S, h · D), and projects those that come; (B, s, C)."""
     layers = [] if module is None else list(module) if isinstance(module, nn.ModuleList | nn.Sequential) else [module]
     linear: Linear | None = None
@@ -73,7 +92,19 @@ def _home(module: nn.Module | None, x: Tensor, streams: tuple[str, ...], place: 
         first: Any = layers.pop(0)
         linear = first.weight, first.bias.detach() if detach_bias and first.bias is not None else first.bias
     heads = x.unflatten(2, (len(place.mine), -1)).transpose(1, 2)
-    y = project_output(heads, linear, place.ulysses(streams))
+    if arrived is not None and place.context.on_exchange is not None:
+        _check_same(heads.detach(), arrived, ulysses)
+    y = project_output(heads, linear, ulysses, arrived)
     for layer in [] if detach_bias else layers:  # nothing is dropped then
         y = layer(y)
     return y
+
+
+def _check_same(heads: Tensor, arrived: Tensor, ulysses: Ulysses) -> None:
+    """Refuses an attention that changes what it attended; looked at in first calls."""
+    again = return_tokens(rows_of(heads), ulysses, heads.shape[0])()
+    if not torch.allclose(again, arrived.to(again.dtype), rtol=0, atol=0, equal_nan=True):
+        raise ValueError(
+            "Between its attention and its output projection it computes, and schedule='sliced' has sent what came out "
+            "of attention. Use schedule='serial'."
+        )
