@@ -123,7 +123,7 @@ def _split_plan(_: nn.Module) -> SplitPlan:
         gathers={"proj_out": {0: Split(1)}},
         attention={
             "transformer_blocks.*.attn1": Attention(
-                _JOINT, arguments={"attention_mask": _TEXT}, in_one_call=_attend_in_one_call
+                _JOINT, padded_rows=True, arguments={"attention_mask": _TEXT}, in_one_call=_attend_in_one_call
             )
         },
         objection=_padded_in_between,

@@ -64,13 +64,22 @@ class AttendByHeads(Exchange):
         q, k, v = as_autocast(query, key, value)
         scale = scale if scale is not None else query.shape[3] ** -0.5
         streams = self.rule.queries
-        if mesh.ring.size == 1 and mask is None:  # of padding, what is attended may be changed before it is sent
+        if mesh.ring.size == 1:
             by_stream = [self._at.lengths((stream,)) for stream in streams]
-            ulysses = self._at.ulysses(streams)
-            out, self.arriving = attend_and_send(q, k, v, ulysses, by_stream, choices, scale)
+            out, self.arriving = attend_and_send(
+                q,
+                k,
+                v,
+                self._at.ulysses(streams),
+                by_stream,
+                choices,
+                scale,
+                mask,
+                padded_rows=self.rule.padded_rows,
+            )
             return out
         lengths = context.lengths(streams)
-        if mask is not None and mesh.ring.size > 1:
+        if mask is not None:
             size = mesh.ulysses.size
             groups = tuple(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
             mask = context.transport.all_gather(mask.T.to(torch.uint8).contiguous(), groups, mesh.ring).T.bool()

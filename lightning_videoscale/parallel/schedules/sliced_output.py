@@ -71,6 +71,9 @@ def attend_and_send(
     lengths: Sequence[Sequence[int]],
     choices: AttentionChoices,
     scale: float,
+    mask: Tensor | None = None,
+    *,
+    padded_rows: bool = False,
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """Attends, and sends every rank what becomes of its tokens as soon as it is computed.
 
@@ -82,6 +85,8 @@ def attend_and_send(
         lengths: Of each stream, the tokens of each rank.
         choices: What chooses the kernel of attention.
         scale: Factor on the logits.
+        mask: (B, S) bool, True where a key may be attended.
+        padded_rows: Whether tokens that may not be attended get zeros. Their gradient is the caller's to clear.
 
     Returns:
         (B, h, S, D), differentiable once, and what waits for the heads that come here, (B, s, H · D), with the streams
@@ -90,7 +95,7 @@ def attend_and_send(
     exchanges: list[Exchange] = []
     with torch.autocast(query.device.type, enabled=False):
         out: Tensor = _AttendAndSend.apply(  # type: ignore[no-untyped-call]
-            (ulysses, _places(lengths), choices, scale, exchanges), query, key, value
+            (ulysses, _places(lengths), choices, scale, padded_rows, exchanges), query, key, value, mask
         )
     batch, _, _, dim = query.shape
     return out, lambda: joined_heads(ulysses.transport.wait(exchanges.pop()), ulysses, batch, dim)
@@ -126,8 +131,10 @@ def _places(lengths: Sequence[Sequence[int]]) -> list[list[slice]]:
 
 class _AttendAndSend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: tuple[Any, ...], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        ulysses, places, choices, scale, exchanges = call
+    def forward(
+        ctx: Any, call: tuple[Any, ...], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        ulysses, places, choices, scale, padded_rows, exchanges = call
         shares, (batch, heads, _, dim) = ulysses.heads.out, query.shape
         send, receive = times(shares.by_tokens, batch * dim), times(shares.by_heads, batch * dim)
         message = query.new_empty(sum(send))
@@ -139,7 +146,10 @@ class _AttendAndSend(torch.autograd.Function):
         lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         for peer in peers_of(ulysses):
             asking = [query[:, :, tokens] for tokens in places[peer]]
-            part, part_lse = attention_part(choices, _joined(asking), key, value, scale, None)
+            part, part_lse = attention_part(choices, _joined(asking), key, value, scale, mask)
+            if padded_rows and mask is not None:
+                there = torch.cat([mask[:, tokens] for tokens in places[peer]], 1)
+                part = part.masked_fill(there.logical_not()[:, None, :, None], 0.0)
             heads_first(message.split(send)[peer].view(-1, heads, dim), batch).copy_(part)
             exchange.send(peer)
             counts = [each.shape[2] for each in asking]
@@ -148,7 +158,7 @@ class _AttendAndSend(torch.autograd.Function):
                 if joint:
                     out[:, :, tokens] = x
         ctx.call = choices, scale
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, out, lse, mask)
         return out
 
     @staticmethod
@@ -156,8 +166,9 @@ class _AttendAndSend(torch.autograd.Function):
     @in_dtypes_of_forward
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         choices, scale = ctx.call
-        query, key, value, out, lse = ctx.saved_tensors
-        return None, *attention_part_backward(choices, gradients[0], query, key, value, out, lse, scale, None)
+        query, key, value, out, lse, mask = ctx.saved_tensors
+        of_heads = attention_part_backward(choices, gradients[0], query, key, value, out, lse, scale, mask)
+        return None, *of_heads, None
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

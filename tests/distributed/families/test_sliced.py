@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from tests.distributed.pool import ProcessPool
 from tests.models import gradient_error
 
 Ranks = Callable[[int], ProcessPool]
+
+DRAWS = 2
 
 UNSLICED = ("flux2", "ltx2", "helios", "motif_video", "own_model")
 """One layer makes more than queries, keys and values; keys of another stream; and what has no description."""
@@ -56,7 +59,7 @@ def random_case(family: str, seed: int, mesh: tuple[int, int, int]) -> Case:
     return Case(family, mesh, settings | variant, shape.random() < 0.4, fused=fused, schedule="sliced")
 
 
-@pytest.mark.parametrize(("place", "family"), enumerate(SLICED))
+@pytest.mark.parametrize(("place", "family"), [*enumerate(SLICED)])
 def test_a_family_is_exact(ranks: Ranks, place: int, family: str) -> None:
     check(ranks, Case(family, (1, 1, 2 + place % 2), LENGTHS[0], checkpointing=place % 3 == 0, schedule="sliced"))
 
@@ -140,11 +143,13 @@ def prepare(model: Any, habit: str) -> None:
         inject_fused_kernels(model, backend="reference", recompute_norms=True)
 
 
-def outputs_and_gradients(family: str, habit: str, schedule: ScheduleName, dtype: torch.dtype) -> dict[str, Tensor]:
+def outputs_and_gradients(
+    family: str, habit: str, schedule: ScheduleName, dtype: torch.dtype, draw: int = 0
+) -> dict[str, Tensor]:
     case = Case(family, settings=LENGTHS[0] | {"layered": False})
     model = FAMILIES[family].model(case)
     prepare(model, habit)
-    inputs = {name: x for name, x in FAMILIES[family].inputs(case, 0).items()}
+    inputs = dict(FAMILIES[family].inputs(case, draw))
     if dtype is not torch.float64:
         model.to(dtype)
         inputs = dict(narrowed(inputs, dtype))
@@ -180,26 +185,29 @@ def test_a_model_as_users_have_it(ranks: Ranks, family: str, habit: str) -> None
     assert max(ranks(3).run(difference, family, habit)) < 1e-12
 
 
-def errors_in_bfloat16(family: str, habit: str) -> list[float]:
-    """Of attention's gradients by each schedule, over float64's."""
-    with lifted_casts():
-        exact = outputs_and_gradients(family, habit, "serial", torch.float64)
-    found = []
-    for schedule in ("serial", "sliced"):
-        rounded = outputs_and_gradients(family, habit, schedule, torch.bfloat16)  # type: ignore[arg-type]
-        errors = [
-            float((rounded[name].double() - x).norm() / x.norm())
-            for name, x in exact.items()
-            if ".attn" in name and float(x.norm()) > 1e-6
-        ]
-        found.append(sum(errors) / len(errors))
+def errors_in_bfloat16(family: str) -> dict[str, list[float]]:
+    """Of the gradients of attention's Linears, over float64's, by each schedule and of several draws of the inputs.
+
+    Norms of single heads are left out: a rank rounds one sum in either schedule, but over tokens or over heads.
+    """
+    found: dict[str, list[float]] = {"serial": [], "sliced": []}
+    for draw in range(DRAWS):
+        with lifted_casts():
+            exact = outputs_and_gradients(family, "plain", "serial", torch.float64, draw)
+        for schedule, errors in found.items():
+            rounded = outputs_and_gradients(family, "plain", schedule, torch.bfloat16, draw)  # type: ignore[arg-type]
+            errors += [
+                float((rounded[name].double() - x).norm() / x.norm())
+                for name, x in exact.items()
+                if ".attn" in name and ".norm" not in name and float(x.norm()) > 1e-6
+            ]
     return found
 
 
 @pytest.mark.parametrize("family", ["hunyuan_video", "cogvideox", "ltx"])
 def test_it_rounds_no_more_than_serial_code(ranks: Ranks, family: str) -> None:
-    serial, sliced = ranks(2).run(errors_in_bfloat16, family, "plain")[0]
-    assert sliced <= 1.05 * serial
+    found = ranks(2).run(errors_in_bfloat16, family)[0]
+    assert mean(found["sliced"]) <= 1.05 * mean(found["serial"])
 
 
 # -- what it cannot ------------------------------------------------------------------------------------------------
