@@ -51,7 +51,8 @@ def slice_attention(model: nn.Module, context: SequenceContext, plan: SplitPlan)
                     raise ValueError(f"{path} cannot run by schedule='sliced': {objection}. Use schedule='serial'.")
                 context.attention[path] = module
                 layer = _Layer(path, rule, streams_of[pattern], Place(context, heads))
-                undo.set(module, "forward", MethodType(_forward(module.forward, layer), module))
+                own: Any = module.forward  # a method, as was looked at
+                undo.set(module, "forward", MethodType(_forward(own.__func__, layer), module))
     except BaseException:
         undo()
         raise
@@ -121,7 +122,7 @@ class _Layer:
         tokens = groups[0].tokens(self.described, arguments)
         whole = of_all_tokens(arguments, self.described, self.rule, place, tokens)
         view = seen_by_heads(attn, self.described, len(place.mine), received)
-        run = partial(forward, view)
+        run: Callable[..., Any] = partial(forward, view)
         if arrived[0].norm is not None and fused_block_of(attn) is not None:
             run = original_forward(view)  # the fused one would look for its norms
         by_torch = own_attention_backend(getattr(attn, "processor", None)) is not None
@@ -131,8 +132,8 @@ class _Layer:
             attend = contexts.enter_context(AttendByHeads(self.path, self.rule, place, by_torch))
             attended = run(**whole)
         attend.check_calls(type(attn).__name__)
-        arrived = None if attend.arriving is None else attend.arriving()
-        return outputs(attn, attended, self.described, place, arrived, detach_bias=detach_bias)
+        home = None if attend.arriving is None else attend.arriving()
+        return outputs(attn, attended, self.described, place, home, detach_bias=detach_bias)
 
 
 def _again(attn: Any, arrived: Arrived, batch: int) -> Any:
@@ -144,16 +145,16 @@ def _again(attn: Any, arrived: Arrived, batch: int) -> Any:
     return recomputed((heads.query, heads.key), recipe, recompute=getattr(attn, "recompute_norms", False))
 
 
-def _forward(original: MethodType, layer: _Layer) -> Callable[..., Any]:
-    unbound = original.__func__
-    signature = inspect.signature(unbound)
-    (gathering,) = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD] or [None]
+def _forward(original: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    gathering = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
 
     @only_redirects
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         arguments = dict(list(bound.items())[1:])
-        arguments |= arguments.pop(gathering, {}) if gathering is not None else {}
-        return layer.run(self, unbound, arguments)
+        for name in gathering:
+            arguments |= arguments.pop(name, {})
+        return layer.run(self, original, arguments)
 
     return forward

@@ -74,6 +74,7 @@ def strategy(backend: str, case: Case) -> Any:
         "ring_size": ring,
         "ulysses_size": ulysses,
         "activation_checkpointing": case.checkpointing,
+        "schedule": case.schedule,
     }
     if backend == "ddp":
         return SequenceParallelDDPStrategy(**shared, find_unused_parameters=True)
@@ -131,6 +132,17 @@ def check(ranks: Ranks, backend: str, case: Case) -> None:
 @pytest.mark.parametrize(("family", "backend"), [("ltx2", "fsdp2")])
 def test_a_family_trains_as_on_one_device(ranks: Ranks, family: str, backend: str) -> None:
     check(ranks, backend, Case(family, (2, 1, 2)))
+
+
+def test_a_sliced_family_trains_as_on_one_device(ranks: Ranks) -> None:
+    check(ranks, "fsdp2", Case("hunyuan_video", (1, 1, 2), checkpointing=True, schedule="sliced"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", ["hunyuan_video", "flux", "cogvideox", "ltx", "skyreels_v2", "mochi"])
+def test_sliced_families_train_as_on_one_device(ranks: Ranks, family: str, backend: str) -> None:
+    check(ranks, backend, Case(family, (2, 1, 2), checkpointing=True, schedule="sliced"))
 
 
 @pytest.mark.full
