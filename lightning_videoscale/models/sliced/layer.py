@@ -119,7 +119,7 @@ class _Layer:
         received: dict[str, Tensor] = {}
         for group, each in zip(groups, arrived, strict=True):
             received |= each.by_linear(group, place)
-        tokens = groups[0].tokens(self.described, arguments)
+        tokens = arguments[groups[0].projection.tokens]
         whole = of_all_tokens(arguments, self.described, self.rule, place, tokens)
         view = seen_by_heads(attn, self.described, len(place.mine), received)
         run: Callable[..., Any] = partial(forward, view)

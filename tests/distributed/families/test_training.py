@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -86,14 +86,15 @@ def strategy(backend: str, case: Case) -> Any:
 
 
 def train(case: Case, backend: str) -> Outcome:
-    """In float64; under ZeRO parameters and gradients are in float32."""
+    """In float64; under ZeRO parameters and gradients are in float32, and sliced products of them as well."""
     zero = backend == "zero3"
+    narrow = zero and case.schedule != "serial"
     record = ZeroRecord() if zero else SeenGradients()
     ranks = dist.get_world_size()
     with ExitStack() as contexts:
-        contexts.enter_context(float64_inside() if zero else lifted_casts())
+        contexts.enter_context(float64_inside() if zero and not narrow else nullcontext())
+        contexts.enter_context(lifted_casts(torch.float32 if narrow else torch.float64))
         if zero:
-            contexts.enter_context(lifted_casts())
             contexts.enter_context(deepspeed_on_cpu())
         trainer = pl.Trainer(
             strategy=strategy(backend, case if ranks > 1 else replace(case, mesh=(1, 1, 1), checkpointing=False)),
@@ -108,13 +109,13 @@ def train(case: Case, backend: str) -> Outcome:
             enable_model_summary=False,
         )
         module = Training(replace(case, checkpointing=False, float32=zero))
-        trainer.fit(module, DataLoader(Inputs(case), batch_size=None))
+        trainer.fit(module, DataLoader(Inputs(replace(case, float32=narrow)), batch_size=None))
     return Outcome(record.losses, record.gradients, record.parameters)
 
 
 def check(ranks: Ranks, backend: str, case: Case) -> None:
     (expected,) = ranks(1).run(train, case, "ddp")
-    tolerance = 1e-6 if backend == "zero3" else 1e-10
+    tolerance = 1e-10 if backend != "zero3" else 1e-6 if case.schedule == "serial" else 1e-5
     everyone = ranks(case.ranks).run(train, case, backend)
     dp = case.mesh[0]
     means = torch.tensor([got.losses for got in everyone], dtype=torch.float64).mean(0)
