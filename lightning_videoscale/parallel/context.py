@@ -84,7 +84,7 @@ class SplitRecord:
 
     def find_whole(self, sliced: Tensor) -> Tensor | None:
         """Returns the table of all tokens of which ``sliced`` is this rank's part; None if nobody has noted it."""
-        for mine, whole in self.wholes:
+        for mine, whole in reversed(self.wholes):  # each block may have its own
             if mine.data_ptr() == sliced.data_ptr() and mine.shape == sliced.shape and mine.dtype == sliced.dtype:
                 return whole
         return None

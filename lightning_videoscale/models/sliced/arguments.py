@@ -64,7 +64,7 @@ def of_all_tokens(
             whole[name] = tuple(members)
     for name, split in rule.arguments.items():
         if arguments.get(name) is not None:
-            whole[name] = _whole(_of_keys(arguments[name], split), split, place)
+            whole[name] = _whole(_of_keys(arguments[name], split), split, place, keep=False)
     return whole
 
 
@@ -98,15 +98,16 @@ def _of_keys(mask: Tensor, split: Split) -> Tensor:
     return mask.diagonal(dim1=2, dim2=3)[:, :, None]
 
 
-def _whole(x: Tensor, split: Split, place: Place) -> Tensor:
-    """Of the Ulysses group's tokens, one stream behind the other; gathered once in a pass."""
+def _whole(x: Tensor, split: Split, place: Place, *, keep: bool = True) -> Tensor:
+    """Of the Ulysses group's tokens, one stream behind the other; ``keep``: gathered once in a pass."""
     context, dim = place.context, split.dim % x.ndim
     if x.shape[dim] == 1 and context.lengths(split.streams)[context.mesh.sp.rank] != 1:
         return x  # the same for all tokens
-    found = context.record.find_whole(x)
+    found = context.record.find_whole(x) if keep else None
     if found is None:
         found = _gathered(x, dim, split.streams, place)
-        context.keep_whole(x, found)
+        if keep:
+            context.keep_whole(x, found)
     parts = []
     for stream, part in zip(split.streams, _by_stream(found, dim, split.streams, place), strict=True):
         lengths, mesh = context.lengths((stream,)), context.mesh

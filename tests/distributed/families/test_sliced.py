@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from statistics import mean
@@ -208,6 +209,29 @@ def errors_in_bfloat16(family: str) -> dict[str, list[float]]:
 def test_it_rounds_no_more_than_serial_code(ranks: Ranks, family: str) -> None:
     found = ranks(2).run(errors_in_bfloat16, family)[0]
     assert mean(found["sliced"]) <= 1.05 * mean(found["serial"])
+
+
+def under_autocast(family: str) -> float:
+    """How far apart the outputs of a copy of a split model are by both schedules, without gradients."""
+    found = []
+    for schedule in ("serial", "sliced"):
+        case = Case(family, settings=LENGTHS[0], float32=True)
+        model = FAMILIES[family].model(case)
+        with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh, torch.autocast("cpu"):
+            undo = parallelize(model, mesh, schedule=schedule)  # type: ignore[arg-type]
+            outputs, loss = run(model, FAMILIES[family].inputs(case, 0))
+            loss.backward()
+            with torch.no_grad():
+                again, _ = run(copy.deepcopy(model), FAMILIES[family].inputs(case, 0))
+            undo()
+        assert all(torch.equal(x, y) for x, y in zip(outputs, again, strict=True))
+        found.append(outputs[0])
+    return float((found[0] - found[1]).norm() / found[0].norm())
+
+
+@pytest.mark.parametrize("family", ["hunyuan_video", "ltx"])
+def test_a_copy_under_autocast(ranks: Ranks, family: str) -> None:
+    assert max(ranks(2).run(under_autocast, family)) < 2e-2
 
 
 # -- what it cannot ------------------------------------------------------------------------------------------------
