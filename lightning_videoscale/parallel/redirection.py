@@ -142,7 +142,7 @@ class Exchange(TorchFunctionMode):
         objection = self._objection(query, key, attn_mask, dropout_p, is_causal)
         if context.on_exchange is not None:
             if objection is None and attn_mask is not None:
-                objection = _biased(attn_mask) or (_uneven(attn_mask) if rule.padded_rows else None)
+                objection = _biased(attn_mask) or (uneven(attn_mask) if rule.padded_rows else None)
             context.on_exchange(self.path, objection)
         if objection is not None:
             raise ValueError(f"{self.path} cannot attend over a split sequence: {objection}")
@@ -238,8 +238,8 @@ def _biased(mask: Tensor) -> str | None:
     return "its mask is a bias other than 0 for keys that count and -1000 or less for those that do not."
 
 
-def _uneven(mask: Tensor) -> str | None:
-    """A look at values, too, of (B, 1, tokens, tokens) or what broadcasts to it."""
+def uneven(mask: Tensor) -> str | None:
+    """Returns what stands against a mask (B, 1, tokens, tokens), or what broadcasts to it, by its values, too."""
     allowed = (mask if mask.dtype is torch.bool else mask > _MASKED)[(None,) * (4 - mask.ndim)]
     if allowed.shape[2] == 1:
         return None

@@ -17,6 +17,7 @@ from lightning_videoscale.compat.torch.trees import tree_leaves
 from lightning_videoscale.models.sliced.groups import Place, Streams
 from lightning_videoscale.parallel import Projection, Split
 from lightning_videoscale.parallel.plan import Attention
+from lightning_videoscale.parallel.redirection import uneven
 from lightning_videoscale.parallel.sharding import gather_inside
 
 _TOKENS = {"sd": 0, "shd": 0, "bshd": 1, "bsc": 1, "matrices": 1, "bhsd": 2, "dict": 2, "complex": -2, "axes": 1}
@@ -32,6 +33,18 @@ def unknown_argument(arguments: Mapping[str, Any], described: Streams, rule: Att
         if name not in known and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
     ]
     return f"schedule='sliced' does not know its argument {others[0]!r}. Use schedule='serial'." if others else None
+
+
+def uneven_mask(arguments: Mapping[str, Any], rule: Attention, *, by_values: bool) -> str | None:
+    """Returns what stands against masks of pairs of tokens, of which `of_all_tokens` takes what they say of keys."""
+    for name, split in rule.arguments.items():
+        mask = arguments.get(name)
+        if isinstance(mask, Tensor) and mask is not _of_keys(mask, split):
+            if not rule.padded_rows or mask.shape[2] != mask.shape[3]:
+                return f"its mask {tuple(mask.shape)} has a dim of queries."
+            if by_values and (objection := uneven(mask)) is not None:
+                return objection
+    return None
 
 
 def of_all_tokens(

@@ -18,7 +18,7 @@ from lightning_videoscale.families import class_path, known
 from lightning_videoscale.injection.fused_block import fused_block_of, original_forward
 from lightning_videoscale.kernels.recompute import recomputed
 from lightning_videoscale.models.sliced.across_heads import changed_norm
-from lightning_videoscale.models.sliced.arguments import of_all_tokens, unknown_argument
+from lightning_videoscale.models.sliced.arguments import of_all_tokens, uneven_mask, unknown_argument
 from lightning_videoscale.models.sliced.attention import AttendByHeads
 from lightning_videoscale.models.sliced.groups import Place, Streams, groups_of
 from lightning_videoscale.models.sliced.outputs import outputs
@@ -103,7 +103,9 @@ class _Layer:
             if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != mine:
                 shape = tuple(x.shape) if isinstance(x, Tensor) else x
                 return f"its {name} is {shape}, and this rank has {mine} tokens of {', '.join(streams)}."
-        return unknown_argument(arguments, self.described, self.rule)
+        first = self.place.context.on_exchange is not None
+        unknown = unknown_argument(arguments, self.described, self.rule)
+        return unknown or uneven_mask(arguments, self.rule, by_values=first)
 
     def run(self, attn: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Attends over the tokens of all ranks."""

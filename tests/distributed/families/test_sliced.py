@@ -273,6 +273,8 @@ def objections() -> dict[str, str]:
         note("ltx", lambda m: m.transformer_blocks[1].attn1.norm_q.register_forward_hook(lambda *_: None))
         note("allegro", lambda m: m.transformer_blocks[0].attn1.set_processor(OwnProcessor()))
         note("hunyuan_video", lambda m: m.transformer_blocks[0].register_forward_pre_hook(with_a_third_stream))
+        note("flux", lambda m: m.transformer_blocks[0].register_forward_pre_hook(with_pairs))
+        note("chroma", lambda m: m.transformer_blocks[0].register_forward_pre_hook(with_pairs))
         note("pixart", lambda m: m.transformer_blocks[0].attn1.set_processor(Doubling()))
     return found
 
@@ -283,9 +285,20 @@ def with_a_third_stream(block: nn.Module, args: Any) -> None:
     )
 
 
+def with_pairs(block: nn.Module, args: Any) -> None:
+    """Each token attends to those before it."""
+
+    def masked(attn: nn.Module, args: Any, kwargs: Any) -> Any:
+        tokens = kwargs["hidden_states"].shape[1] + kwargs["encoder_hidden_states"].shape[1]
+        return args, kwargs | {"attention_mask": torch.ones(2, 1, tokens, tokens, dtype=torch.bool).tril()}
+
+    block.attn.register_forward_pre_hook(masked, with_kwargs=True)
+
+
 def test_what_it_cannot_is_said(ranks: Ranks) -> None:
     for found in ranks(2).run(objections):
         assert "norm_q" in found["ltx"] and "schedule='serial'" in found["ltx"]
         assert "OwnProcessor" in found["allegro"] and "schedule='serial'" in found["allegro"]
         assert "'image_states'" in found["hunyuan_video"]
+        assert "has a dim of queries" in found["flux"] and "differs between queries" in found["chroma"]
         assert "computes" in found["pixart"] and "schedule='serial'" in found["pixart"]
