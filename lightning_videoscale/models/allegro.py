@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Refused, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_allegro.AllegroTransformer3DModel"
@@ -38,7 +39,7 @@ _MASK = Refused("attention_mask masks tokens of the video for each head. Call it
 def _split_plan(_: nn.Module) -> SplitPlan:
     return SplitPlan(
         inputs={
-            "": {"image_rotary_emb": {1: Split(1)}, "attention_mask": _MASK},
+            "": {"image_rotary_emb": {1: Split(1, keeps_whole=True)}, "attention_mask": _MASK},
             "transformer_blocks.0": {"hidden_states": Split(1)},
         },
         outputs={},
@@ -47,7 +48,7 @@ def _split_plan(_: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 PROJECTIONS = {
     _MODEL: lambda _: {
         "transformer_blocks.*.attn1": {"video": Projection(rotary="image_rotary_emb", layout="axes", halves=True)}

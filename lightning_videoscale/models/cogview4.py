@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Refused, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_cogview4.CogView4Transformer2DModel"
@@ -51,14 +52,14 @@ def _split_plan(_: nn.Module) -> SplitPlan:
             "": {"image_rotary_emb": Split(0), "attention_mask": _MASK},
             "transformer_blocks.0": {"hidden_states": Split(1), "encoder_hidden_states": Split(1, ("text",))},
         },
-        outputs={"rope": {0: Split(0), 1: Split(0)}},
+        outputs={"rope": {0: Split(0, keeps_whole=True), 1: Split(0, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
         attention={"transformer_blocks.*.attn1": Attention(("text", "video"))},
         objection=_packed,
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 
 _STREAMS = {"text": Projection("encoder_hidden_states"), "video": Projection(rotary="image_rotary_emb", halves=True)}
 PROJECTIONS = {_MODEL: lambda _: {"transformer_blocks.*.attn1": _STREAMS}}

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_easyanimate.EasyAnimateTransformer3DModel"
@@ -32,7 +33,10 @@ BLOCKS = {_MODEL: ("transformer_blocks.*",)}
 
 
 _OF_TEXT = Projection(
-    "encoder_hidden_states", ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
+    "encoder_hidden_states",
+    ("add_q_proj", "add_k_proj", "add_v_proj"),
+    ("norm_added_q", "norm_added_k"),
+    output="to_add_out",
 )
 _VIDEO = Projection(rotary="image_rotary_emb")
 
@@ -48,11 +52,11 @@ def _projections(model: Any) -> Mapping[str, Mapping[str, Projection]]:
 def _split_plan(model: nn.Module) -> SplitPlan:
     return SplitPlan(
         inputs={"transformer_blocks.0": {"hidden_states": Split(1), "encoder_hidden_states": Split(1, ("text",))}},
-        outputs={"rope_embedding": {0: Split(0), 1: Split(0)}},
+        outputs={"rope_embedding": {0: Split(0, keeps_whole=True), 1: Split(0, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
         attention={path: Attention(("text", "video")) for path in _projections(model)},
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 PROJECTIONS = {_MODEL: _projections}

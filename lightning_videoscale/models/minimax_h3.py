@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3Transformer3DModel"
@@ -39,11 +40,11 @@ def _split_plan(_: nn.Module) -> SplitPlan:
             "transformer_blocks.*": {"adaln_indices": Split(0)},
             "norm_out": {"timestep_indices": Split(0)},
         },
-        outputs={"rope": {0: Split(0), 1: Split(0)}},
+        outputs={"rope": {0: Split(0, keeps_whole=True), 1: Split(0, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}, "audio_proj_out": {0: Split(1)}},
         attention={"transformer_blocks.*.attn": Attention()},
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 PROJECTIONS = {_MODEL: lambda _: {"transformer_blocks.*.attn": {"video": Projection(rotary="rotary_emb", halves=True)}}}

@@ -33,6 +33,7 @@ from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, LAYER_NORM,
 from lightning_videoscale.injection.parts import Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
 from lightning_videoscale.models.flux.fused import clipped, of_arguments
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 from lightning_videoscale.parallel.plan import Rule
 
@@ -68,11 +69,16 @@ def _split_plan(model: nn.Module) -> SplitPlan:
         inputs=inputs,
         outputs={"pos_embed": {0: Split(0), 1: Split(0, _TEXT)}},
         gathers={"proj_out": {0: Split(1)}},
-        attention={"transformer_blocks.*.attn": Attention(_JOINT)},
+        attention={
+            "transformer_blocks.*.attn": Attention(
+                _JOINT,
+                arguments={"encoder_hidden_states_mask": Split(1, _TEXT), "attention_mask": Split(1, _JOINT)},
+            )
+        },
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 
 _STREAMS = {
     "text": Projection(
@@ -82,6 +88,7 @@ _STREAMS = {
         rotary="image_rotary_emb",
         rotary_part=1,
         layout="complex",
+        output="to_add_out",
     ),
     "video": Projection(rotary="image_rotary_emb", rotary_part=0, layout="complex"),
 }

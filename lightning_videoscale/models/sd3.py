@@ -37,6 +37,7 @@ from lightning_videoscale.injection.norms import (
 )
 from lightning_videoscale.injection.parts import Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 from lightning_videoscale.parallel.plan import matching_modules
 
@@ -83,10 +84,13 @@ def _split_plan(model: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 
 _TEXT = Projection(
-    "encoder_hidden_states", ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
+    "encoder_hidden_states",
+    ("add_q_proj", "add_k_proj", "add_v_proj"),
+    ("norm_added_q", "norm_added_k"),
+    output="to_add_out",
 )
 _PROJECTIONS = {_JOINT: {"video": Projection(), "text": _TEXT}, _OWN: {"video": Projection()}}
 

@@ -31,6 +31,7 @@ from lightning_videoscale.injection.modulation import Modulation, one_of_two
 from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, TRIED
 from lightning_videoscale.injection.parts import Part
 from lightning_videoscale.injection.residual_stream import ResidualStream
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 from lightning_videoscale.parallel.plan import Rule
 
@@ -82,13 +83,13 @@ def _split_plan(model: nn.Module) -> SplitPlan:
         gathers={"all_final_layer.*": {0: tokens}},
         gathers_inside={f"{_REFINER}.-1": {0: image}} if refines else {},
         attention={
-            **({f"{_REFINER}.*.attention": Attention(_IMAGE)} if refines else {}),
-            "layers.*.attention": Attention(),
+            **({f"{_REFINER}.*.attention": Attention(_IMAGE, arguments={"attention_mask": image})} if refines else {}),
+            "layers.*.attention": Attention(arguments={"attention_mask": tokens}),
         },
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 
 _ROTATED = Projection(rotary="freqs_cis", layout="complex")
 _PROJECTIONS = {f"{_REFINER}.*.attention": {"image": _ROTATED}, "layers.*.attention": {"video": _ROTATED}}

@@ -121,15 +121,21 @@ class SplitRecord:
             for _ in range(self.tables[stream][self.rank])
         )
 
+    def find_whole(self, sliced: Tensor) -> Tensor | None:
+        """Returns the table of all tokens of which ``sliced`` is this rank's part; None if nobody has noted it."""
+        for mine, whole in reversed(self.wholes):  # each block may have its own
+            if mine.data_ptr() == sliced.data_ptr() and mine.shape == sliced.shape and mine.dtype == sliced.dtype:
+                return whole
+        return None
+
     def whole(self, sliced: Tensor) -> Tensor:
-        """Returns the table of all tokens of which ``sliced`` is this rank's part.
+        """As `find_whole`.
 
         Raises:
             ValueError: If it is none of those that this forward pass has split.
         """
-        for mine, whole in self.wholes:
-            if mine.data_ptr() == sliced.data_ptr() and mine.shape == sliced.shape and mine.dtype == sliced.dtype:
-                return whole
+        if (found := self.find_whole(sliced)) is not None:
+            return found
         raise ValueError(
             f"The rotary table of shape {tuple(sliced.shape)} is not one that this forward pass has split, so that of "
             "all tokens is not known, which schedule='sliced' rotates by. Use schedule='serial'."

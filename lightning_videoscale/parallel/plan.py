@@ -106,6 +106,8 @@ class Attention:
         keys: Those of its keys and values; as the queries if left out.
         padded_rows: The mask is (B, 1, tokens, tokens) and differs between queries only in those that it masks as
             keys, too: padding, which attends to nothing and gets zeros, as from torch's function.
+        arguments: Arguments of its ``forward`` that lie along tokens, such as masks, for schedules that attend after
+            the exchange. Tokens and rotary tables are left out, which `Projection` names.
         in_one_call: For a module that attends otherwise: makes it attend by one call, before the call is exchanged,
             and returns what takes that back.
     """
@@ -113,6 +115,7 @@ class Attention:
     queries: tuple[str, ...] = VIDEO
     keys: tuple[str, ...] | None = None
     padded_rows: bool = False
+    arguments: Mapping[str, Split] = field(default_factory=dict, hash=False)
     in_one_call: Callable[[nn.Module], Callable[[], None]] | None = None
 
     @property
@@ -158,7 +161,9 @@ class SplitPlan:
         gathers_inside: As ``gathers``, of outputs from which something is split again before the last gather.
         exact: Whether tests hold the plan to one device for this very class of models; others are verified when the
             model is first called.
-        schedules: By which its attention can run. All but ``"serial"`` need ``attention`` to be a function.
+        schedules: By which its attention can run. All but ``"serial"`` need ``attention`` to be a function, or
+            ``sliced``.
+        sliced: Makes its attention exchange by ``schedule="sliced"``, where ``attention`` is a mapping.
     """
 
     inputs: Mapping[str, Mapping[str, Rule]]
@@ -170,6 +175,7 @@ class SplitPlan:
     gathers_inside: Mapping[str, Mapping[int, Split]] = field(default_factory=dict)
     exact: bool = False
     schedules: tuple[ScheduleName, ...] = ("serial",)
+    sliced: AttentionChange | None = None
 
     @property
     def splits_anything(self) -> bool:

@@ -39,6 +39,7 @@ class Projection:
         packed: Whether the three are one layer's first channels, one behind the other, and others follow.
         rotary_of: The streams whose positions the tables have, one behind the other; this one's alone if left out.
         rotary_part: Which member of that argument is this stream's, where each stream has its own tables in there.
+        output: What the attended tokens pass at the end, a Linear or a list of one and a Dropout.
     """
 
     tokens: str = "hidden_states"
@@ -52,6 +53,7 @@ class Projection:
     packed: bool = False
     rotary_of: tuple[str, ...] = ()
     rotary_part: int | None = None
+    output: str = "to_out"
 
 
 Projections = Callable[[nn.Module], Mapping[str, Mapping[str, Projection]]]

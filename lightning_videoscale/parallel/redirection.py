@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_videoscale.attention import as_choices
+from lightning_videoscale.attention import AttentionChoices, as_choices
 from lightning_videoscale.compat.diffusers import own_attention_backend
 from lightning_videoscale.compat.patching import call_within, only_redirects, says_where_it_attends
 from lightning_videoscale.parallel.attention import gather_mask, sequence_parallel_attention
@@ -51,6 +51,8 @@ def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceConte
     """
     if not isinstance(plan.attention, Mapping):
         return plan.attention(model, context)
+    if context.schedule == "sliced" and plan.sliced is not None:
+        return plan.sliced(model, context)
     undo = Undo()
     for pattern, rule in plan.attention.items():
         for path, module in submodules(model, pattern).items():
@@ -60,13 +62,14 @@ def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceConte
             context.attention[path] = module
             if rule.in_one_call is not None:
                 undo.add(rule.in_one_call(module))
-            forward = _exchanging_forward(module.forward, _Place(path, rule, context, says_where_it_attends(module)))
+            place = AttentionPlace(path, rule, context, says_where_it_attends(module))
+            forward = _exchanging_forward(module.forward, place)
             undo.set(module, "forward", MethodType(forward, module))  # a copy of the module has it for its own
     return undo
 
 
 @dataclass(frozen=True)
-class _Place:
+class AttentionPlace:
     """Where attention exchanges. Compiled code never reads the path, so that all blocks may share it.
 
     Attributes:
@@ -82,12 +85,12 @@ class _Place:
     is_marked: bool
 
 
-def _exchanging_forward(original: Callable[..., Any], place: _Place) -> Callable[..., Any]:
+def _exchanging_forward(original: Callable[..., Any], place: AttentionPlace) -> Callable[..., Any]:
     unbound = original.__func__ if isinstance(original, MethodType) else None
 
     @only_redirects
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        exchange = _Exchange(place, own_attention_backend(getattr(self, "processor", None)) is not None)
+        exchange = Exchange(place, own_attention_backend(getattr(self, "processor", None)) is not None)
         narrow = place.is_marked and not torch.compiler.is_compiling()
         with call_within(self, exchange) if narrow else exchange:
             result = original(*args, **kwargs) if unbound is None else unbound(self, *args, **kwargs)
@@ -98,12 +101,17 @@ def _exchanging_forward(original: Callable[..., Any], place: _Place) -> Callable
     return forward
 
 
-class _Exchange(TorchFunctionMode):
-    """Inside, attention is over the tokens of all ranks; one call of it is expected."""
+class Exchange(TorchFunctionMode):
+    """Inside, attention is over the tokens of all ranks; one call of it is expected.
 
-    def __init__(self, place: _Place, by_torch: bool) -> None:
+    Args:
+        place: Of the module that attends.
+        by_torch: Whether the user set the backend that calls torch's function.
+    """
+
+    def __init__(self, place: AttentionPlace, by_torch: bool) -> None:
         super().__init__()
-        self._place, self._by_torch, self._calls = place, by_torch, 0
+        self.place, self._by_torch, self._calls = place, by_torch, 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -119,7 +127,7 @@ class _Exchange(TorchFunctionMode):
         """Refuses a module that attended otherwise, or more than once."""
         if self._calls != 1:
             raise ValueError(
-                f"{self._place.path} ({name}) exchanges once in a forward pass, by scaled_dot_product_attention, and "
+                f"{self.place.path} ({name}) exchanges once in a forward pass, by scaled_dot_product_attention, and "
                 f"called it {self._calls} times. "
                 + ("Choose torch's own attention, in diffusers the backend 'native'." if not self._calls else "")
             )
@@ -137,59 +145,73 @@ class _Exchange(TorchFunctionMode):
     ) -> Tensor:
         """As torch's function, (B, H, s, D) of this rank's tokens; H and h are told apart without ``enable_gqa``."""
         self._calls += 1
-        context, rule = self._place.context, self._place.rule
+        context, rule = self.place.context, self.place.rule
         objection = self._objection(query, key, attn_mask, dropout_p, is_causal)
         if context.on_exchange is not None:
             if objection is None and attn_mask is not None:
-                objection = _biased(attn_mask) or (_uneven(attn_mask) if rule.padded_rows else None)
-            context.on_exchange(self._place.path, objection)
+                objection = _biased(attn_mask) or (uneven(attn_mask) if rule.padded_rows else None)
+            context.on_exchange(self.place.path, objection)
         if objection is not None:
-            raise ValueError(f"{self._place.path} cannot attend over a split sequence: {objection}")
-        own, whole = self._masks(attn_mask, query)
-        out = sequence_parallel_attention(
+            raise ValueError(f"{self.place.path} cannot attend over a split sequence: {objection}")
+        own, mask = self.masks(attn_mask, query)
+        # A backend that the user set, and that calls torch's function, is torch's own pick.
+        out = self.exchanged(query, key, value, mask, scale, _TORCH if self._by_torch else context.choices)
+        if rule.padded_rows and attn_mask is not None:
+            assert own is not None
+            out = out.masked_fill(own.logical_not()[:, None, :, None], 0.0)
+        return out
+
+    def tokens(self, streams: tuple[str, ...]) -> int:
+        """Returns how many tokens of the streams the call is expected to have."""
+        return self.place.context.lengths(streams)[self.place.context.mesh.sp.rank]
+
+    def masks(self, mask: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Which keys may be attended, of this rank and of all, None for all of them; once for all layers."""
+        record, streams, batch = self.place.context.record, self.place.rule.key_streams, query.shape[0]
+        if mask is None:
+            missing = record.missing(streams)
+            return (None, None) if missing is None else self._gathered(None, missing, batch, query.device)
+        settings = "keys", streams, batch, self.place.rule.padded_rows
+        return record.once(mask, settings, lambda: self._gathered(mask, record.missing(streams), batch, query.device))
+
+    def exchanged(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        choices: AttentionChoices,
+    ) -> Tensor:
+        """Attends from (B, H, s, D) to keys and values of all ranks; the second of `masks` says what counts."""
+        context, rule = self.place.context, self.place.rule
+        return sequence_parallel_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
             context.mesh,
             lengths=context.lengths(rule.queries),
             key_lengths=None if rule.keys is None else context.lengths(rule.keys),
-            whole_key_mask=whole,
+            whole_key_mask=mask,
             transport=context.transport,
             scale=scale,
-            # A backend that the user set, and that calls torch's function, is torch's own pick.
-            attention_backend=_TORCH if self._by_torch else context.choices,
+            attention_backend=choices,
         ).transpose(1, 2)
-        if rule.padded_rows and attn_mask is not None:
-            assert own is not None
-            out = out.masked_fill(own.logical_not()[:, None, :, None], 0.0)
-        return out
-
-    def _masks(self, mask: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Which keys may be attended, of this rank and of all, None for all of them; once for all layers."""
-        record, streams, batch = self._place.context.record, self._place.rule.key_streams, query.shape[0]
-        if mask is None:
-            missing = record.missing(streams)
-            return (None, None) if missing is None else self._gathered(None, missing, batch, query.device)
-        settings = "keys", streams, batch, self._place.rule.padded_rows
-        return record.once(mask, settings, lambda: self._gathered(mask, record.missing(streams), batch, query.device))
 
     def _gathered(
         self, mask: Tensor | None, missing: tuple[bool, ...] | None, batch: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        context, rule = self._place.context, self._place.rule
-        own = None if mask is None else _key_mask(mask, batch, rule.padded_rows)
-        if missing is not None:
-            there = torch.tensor(missing, device=device).logical_not().expand(batch, -1)
-            own = there if own is None else own & there
+        context, rule = self.place.context, self.place.rule
+        own = key_mask(mask, missing, batch, device, padded_rows=rule.padded_rows)
         assert own is not None
         return own, gather_mask(own, context.lengths(rule.key_streams), context.mesh, context.transport)
 
     def _objection(
         self, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool
     ) -> str | None:
-        rule, context = self._place.rule, self._place.context
+        rule = self.place.rule
         for what, x, streams in (("query", query, rule.queries), ("key", key, rule.key_streams)):
-            mine = context.lengths(streams)[context.mesh.sp.rank]
+            mine = self.tokens(streams)
             if x.ndim != 4 or x.shape[2] != mine:
                 return (
                     f"its {what} is {tuple(x.shape)}, and this rank has {mine} tokens of {', '.join(streams)} in dim 2."
@@ -217,8 +239,26 @@ def _mask_objection(mask: Tensor, query: Tensor, key: Tensor, padded_rows: bool)
     return None
 
 
-def _key_mask(mask: Tensor, batch: int, padded_rows: bool) -> Tensor:
-    """(B, keys), True where a key may be attended."""
+def key_mask(
+    mask: Tensor | None, missing: tuple[bool, ...] | None, batch: int, device: torch.device, *, padded_rows: bool
+) -> Tensor | None:
+    """Returns (B, keys), True where a key may be attended and is not missing; None if all may be.
+
+    Args:
+        mask: As torch's function takes it.
+        missing: Whether each key is none; None if all are there.
+        batch: B.
+        device: Of the mask, where there is but ``missing``.
+        padded_rows: As `Attention` has it.
+    """
+    own = None if mask is None else _of_keys(mask, batch, padded_rows)
+    if missing is None:
+        return own
+    there = torch.tensor(missing, device=device).logical_not().expand(batch, -1)
+    return there if own is None else own & there
+
+
+def _of_keys(mask: Tensor, batch: int, padded_rows: bool) -> Tensor:
     allowed = mask if mask.dtype is torch.bool else mask > _MASKED
     allowed = allowed[(None,) * (4 - allowed.ndim)][:, 0]
     keys = allowed.diagonal(dim1=-2, dim2=-1) if padded_rows and allowed.shape[1] > 1 else allowed[:, 0]
@@ -232,8 +272,8 @@ def _biased(mask: Tensor) -> str | None:
     return "its mask is a bias other than 0 for keys that count and -1000 or less for those that do not."
 
 
-def _uneven(mask: Tensor) -> str | None:
-    """A look at values, too, of (B, 1, tokens, tokens) or what broadcasts to it."""
+def uneven(mask: Tensor) -> str | None:
+    """Returns what stands against a mask (B, 1, tokens, tokens), or what broadcasts to it, by its values, too."""
     allowed = (mask if mask.dtype is torch.bool else mask > _MASKED)[(None,) * (4 - mask.ndim)]
     if allowed.shape[2] == 1:
         return None

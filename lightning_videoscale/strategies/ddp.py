@@ -49,7 +49,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         transport: How Ulysses exchanges run: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (pushed by the GPUs'
             copy engines, within a host).
         schedule: When they run: ``"serial"``, after the projections, or ``"sliced"``, piece by piece beside them, which
-            Wan and Wan VACE can. See docs/schedules.md.
+            most families can. See docs/schedules.md.
         sp_size: Ranks that work on one batch together, ``ulysses_size * ring_size``. Left out: their product where it
             is named, else the devices of a node. ``"auto"``: as few as hold the longest clip, by the tokens that a
             device holds (``budget`` of `VideoDataModule`: ``m_mem`` of a `BucketBudget`, which then is that of one

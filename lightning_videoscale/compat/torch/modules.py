@@ -67,6 +67,17 @@ def keep_children(network: nn.Module) -> Callable[[], None]:
     return restore
 
 
+def with_children(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
+    """Returns a module that shares all that ``module`` has, but for the children that are given by name.
+
+    ``copy.copy`` would share the mapping of children as well.
+    """
+    other: nn.Module = object.__new__(type(module))
+    vars(other).update(vars(module))
+    vars(other)["_modules"] = {**TORCH.get(module, "_modules"), **children}
+    return other
+
+
 def attributes_but_children(module: nn.Module) -> dict[str, Any]:
     """Returns what a module holds, its parameters, buffers and hooks included, without its children."""
     return {name: value for name, value in vars(module).items() if name != "_modules"}

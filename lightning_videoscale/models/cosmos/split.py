@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_cosmos.CosmosTransformer3DModel"
@@ -51,13 +52,13 @@ def _split_plan(model: Any) -> SplitPlan:
             "transformer_blocks.*": {**times, "controlnet_residual": Split(1)},
             "norm_out": times,
         },
-        outputs={"rope": {0: Split(0), 1: Split(0)}, **learned},
+        outputs={"rope": {0: Split(0, keeps_whole=True), 1: Split(0, keeps_whole=True)}, **learned},
         gathers={"proj_out": {0: Split(1)}},
         attention={"transformer_blocks.*.attn1": Attention()},
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 PROJECTIONS = {
     _MODEL: lambda _: {"transformer_blocks.*.attn1": {"video": Projection(rotary="image_rotary_emb", halves=True)}}
 }

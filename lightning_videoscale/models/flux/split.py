@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_flux.FluxTransformer2DModel"
@@ -51,7 +52,10 @@ CONTROL = {"controlnet_block_samples": Split(1), "controlnet_single_block_sample
 def joint_attention(model: nn.Module, *, padded_rows: bool = False) -> dict[str, Attention]:
     """Returns the attention of those lists of blocks that have any."""
     lists = [name for name in (DOUBLE, SINGLE) if [*model.get_submodule(name).children()]]
-    return {f"{name}.*.attn": Attention(JOINT, padded_rows=padded_rows) for name in lists}
+    return {
+        f"{name}.*.attn": Attention(JOINT, padded_rows=padded_rows, arguments={"attention_mask": Split(3, JOINT)})
+        for name in lists
+    }
 
 
 def _split_plan(model: nn.Module) -> SplitPlan:
@@ -63,12 +67,17 @@ def _split_plan(model: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 
 _ADDED = ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
 OF_DOUBLE = {
     "text": Projection(
-        "encoder_hidden_states", linears=_ADDED[0], norms=_ADDED[1], rotary="image_rotary_emb", rotary_of=JOINT
+        "encoder_hidden_states",
+        linears=_ADDED[0],
+        norms=_ADDED[1],
+        rotary="image_rotary_emb",
+        rotary_of=JOINT,
+        output="to_add_out",
     ),
     "video": Projection(rotary="image_rotary_emb", rotary_of=JOINT),
 }

@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Count, Projection, Split, SplitPlan
 
 _DIFFUSERS = "diffusers.models.transformers.transformer_hunyuan_video"
@@ -49,6 +50,7 @@ def _flops(config: Mapping[str, Any]) -> TransformerFlops:
 FLOPS = {_MODEL: _flops, _FRAMEPACK: _flops, _MODEL_15: _flops}
 
 _JOINT, _TEXT = ("video", "text"), Split(1, ("text",))
+_ATTENTION = Attention(_JOINT, arguments={"attention_mask": Split(3, _JOINT)})
 _DOUBLE, _SINGLE = "transformer_blocks", "single_transformer_blocks"
 
 BLOCKS = {
@@ -73,9 +75,9 @@ def _split_plan(model: nn.Module) -> SplitPlan:
             f"{lists[0]}.0": {"hidden_states": Split(1), "encoder_hidden_states": _TEXT},
             **{f"{name}.*": block for name in lists},
         },
-        outputs={"rope": {0: Split(0), 1: Split(0)}},
+        outputs={"rope": {0: Split(0, keeps_whole=True), 1: Split(0, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
-        attention={f"{name}.*.attn": Attention(_JOINT) for name in lists},
+        attention={f"{name}.*.attn": _ATTENTION for name in lists},
     )
 
 
@@ -84,11 +86,14 @@ def _split_plan_of_framepack(model: nn.Module) -> SplitPlan:
     return SplitPlan(
         inputs={
             f"{lists[0]}.0": {"hidden_states": Split(1), "encoder_hidden_states": _TEXT},
-            **{f"{name}.*": {"attention_mask": Split(3, _JOINT), tables[name]: Split(0)} for name in lists},
+            **{
+                f"{name}.*": {"attention_mask": Split(3, _JOINT), tables[name]: Split(0, keeps_whole=True)}
+                for name in lists
+            },
         },
         outputs={},
         gathers={f"{lists[-1]}.-1": {0: Split(1)}},
-        attention={f"{name}.*.attn": Attention(_JOINT) for name in lists},
+        attention={f"{name}.*.attn": _ATTENTION for name in lists},
     )
 
 
@@ -98,21 +103,28 @@ def _split_plan_15(_: nn.Module) -> SplitPlan:
             f"{_DOUBLE}.0": {"hidden_states": Split(1), "encoder_hidden_states": _TEXT},
             f"{_DOUBLE}.*": {"attention_mask": _TEXT},
         },
-        outputs={"rope": {0: Split(0), 1: Split(0)}},
+        outputs={"rope": {0: Split(0, keeps_whole=True), 1: Split(0, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
-        attention={f"{_DOUBLE}.*.attn": Attention(_JOINT, padded_rows=True)},
+        attention={f"{_DOUBLE}.*.attn": Attention(_JOINT, padded_rows=True, arguments={"attention_mask": _TEXT})},
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan, _FRAMEPACK: _split_plan_of_framepack, _MODEL_15: _split_plan_15}
+SPLIT_PLANS = {
+    _MODEL: sliceable(_split_plan),
+    _FRAMEPACK: sliceable(_split_plan_of_framepack),
+    _MODEL_15: sliceable(_split_plan_15),
+}
 
 _VIDEO = Projection(rotary="image_rotary_emb")
 _OF_TEXT = Projection(
-    "encoder_hidden_states", ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
+    "encoder_hidden_states",
+    ("add_q_proj", "add_k_proj", "add_v_proj"),
+    ("norm_added_q", "norm_added_k"),
+    output="to_add_out",
 )
 _PROJECTIONS = {
     f"{_DOUBLE}.*.attn": {"video": _VIDEO, "text": _OF_TEXT},
-    f"{_SINGLE}.*.attn": {"video": _VIDEO, "text": Projection("encoder_hidden_states")},
+    f"{_SINGLE}.*.attn": {"video": _VIDEO, "text": Projection("encoder_hidden_states", output="to_add_out")},
 }
 
 PROJECTIONS = {model: lambda _: _PROJECTIONS for model in SPLIT_PLANS}

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Refused, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_kandinsky.Kandinsky5Transformer3DModel"
@@ -49,7 +50,7 @@ def _split_plan(_: nn.Module) -> SplitPlan:
         inputs={
             "": {"sparse_params": _NABLA},
             "visual_transformer_blocks.0": {"visual_embed": Split(1)},
-            "visual_transformer_blocks.*": {"rope": Split(1)},
+            "visual_transformer_blocks.*": {"rope": Split(1, keeps_whole=True)},
         },
         outputs={},
         gathers={"visual_transformer_blocks.-1": {0: Split(1)}},
@@ -57,9 +58,13 @@ def _split_plan(_: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 
 _VIDEO = Projection(
-    linears=("to_query", "to_key", "to_value"), norms=("query_norm", "key_norm"), rotary="rotary_emb", layout="matrices"
+    linears=("to_query", "to_key", "to_value"),
+    norms=("query_norm", "key_norm"),
+    rotary="rotary_emb",
+    layout="matrices",
+    output="out_layer",
 )
 PROJECTIONS = {_MODEL: lambda _: {"visual_transformer_blocks.*.self_attention": {"video": _VIDEO}}}

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _LTX = "diffusers.models.transformers.transformer_ltx.LTXVideoTransformer3DModel"
@@ -46,7 +47,7 @@ def _per_token(*streams: str) -> Split:
 def _ltx_plan(_: nn.Module) -> SplitPlan:
     return SplitPlan(
         inputs={"": {"timestep": _per_token("video")}, "transformer_blocks.0": {"hidden_states": Split(1)}},
-        outputs={"rope": {0: Split(1), 1: Split(1)}},
+        outputs={"rope": {0: Split(1, keeps_whole=True), 1: Split(1, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
         attention={"transformer_blocks.*.attn1": Attention()},
     )
@@ -77,7 +78,7 @@ def _ltx2_plan(model: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_LTX: _ltx_plan, _LTX2: _ltx2_plan}
+SPLIT_PLANS = {_LTX: sliceable(_ltx_plan), _LTX2: _ltx2_plan}
 
 
 def _ltx_projections(_: nn.Module) -> Mapping[str, Mapping[str, Projection]]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.families import class_path
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 from lightning_videoscale.undo import Undo
 
@@ -118,17 +119,24 @@ def _split_plan(_: nn.Module) -> SplitPlan:
             "transformer_blocks.0": {"hidden_states": Split(1), "encoder_hidden_states": _TEXT},
             "transformer_blocks.*": {"encoder_attention_mask": _TEXT},
         },
-        outputs={"rope": {0: Split(0), 1: Split(0)}},
+        outputs={"rope": {0: Split(0, keeps_whole=True), 1: Split(0, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
-        attention={"transformer_blocks.*.attn1": Attention(_JOINT, in_one_call=_attend_in_one_call)},
+        attention={
+            "transformer_blocks.*.attn1": Attention(
+                _JOINT, padded_rows=True, arguments={"attention_mask": _TEXT}, in_one_call=_attend_in_one_call
+            )
+        },
         objection=_padded_in_between,
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 
 _OF_TEXT = Projection(
-    "encoder_hidden_states", ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
+    "encoder_hidden_states",
+    ("add_q_proj", "add_k_proj", "add_v_proj"),
+    ("norm_added_q", "norm_added_k"),
+    output="to_add_out",
 )
 _STREAMS = {"video": Projection(rotary="image_rotary_emb", layout="shd"), "text": _OF_TEXT}
 PROJECTIONS = {_MODEL: lambda _: {"transformer_blocks.*.attn1": _STREAMS}}

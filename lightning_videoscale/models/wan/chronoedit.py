@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.models.wan.block import copies
 from lightning_videoscale.models.wan.fused_attention import CHRONOEDIT
 from lightning_videoscale.models.wan.sizes import flops
@@ -27,13 +28,13 @@ FLOPS = {_MODEL: flops}
 def _split_plan(model: nn.Module) -> SplitPlan:
     return SplitPlan(
         inputs={"": {"timestep": Split(1, ndim=2)}, "blocks.0": {"hidden_states": Split(1)}},
-        outputs={"rope": {0: Split(1), 1: Split(1)}},
+        outputs={"rope": {0: Split(1, keeps_whole=True), 1: Split(1, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
         attention={"blocks.*.attn1": Attention()},
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 PROJECTIONS = {_MODEL: projections}
 
 _BLOCK, _ATTENTION = copies(CHRONOEDIT)

@@ -17,6 +17,7 @@ from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.norms import TRIED
+from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.models.wan.block import BRANCHES, PARTS, WHAT, three_branches
 from lightning_videoscale.models.wan.fused_attention import SKYREELS_V2, fused_attention
 from lightning_videoscale.models.wan.sizes import flops
@@ -46,14 +47,14 @@ def _causal(model: Any, _: Mapping[str, Any]) -> str | None:
 def _split_plan(_: Any) -> SplitPlan:
     return SplitPlan(
         inputs={"blocks.0": {"hidden_states": Split(1)}, "blocks.*": {"temb": Split(2, ndim=4)}},
-        outputs={"rope": {0: Split(1), 1: Split(1)}},
+        outputs={"rope": {0: Split(1, keeps_whole=True), 1: Split(1, keeps_whole=True)}},
         gathers={"blocks.-1": {0: Split(1)}},
         attention={"blocks.*.attn1": Attention()},
         objection=_causal,
     )
 
 
-SPLIT_PLANS = {_MODEL: _split_plan}
+SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
 PROJECTIONS = {_MODEL: projections}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
 from lightning_videoscale.kernels.backend import BackendName
-from lightning_videoscale.kernels.head_types import HeadRounding
+from lightning_videoscale.kernels.head_types import HeadRounding, RopeLayout
 
 
 class BeforeNorm(NamedTuple):
@@ -33,7 +33,7 @@ class NormTensors(NamedTuple):
 
     Attributes:
         weights: (h · D,) of query and of key, of this rank's heads.
-        tables: cos and sin, (1, N, 1, D / 2), or two times None where nothing is rotated.
+        tables: cos and sin, (1, N, 1 or h, D / 2), or two times None where nothing is rotated.
     """
 
     weights: Sequence[Tensor]
@@ -49,12 +49,14 @@ class NormAcrossHeads:
         eps: Added to the mean of squares.
         rounding: As in `kernels.qk_norm_rope`; not ``"eager"``.
         backend: Of the kernels.
+        layout: Which channels form a pair.
     """
 
     width: int
     eps: float
     rounding: HeadRounding
     backend: BackendName = "auto"
+    layout: RopeLayout = "interleaved"
 
     def square_sums(self, query: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor:
         """Returns the sums of squares over all heads, (N, 2) in float32 (or float64), of the heads of each rank."""
@@ -79,7 +81,7 @@ class NormAcrossHeads:
         """Returns this rank's part of the sums that `backward` needs, (2, 1, N)."""
         rows = (t[None] for t in (dq, dk, before.query, before.key))
         given = *tensors.weights, *tensors.tables, *before.rstds
-        return torch.stack(ops.gradient_sums(*rows, *given, "interleaved", 0, self.backend))
+        return torch.stack(ops.gradient_sums(*rows, *given, self.layout, 0, self.backend))
 
     def backward(
         self, dq: Tensor, dk: Tensor, before: BeforeNorm, sums: Tensor, tensors: NormTensors
@@ -93,4 +95,4 @@ class NormAcrossHeads:
 
     @property
     def _variant(self) -> tuple[Any, ...]:
-        return "rms", False, "interleaved", 0, False, self.rounding != "at_end", self.backend
+        return "rms", False, self.layout, 0, False, self.rounding != "at_end", self.backend

@@ -6,7 +6,8 @@ of all queries at once: gradients of keys are not summed over slices.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from lightning_videoscale.parallel.schedules.messages import (
     rows_of,
     scatter_heads_of,
 )
+from lightning_videoscale.parallel.transport import Exchange
 from lightning_videoscale.parallel.ulysses import Ulysses, times
 
 
@@ -55,76 +57,130 @@ def attend_and_project(
     Returns:
         (B, s, C), or (B, s, H · D); differentiable once.
     """
-    _, *parameters = as_computed(query, linear if linear is not None else (None, None))
+    shares = ulysses.heads.out
+    lengths = [size // shares.mine[0] for size in shares.by_tokens]
+    out, arriving = attend_and_send(query, key, value, ulysses, [lengths], choices, scale)
+    return project_output(out, linear, ulysses, arriving())
+
+
+def attend_and_send(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ulysses: Ulysses,
+    lengths: Sequence[Sequence[int]],
+    choices: AttentionChoices,
+    scale: float,
+    mask: Tensor | None = None,
+    *,
+    padded_rows: bool = False,
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Attends, and sends every rank what becomes of its tokens as soon as it is computed.
+
+    Args:
+        query: (B, h, S, D), all tokens of a stream before those of the next.
+        key: Likewise.
+        value: Likewise.
+        ulysses: The group, of two ranks or more; with the tokens of all streams together.
+        lengths: Of each stream, the tokens of each rank.
+        choices: What chooses the kernel of attention.
+        scale: Factor on the logits.
+        mask: (B, S) bool, True where a key may be attended.
+        padded_rows: Whether tokens that may not be attended get zeros. Their gradient is the caller's to clear.
+
+    Returns:
+        (B, h, S, D), differentiable once, and what waits for the heads that come here, (B, s, H · D), with the streams
+        one behind the other. The latter has no gradient: it is for `project_output`, with the former.
+    """
+    exchanges: list[Exchange] = []
     with torch.autocast(query.device.type, enabled=False):
-        out: Tensor = _AttendAndProject.apply(  # type: ignore[no-untyped-call]
-            (ulysses, choices, scale), query, key, value, *parameters
+        out: Tensor = _AttendAndSend.apply(  # type: ignore[no-untyped-call]
+            (ulysses, _places(lengths), choices, scale, padded_rows, exchanges), query, key, value, mask
         )
-    return out
+    batch, _, _, dim = query.shape
+    return out, lambda: joined_heads(ulysses.transport.wait(exchanges.pop()), ulysses, batch, dim)
 
 
-def project_output(out: Tensor, linear: Linear | None, ulysses: Ulysses) -> Tensor:
-    """Scatters the sequence, gathers the heads and projects them, after attention of another kind (a ring's).
+def project_output(out: Tensor, linear: Linear | None, ulysses: Ulysses, arrived: Tensor | None = None) -> Tensor:
+    """Scatters the sequence, gathers the heads and projects them, after attention.
 
     Args:
         out: (B, h, S, D), what attention returned.
         linear: As for `attend_and_project`.
         ulysses: The group, of two ranks or more.
+        arrived: (B, s, H · D), what comes of ``out`` here, if it was sent already.
 
     Returns:
         As `attend_and_project`.
     """
-    _, *parameters = as_computed(out, linear if linear is not None else (None, None))
+    parameters: Sequence[Tensor | None] = (None, None)
+    if linear is not None:
+        out, *parameters = as_computed(out, linear)  # type: ignore[assignment]
     with torch.autocast(out.device.type, enabled=False):
-        projected: Tensor = _Project.apply(ulysses, out, *parameters)  # type: ignore[no-untyped-call]
+        projected: Tensor = _Project.apply(ulysses, arrived, out, *parameters)  # type: ignore[no-untyped-call]
     return projected
 
 
-class _AttendAndProject(torch.autograd.Function):
+def _places(lengths: Sequence[Sequence[int]]) -> list[list[slice]]:
+    """Of each rank, where its tokens of each stream are."""
+    stops = list(accumulate(length for stream in lengths for length in stream))
+    flat = [slice(stop - length, stop) for stop, length in zip(stops, chain(*lengths), strict=True)]
+    ranks = len(lengths[0])
+    return [flat[rank::ranks] for rank in range(ranks)]
+
+
+class _AttendAndSend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        call: tuple[Ulysses, AttentionChoices, float],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
+        ctx: Any, call: tuple[Any, ...], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        (ulysses, choices, scale), shares = call, call[0].heads.out
-        batch, heads, _, dim = query.shape
+        ulysses, places, choices, scale, padded_rows, exchanges = call
+        shares, (batch, heads, _, dim) = ulysses.heads.out, query.shape
         send, receive = times(shares.by_tokens, batch * dim), times(shares.by_heads, batch * dim)
         message = query.new_empty(sum(send))
         exchange = ulysses.transport.open(message, send, receive, ulysses.axis)
-        stops = list(accumulate(size // heads for size in shares.by_tokens))
-        lse = [query.new_empty(0)] * len(stops)
+        exchanges.append(exchange)
+        joint = len(places[0]) > 1
+        # Of one stream, the message is what attention returns.
+        out = torch.empty_like(query) if joint else heads_first(message.view(-1, heads, dim), batch)
+        lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         for peer in peers_of(ulysses):
-            tokens = slice(stops[peer - 1] if peer else 0, stops[peer])
-            out, lse[peer] = attention_part(choices, query[:, :, tokens], key, value, scale, None)
-            heads_first(message.split(send)[peer].view(-1, heads, dim), batch).copy_(out)
+            asking = [query[:, :, tokens] for tokens in places[peer]]
+            part, part_lse = attention_part(choices, _joined(asking), key, value, scale, mask)
+            if padded_rows and mask is not None:
+                there = torch.cat([mask[:, tokens] for tokens in places[peer]], 1)
+                part = part.masked_fill(there.logical_not()[:, None, :, None], 0.0)
+            heads_first(message.split(send)[peer].view(-1, heads, dim), batch).copy_(part)
             exchange.send(peer)
-        joined = joined_heads(ulysses.transport.wait(exchange), ulysses, batch, dim)
-        ctx.call = call
-        ctx.save_for_backward(query, key, value, message, torch.cat(lse, 2), joined, weight)
-        return joined if weight is None else F.linear(joined, weight, bias)
+            counts = [each.shape[2] for each in asking]
+            for tokens, x, logs in zip(places[peer], part.split(counts, 2), part_lse.split(counts, 2), strict=True):
+                lse[:, :, tokens] = logs
+                if joint:
+                    out[:, :, tokens] = x
+        ctx.call = choices, scale
+        ctx.save_for_backward(query, key, value, out, lse, mask)
+        return out
 
     @staticmethod
     @differentiable_once(SECOND_DERIVATIVE)
     @in_dtypes_of_forward
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ulysses, choices, scale = ctx.call
-        query, key, value, message, lse, joined, weight = ctx.saved_tensors
-        batch, heads, _, dim = query.shape
-        grad_out, *of_linear = _gradients(gradients[0], joined, weight, ulysses, dim, ctx.needs_input_grad[4:])
-        out = heads_first(message.view(-1, heads, dim), batch)
-        of_heads = attention_part_backward(choices, grad_out, query, key, value, out, lse, scale, None)
-        return None, *of_heads, *of_linear
+        choices, scale = ctx.call
+        query, key, value, out, lse, mask = ctx.saved_tensors
+        of_heads = attention_part_backward(choices, gradients[0], query, key, value, out, lse, scale, mask)
+        return None, *of_heads, None
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        joined = return_tokens(rows_of(out), ulysses, out.shape[0])()
+    def forward(
+        ctx: Any, ulysses: Ulysses, arrived: Tensor | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        joined = return_tokens(rows_of(out), ulysses, out.shape[0])() if arrived is None else arrived.to(out.dtype)
         ctx.ulysses, ctx.dim = ulysses, out.shape[3]
         ctx.save_for_backward(joined, weight)
         return joined if weight is None else F.linear(joined, weight, bias)
@@ -134,7 +190,8 @@ class _Project(torch.autograd.Function):
     @in_dtypes_of_forward
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         joined, weight = ctx.saved_tensors
-        return None, *_gradients(gradients[0], joined, weight, ctx.ulysses, ctx.dim, ctx.needs_input_grad[2:])
+        of_all = _gradients(gradients[0], joined, weight, ctx.ulysses, ctx.dim, ctx.needs_input_grad[3:])
+        return None, None, *of_all
 
 
 def _gradients(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_videoscale.compat.torch.trees import tree_leaves
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, parallelize, verify_plan
+from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from tests.models import gradient_error
 
@@ -36,6 +37,7 @@ class Case:
         float32: Whether to compute in float32, with the model's own casts; else in float64 without them.
         fused: Whether the split model has fused kernels.
         adapters: Whether all that trains is LoRA in every Linear of the blocks.
+        schedule: In which order it exchanges.
     """
 
     family: str
@@ -45,6 +47,7 @@ class Case:
     float32: bool = False
     fused: bool = False
     adapters: bool = False
+    schedule: ScheduleName = "serial"
 
     @property
     def ranks(self) -> int:
@@ -155,7 +158,7 @@ def errors_of(case: Case, family: Family, plan: SplitPlan | None = None) -> dict
     whole, sliced = family.model(case), family.model(case)
     if case.fused:
         inject_fused_kernels(sliced)
-    undo = parallelize(sliced, mesh, plan, verify_plan=False)
+    undo = parallelize(sliced, mesh, plan, verify_plan=False, schedule=case.schedule)
     with ExitStack() as contexts:
         contexts.callback(undo)
         contexts.enter_context(lifted_casts(torch.float32 if case.float32 else torch.float64))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +75,7 @@ def strategy(backend: str, case: Case) -> Any:
         "ring_size": ring,
         "ulysses_size": ulysses,
         "activation_checkpointing": case.checkpointing,
+        "schedule": case.schedule,
     }
     if backend == "ddp":
         return SequenceParallelDDPStrategy(**shared, find_unused_parameters=True)
@@ -86,14 +87,15 @@ def strategy(backend: str, case: Case) -> Any:
 
 
 def train(case: Case, backend: str) -> Outcome:
-    """In float64; under ZeRO parameters and gradients are in float32."""
+    """In float64; under ZeRO parameters and gradients are in float32, and sliced products of them as well."""
     zero = backend == "zero3"
+    narrow = zero and case.schedule != "serial"
     record = ZeroRecord() if zero else SeenGradients()
     ranks = dist.get_world_size()
     with ExitStack() as contexts:
-        contexts.enter_context(float64_inside() if zero else lifted_casts())
+        contexts.enter_context(float64_inside() if zero and not narrow else nullcontext())
+        contexts.enter_context(lifted_casts(torch.float32 if narrow else torch.float64))
         if zero:
-            contexts.enter_context(lifted_casts())
             contexts.enter_context(deepspeed_on_cpu())
         trainer = pl.Trainer(
             strategy=strategy(backend, case if ranks > 1 else replace(case, mesh=(1, 1, 1), checkpointing=False)),
@@ -108,7 +110,7 @@ def train(case: Case, backend: str) -> Outcome:
             enable_model_summary=False,
         )
         module = Training(replace(case, checkpointing=False, float32=zero))
-        trainer.fit(module, DataLoader(Inputs(case), batch_size=None))
+        trainer.fit(module, DataLoader(Inputs(replace(case, float32=narrow)), batch_size=None))
     return Outcome(record.losses, record.gradients, record.parameters)
 
 
@@ -123,7 +125,8 @@ def check(ranks: Ranks, backend: str, case: Case) -> float:
     ZeRO rounds parameters to float32 after a step: where that moves gradients, one device has the same errors.
     """
     (expected,) = ranks(1).run(train, case, "ddp")
-    tolerance = 1e-6 if backend == "zero3" else 1e-10
+    # In float32 the tiny HunyuanVideo is 2e-4 off on one device, too.
+    tolerance = 1e-10 if backend != "zero3" else 1e-6 if case.schedule == "serial" else 1e-3
     everyone = ranks(case.ranks).run(train, case, backend)
     dp = case.mesh[0]
     means = torch.tensor([got.losses for got in everyone], dtype=torch.float64).mean(0)
@@ -147,6 +150,17 @@ def check(ranks: Ranks, backend: str, case: Case) -> float:
 def test_a_family_trains_as_on_one_device(ranks: Ranks, family: str, backend: str) -> None:
     check(ranks, backend, Case(family, (2, 1, 2)))
     confirm(family, "FSDP2")
+
+
+def test_a_sliced_family_trains_as_on_one_device(ranks: Ranks) -> None:
+    check(ranks, "fsdp2", Case("hunyuan_video", (1, 1, 2), checkpointing=True, schedule="sliced"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", ["hunyuan_video", "flux", "cogvideox", "ltx", "skyreels_v2", "mochi"])
+def test_sliced_families_train_as_on_one_device(ranks: Ranks, family: str, backend: str) -> None:
+    check(ranks, backend, Case(family, (2, 1, 2), checkpointing=True, schedule="sliced"))
 
 
 @pytest.mark.full

@@ -1,0 +1,43 @@
+"""`schedule="sliced"` for any attention whose projections are described; see `parallel.schedules`.
+
+A family says which Linear makes what of which stream, in its `Projection`s, and that its plan can be sliced::
+
+    SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
+
+An attention's own code then runs as if this rank had all tokens, and only its heads: norms, rotations, masks and
+kernels are those of any other schedule.
+
+- `layer`: the forward that takes the place of an attention's own.
+- `groups`: its streams, by the layers that project them.
+- `arguments`: what it is called with, of all tokens.
+- `view`: the attention as its own code then sees it.
+- `projections`, `outputs`: what is sent before and after.
+- `across_heads`: norms over all heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from lightning_videoscale.models.sliced.layer import slice_attention
+from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.parallel.plan import PlanFactory
+
+__all__ = ["sliceable"]
+
+
+def sliceable(factory: PlanFactory) -> PlanFactory:
+    """Returns what makes the same plans, which ``schedule="sliced"`` can run, too.
+
+    Args:
+        factory: Of plans whose ``attention`` is a mapping, of models with `Projection`s.
+    """
+
+    def with_sliced(model: nn.Module) -> SplitPlan:
+        plan = factory(model)
+        return replace(plan, schedules=("serial", "sliced"), sliced=partial(slice_attention, plan=plan))
+
+    return with_sliced

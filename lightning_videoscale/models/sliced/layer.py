@@ -1,0 +1,162 @@
+"""The forward that takes the place of an attention's own: `slice_attention` installs it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_videoscale.compat.diffusers import own_attention_backend
+from lightning_videoscale.compat.patching import only_redirects
+from lightning_videoscale.families import class_path, known
+from lightning_videoscale.injection.fused_block import fused_block_of, original_forward
+from lightning_videoscale.kernels.recompute import recomputed
+from lightning_videoscale.models.sliced.across_heads import changed_norm
+from lightning_videoscale.models.sliced.arguments import of_all_tokens, uneven_mask, unknown_argument
+from lightning_videoscale.models.sliced.attention import AttendByHeads
+from lightning_videoscale.models.sliced.groups import Place, Streams, groups_of
+from lightning_videoscale.models.sliced.outputs import outputs
+from lightning_videoscale.models.sliced.projections import Arrived, project
+from lightning_videoscale.models.sliced.view import seen_by_heads
+from lightning_videoscale.parallel import SequenceContext, SplitPlan, check_heads
+from lightning_videoscale.parallel.plan import Attention, submodules
+from lightning_videoscale.parallel.schedules.sliced_input import norm_again
+from lightning_videoscale.undo import Undo
+
+
+def slice_attention(model: nn.Module, context: SequenceContext, plan: SplitPlan) -> Undo:
+    """Makes the attention of a plan exchange by ``schedule="sliced"``.
+
+    Raises:
+        ValueError: If a path names no module, the heads are too few, or an attention cannot be sliced.
+    """
+    assert isinstance(plan.attention, Mapping)
+    described = known("PROJECTIONS", type(model))
+    streams_of: Mapping[str, Streams] = described(model)  # type: ignore[misc]
+    undo = Undo()
+    try:
+        for pattern, rule in plan.attention.items():
+            for path, module in submodules(model, pattern).items():
+                heads = _heads(module)
+                check_heads(heads, context.mesh.ulysses.size)
+                if rule.in_one_call is not None:
+                    undo.add(rule.in_one_call(module))
+                if (objection := _objection(module, streams_of[pattern])) is not None:
+                    raise ValueError(f"{path} cannot run by schedule='sliced': {objection}. Use schedule='serial'.")
+                context.attention[path] = module
+                layer = _Layer(path, rule, streams_of[pattern], Place(context, heads))
+                own: Any = module.forward  # a method, as was looked at
+                undo.set(module, "forward", MethodType(_forward(own.__func__, layer), module))
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _heads(module: nn.Module) -> int:
+    heads: int = getattr(module, "heads", None) or module.num_heads  # type: ignore[assignment]
+    return heads
+
+
+def _objection(attn: Any, described: Streams) -> str | None:
+    """Why an attention cannot be sliced, as far as it can be told before it is called."""
+    if not isinstance(attn.forward, MethodType):
+        return "its forward was replaced by a function that does not take the module"
+    processor = class_path(type(attn.processor)) if hasattr(attn, "processor") else "diffusers."
+    if not processor.startswith(("diffusers.", "lightning_videoscale.")):
+        return f"its processor is a {processor}, whose computation is unknown here"
+    for projection in described.values():
+        if projection.packed:
+            return f"{projection.linears[0]} makes other channels beside query, key and value"
+        if None in projection.linears:
+            return "its keys are of another stream than its queries"
+    if getattr(attn, "residual_connection", False) or getattr(attn, "rescale_output_factor", 1) != 1:
+        return "it adds its input to its output, or scales that"
+    widths = {getattr(getattr(attn, str(name)), "out_features", None) for p in described.values() for name in p.linears}
+    return f"its keys have other channels than its queries: {sorted(map(str, widths))}" if len(widths) > 1 else None
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Where an attention is, and what it does."""
+
+    path: str
+    rule: Attention
+    described: Streams
+    place: Place
+
+    def objection(self, attn: Any, arguments: Mapping[str, Any]) -> str | None:
+        """Why a call cannot be sliced."""
+        for projection in self.described.values():
+            if projection.across_heads and (change := changed_norm(attn, projection)) is not None:
+                return f"{change}, and schedule='sliced' normalises without calling it. Use schedule='serial'."
+        for group in groups_of(self.described):
+            name, streams = group.projection.tokens, group.projection.tokens_of or (group.streams[0],)
+            mine = self.place.context.lengths(streams)[self.place.context.mesh.sp.rank]
+            x = arguments.get(name)
+            if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != mine:
+                shape = tuple(x.shape) if isinstance(x, Tensor) else x
+                return f"its {name} is {shape}, and this rank has {mine} tokens of {', '.join(streams)}."
+        first = self.place.context.on_exchange is not None
+        unknown = unknown_argument(arguments, self.described, self.rule)
+        return unknown or uneven_mask(arguments, self.rule, by_values=first)
+
+    def run(self, attn: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """Attends over the tokens of all ranks."""
+        place, context = self.place, self.place.context
+        detach_bias = arguments.pop("detach_bias", False)
+        objection = self.objection(attn, arguments)
+        if context.on_exchange is not None:
+            context.on_exchange(self.path, objection)
+        if objection is not None:
+            raise ValueError(f"{self.path} cannot attend over a split sequence: {objection}")
+        groups = groups_of(self.described)
+        arrived = [project(attn, group, self.described, arguments, place) for group in groups]
+        received: dict[str, Tensor] = {}
+        for group, each in zip(groups, arrived, strict=True):
+            received |= each.by_linear(group, place)
+        tokens = arguments[groups[0].projection.tokens]
+        whole = of_all_tokens(arguments, self.described, self.rule, place, tokens)
+        view = seen_by_heads(attn, self.described, len(place.mine), received)
+        run: Callable[..., Any] = partial(forward, view)
+        if arrived[0].norm is not None and fused_block_of(attn) is not None:
+            run = original_forward(view)  # the fused one would look for its norms
+        by_torch = own_attention_backend(getattr(attn, "processor", None)) is not None
+        with ExitStack() as contexts:
+            for each in arrived:
+                contexts.enter_context(_again(attn, each, tokens.shape[0]))
+            attend = contexts.enter_context(AttendByHeads(self.path, self.rule, place, by_torch))
+            attended = run(**whole)
+        attend.check_calls(type(attn).__name__)
+        home = None if attend.arriving is None else attend.arriving()
+        return outputs(attn, attended, self.described, place, home, detach_bias=detach_bias)
+
+
+def _again(attn: Any, arrived: Arrived, batch: int) -> Any:
+    """Computes norms over all heads again in backward, where the fused attention would do so."""
+    heads, norm = arrived
+    if norm is None or heads.before_norm is None:
+        return recomputed((), lambda: (), recompute=False)
+    recipe = partial(norm_again, heads.before_norm, batch, norm)
+    return recomputed((heads.query, heads.key), recipe, recompute=getattr(attn, "recompute_norms", False))
+
+
+def _forward(original: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    gathering = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+
+    @only_redirects
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs).arguments
+        arguments = dict(list(bound.items())[1:])
+        for name in gathering:
+            arguments |= arguments.pop(name, {})
+        return layer.run(self, original, arguments)
+
+    return forward

@@ -1,0 +1,110 @@
+"""What an attention returns, sent home and projected there: `outputs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_videoscale.injection.branch_bias import changed_linear
+from lightning_videoscale.models.sliced.groups import Place, Streams
+from lightning_videoscale.parallel.schedules.messages import Linear, return_tokens, rows_of
+from lightning_videoscale.parallel.schedules.sliced_output import project_output
+from lightning_videoscale.parallel.ulysses import Ulysses
+
+
+def outputs(
+    attn: Any, attended: Any, described: Streams, place: Place, arrived: Tensor | None, *, detach_bias: bool
+) -> Any:
+    """Returns what the attention would of this rank's tokens.
+
+    Args:
+        attn: The attention.
+        attended: What its view returned: (B, S, h · D) of all streams, or a tuple of that of ``hidden_states`` and that
+            of ``encoder_hidden_states``.
+        described: Its streams.
+        place: Where tokens and heads are.
+        arrived: (B, s, H · D) of this rank's tokens of all streams, if they were sent as they were attended.
+        detach_bias: Leaves the gradient of the bias behind ``hidden_states`` to the caller.
+    """
+    if isinstance(attended, Tensor):
+        members: list[tuple[str, ...]] = [tuple(described)]
+        parts = dict(zip(described, _split(attended, members[0], place), strict=True))
+    else:
+        members = [_streams_of(name, described) for name in ("hidden_states", "encoder_hidden_states")]
+        parts = {
+            s: x for m, y in zip(members, attended, strict=True) for s, x in zip(m, _split(y, m, place), strict=True)
+        }
+    mine = {} if arrived is None else _by_name(arrived, tuple(described), place)
+    projected: dict[tuple[str, ...], Tensor] = {}
+    for streams in _by_output(attn, described):
+        module = getattr(attn, described[streams[0]].output, None)
+        detach = detach_bias and any(described[stream].tokens == "hidden_states" for stream in streams)
+        joined = place.by_rank([parts[stream] for stream in streams], streams)
+        here = _joined([mine[stream] for stream in streams]) if mine else None
+        projected[streams] = _home(module, joined, here, place.ulysses(streams), place, detach)
+    if isinstance(attended, Tensor) and len(projected) == 1:
+        return projected[members[0]]
+    local: dict[str, Tensor] = {}
+    for streams, x in projected.items():
+        local |= _by_name(x, streams, place)
+    return tuple(local[stream] for (stream,) in members)
+
+
+def _streams_of(name: str, described: Streams) -> tuple[str, ...]:
+    return tuple(stream for stream, projection in described.items() if projection.tokens == name)
+
+
+def _by_output(attn: Any, described: Streams) -> list[tuple[str, ...]]:
+    """Streams that go through one module, or through none, together."""
+    found: dict[str | None, list[str]] = {}
+    for stream, projection in described.items():
+        there = getattr(attn, projection.output, None) is not None
+        found.setdefault(projection.output if there else None, []).append(stream)
+    return [tuple(streams) for streams in found.values()]
+
+
+def _split(x: Tensor, streams: tuple[str, ...], place: Place) -> list[Tensor]:
+    """Each stream's tokens of (B, S, C)."""
+    return list(x.split([place.tokens((stream,)) for stream in streams], 1))
+
+
+def _by_name(x: Tensor, streams: tuple[str, ...], place: Place) -> dict[str, Tensor]:
+    """Each stream's tokens of this rank, of (B, s, C)."""
+    rank = place.context.mesh.sp.rank
+    lengths = [place.context.lengths((stream,))[rank] for stream in streams]
+    return dict(zip(streams, x.split(lengths, 1), strict=True))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+
+
+def _home(
+    module: nn.Module | None, x: Tensor, arrived: Tensor | None, ulysses: Ulysses, place: Place, detach_bias: bool
+) -> Tensor:
+    """Sends every rank its tokens' heads, (B, S, h · D), and projects those that come; (B, s, C)."""
+    layers = [] if module is None else list(module) if isinstance(module, nn.ModuleList | nn.Sequential) else [module]
+    linear: Linear | None = None
+    if layers and changed_linear(layers[0]) is None:
+        first: Any = layers.pop(0)
+        linear = first.weight, first.bias.detach() if detach_bias and first.bias is not None else first.bias
+    heads = x.unflatten(2, (len(place.mine), -1)).transpose(1, 2)
+    if arrived is not None and place.context.on_exchange is not None:
+        _check_same(heads.detach(), arrived, ulysses)
+    y = project_output(heads, linear, ulysses, arrived)
+    for layer in [] if detach_bias else layers:  # nothing is dropped then
+        y = layer(y)
+    return y
+
+
+def _check_same(heads: Tensor, arrived: Tensor, ulysses: Ulysses) -> None:
+    """Refuses an attention that changes what it attended; looked at in first calls."""
+    again = return_tokens(rows_of(heads), ulysses, heads.shape[0])()
+    if not torch.allclose(again, arrived.to(again.dtype), rtol=0, atol=0, equal_nan=True):
+        raise ValueError(
+            "Between its attention and its output projection it computes, and schedule='sliced' has sent what came out "
+            "of attention. Use schedule='serial'."
+        )
