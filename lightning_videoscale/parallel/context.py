@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightning_videoscale.attention import AttentionBackend, AttentionChoices, as_choices
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.region_randomness import RegionRandomness, RegionSeed
-from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.parallel.schedules import ScheduleName, ScheduleSetting
+from lightning_videoscale.parallel.schedules.table import LayerShape, Schedules, ScheduleTable
 from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
 
 
@@ -33,6 +34,7 @@ class SplitRecord:
             token, those that are missing are zeros that nobody attends to.
         seed: Of the random numbers between the first split and the last gather; None before the first split.
         wholes: Slices of rotary tables, each with the table of all tokens, for schedules that read these.
+        schedules: Which schedule runs each kind of layer, as chosen when the pass began; None if one runs all.
     """
 
     rank: int
@@ -40,6 +42,7 @@ class SplitRecord:
     short: Mapping[str, int] = field(default_factory=dict)
     seed: RegionSeed | None = None
     wholes: tuple[tuple[Tensor, Tensor], ...] = ()
+    schedules: ScheduleTable | None = None
 
     def with_stream(self, stream: str, tokens: int, lengths: tuple[int, ...]) -> SplitRecord:
         """Returns the record that also holds a stream of ``lengths[r]`` tokens on rank ``r``.
@@ -113,7 +116,7 @@ class SequenceContext:
         transport: How bytes travel; collectives if left out.
         short_streams: See `SplitPlan.short_streams`.
         attention_backend: Which kernel computes attention, see `AttentionChoices`.
-        schedule: In which order projections and exchanges run, see `parallel.schedules`.
+        schedule: In which order projections and exchanges run, see `parallel.schedules`; or what chooses it.
 
     Attributes:
         choices: What chooses it.
@@ -135,10 +138,10 @@ class SequenceContext:
         transport: Transport | None = None,
         short_streams: frozenset[str] = frozenset(),
         attention_backend: AttentionBackend | AttentionChoices = "auto",
-        schedule: ScheduleName = "serial",
+        schedule: ScheduleName | Schedules = "serial",
     ) -> None:
         self.mesh = mesh
-        self.schedule = schedule
+        self._schedule = schedule
         self.choices = as_choices(attention_backend)
         self.transport = transport if transport is not None else DEFAULT_TRANSPORT
         self.record = SplitRecord(mesh.sp.rank)
@@ -158,7 +161,9 @@ class SequenceContext:
     def begin_forward(self) -> None:
         """A new forward pass, of which nothing is split yet."""
         self.randomness.leave()  # which a pass that was interrupted has not
-        self.record = SplitRecord(self.mesh.sp.rank)
+        self.record = SplitRecord(
+            self.mesh.sp.rank, schedules=None if isinstance(self._schedule, str) else self._schedule.table
+        )
         self.in_forward = True
 
     def end_forward(self) -> None:
@@ -179,6 +184,22 @@ class SequenceContext:
         """Notes of which table ``sliced`` is this rank's part, where the schedule reads it."""
         if self.schedule != "serial":
             self.record = replace(self.record, wholes=(*self.record.wholes, (sliced, whole)))
+
+    @property
+    def schedule(self) -> ScheduleSetting:
+        """The schedule that was asked for."""
+        return self._schedule if isinstance(self._schedule, str) else self._schedule.schedule
+
+    def schedule_of(self, layer: LayerShape) -> ScheduleName:
+        """Returns the schedule that runs a layer in this pass; the same when it is recomputed, and on all ranks."""
+        if isinstance(self._schedule, str):
+            return self._schedule
+        table = self.record.schedules
+        return self._schedule.choose(layer, self._schedule.table if table is None else table)
+
+    def watch_schedules(self, objection: Callable[[], str | None]) -> Callable[[], None]:
+        """See `ScheduleChoices.watch`; returns the undo."""
+        return (lambda: None) if isinstance(self._schedule, str) else self._schedule.watch(objection)
 
     def resume(self, record: SplitRecord) -> None:
         """Backward has come to a forward pass, whose layers may be recomputed from here on."""
