@@ -37,6 +37,7 @@ budget      `BudgetRecalibrator`: ``adopted``, whether budgets change; ``reason`
             ``p`` as they are from then on. A `TimeBudget` has ``target_sync`` in the place of ``m_comp``.
 injection   `FusedKernels`: ``model``; ``kernels``, what runs them; ``replaced`` and ``skipped``, rows of [path, class
             name, what or why].
+schedules   Of ``schedule="auto"``, when they change: ``chosen`` {kind of layer: schedule, and what it was chosen by}.
 end         `fit` is over: ``status`` (completed, interrupted or failed); ``error``, where it failed.
 ==========  ============================================================================================================
 

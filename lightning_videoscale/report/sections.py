@@ -314,6 +314,8 @@ def setup(found: Findings) -> list[tuple[str, Section]]:
     """What the run was: titles, and values by name."""
     start = found.start
     groups = [("Exchange", start["exchange"]), ("Trainer", start["settings"])]
+    if (schedules := found.run.last("schedules")) is not None:
+        groups.insert(1, ("Schedules", schedules["chosen"]))
     if found.plans:
         plan = found.plans[-1]
         limits = {name: value for name, value in plan["budget"].items() if name != "step_time"}

@@ -112,11 +112,13 @@ class ScheduleKey(NamedTuple):
         return max(length_of(self.tokens), self.ulysses * self.ring)
 
     def __str__(self) -> str:
-        """Such as "bfloat16, 40 heads of 128, batch 1, 32768 tokens over ulysses 4"."""
+        """Such as "bfloat16, 5120 channels, 40 heads of 128, batch 1, 32768 tokens over ulysses 4, collective"."""
         few = f" ({self.kv_heads} of keys)" if self.kv_heads != self.heads else ""
-        over = f"{Layout(self.ulysses, self.ring)}{f' on {self.hosts} hosts' if self.hosts > 1 else ''}"
-        heads = f"{self.heads} heads of {self.head_dim}{few}"
-        return f"{self.dtype}, {heads}, batch {self.samples}, {self.length} tokens over {over}, {self.transport}"
+        norm = ", normalised over all heads" if self.across_heads else ""
+        layer = f"{self.dtype}, {self.width} channels, {self.heads} heads of {self.head_dim}{few}{norm}"
+        hosts = f" on {self.hosts} hosts" if self.hosts > 1 else ""
+        over = f"{Layout(self.ulysses, self.ring)}{hosts}, {self.transport}"
+        return f"{layer}, batch {self.samples}, {self.length} tokens over {over}"
 
     def distance(self, other: ScheduleKey) -> float | None:
         """How far another key is away, in octaves of lengths and batch sizes; None where layers differ in kind."""
