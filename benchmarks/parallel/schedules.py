@@ -275,6 +275,23 @@ def check(layer: Layer, transports: dict[str, Transport]) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 
+def measure(layer: Layer, transports: dict[str, Transport], rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """All rows of a cell; they are shown as they come."""
+    difference, chosen = check(layer, transports), choose(layer, transports)
+    base = {"gpus": dist.get_world_size(), "batch_size": layer.x.shape[0], "s_local": layer.tokens}
+    rows: list[dict[str, Any]] = []
+    for part in ("projections", "layer"):
+        for direction in ("forward", "backward"):
+            cell = base | {"heads": layer.heads, "part": part, "direction": direction}
+            runs = variants(layer, part, direction, transports, chosen)
+            taken = alternate(runs, device=device, warm_up=WARM_UP, repeats=REPEATS, rounds=rounds)
+            mine = rows_of(taken, cell | {"difference": float(f"{difference:.2e}")})
+            rows += mine
+            if dist.get_rank() == 0:
+                show(mine)
+    return rows + judge(rows, chosen)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs with gloo at other, tiny shapes")
@@ -298,22 +315,7 @@ def main() -> None:
     for number in arguments.cells if arguments.cells is not None else range(len(cells)):
         batch, tokens = cells[number]
         layer = Layer(batch, tokens, heads, mesh, device, kernel)
-        difference, chosen, of_cell = check(layer, transports), choose(layer, transports), []
-        for part in ("projections", "layer"):
-            for direction in ("forward", "backward"):
-                cell = {"gpus": dist.get_world_size(), "batch_size": batch, "s_local": tokens, "heads": heads}
-                cell |= {"part": part, "direction": direction, "difference": float(f"{difference:.2e}")}
-                taken = alternate(
-                    variants(layer, part, direction, transports, chosen),
-                    device=device,
-                    warm_up=WARM_UP,
-                    repeats=REPEATS,
-                    rounds=arguments.rounds,
-                )
-                of_cell += (mine := rows_of(taken, cell))
-                if first:
-                    show(mine)
-        rows += of_cell + judge(of_cell, chosen)
+        rows += measure(layer, transports, arguments.rounds, device)
     slower = [row for row in rows if not row.get("holds", True)]
     if first:
         settings = {"dry_run": arguments.tiny, "dtype": "bfloat16", "attention_kernel": kernel, "warmup": WARM_UP}

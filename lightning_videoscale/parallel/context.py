@@ -120,6 +120,8 @@ class SequenceContext:
 
     Attributes:
         choices: What chooses it.
+        schedule: The schedule that was asked for. Compiled code reads it, and asks `schedule_of` under no other than
+            ``"auto"``: lengths would become constants of it.
         record: Of the forward pass whose layers run now, for the first time or recomputed in backward. It is replaced
             when a pass begins, by each of its splits, and when backward comes to what a pass has gathered.
         randomness: The random numbers between the first split and the last gather.
@@ -141,7 +143,8 @@ class SequenceContext:
         schedule: ScheduleName | Schedules = "serial",
     ) -> None:
         self.mesh = mesh
-        self._schedule = schedule
+        self.schedule: ScheduleSetting = schedule if isinstance(schedule, str) else schedule.schedule
+        self._schedules = None if isinstance(schedule, str) or schedule.schedule != "auto" else schedule
         self.choices = as_choices(attention_backend)
         self.transport = transport if transport is not None else DEFAULT_TRANSPORT
         self.record = SplitRecord(mesh.sp.rank)
@@ -161,9 +164,8 @@ class SequenceContext:
     def begin_forward(self) -> None:
         """A new forward pass, of which nothing is split yet."""
         self.randomness.leave()  # which a pass that was interrupted has not
-        self.record = SplitRecord(
-            self.mesh.sp.rank, schedules=None if isinstance(self._schedule, str) else self._schedule.table
-        )
+        table = None if self._schedules is None else self._schedules.table
+        self.record = SplitRecord(self.mesh.sp.rank, schedules=table)
         self.in_forward = True
 
     def end_forward(self) -> None:
@@ -185,21 +187,21 @@ class SequenceContext:
         if self.schedule != "serial":
             self.record = replace(self.record, wholes=(*self.record.wholes, (sliced, whole)))
 
-    @property
-    def schedule(self) -> ScheduleSetting:
-        """The schedule that was asked for."""
-        return self._schedule if isinstance(self._schedule, str) else self._schedule.schedule
+    def schedule_of(self, layer: Callable[[], LayerShape]) -> ScheduleName:
+        """Returns the schedule that runs a layer in this pass; the same when it is recomputed, and on all ranks.
 
-    def schedule_of(self, layer: LayerShape) -> ScheduleName:
-        """Returns the schedule that runs a layer in this pass; the same when it is recomputed, and on all ranks."""
-        if isinstance(self._schedule, str):
-            return self._schedule
-        table = self.record.schedules
-        return self._schedule.choose(layer, self._schedule.table if table is None else table)
+        Args:
+            layer: Returns its shape, where the schedule depends on it.
+        """
+        if self.schedule != "auto":
+            return self.schedule
+        if self._schedules is None or self.record.schedules is None:
+            return "serial"
+        return self._schedules.choose(layer(), self.record.schedules)
 
     def watch_schedules(self, objection: Callable[[], str | None]) -> Callable[[], None]:
         """See `ScheduleChoices.watch`; returns the undo."""
-        return (lambda: None) if isinstance(self._schedule, str) else self._schedule.watch(objection)
+        return (lambda: None) if self._schedules is None else self._schedules.watch(objection)
 
     def resume(self, record: SplitRecord) -> None:
         """Backward has come to a forward pass, whose layers may be recomputed from here on."""

@@ -301,7 +301,7 @@ def without_choice(folder: Path) -> tuple[list[str], list[str], list[ScheduleNam
     if dist.get_rank() == 0:
         ScheduleFile("cpu", folder).add({ScheduleKey.of(shape, place()): measured(0.5)})
     inputs = torch.ones(1, 4, 1, 4, 6), torch.ones(1), torch.ones(1, 5, 16)
-    with SequenceMesh.create("cpu", ring_size=2) as mesh:
+    with SequenceMesh.create("cpu", ulysses_size=1, ring_size=2) as mesh:
         parallelize(model, mesh, schedule="auto", log=plain.append)()
     with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
         parallelize(

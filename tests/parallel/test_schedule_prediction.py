@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -58,6 +60,17 @@ def test_pieces_hide_the_output_which_whole_messages_do_not() -> None:
     whole, pieces = (predict_schedules(layer, Layout(4, 1), slow, by_pieces=each)["sliced"] for each in (False, True))
     message = 3 / 4 * (131_072 / 4) * 5120 * 2 / slow.link
     assert whole - pieces > 0.7 * message
+
+
+def test_the_page_shows_what_the_model_predicts() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+), (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for gpus, link, *shown in rows:
+        machine = replace(MACHINES["h200"], link=float(link))
+        for tokens, gain in zip((14_040, 32_760, 75_600), shown, strict=True):
+            seconds = predict_schedules(Layer(40, 128, tokens, 1, False), Layout(int(gpus), 1), machine)
+            assert f"{seconds['serial'] / seconds['sliced']:.2f}" == gain
 
 
 # -- what a table makes of it --------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class SequenceParallelWanAttention(HearsOfBackends):
             raise ValueError("Sequence-parallel Wan self-attention takes neither other tokens nor an attention mask.")
         change = changed_attention(attn)
         fused = fused_block_of(attn) is FUSED_ATTENTION and change is None
-        if self.context.schedule_of(self._shape(attn, hidden_states)) == "sliced":
+        if self.context.schedule_of(partial(self._shape, attn, hidden_states)) == "sliced":
             if change is not None:
                 raise ValueError(
                     f"{self._path}: {change}, and the schedule 'sliced' normalises without calling it. Use "

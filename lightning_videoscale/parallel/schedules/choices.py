@@ -78,6 +78,7 @@ class ScheduleChoices:
         self._unmeasured: set[ScheduleKey] = set()  # whose turn has not come
         self._records: dict[ScheduleKey, ScheduleRecord] = {}
         self._before: dict[str, ScheduleName] = {}
+        self._compared: set[ScheduleKey] = set()  # with what was before the checkpoint
         self._objections: list[Callable[[], str | None]] = []
 
     # -- asking --------------------------------------------------------------------------------------------------
@@ -236,7 +237,8 @@ class ScheduleChoices:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: what was asked for, and what was chosen."""
-        return {"schedule": self.schedule, "chosen": self._before | self.chosen}
+        known = {str(key): self.table.choose(key) for key in self._records if str(key) in self._before}
+        return {"schedule": self.schedule, "chosen": self._before | known | self.chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what ran before a checkpoint, until it is measured; says where that changes it.
@@ -247,14 +249,15 @@ class ScheduleChoices:
             self._say(f"Schedules: schedule={self.schedule!r}; it was {state['schedule']!r} in the checkpoint.")
         names = get_args(ScheduleName)
         self._before = {kind: name for kind, name in state["chosen"].items() if name in names}
+        self._compared = set()
         self._renew(self.table.objection)
 
     def _report_changes(self) -> None:
-        for key in sorted(self._records):
+        for key in sorted(self._records.keys() - self._compared):
             before, now = self._before.get(str(key)), self.table.choose(key)
             if before not in (None, now):
                 self._say(f"Schedule of {key}: {self._describe(key)}; it was {before} before the checkpoint.")
-            self._before.pop(str(key), None)
+        self._compared = {*self._records}
 
 
 def as_schedules(schedule: ScheduleSetting | ScheduleChoices, log: Callable[[str], None]) -> ScheduleChoices:

@@ -206,13 +206,10 @@ class ScheduleTable:
 class Schedules(Protocol):
     """What layers ask for their schedule."""
 
-    @property
-    def schedule(self) -> ScheduleSetting:
-        """What was asked for."""
-
-    @property
-    def table(self) -> ScheduleTable:
-        """What is chosen now."""
+    schedule: ScheduleSetting
+    """What was asked for."""
+    table: ScheduleTable
+    """What is chosen now."""
 
     def choose(self, shape: LayerShape, table: ScheduleTable) -> ScheduleName:
         """Returns the schedule of a layer by a table, and notes that it was asked for."""
