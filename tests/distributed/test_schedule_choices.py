@@ -214,6 +214,24 @@ def spend_slowly(folder: Path) -> tuple[list[str], ScheduleName]:
         return lines, ask(schedules)
 
 
+def of_two_groups(folder: Path) -> tuple[list[str], dict[str, ScheduleName]]:
+    """Two groups of two ranks train on clips of different lengths; clocks are the same on all ranks."""
+    lines: list[str] = []
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
+        schedules = prepared(mesh, folder=folder, clock=clock_of((0.1, 0.05), (0.05, 0.1)), log=lines.append)
+        ask(schedules, SHAPE._replace(tokens=16 if mesh.dp.rank == 0 else 64))
+        with torch.inference_mode():
+            schedules.settle()
+        ask(schedules, SHAPE._replace(tokens=16))
+        return lines, schedules.chosen
+
+
+def test_all_groups_of_the_job_measure_what_any_has_met(ranks: Ranks, tmp_path: Path) -> None:
+    (lines, chosen), *others = ranks(4).run(of_two_groups, tmp_path)
+    assert [*chosen.values()] == ["sliced", "serial"] and len(lines) == 2
+    assert all(silent == [] and theirs == chosen for silent, theirs in others)
+
+
 def predicted() -> list[tuple[ScheduleName, str]]:
     with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
         found = []

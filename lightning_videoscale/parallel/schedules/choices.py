@@ -139,9 +139,9 @@ class ScheduleChoices:
     def settle(self) -> None:
         """Measures what was asked for since the last time; collective over all ranks, between two steps.
 
-        It takes at most 2 s for a kind of layer and 20 s in a run; what is left then goes by the nearest kind that was
-        measured, or by the prediction. Where a trial fails on one rank, all run "serial". Nothing of it is done where
-        all is known.
+        It takes at most 2 s for a kind of layer, beside what kernels need to compile, and 20 s in a run; what is left
+        then goes by the nearest kind that was measured, or by the prediction. Where a trial fails on one rank, all run
+        "serial". Nothing of it is done where all is known.
         """
         if self._group is None:
             return
@@ -175,7 +175,8 @@ class ScheduleChoices:
                 )
                 break
             begin = self._clock()
-            record = self._measure(key, begin)
+            with torch.inference_mode(False):  # a user may settle after a validation
+                record = self._measure(key, begin)
             self._seconds_left -= max(gather_over_world(self._clock() - begin))
             if record is None:  # what is compiled and started the first time, is so the next time
                 late.add(key)

@@ -96,7 +96,7 @@ class TrialLayer:
 
     def _pass(self, forward: Callable[[Transport], Tensor], transport: Transport) -> Sequence[Tensor]:
         wanted = [self._x, *self._qkv, self._output, *self._norms]
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(self._group.device.type, enabled=False):
+        with torch.enable_grad(), torch.autocast(self._group.device.type, enabled=False):
             out = forward(transport)
             return out.detach(), *torch.autograd.grad(out, wanted, self._dy)
 
