@@ -120,8 +120,7 @@ class SequenceContext:
 
     Attributes:
         choices: What chooses it.
-        schedule: The schedule that was asked for. Compiled code reads it, and asks `schedule_of` under no other than
-            ``"auto"``: lengths would become constants of it.
+        schedule: The schedule that was asked for.
         record: Of the forward pass whose layers run now, for the first time or recomputed in backward. It is replaced
             when a pass begins, by each of its splits, and when backward comes to what a pass has gathered.
         randomness: The random numbers between the first split and the last gather.
@@ -187,17 +186,13 @@ class SequenceContext:
         if self.schedule != "serial":
             self.record = replace(self.record, wholes=(*self.record.wholes, (sliced, whole)))
 
-    def schedule_of(self, layer: Callable[[], LayerShape]) -> ScheduleName:
-        """Returns the schedule that runs a layer in this pass; the same when it is recomputed, and on all ranks.
-
-        Args:
-            layer: Returns its shape, where the schedule depends on it.
-        """
+    def schedule_of(self, layer: LayerShape) -> ScheduleName:
+        """Returns the schedule that runs a layer in this pass; the same when it is recomputed, and on all ranks."""
         if self.schedule != "auto":
             return self.schedule
         if self._schedules is None or self.record.schedules is None:
             return "serial"
-        return self._schedules.choose(layer(), self.record.schedules)
+        return self._schedules.choose(layer, self.record.schedules)
 
     def watch_schedules(self, objection: Callable[[], str | None]) -> Callable[[], None]:
         """See `ScheduleChoices.watch`; returns the undo."""

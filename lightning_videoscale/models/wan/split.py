@@ -62,7 +62,7 @@ class SequenceParallelWanAttention(HearsOfBackends):
             raise ValueError("Sequence-parallel Wan self-attention takes neither other tokens nor an attention mask.")
         change = changed_attention(attn)
         fused = fused_block_of(attn) is FUSED_ATTENTION and change is None
-        if self.context.schedule_of(partial(self._shape, attn, hidden_states)) == "sliced":
+        if self._is_sliced(attn, hidden_states):
             if change is not None:
                 raise ValueError(
                     f"{self._path}: {change}, and the schedule 'sliced' normalises without calling it. Use "
@@ -72,9 +72,12 @@ class SequenceParallelWanAttention(HearsOfBackends):
             return attend_sliced(attn, hidden_states, rotary_emb, self.context, self._choices, detach_bias=detach_bias)
         return attend(attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias)
 
-    def _shape(self, attn: Any, hidden_states: Tensor) -> LayerShape:
+    def _is_sliced(self, attn: Any, hidden_states: Tensor) -> bool:
+        if self.context.schedule == "serial":  # as under compilers, for which lengths would become constants
+            return False
         tokens, head_dim = sum(self.context.lengths()), attn.inner_dim // attn.heads
-        return LayerShape.of(hidden_states, tokens, attn.heads, head_dim, across_heads=True)
+        layer = LayerShape.of(hidden_states, tokens, attn.heads, head_dim, across_heads=True)
+        return self.context.schedule_of(layer) == "sliced"
 
     def _watched(self) -> None:
         if self.context.on_exchange is not None:  # compiled code never reads the path, so that blocks may share it
