@@ -19,6 +19,7 @@ from lightning_videoscale.report.records import (
     mean_loss,
     plan_record,
     samples_record,
+    schedules_of,
     start_record,
     window_record,
 )
@@ -64,6 +65,7 @@ class RunReport(pl.Callback):
         self._has_begun = self._is_training = False
         self._planner: BucketPlanner | None = None
         self._plan: dict[str, Any] | None = None
+        self._schedules: dict[str, str] = {}
         self._losses = StepLosses()
         self._best_effort = BestEffort("RunReport")
 
@@ -79,7 +81,7 @@ class RunReport(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records what the run is, and subscribes to the steps."""
         self._has_begun = self._is_training = True
-        self._planner = self._plan = None
+        self._planner, self._plan, self._schedules = None, None, {}
         self._losses, self._loaders = StepLosses(), LoaderWatch(trainer, _data_of(trainer))
         receive = partial(self._record_window, trainer)
         subscribe = partial(subscribe_to_steps, add=self._take)
@@ -148,6 +150,13 @@ class RunReport(pl.Callback):
             self._best_effort.attempt("record", _record_steps, trainer, window)
             self._best_effort.attempt("record the CUDA graphs", _record_graphs, trainer)
             self._best_effort.attempt("record the loading", _record_loading, trainer, self._loaders, window)
+            self._best_effort.attempt("describe the schedules", self._record_schedules, trainer)
+
+    def _record_schedules(self, trainer: pl.Trainer) -> None:
+        schedules = schedules_of(trainer)
+        if schedules != self._schedules:
+            self._schedules = schedules
+            record(trainer, "schedules", {"chosen": schedules})
 
     def _finish(self, trainer: pl.Trainer, end: dict[str, str]) -> None:
         if self.run_log is None:

@@ -13,10 +13,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_videoscale.attention.attend import kernel_of_torch
@@ -27,9 +26,8 @@ from lightning_videoscale.attention.measuring import Measuring
 from lightning_videoscale.attention.names import AttentionBackend
 from lightning_videoscale.attention.op import register
 from lightning_videoscale.attention.records import SDPA, Record, RecordFile, slowest_of_ranks
+from lightning_videoscale.choosing.world import gather_over_world, of_first_rank, rank_in_world
 from lightning_videoscale.compat.torch.attention import sdpa_choice
-
-_T = TypeVar("_T")
 
 _SECONDS_OF_KEY = 2.0
 _SECONDS_OF_RUN = 20.0
@@ -99,6 +97,11 @@ class AttentionChoices:
     def leaves_all_to_torch(self) -> bool:
         """Whether no call can get another kernel than torch's own pick, as far as the device is known."""
         return self.backend == SDPA or (self._device is not None and self.leaves_it_to_torch(self._device))
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` was called, so that `settle` can be."""
+        return self._device is not None
 
     def choose(self, case: AttentionCase) -> str:
         """Returns the name of the kernel that runs a call, "sdpa" for torch's own pick.
@@ -198,9 +201,9 @@ class AttentionChoices:
                 self._say(f"Attention runs on torch's own pick: there is no other kernel to choose on {device.type}.")
             return
         usable = self._usable()
-        if _rank() == 0:
+        if rank_in_world() == 0:
             self._records |= RecordFile(device_name(device), self._folder).read()
-        self._records = _of_first_rank(self._records)
+        self._records = of_first_rank(self._records)
         reasons = {name: reason for name, reason in usable.items() if reason is not None}
         others = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         known = f", {len(self._records)} kinds of calls were measured before" if self._records else ""
@@ -223,7 +226,7 @@ class AttentionChoices:
             raise RuntimeError("AttentionChoices.settle comes after prepare(device), which all ranks call first.")
         if self.leaves_it_to_torch(self._device) or self.backend != "auto":
             return
-        asked_for = {key for wanted in _gather(self._wanted) for key in wanted}
+        asked_for = {key for wanted in gather_over_world(self._wanted) for key in wanted}
         keys = sorted(key for key in asked_for if key not in self._records or self._records[key].late)
         self._wanted.clear()
         if not keys:
@@ -238,16 +241,16 @@ class AttentionChoices:
                 break
             begin = time.perf_counter()
             known = self._records.get(key)
-            records = _gather(self._measuring.measure(key, known.late if known else usable, self._device))
+            records = gather_over_world(self._measuring.measure(key, known.late if known else usable, self._device))
             measured[key] = slowest_of_ranks(records).after(known)
-            self._seconds_left -= max(_gather(time.perf_counter() - begin))
+            self._seconds_left -= max(gather_over_world(time.perf_counter() - begin))
             choice = measured[key].fastest(self._calls_per_shape)
             self._say(f"Attention of {key}: {measured[key].describe(choice)}.")
         self._records |= measured
         self._wanted = {key for key, record in measured.items() if record.late}
         self._forget_calls()
         self._report_changes()
-        if _rank() == 0 and measured:
+        if rank_in_world() == 0 and measured:
             RecordFile(device_name(self._device), self._folder).add(measured)
 
     def _usable(self) -> dict[str, str | None]:
@@ -256,12 +259,12 @@ class AttentionChoices:
         mine = {name: KERNELS[name].unusable(self._device) for name in self._names(self._device)}
         return {
             name: next((reasons[name] for reasons in every if reasons[name] is not None), None)
-            for every in [_gather(mine)]
+            for every in [gather_over_world(mine)]
             for name in mine
         }
 
     def _say(self, line: str) -> None:
-        if _rank() == 0:
+        if rank_in_world() == 0:
             self.log(line)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -303,29 +306,3 @@ _OF_PROCESS = {backend: AttentionChoices(backend) for backend in get_args(Attent
 def as_choices(backend: AttentionBackend | AttentionChoices) -> AttentionChoices:
     """Returns choices as they are, and for a name those of this process."""
     return backend if isinstance(backend, AttentionChoices) else _OF_PROCESS[backend]
-
-
-def _is_joined() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if _is_joined() else 0
-
-
-def _gather(mine: _T) -> list[_T]:
-    """What all ranks have, in their order."""
-    if not _is_joined():
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def _of_first_rank(mine: _T) -> _T:
-    if not _is_joined():
-        return mine
-    box: list[Any] = [mine]
-    dist.broadcast_object_list(box)
-    first: _T = box[0]
-    return first

@@ -1,32 +1,22 @@
-"""What was measured of a kind of call, which kernel that makes the fastest, and the file in which it is kept.
-
-The file is one per machine and versions, in the cache folder of the package. What it holds are measurements: which
-kernel is chosen is decided anew in each run.
-"""
+"""What was measured of a kind of call, which kernel that makes the fastest, and the file in which it is kept."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from typing_extensions import override
 
 from lightning_videoscale.attention.backends import KERNELS
 from lightning_videoscale.attention.case import AttentionKey
 from lightning_videoscale.attention.trial import Timing
-from lightning_videoscale.kernels.cuda.compile import cache_folder
+from lightning_videoscale.choosing.kept import MeasurementFile, versions_of_torch
 
 SDPA = "sdpa"
 """torch's own pick."""
 
 _WORTH = 0.99  # times as long as torch's own pick, at most: less is within the spread of the measurement
-_log = logging.getLogger(__name__)
 
 
 class Record(NamedTuple):
@@ -91,7 +81,7 @@ def slowest_of_ranks(every: Iterable[Record]) -> Record:
     return Record(timings, reasons, tuple(late))
 
 
-class RecordFile:
+class RecordFile(MeasurementFile[AttentionKey, Record]):
     """The records of this machine and these versions, on disk.
 
     Args:
@@ -100,53 +90,17 @@ class RecordFile:
     """
 
     def __init__(self, device_name: str, folder: Path | None = None) -> None:
-        self._machine = _machine(device_name)
-        digest = hashlib.sha256(json.dumps(self._machine, sort_keys=True).encode()).hexdigest()[:16]
-        self.path = (folder or cache_folder()) / f"attention-{digest}.json"
+        packages = {kernel.package: kernel.version for kernel in KERNELS.values() if kernel.package != "torch"}
+        super().__init__("attention", {"device": device_name, **versions_of_torch(), **packages}, folder)
 
-    def read(self) -> dict[AttentionKey, Record]:
-        """Returns what is known; nothing, with a word in the log, where the file cannot be read."""
-        try:
-            rows = json.loads(self.path.read_text(encoding="utf-8"))["records"]
-            return {AttentionKey(*row["key"]): _record(row) for row in rows}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("%s cannot be read (%s: %s): attention is measured anew.", self.path, type(error), error)
-            return {}
+    @override
+    def from_row(self, row: Mapping[str, Any]) -> tuple[AttentionKey, Record]:
+        timings = {str(name): Timing(*map(float, timing)) for name, timing in row["timings"].items()}
+        if SDPA not in timings:
+            raise ValueError(f"a record lacks {SDPA}")
+        reasons = {str(name): str(reason) for name, reason in row["reasons"].items()}
+        return AttentionKey(*row["key"]), Record(timings, reasons, tuple(map(str, row["late"])))
 
-    def add(self, records: Mapping[AttentionKey, Record]) -> None:
-        """Writes records beside those that are there; without success it says so in the log."""
-        rows = [
-            {"key": list(key), "timings": record.timings, "reasons": record.reasons, "late": record.late}
-            for key, record in (self.read() | dict(records)).items()
-        ]
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.path.parent, prefix=self.path.stem, delete=False, encoding="utf-8"
-            ) as file:
-                json.dump({"machine": self._machine, "records": rows}, file, indent=1)
-            os.replace(file.name, self.path)
-        except OSError as error:
-            _log.warning("What was measured of attention is not kept for the next run: %s", error)
-
-
-def _record(row: Mapping[str, Any]) -> Record:
-    timings = {str(name): Timing(*map(float, timing)) for name, timing in row["timings"].items()}
-    if SDPA not in timings:
-        raise ValueError(f"a record lacks {SDPA}")
-    reasons = {str(name): str(reason) for name, reason in row["reasons"].items()}
-    return Record(timings, reasons, tuple(map(str, row["late"])))
-
-
-def _machine(device_name: str) -> dict[str, Any]:
-    """All by which measurements may differ."""
-    packages = {kernel.package: kernel.version for kernel in KERNELS.values() if kernel.package != "torch"}
-    return {
-        "device": device_name,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
-        **packages,
-    }
+    @override
+    def to_row(self, record: Record) -> Mapping[str, Any]:
+        return record._asdict()

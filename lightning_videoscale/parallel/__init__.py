@@ -10,6 +10,7 @@
 `gather_sequence`               for loss terms of what a split model computes inside
 `SequenceContext`               what the layers of a split model share
 `choose_layout`                 how ranks best divide into ulysses × ring, by prediction
+`ScheduleChoices`               which schedule of the exchange runs a layer, by what was measured
 `Agreement`                     whether the ranks of a group compute with the same numbers
 """
 
@@ -36,6 +37,7 @@ from lightning_videoscale.parallel.plan import (
 from lightning_videoscale.parallel.plan_verification import PlanReport
 from lightning_videoscale.parallel.projection import Projection, Projections
 from lightning_videoscale.parallel.rank_agreement import Agreement
+from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
 from lightning_videoscale.parallel.sharding import gather, split, split_sizes
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
 from lightning_videoscale.parallel.ulysses import check_heads
@@ -51,6 +53,7 @@ __all__ = [
     "Projection",
     "Projections",
     "Refused",
+    "ScheduleChoices",
     "SequenceContext",
     "SequenceMesh",
     "Split",

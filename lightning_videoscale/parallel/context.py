@@ -19,7 +19,8 @@ from lightning_videoscale.attention import AttentionBackend, AttentionChoices, a
 from lightning_videoscale.compat.torch.autograd import dispatch_modes_active, version_of
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.region_randomness import RegionRandomness, RegionSeed
-from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.parallel.schedules import ScheduleName, ScheduleSetting
+from lightning_videoscale.parallel.schedules.table import LayerShape, Schedules, ScheduleTable
 from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
 
 _T = TypeVar("_T")
@@ -41,6 +42,7 @@ class SplitRecord:
         wholes: Slices of rotary tables, each with the table of all tokens, for schedules that read these.
         known: What layers have found out of tensors that all of them receive, see `once`.
         sums: The lengths of streams together, as far as they were asked for.
+        schedules: Which schedule runs each kind of layer, as chosen when the pass began; None if one runs all.
     """
 
     rank: int
@@ -50,6 +52,7 @@ class SplitRecord:
     wholes: tuple[tuple[Tensor, Tensor], ...] = ()
     known: dict[Hashable, tuple[weakref.ref[Tensor], int, Any]] = field(default_factory=dict, compare=False, repr=False)
     sums: dict[Sequence[str], tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    schedules: ScheduleTable | None = None
 
     def once(self, x: Tensor, what: Hashable, find: Callable[[], _T]) -> _T:
         """Returns what ``find`` returns of a tensor, which is computed once in a pass for all layers that receive it.
@@ -158,10 +161,11 @@ class SequenceContext:
         transport: How bytes travel; collectives if left out.
         short_streams: See `SplitPlan.short_streams`.
         attention_backend: Which kernel computes attention, see `AttentionChoices`.
-        schedule: In which order projections and exchanges run, see `parallel.schedules`.
+        schedule: In which order projections and exchanges run, see `parallel.schedules`; or what chooses it.
 
     Attributes:
         choices: What chooses it.
+        schedule: The schedule that was asked for.
         record: Of the forward pass whose layers run now, for the first time or recomputed in backward. It is replaced
             when a pass begins, by each of its splits, and when backward comes to what a pass has gathered.
         randomness: The random numbers between the first split and the last gather.
@@ -180,10 +184,11 @@ class SequenceContext:
         transport: Transport | None = None,
         short_streams: frozenset[str] = frozenset(),
         attention_backend: AttentionBackend | AttentionChoices = "auto",
-        schedule: ScheduleName = "serial",
+        schedule: ScheduleName | Schedules = "serial",
     ) -> None:
         self.mesh = mesh
-        self.schedule = schedule
+        self.schedule: ScheduleSetting = schedule if isinstance(schedule, str) else schedule.schedule
+        self._schedules = None if isinstance(schedule, str) or schedule.schedule != "auto" else schedule
         self.choices = as_choices(attention_backend)
         self.transport = transport if transport is not None else DEFAULT_TRANSPORT
         self.record = SplitRecord(mesh.sp.rank)
@@ -203,7 +208,8 @@ class SequenceContext:
     def begin_forward(self) -> None:
         """A new forward pass, of which nothing is split yet."""
         self.randomness.leave()  # which a pass that was interrupted has not
-        self.record = SplitRecord(self.mesh.sp.rank)
+        table = None if self._schedules is None else self._schedules.table
+        self.record = SplitRecord(self.mesh.sp.rank, schedules=table)
         self.in_forward = True
 
     def end_forward(self) -> None:
@@ -224,6 +230,18 @@ class SequenceContext:
         """Notes of which table ``sliced`` is this rank's part, where the schedule reads it."""
         if self.schedule != "serial":
             self.record = replace(self.record, wholes=(*self.record.wholes, (sliced, whole)))
+
+    def schedule_of(self, layer: LayerShape) -> ScheduleName:
+        """Returns the schedule that runs a layer in this pass; the same when it is recomputed, and on all ranks."""
+        if self.schedule != "auto":
+            return self.schedule
+        if self._schedules is None or self.record.schedules is None:
+            return "serial"
+        return self._schedules.choose(layer, self.record.schedules)
+
+    def watch_schedules(self, objection: Callable[[], str | None]) -> Callable[[], None]:
+        """See `ScheduleChoices.watch`; returns the undo."""
+        return (lambda: None) if self._schedules is None else self._schedules.watch(objection)
 
     def resume(self, record: SplitRecord) -> None:
         """Backward has come to a forward pass, whose layers may be recomputed from here on."""

@@ -26,7 +26,8 @@ from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_plan, known_models, refusals, submodules
 from lightning_videoscale.parallel.plan_verification import PlanReport, check_exchanges, compare
 from lightning_videoscale.parallel.rank_agreement import Agreement, compare_inputs
-from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.parallel.schedules import ScheduleSetting
+from lightning_videoscale.parallel.schedules.choices import ScheduleChoices, as_schedules
 from lightning_videoscale.parallel.split_hooks import average_input_gradients, install_hooks
 from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.parallel.trial_run import SplitNetwork
@@ -43,7 +44,7 @@ def parallelize(
     transport: Transport | None = None,
     verify_plan: bool = True,
     attention_backend: AttentionBackend | AttentionChoices = "auto",
-    schedule: ScheduleName = "serial",
+    schedule: ScheduleSetting | ScheduleChoices = "serial",
     tokens: int | None = None,
     log: Callable[[str], None] = _log.info,
 ) -> Undo:
@@ -71,7 +72,9 @@ def parallelize(
         attention_backend: Which kernel computes attention: one by name, or ``"auto"``, which is torch's own pick until
             `AttentionChoices` has measured. To have it measure, make one and call its ``settle`` between steps.
         schedule: In which order projections and exchanges run: ``"serial"``, or ``"sliced"``, which hides exchanges
-            behind the projections where the plan has it; see `parallel.schedules`.
+            behind the projections where the plan has it; see `parallel.schedules`. ``"auto"`` goes by what earlier runs
+            have measured, or by a prediction. To have it measure, make a `ScheduleChoices` and call its ``settle``
+            between steps. Then all ranks of the job must call this.
         tokens: Of the longest sequences, by which a mesh is divided; 32 760 if left out.
         log: Is told on rank 0 what the plan costs, where it costs anything, and how the verification ended.
 
@@ -87,11 +90,9 @@ def parallelize(
     divide_mesh(mesh, [(model, plan)], None if tokens is None else {tokens: 1}, log=log)
     if mesh.sp.size == 1:
         return choose_attention(model, plan, choices)
-    if schedule != "serial" and mesh.ulysses.size == 1:
-        if dist.get_rank() == 0:
-            log(f"schedule={schedule!r} has nothing to do: {mesh} exchanges no heads.")
-        schedule = "serial"
-    network, undo = _install(model, plan, mesh, transport, choices, schedule)
+    schedules = _schedules_for(model, plan, mesh, as_schedules(schedule, log), log)
+    network, undo = _install(model, plan, mesh, transport, choices, schedules)
+    schedules.prepare(mesh, network.context.transport, choices)
     if dist.get_rank() == 0:
         for line in _costs(model, plan):
             log(f"{network.name} on slices of its sequence: {line}")
@@ -144,6 +145,22 @@ def verify_plan(
         undo()
 
 
+def _schedules_for(
+    model: nn.Module, plan: SplitPlan, mesh: SequenceMesh, schedules: ScheduleChoices, log: Callable[[str], None]
+) -> ScheduleChoices:
+    """What chooses the model's schedules: as given, or "serial" where nothing is to choose, which the log says."""
+    why = None
+    if schedules.schedule != "serial" and mesh.ulysses.size == 1:
+        why = f"has nothing to do: {mesh} exchanges no heads."
+    elif schedules.schedule == "auto" and (len(plan.schedules) == 1 or isinstance(plan.attention, Mapping)):
+        why = f"is 'serial' for {type(model).__name__}, whose attention asks for no other schedule call by call."
+    if why is None:
+        return schedules
+    if dist.get_rank() == 0:
+        log(f"schedule={schedules.schedule!r} {why}")
+    return ScheduleChoices("serial")
+
+
 def _plan_for(model: nn.Module, plan: SplitPlan | None) -> SplitPlan:
     plan = plan if plan is not None else find_plan(model)
     if plan is None:
@@ -180,14 +197,16 @@ def _install(
     mesh: SequenceMesh,
     transport: Transport | None,
     choices: AttentionChoices,
-    schedule: ScheduleName = "serial",
+    schedules: ScheduleChoices | None = None,
 ) -> tuple[SplitNetwork, Undo]:
     check_streams(plan, type(model).__name__)
-    if schedule not in plan.schedules:
+    schedules = schedules or ScheduleChoices("serial")
+    if schedules.schedule not in ("auto", *plan.schedules):
         raise ValueError(
-            f"schedule={schedule!r} is not known for {type(model).__name__}, whose split plan has {plan.schedules}."
+            f"schedule={schedules.schedule!r} is not known for {type(model).__name__}, whose split plan has "
+            f"{plan.schedules}."
         )
-    context = SequenceContext(mesh, transport, plan.short_streams, choices, schedule)
+    context = SequenceContext(mesh, transport, plan.short_streams, choices, schedules)
     agreement = Agreement(context.mesh, context.transport)
 
     def begin(module: nn.Module, *inputs: Any) -> None:

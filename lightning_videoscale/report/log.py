@@ -39,6 +39,7 @@ graphs      With a window, where networks run by CUDA graphs: forward passes of 
             ``eager`` and ``busy``; ``captured``, kinds of calls; ``bytes`` of memory.
 injection   `FusedKernels`: ``model``; ``kernels``, what runs them; ``replaced`` and ``skipped``, rows of [path, class
             name, what or why].
+schedules   Of ``schedule="auto"``, when they change: ``chosen`` {kind of layer: schedule, and what it was chosen by}.
 end         `fit` is over: ``status`` (completed, interrupted or failed); ``error``, where it failed.
 ==========  ============================================================================================================
 

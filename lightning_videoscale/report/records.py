@@ -135,6 +135,12 @@ def _exchange(trainer: pl.Trainer) -> dict[str, Any]:
     return {"strategy": type(strategy).__name__, **said}
 
 
+def schedules_of(trainer: pl.Trainer) -> dict[str, str]:
+    """Returns which schedule runs each kind of attention layer, and what it was chosen by; empty if none is chosen."""
+    strategy: Any = trainer.strategy
+    return dict(strategy.describe_schedules()) if hasattr(strategy, "describe_schedules") else {}
+
+
 def _machine(trainer: pl.Trainer) -> dict[str, Any]:
     device = trainer.strategy.root_device
     machine: dict[str, Any] = {"ranks": trainer.world_size, "nodes": trainer.num_nodes}

@@ -317,6 +317,8 @@ def setup(found: Findings) -> list[tuple[str, Section]]:
     groups = [("Exchange", start["exchange"]), ("Trainer", start["settings"])]
     if graphs := graph_figures(found.run):
         groups.append(("CUDA graphs", graphs))
+    if (schedules := found.run.last("schedules")) is not None:
+        groups.insert(1, ("Schedules", schedules["chosen"]))
     if found.plans:
         plan = found.plans[-1]
         limits = {name: value for name, value in plan["budget"].items() if name != "step_time"}

@@ -45,5 +45,9 @@ class ChoosesAttention(_Parent):
         self._steps_of_run += 1
         if self._steps_of_run & (self._steps_of_run - 1) == 0:
             # All ranks meet here, and new shapes come ever more rarely: log2(steps) meetings in a run.
-            self.attention_choices.settle()
+            self._settle_choices()
         return result
+
+    def _settle_choices(self) -> None:
+        """Measures what steps have asked for; collective over all ranks."""
+        self.attention_choices.settle()

@@ -15,7 +15,7 @@ from lightning_videoscale.compat.lightning import WrappingDDPStrategy, ddp_argum
 from lightning_videoscale.graphs import GraphMode, GraphOptions
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
-from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
@@ -48,8 +48,9 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         compile: Compile every transformer block: True, or keyword arguments of ``torch.compile``.
         transport: How Ulysses exchanges run: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (pushed by the GPUs'
             copy engines, within a host).
-        schedule: When they run: ``"serial"``, after the projections, or ``"sliced"``, piece by piece beside them, which
-            most families can. See docs/schedules.md.
+        schedule: When they run: ``"serial"``, after the projections; ``"sliced"``, piece by piece beside them, which
+            most families can; ``"auto"``, whichever was measured to be faster for a layer of its kind. See
+            docs/schedules.md.
         sp_size: Ranks that work on one batch together, ``ulysses_size * ring_size``. Left out: their product where it
             is named, else the devices of a node. ``"auto"``: as few as hold the longest clip, by the tokens that a
             device holds (``budget`` of `VideoDataModule`: ``m_mem`` of a `BucketBudget`, which then is that of one
@@ -93,7 +94,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         activation_checkpointing: bool = False,
         compile: CompileOptions = False,
         transport: TransportName = "collective",
-        schedule: ScheduleName = "serial",
+        schedule: ScheduleSetting = "serial",
         sp_size: SizeOfGroup = None,
         verify_plan: bool = True,
         save_frozen: bool | None = None,

@@ -28,7 +28,7 @@ from lightning_videoscale.compat.lightning import (
 from lightning_videoscale.compat.torch.distributed import set_timeout
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
-from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.checkpoints.zero import ZeroCheckpoints
 from lightning_videoscale.strategies.compilation import CompileOptions
@@ -87,7 +87,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         activation_checkpointing: bool = False,
         compile: CompileOptions = False,
         transport: TransportName = "collective",
-        schedule: ScheduleName = "serial",
+        schedule: ScheduleSetting = "serial",
         sp_size: SizeOfGroup = None,
         verify_plan: bool = True,
         save_frozen: bool | None = None,

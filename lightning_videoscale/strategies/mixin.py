@@ -42,7 +42,7 @@ from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.buffers import SharedBuffers
 from lightning_videoscale.strategies.call_agreement import CallAgreement
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
-from lightning_videoscale.strategies.chosen_attention import ChoosesAttention
+from lightning_videoscale.strategies.chosen_schedule import ChoosesSchedule
 from lightning_videoscale.strategies.failures.detector import FailureDetector
 from lightning_videoscale.strategies.failures.endings import end_by_alarm, end_processes
 from lightning_videoscale.strategies.failures.stopping import StopsOnSignals
@@ -67,13 +67,14 @@ _EXIT = 60.0  # s in which a process that has failed, and that nobody watches an
 
 
 class SequenceParallelMixin(
-    GroupBatches, SharedBuffers, PortableCheckpoints, WholeParameters, ChoosesAttention, OwnAdvice, StopsOnSignals
+    GroupBatches, SharedBuffers, PortableCheckpoints, WholeParameters, ChoosesSchedule, OwnAdvice, StopsOnSignals
 ):
     """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
 
     def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:
         self._settings = settings
         self._init_attention(settings.attention_backend)
+        self._init_schedule(settings)
         self._mesh: SequenceMesh | None = None
         self._devices_per_node = 1
         self.transport: Transport | None = None
@@ -148,7 +149,7 @@ class SequenceParallelMixin(
             "ulysses": self.mesh.ulysses.size,
             "ring": self.mesh.ring.size,
             "transport": self.transport.name,
-            "schedule": self._settings.schedule,
+            "schedule": self.schedule_choices.schedule,
             "attention": self.attention_choices.backend,
             "activation checkpointing": self._settings.activation_checkpointing,
             "compile": bool(self._settings.compile),
@@ -253,7 +254,7 @@ class SequenceParallelMixin(
     def _connect(self, mesh: SequenceMesh) -> None:
         """Makes what sends messages along the axes of an open, divided mesh."""
         if self.transport is None:
-            timeout, pending = timeout_of(self) or default_pg_timeout, PENDING[self._settings.schedule]
+            timeout, pending = timeout_of(self) or default_pg_timeout, PENDING[self.schedule_choices.schedule]
             self.transport = create_transport(self._settings.transport, mesh, self.root_device, timeout, pending)
             if mesh.sp.size > 1:
                 self._losses = Agreement(mesh, self.transport)
@@ -292,6 +293,7 @@ class SequenceParallelMixin(
         assert self.lightning_module is not None
         self._prepare_saving(self.lightning_module.trainer)
         self._prepare_attention()
+        self._say_schedule()
         self._seed = self._agree_on_seed()
         if self._undo_changes is None:
             self._undo_changes = self._change_networks(self.lightning_module)
@@ -331,7 +333,9 @@ class SequenceParallelMixin(
         transforms, self._transforms = self._transforms, []
         transform(module, transforms)
         self._complete_mesh(module)
-        return change_networks(module, self.mesh, self.transport, self._settings, self.attention_choices)
+        return change_networks(
+            module, self.mesh, self.transport, self._settings, self.attention_choices, self.schedule_choices
+        )
 
     def trained_weights(self) -> TrainedWeights:
         """What is trained, as this rank holds it, for averages; see `HasTrainedWeights`."""

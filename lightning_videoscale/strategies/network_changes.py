@@ -22,6 +22,7 @@ from lightning_videoscale.parallel import (
     parallelize,
     refusals,
 )
+from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from lightning_videoscale.strategies.compilation import compile_blocks
 from lightning_videoscale.strategies.graphs import run_by_graphs
@@ -52,6 +53,7 @@ def change_networks(
     transport: Transport | None,
     settings: SequenceParallelSettings,
     choices: AttentionChoices,
+    schedules: ScheduleChoices,
 ) -> Undo:
     """Splits the networks of a LightningModule, compiles and checkpoints their blocks, in place.
 
@@ -61,6 +63,7 @@ def change_networks(
         transport: Of the exchange.
         settings: What to split, and whether to compile, to checkpoint and to run by graphs.
         choices: What chooses the kernel of attention.
+        schedules: What chooses the schedule of the exchange.
 
     Returns:
         Takes back everything.
@@ -79,7 +82,7 @@ def change_networks(
                 transport=transport,
                 verify_plan=settings.verify_plan,
                 attention_backend=choices,
-                schedule=settings.schedule,
+                schedule=schedules,
                 log=rank_zero_info,
             )
         )

@@ -12,7 +12,7 @@ from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.graphs import GraphOptions
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout import SequenceSizes, Size, SizeOfGroup, resolve_sizes
-from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import CAPTURABLE, COMPILABLE, TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 
@@ -28,7 +28,7 @@ class SequenceParallelSettings:
     activation_checkpointing: bool
     compile: CompileOptions = field(default=False, kw_only=True)
     transport: TransportName = field(default="collective", kw_only=True)
-    schedule: ScheduleName = field(default="serial", kw_only=True)
+    schedule: ScheduleSetting = field(default="serial", kw_only=True)
     sp_size: SizeOfGroup = field(default=None, kw_only=True)
     verify_plan: bool = field(default=True, kw_only=True)
     save_frozen: bool | None = field(default=None, kw_only=True)
@@ -48,12 +48,11 @@ class SequenceParallelSettings:
                 f"compile= cannot trace the exchanges of transport={self.transport!r}: take one of {COMPILABLE}, or "
                 "leave out compile=."
             )
-        if self.schedule not in get_args(ScheduleName):
-            raise ValueError(f"schedule={self.schedule!r} is not one of {get_args(ScheduleName)}.")
-        if self.schedule != "serial" and (self.compile or self.graphs.mode is not False):
+        if self.schedule not in get_args(ScheduleSetting):
+            raise ValueError(f"schedule={self.schedule!r} is not one of {get_args(ScheduleSetting)}.")
+        if self.schedule not in ("auto", "serial") and (why := self.only_serial) is not None:
             raise ValueError(
-                f"schedule={self.schedule!r} was not tried with compile={self.compile!r} or "
-                f"graphs={self.graphs.mode!r}: leave these out, or take schedule='serial'."
+                f"schedule={self.schedule!r} was not tried with {why}: leave that out, or take schedule='serial'."
             )
         if self.sp_size == "auto" and any(isinstance(size, int) for size in (self.ulysses_size, self.ring_size)):
             raise ValueError(
@@ -62,6 +61,13 @@ class SequenceParallelSettings:
             )
         if self.plan is not None and (self.modules is None or len(self.modules) != 1):
             raise ValueError(f"plan= describes one network: name it with modules=[...] (got modules={self.modules}).")
+
+    @property
+    def only_serial(self) -> str | None:
+        """The setting beside which no other schedule than ``"serial"`` runs; None if there is none."""
+        if self.compile:
+            return f"compile={self.compile!r}"
+        return None if self.graphs.mode is False else f"graphs={self.graphs.mode!r}"
 
     def sizes(self, devices_per_node: int) -> SequenceSizes:
         """Returns the sizes that are known before the model is; one group spans the devices of a node by default.

@@ -26,6 +26,7 @@ from lightning_videoscale.parallel import (
 )
 from lightning_videoscale.parallel.chosen_attention import choices_of_diffusers
 from lightning_videoscale.parallel.plan import submodules
+from lightning_videoscale.parallel.schedules.table import LayerShape
 from lightning_videoscale.undo import Undo
 
 
@@ -61,15 +62,22 @@ class SequenceParallelWanAttention(HearsOfBackends):
             raise ValueError("Sequence-parallel Wan self-attention takes neither other tokens nor an attention mask.")
         change = changed_attention(attn)
         fused = fused_block_of(attn) is FUSED_ATTENTION and change is None
-        if self.context.schedule == "sliced":
+        if self._is_sliced(attn, hidden_states):
             if change is not None:
                 raise ValueError(
-                    f"{self._path}: {change}, and schedule='sliced' normalises without calling it. "
-                    "Use schedule='serial'."
+                    f"{self._path}: {change}, and the schedule 'sliced' normalises without calling it. Use "
+                    "schedule='serial'. Under 'auto', change norms before fit begins, which it then sees."
                 )
             self._watched()
             return attend_sliced(attn, hidden_states, rotary_emb, self.context, self._choices, detach_bias=detach_bias)
         return attend(attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias)
+
+    def _is_sliced(self, attn: Any, hidden_states: Tensor) -> bool:
+        if self.context.schedule == "serial":  # as under compilers, for which lengths would become constants
+            return False
+        tokens, head_dim = sum(self.context.lengths()), attn.inner_dim // attn.heads
+        layer = LayerShape.of(hidden_states, tokens, attn.heads, head_dim, across_heads=True)
+        return self.context.schedule_of(layer) == "sliced"
 
     def _watched(self) -> None:
         if self.context.on_exchange is not None:  # compiled code never reads the path, so that blocks may share it
@@ -128,4 +136,11 @@ def split_attention(model: nn.Module, context: SequenceContext, paths: Sequence[
         processor = SequenceParallelWanAttention(context, path)
         processor.on_backend(own_attention_backend(layer.processor))
         layer.set_processor(processor)
+        undo.add(context.watch_schedules(partial(_objection, layer, path)))
     return undo
+
+
+def _objection(layer: Any, path: str) -> str | None:
+    """What only the serial schedule calls in an attention module, or None."""
+    change = changed_attention(layer)
+    return None if change is None else f"{path}: {change}, which only they call"

@@ -1,8 +1,15 @@
 """In which order a layer's projections, exchanges and attention run.
 
-`ScheduleName`   the names by which a strategy selects one
+`ScheduleName`   the names of those that there are
 `"serial"`       projections, then the exchange: what `sequence_parallel_attention` does, for every model
 `"sliced"`       messages are slices of matrix products and of attention, each on its way while the next one is computed
+
+`ScheduleSetting`  what a user may ask for: one of them, or ``"auto"``, which chooses for each kind of layer
+`table`            what is chosen, as layers ask for it
+`choices`          how it is chosen: by what was measured, agreed by all ranks
+`trial`            the layer that is measured, under each schedule
+`prediction`       the same by bytes and operations, where nothing was measured
+`records`          measurements, and the file in which they are kept
 
 `sliced_input`   of "sliced", what is before attention: projections, norms and rotation
 `sliced_output`  attention itself and the output projection
@@ -15,8 +22,9 @@ from __future__ import annotations
 from typing import Literal
 
 ScheduleName = Literal["serial", "sliced"]
+ScheduleSetting = Literal["auto", "serial", "sliced"]
 
-PENDING: dict[ScheduleName, int] = {"serial": 2, "sliced": 4}
+PENDING: dict[ScheduleSetting, int] = {"auto": 4, "serial": 2, "sliced": 4}
 """Exchanges of a Ulysses group that may be on their way at a time, by schedule."""
 
-__all__ = ["PENDING", "ScheduleName"]
+__all__ = ["PENDING", "ScheduleName", "ScheduleSetting"]

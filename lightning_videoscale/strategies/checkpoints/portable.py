@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.compat.lightning import is_asynchronous, timeout_of
 from lightning_videoscale.parallel import SequenceMesh
+from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
 from lightning_videoscale.strategies.checkpoints import frozen
 from lightning_videoscale.strategies.checkpoints.adapters import only_adapters_train
 from lightning_videoscale.strategies.checkpoints.agreement import on_first
@@ -73,6 +74,7 @@ class PortableCheckpoints(_Parent):
     """What writes checkpoints while training goes on, if they are asynchronous."""
     _failed: bool
     attention_choices: AttentionChoices
+    schedule_choices: ScheduleChoices
 
     @property
     def mesh(self) -> SequenceMesh:
@@ -197,6 +199,7 @@ class PortableCheckpoints(_Parent):
         rest[_OURS] = {
             "randomness": self._randomness(),
             "attention": self.attention_choices.state_dict(),
+            "schedules": self.schedule_choices.state_dict(),
             frozen.LEFT_OUT: {name: fingerprint.to_dict() for name, fingerprint in self._left_out.items()},
             **describe_networks(self.lightning_module),
         }
@@ -281,6 +284,8 @@ class PortableCheckpoints(_Parent):
         self._restore_randomness(ours.get("randomness"))
         if "attention" in ours:
             self.attention_choices.load_state_dict(ours["attention"])
+        if "schedules" in ours:
+            self.schedule_choices.load_state_dict(ours["schedules"])
 
     def _load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(from_names(state, optimizer.param_groups, self._names().of(optimizer)))

@@ -1,0 +1,95 @@
+"""How long an attention layer takes under each schedule, predicted from bytes and operations: `predict_schedules`.
+
+Symbols as in `layout.latency`, and g the time of one projection's matrix product, t that of one projection's message.
+A layer's compute is the same under all schedules; what differs is how much of the messages it hides, and the copies.
+
+- ``"serial"``: nothing is hidden, and the side that holds all heads copies each message.
+- ``"sliced"``: a message leaves in n pieces, as many as ranks, where the transport pushes them one by one, and whole
+  where it does not (n = 1). Work that makes pieces and their travel overlap as in any pipeline of two stages. It ends
+  after the slower one, and after the first piece of the one or the last of the other.
+
+  - Forward: three products make three messages; attention, piece by piece, makes that of the output. Fewer queries at
+    a time fill the processors less.
+  - Backward: the output's product makes one message, and the gradient of its weight hides what is left of it. The
+    value's gradients travel alone, since norms wait for them. The others travel beside the products that follow.
+
+It is a prediction for machines on which nobody has measured, such as 8 GPUs or slower links, and a first guess where
+somebody will. Matrix products are taken to be as fast in slices as whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lightning_videoscale.parallel.layout.latency import Layer, Layout, predict
+from lightning_videoscale.parallel.layout.machines import Machine
+from lightning_videoscale.parallel.schedules import ScheduleName
+
+_HALF = 2  # bytes
+_OF_FORWARD = 4 / 14  # of attention's operations
+_COPIES_SERIAL, _COPIES_SLICED = 8, 5  # of all heads' numbers: four messages both ways; and those that nothing spares
+_MORE = 6  # exchanges of "sliced", in both directions: query, key and value go one by one, and sums of norms with them
+
+
+def predict_schedules(
+    layer: Layer,
+    layout: Layout,
+    machine: Machine,
+    *,
+    kv_heads: int | None = None,
+    by_pieces: bool = False,
+    between_nodes: bool = False,
+) -> Mapping[ScheduleName, float]:
+    """Returns the seconds of an attention layer, forward and backward, by schedule.
+
+    Args:
+        layer: What is computed; ``in_block`` is not read, as what follows attention is the same in all.
+        layout: By which ranks.
+        machine: How fast.
+        kv_heads: Of keys and values; as many as of queries if left out.
+        by_pieces: Whether the transport sends the pieces of a message one by one.
+        between_nodes: Whether a Ulysses group is on several nodes, so that its messages go by the network.
+    """
+    machine = replace(machine, link=machine.network) if between_nodes else machine
+    alone = replace(layer, in_block=False)
+    whole = predict(alone, layout, machine)
+    few = (kv_heads or layer.heads) / layer.heads
+    rows = layer.batch * math.ceil(layer.tokens / (layout.ulysses * layout.ring))  # of this rank
+    numbers = rows * layer.heads * layer.head_dim
+    product = 2 * rows * (layer.heads * layer.head_dim) ** 2 / machine.matmul
+    leaves = (layout.ulysses - 1) / layout.ulysses * numbers * _HALF / machine.link
+    pieces = layout.ulysses if by_pieces else 1
+    exposed = _exposed(product, leaves, few, pieces, whole.attention * _OF_FORWARD)
+    device = whole.projections + whole.attention + whole.ring
+    moved = 2 * _HALF * numbers * (2 + 2 * few) / 4 / machine.memory  # read and written by one copy, on average
+    slices = layout.ulysses if layout.ring == 1 else 1
+    sliced = device + exposed + _COPIES_SLICED * moved + _OF_FORWARD * _idle_in_slices(alone, layout, machine, slices)
+    serial = device + 2 * leaves * (2 + 2 * few) + 4 * machine.message + _COPIES_SERIAL * moved
+    sliced += (4 + _MORE) * machine.message
+    more = _MORE * machine.alone.exchange
+    return {"serial": max(serial, whole.host), "sliced": max(sliced, whole.host + more)}
+
+
+def _exposed(product: float, travel: float, few: float, pieces: int, attention: float) -> float:
+    """What "sliced" does not hide of its messages, in seconds."""
+    qkv, messages = product * (1 + 2 * few), travel * (1 + 2 * few)
+    forward = _pipeline(qkv, messages, 3 * pieces) + _pipeline(attention, travel, pieces)
+    of_output = max(0.0, _pipeline(product, travel, pieces) - product)
+    value = travel * few
+    key = max(0.0, travel * few - product * few)
+    query = max(0.0, travel * (few + 1) - 3 * product * few - key)
+    return forward + of_output + value + key + query
+
+
+def _pipeline(work: float, travel: float, pieces: int) -> float:
+    """What travel adds to work that makes it, piece by piece."""
+    return max(work + travel / pieces, work / pieces + travel) - work
+
+
+def _idle_in_slices(layer: Layer, layout: Layout, machine: Machine, slices: int) -> float:
+    """By how much attention is slower if it is computed for a part of the queries at a time."""
+    part = predict(replace(layer, tokens=math.ceil(layer.tokens / slices)), layout, machine).attention
+    whole = predict(layer, layout, machine).attention
+    return max(0.0, slices**2 * part - whole)  # a part of the queries attends to all keys, not to a part of them

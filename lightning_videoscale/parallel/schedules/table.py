@@ -1,0 +1,218 @@
+"""Which schedule runs a layer: what is chosen at a time, for each kind of layer.
+
+`LayerShape`     a layer in one call
+`ScheduleKey`    what calls share that one measurement stands for
+`ScheduleTable`  what is chosen, as it stood at a time; a forward pass goes by one table, its recomputation by the same
+`Schedules`      what layers ask
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.attention.case import length_class, length_of
+from lightning_videoscale.kernels.autograd import under_autocast
+from lightning_videoscale.parallel.layout.latency import Layer, Layout
+from lightning_videoscale.parallel.layout.machines import Machine
+from lightning_videoscale.parallel.schedules import ScheduleName, ScheduleSetting
+from lightning_videoscale.parallel.schedules.prediction import predict_schedules
+
+
+class LayerShape(NamedTuple):
+    """A layer of attention in one call; equal on all ranks that share the sequence.
+
+    Attributes:
+        batch: Samples.
+        tokens: Of the whole sequence.
+        width: Channels of a token.
+        heads: Of queries.
+        kv_heads: Of keys and values.
+        head_dim: Numbers in a head.
+        across_heads: Whether query and key are normalised over all heads.
+        dtype: Such as "bfloat16", in which matrices are multiplied.
+    """
+
+    batch: int
+    tokens: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    across_heads: bool
+    dtype: str
+
+    @classmethod
+    def of(
+        cls, x: Tensor, tokens: int, heads: int, head_dim: int, *, kv_heads: int | None = None, across_heads: bool
+    ) -> LayerShape:
+        """Returns that of a call with this rank's tokens x, (B, s, C), of ``tokens`` tokens in all."""
+        dtype = torch.get_autocast_dtype(x.device.type) if under_autocast(x) else x.dtype
+        name = str(dtype).removeprefix("torch.")
+        return cls(x.shape[0], tokens, x.shape[2], heads, kv_heads or heads, head_dim, across_heads, name)
+
+
+class Place(NamedTuple):
+    """Where layers run; equal on all ranks of the job.
+
+    Attributes:
+        device: Such as "NVIDIA H200", or "cpu".
+        transport: The name of the transport that carries the exchange.
+        ulysses: Ranks of a Ulysses group.
+        ring: Such groups in a ring.
+        hosts: Machines over which a Ulysses group extends.
+    """
+
+    device: str
+    transport: str
+    ulysses: int
+    ring: int
+    hosts: int
+
+
+class ScheduleKey(NamedTuple):
+    """What calls share that one measurement stands for; of plain values, as it is written to a file.
+
+    `Place` and `LayerShape` have their meaning; batch and tokens are classes of half an octave, see `length_class`.
+    """
+
+    device: str
+    transport: str
+    ulysses: int
+    ring: int
+    hosts: int
+    dtype: str
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    across_heads: bool
+    batch: int
+    tokens: int
+
+    @classmethod
+    def of(cls, shape: LayerShape, place: Place) -> ScheduleKey:
+        """Returns that of a layer at a place."""
+        classes = length_class(shape.batch), length_class(shape.tokens)
+        numbers = shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.across_heads
+        return cls(*place, shape.dtype, *numbers, *classes)
+
+    @property
+    def samples(self) -> int:
+        """In the middle of the class of batch sizes."""
+        return length_of(self.batch)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the middle of the class of lengths; one for each rank at least."""
+        return max(length_of(self.tokens), self.ulysses * self.ring)
+
+    def __str__(self) -> str:
+        """Such as "bfloat16, 5120 channels, 40 heads of 128, batch 1, 32768 tokens over ulysses 4, collective"."""
+        few = f" ({self.kv_heads} of keys)" if self.kv_heads != self.heads else ""
+        norm = ", normalised over all heads" if self.across_heads else ""
+        layer = f"{self.dtype}, {self.width} channels, {self.heads} heads of {self.head_dim}{few}{norm}"
+        hosts = f" on {self.hosts} hosts" if self.hosts > 1 else ""
+        over = f"{Layout(self.ulysses, self.ring)}{hosts}, {self.transport}"
+        return f"{layer}, batch {self.samples}, {self.length} tokens over {over}"
+
+    def distance(self, other: ScheduleKey) -> float | None:
+        """How far another key is away, in octaves of lengths and batch sizes; None where layers differ in kind."""
+        if self[:-2] != other[:-2]:
+            return None
+        return (abs(self.batch - other.batch) + abs(self.tokens - other.tokens)) / 2
+
+    def predict(self, machine: Machine) -> Mapping[ScheduleName, float]:
+        """Returns the seconds by schedule, see `predict_schedules`."""
+        layer = Layer(self.heads, self.head_dim, self.length, self.samples, in_block=False)
+        return predict_schedules(
+            layer,
+            Layout(self.ulysses, self.ring),
+            machine,
+            kv_heads=self.kv_heads,
+            by_pieces=self.transport == "symmetric",
+            between_nodes=self.hosts > 1,
+        )
+
+
+def schedules_of(key: ScheduleKey) -> tuple[ScheduleName, ...]:
+    """Returns the schedules that can run a kind of layer, "serial" first."""
+    return ("serial", "sliced") if key.kv_heads == key.heads else ("serial",)
+
+
+class ScheduleTable:
+    """What is chosen for each kind of layer, as it stood at a time. It never changes.
+
+    It is what was measured; where nothing was, what a checkpoint says that the run has chosen before; else what was
+    measured of the nearest kind; else what is predicted, if the prediction is of a gain that is worth it.
+
+    Args:
+        measured: The fastest schedule of kinds of layers.
+        before: What was chosen before a checkpoint, by the kind's description.
+        machine: Whose speeds the prediction takes; None predicts nothing.
+        objection: Why only "serial" can run, whatever the kind; None if others can.
+    """
+
+    def __init__(
+        self,
+        measured: Mapping[ScheduleKey, ScheduleName],
+        before: Mapping[str, ScheduleName],
+        machine: Machine | None,
+        objection: str | None,
+    ) -> None:
+        self._measured, self._before, self._machine = dict(measured), dict(before), machine
+        self.objection = objection
+        self._known: dict[ScheduleKey, tuple[ScheduleName, str]] = {}
+
+    def choose(self, key: ScheduleKey) -> ScheduleName:
+        """Returns the schedule of a kind of layer."""
+        return self.explain(key)[0]
+
+    def explain(self, key: ScheduleKey) -> tuple[ScheduleName, str]:
+        """Returns the schedule of a kind of layer, and what it goes by."""
+        if key not in self._known:
+            self._known[key] = self._decide(key)
+        return self._known[key]
+
+    def _decide(self, key: ScheduleKey) -> tuple[ScheduleName, str]:
+        if self.objection is not None:
+            return "serial", self.objection
+        if len(schedules_of(key)) == 1:
+            return "serial", "no other can run it"
+        if key in self._measured:
+            return self._measured[key], "measured"
+        if str(key) in self._before:
+            return self._before[str(key)], "as before the checkpoint, not measured"
+        distances = {known: key.distance(known) for known in self._measured}
+        if near := [(distance, known) for known, distance in distances.items() if distance is not None]:
+            nearest = min(near)[1]
+            return self._measured[nearest], f"measured of {nearest.samples} x {nearest.length} tokens, the nearest"
+        return self._predict(key)
+
+    def _predict(self, key: ScheduleKey) -> tuple[ScheduleName, str]:
+        if self._machine is None or math.isinf(self._machine.margin):
+            return "serial", "neither measured nor predicted"
+        seconds = key.predict(self._machine)
+        best = min(seconds, key=lambda name: seconds[name])
+        gain = seconds["serial"] / seconds[best]
+        name = best if gain >= 1 + self._machine.margin else "serial"
+        return name, f"predicted: {best} {gain:.2f} x serial on {self._machine.name}; not measured"
+
+
+class Schedules(Protocol):
+    """What layers ask for their schedule."""
+
+    schedule: ScheduleSetting
+    """What was asked for."""
+    table: ScheduleTable
+    """What is chosen now."""
+
+    def choose(self, shape: LayerShape, table: ScheduleTable) -> ScheduleName:
+        """Returns the schedule of a layer by a table, and notes that it was asked for."""
+
+    def watch(self, objection: Callable[[], str | None]) -> Callable[[], None]:
+        """Asks from now on what stands against other schedules than "serial"; returns the undo."""
