@@ -208,7 +208,8 @@ def run(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], Tensor]:
     leaves = tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     loss = sum(
-        (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).mean() + 0.1 * x.square().mean()
+        (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x)).mean()
+        + 0.1 * x.square().mean()
         for x in tensors
     )
     assert isinstance(loss, Tensor)
