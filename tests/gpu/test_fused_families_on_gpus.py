@@ -1,4 +1,4 @@
-"""Every family's blocks with fused kernels on a GPU: the outputs and gradients of diffusers, as near to float64."""
+"""Every family's blocks with fused kernels on a GPU: outputs and gradients as near to float64 as diffusers'."""
 
 from __future__ import annotations
 
@@ -31,15 +31,19 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CASES = FIRST + OTHERS
-KERNELS: list[BackendName] = ["triton", "cuda"]
+BACKENDS: list[BackendName] = ["reference", "triton", "cuda"]
+HEAD_DIMS = {"ltx2": 32, "mochi": 16, "wan": 16, "wan_vace": 16, "chronoedit": 16, "skyreels_v2": 16, "wan_animate": 16}
+"""Of the families whose models on CPUs have heads that are too small for CUDA kernels."""
 BATCHES = 6
 
 
-def inputs_of(name: str, place: int, batch: int = 0) -> dict[str, Any]:
-    family = FAMILIES[name]
-    case = Case(name, settings=family.variants[place], float32=True)
-    inputs: dict[str, Any] = on_gpu(dict(family.inputs(case, batch)))
-    return inputs
+def settings_of(name: str, place: int) -> dict[str, Any]:
+    wider = {"head_dim": HEAD_DIMS[name]} if name in HEAD_DIMS else {}
+    return {**FAMILIES[name].variants[place], **wider}
+
+
+def inputs_of(name: str, place: int, batch: int) -> dict[str, Any]:
+    return dict(FAMILIES[name].inputs(Case(name, settings=settings_of(name, place), float32=True), batch))
 
 
 def on_gpu(inputs: Any) -> Any:
@@ -50,47 +54,50 @@ def on_gpu(inputs: Any) -> Any:
     return inputs.cuda() if isinstance(inputs, Tensor) else inputs
 
 
-def bound_of(model: nn.Module) -> float:
-    return 1e-3 if type(model).__name__ in ROUNDED_GRADIENTS else 1e-5
+def exactly(model: nn.Module, inputs: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs and gradients in float64, on the CPU: what a GPU computes is compared with something else."""
+    with lifted_casts():
+        outputs, gradients = run(model, cast(inputs, torch.float64))
+    return [x.cuda() for x in outputs], {name: g.cuda() for name, g in gradients.items()}
 
 
+def off(outputs: list[Tensor], right: list[Tensor]) -> float:
+    """The largest relative error of an output."""
+    return max(float((y - x).norm() / x.norm()) for y, x in zip(outputs, right, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "place"), CASES)
-def test_the_reference_gives_the_same_output_to_the_bit(name: str, place: int) -> None:
-    model, inputs = model_of(name, place).cuda(), inputs_of(name, place)
-    expected, gradients = run(model, inputs)
-    inject_fused_kernels(model, backend="reference")
-    outputs, fused = run(model, inputs)
-    assert all(map(torch.equal, outputs, expected))
-    assert gradient_error(fused, gradients) < bound_of(model)
+def test_as_exact_in_float32(name: str, place: int, backend: BackendName) -> None:
+    """Not to the bit: a GPU's own norms and complex products round elsewhere."""
+    eager, inputs = model_of(name, place, **settings_of(name, place)), inputs_of(name, place, 0)
+    right, exact = exactly(copy.deepcopy(eager).double(), inputs)
+    fused = copy.deepcopy(eager.cuda())
+    report = inject_fused_kernels(fused, backend=backend)
+    assert place or not report.skipped
+    with lifted_casts(torch.float32):
+        expected, of_eager = run(eager, on_gpu(inputs))
+        outputs, of_fused = run(fused, on_gpu(inputs))
+    assert off(outputs, right) <= max(1e-6, 2 * off(expected, right))
+    bound = 1e-3 if type(eager).__name__ in ROUNDED_GRADIENTS else 1e-5
+    assert gradient_error(of_fused, exact) <= max(bound, 2 * gradient_error(of_eager, exact))
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "place"), CASES)
-def test_kernels_agree_in_float32(name: str, place: int, backend: BackendName) -> None:
-    model, inputs = model_of(name, place).cuda(), inputs_of(name, place)
-    expected, gradients = run(model, inputs)
-    assert not inject_fused_kernels(model, backend=backend).skipped or place
-    outputs, fused = run(model, inputs)
-    for got, wanted in zip(outputs, expected, strict=True):
-        assert float((got - wanted).norm() / wanted.norm()) < 1e-5
-    assert gradient_error(fused, gradients) < bound_of(model)
-
-
-@pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize(("name", "place"), CASES)
-def test_kernels_are_as_exact_in_bfloat16(name: str, place: int, backend: BackendName) -> None:
-    """Outputs and gradients of several batches, against float64, beside those of the same model without kernels."""
-    eager = half(model_of(name, place)).cuda()
-    fused, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+def test_as_exact_in_bfloat16(name: str, place: int, backend: BackendName) -> None:
+    """Over batches enough for the ratio of errors to mean something."""
+    eager = half(model_of(name, place, **settings_of(name, place)))
+    exact = copy.deepcopy(eager).double()
+    fused = copy.deepcopy(eager.cuda())
     inject_fused_kernels(fused, backend=backend)
     of_gradients, of_outputs = {"eager": 0.0, "fused": 0.0}, {"eager": 0.0, "fused": 0.0}
     for batch in range(BATCHES):
         inputs = cast(inputs_of(name, place, batch), torch.bfloat16)
-        with lifted_casts():
-            right, exact_gradients = run(exact, cast(inputs, torch.float64))
+        right, exact_gradients = exactly(exact, inputs)
         for key, model in (("eager", eager), ("fused", fused)):
-            outputs, gradients = run(model, inputs)
+            outputs, gradients = run(model, on_gpu(inputs))
             of_outputs[key] += sum(float((y - x).square().sum()) for y, x in zip(outputs, right, strict=True))
             of_gradients[key] += distance(gradients, exact_gradients) ** 2
-    assert of_outputs["fused"] <= 1.05**2 * of_outputs["eager"], of_outputs
-    assert of_gradients["fused"] <= 1.05**2 * of_gradients["eager"], of_gradients
+    assert of_outputs["fused"] <= 1.05**2 * of_outputs["eager"]
+    assert of_gradients["fused"] <= 1.05**2 * of_gradients["eager"]

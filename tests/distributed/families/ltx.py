@@ -52,7 +52,9 @@ def ltx_inputs(
     }
 
 
-def build_ltx2(version: str = "2.0", rope: str = "interleaved", **_: Any) -> LTX2VideoTransformer3DModel:
+def build_ltx2(
+    version: str = "2.0", rope: str = "interleaved", head_dim: int = 8, **_: Any
+) -> LTX2VideoTransformer3DModel:
     later: dict[str, Any] = {}
     if version != "2.0":
         later = {
@@ -67,13 +69,13 @@ def build_ltx2(version: str = "2.0", rope: str = "interleaved", **_: Any) -> LTX
         later |= {"ff_bias": False, "use_prompt_adaln_single": False, "use_keyframes_abs_pos_embedding": True}
     return LTX2VideoTransformer3DModel(
         **_SIZES,
-        attention_head_dim=8,
-        cross_attention_dim=32,
+        attention_head_dim=head_dim,
+        cross_attention_dim=4 * head_dim,
         audio_in_channels=4,
         audio_out_channels=4,
         audio_num_attention_heads=4,
-        audio_attention_head_dim=4,
-        audio_cross_attention_dim=16,
+        audio_attention_head_dim=head_dim // 2,
+        audio_cross_attention_dim=2 * head_dim,
         caption_channels=8,
         rope_type=rope,
         **later,
@@ -90,11 +92,12 @@ def ltx2_inputs(
     audio_times: str | None = "sample",
     audio: int | None = 5,
     isolated: bool = False,
+    head_dim: int = 8,
     **_: Any,
 ) -> dict[str, Any]:
     tokens = frames * side * side
     audio = audio or tokens
-    widths = (8, 8) if version == "2.0" else (32, 16)
+    widths = (8, 8) if version == "2.0" else (4 * head_dim, 2 * head_dim)
     inputs: dict[str, Any] = {
         "hidden_states": torch.randn(batch, tokens, 4),
         "audio_hidden_states": torch.randn(batch, audio, 4),

@@ -12,11 +12,11 @@ from tests.distributed.families.harness import Family
 from tests.distributed.families.hunyuan_video import text_mask
 
 
-def build(**_: Any) -> MochiTransformer3DModel:
+def build(head_dim: int = 12, **_: Any) -> MochiTransformer3DModel:
     model = MochiTransformer3DModel(
         patch_size=1,
         num_attention_heads=4,
-        attention_head_dim=12,
+        attention_head_dim=head_dim,
         num_layers=2,
         pooled_projection_dim=16,
         in_channels=4,

@@ -17,7 +17,6 @@ from tests.distributed.families.harness import Family
 
 SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
-    "attention_head_dim": 12,
     "in_channels": 4,
     "out_channels": 4,
     "text_dim": 8,
@@ -26,13 +25,13 @@ SIZES: dict[str, Any] = {
     "num_layers": 2,
     "rope_max_seq_len": 32,
 }
-IMAGE = {"image_dim": 8, "added_kv_proj_dim": 48}
 FACES = {"4": 8, "8": 4}  # channels of the motion encoder by the side of its picture
 
 
-def config(image: bool = False, frames_of_image: int = 1, **_: Any) -> dict[str, Any]:
+def config(image: bool = False, frames_of_image: int = 1, head_dim: int = 12, **_: Any) -> dict[str, Any]:
     embedded = {"pos_embed_seq_len": 6} if frames_of_image == 2 else {}
-    return SIZES | (IMAGE | embedded if image else {})
+    of_image = {"image_dim": 8, "added_kv_proj_dim": 4 * head_dim}
+    return SIZES | {"attention_head_dim": head_dim} | (of_image | embedded if image else {})
 
 
 def inputs(
