@@ -255,19 +255,23 @@ def wan_step(result: Result) -> None:
 
 
 def kernels_loss_overlay(result: Result) -> None:
-    """Left the curves, right how far each is from that without kernels in bfloat16."""
-    _, (curves, differences) = plt.subplots(1, 2, figsize=(10, 3.6))
-    reference = np.array(result["rows"][0]["losses"])
-    for row, style in zip(result["rows"], ["-", ":", "--", "-."], strict=True):
-        label = f"{'fused' if row['fused'] else 'plain'}, {row['precision']}"
-        losses = np.array(row["losses"])
-        curves.plot(losses, linestyle=style, label=label)
-        if row is not result["rows"][0]:
-            differences.semilogy(np.abs(losses - reference) / reference, linewidth=0.8, label=label)
-    curves.set(xlabel="step", ylabel="loss", title="Training loss")
-    differences.set(xlabel="step", ylabel="relative", title="Difference from plain, bf16-mixed")
-    curves.legend(fontsize=8)
-    differences.legend(fontsize=8)
+    """A line of panels for each model: left the curves, right how far each is from that without kernels in bfloat16."""
+    models: dict[str, list[Any]] = {}
+    for row in result["rows"]:
+        models.setdefault(row["model"], []).append(row)
+    _, panels = plt.subplots(len(models), 2, figsize=(10, 3.6 * len(models)), squeeze=False)
+    for (name, rows), (curves, differences) in zip(models.items(), panels, strict=True):
+        reference = np.array(rows[0]["losses"])
+        for row, style in zip(rows, ["-", ":", "--", "-."], strict=True):
+            label = f"{'fused' if row['fused'] else 'plain'}, {row['precision']}"
+            losses = np.array(row["losses"])
+            curves.plot(losses, linestyle=style, label=label)
+            if row is not rows[0]:
+                differences.semilogy(np.abs(losses - reference) / reference, linewidth=0.8, label=label)
+        curves.set(xlabel="step", ylabel="loss", title=f"Training loss of a small {name}")
+        differences.set(xlabel="step", ylabel="relative", title="Difference from plain, bf16-mixed")
+        curves.legend(fontsize=8)
+        differences.legend(fontsize=8)
 
 
 def recalibration(result: Result) -> None:

@@ -43,7 +43,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "kernels/family_step": (*_KERNELS, "lightning_videoscale/injection", "lightning_videoscale/models"),
     "data/windows": ("lightning_videoscale/data/planning",),
     "finetuning": ("examples/finetune_wan.py", "examples/configs", *_FUSED),
-    "kernels/loss_overlay": _FUSED,
+    "kernels/loss_overlay": (*_FUSED, "lightning_videoscale/models/hunyuan_video"),
     "kernels/row_ops": _KERNELS,
     "kernels/wan_step": _FUSED,
     "paired": _FUSED,

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -68,17 +68,26 @@ class TravellingWaves(Dataset[dict[str, Tensor]]):
 
 
 class RectifiedFlow(pl.LightningModule):
+    """Of a Wan; a subclass builds and calls another model."""
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        self.transformer = WanTransformer3DModel(
+        self.transformer = self.build(config)
+
+    def build(self, config: dict[str, Any]) -> nn.Module:
+        return WanTransformer3DModel(
             in_channels=16, out_channels=16, freq_dim=256, qk_norm="rms_norm_across_heads", **config
         )
+
+    def velocity(self, noisy: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        velocity: Tensor = self.transformer(noisy, timestep, text, return_dict=False)[0]
+        return velocity
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         clean = batch["latents"]
         noise, time = torch.randn_like(clean), torch.sigmoid(torch.randn(len(clean), device=self.device))
         noisy = torch.lerp(clean, noise, time.view(-1, 1, 1, 1, 1))
-        velocity = self.transformer(noisy, time * 1000, batch["text"], return_dict=False)[0]
+        velocity = self.velocity(noisy, time * 1000, batch["text"])
         return F.mse_loss(velocity.float(), noise - clean)
 
     def configure_optimizers(self) -> dict[str, Any]:
