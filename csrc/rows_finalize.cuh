@@ -1,7 +1,7 @@
 // Adds the blocks' parts of each group in a fixed order and turns the sums into gradients of the operands.
 //
-// Grid: (columns, groups); with weight, bias or the branch's bias (columns, 1), since their gradients add the groups up,
-// in order too.
+// Grid: (columns, shares of the groups). A share is every gridDim.y-th group; the gradients of weight, bias and the branch's
+// bias add its groups up, in order too, and leave the shares' sums to be added.
 #include "async_copy.cuh"
 #include "dependent_launch.cuh"
 #include "row_sums.cuh"
@@ -13,7 +13,7 @@ struct FinalizeArguments {
     OperandView gate, scale;
     const Affine *weight, *bias;
     float *dgate, *dscale, *dshift;  // (groups, D); where every row has its own: (1, D), of the tables
-    float *dweight, *dbias, *dbranch_bias;  // (D,)
+    float *dweight, *dbias, *dbranch_bias;  // (shares, D)
     RowOrder map;  // of rows_backward
     int blocks;    // likewise; where they left a part per cluster: clusters
 };
@@ -128,9 +128,10 @@ extern "C" __global__ void __launch_bounds__(THREAD_COUNT) rows_finalize(const _
         __syncthreads();
     }
     if (thread < COLUMNS && c < D) {
-        if constexpr (SUM_NORM && HAS_WEIGHT) a.dweight[c] = dweight;
-        if constexpr (SUM_NORM && HAS_BIAS) a.dbias[c] = dbias;
-        if constexpr (SUM_BRANCH) a.dbranch_bias[c] = dbranch_bias;
+        const int to = blockIdx.y * D + c;
+        if constexpr (SUM_NORM && HAS_WEIGHT) a.dweight[to] = dweight;
+        if constexpr (SUM_NORM && HAS_BIAS) a.dbias[to] = dbias;
+        if constexpr (SUM_BRANCH) a.dbranch_bias[to] = dbranch_bias;
     }
 }
 

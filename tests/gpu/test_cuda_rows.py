@@ -119,6 +119,24 @@ def test_clusters_add_the_same_sums(op: RowOp, cluster: int, in_turns: bool) -> 
         assert all(map(same, gradients, cuda_rows.run_backward(kernels, *arguments)))
 
 
+@pytest.mark.parametrize("groups", [16, 17, 100, 3000])
+def test_images_by_the_hundred_have_a_group_each(groups: int) -> None:
+    """Shares of the groups are added up side by side, and then together: repeatable to the bit."""
+    n, d = 4 * groups, 1536
+    branch, dh, dy, x = (torch.randn(n, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    op, rows = RowOp("layer", residual=True, gate="identity", branch_sum=True), RowMap(groups, 4)
+    gate, scale, shift = (Operand(torch.randn(groups, d, device="cuda")) for _ in range(3))
+    weight, bias = (torch.randn(d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    case = RowCase(op, x, branch, gate, scale, shift, weight, bias, rows, dh, dy)
+    outputs = cuda_rows.forward(*case.forward_arguments)
+    assert outputs.h is not None
+    arguments = case.backward_arguments(outputs.h, outputs.mean, outputs.rstd)
+    poison()
+    gradients = cuda_rows.backward(*arguments)
+    check_gradients(case, outputs.h, gradients)
+    assert all(map(same, gradients, cuda_rows.backward(*arguments)))
+
+
 def test_sums_of_a_step_under_load_are_the_same_to_the_bit() -> None:
     """Many times over: the finalize is launched while backward runs, and a sum that is taken too early would differ."""
     n, d = 32760, 1536

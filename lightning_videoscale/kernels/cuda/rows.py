@@ -12,6 +12,8 @@ from lightning_videoscale.kernels.cuda.row_variant import TYPES, Direction
 from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowInputs, RowMap, RowOutputs, RowVariant
 
 _FINALIZE_COLUMNS, _FINALIZE_BLOCK, _MAX_GRID_Y = 16, (4, 64, 1), 65535
+_GROUPS_IN_A_ROW, _SHARES = 16, 64
+"""Up to how many groups one block adds up one after the other, and into how many shares it divides more of them."""
 
 
 def limit(variant: RowVariant, device: int) -> str | None:
@@ -122,13 +124,11 @@ def run_backward(
     dgate, dscale, dshift = (
         h.new_empty((groups, d), dtype=torch.float32) if operand and own else None for operand in (gate, scale, scale)
     )
-    dweight, dbias, dbranch_bias = (
-        h.new_empty(d, dtype=torch.float32) if wanted else None
-        for wanted in (weight is not None and own, bias is not None and own, op.branch_sum)
-    )
-    over_groups = weight is not None or bias is not None or op.branch_sum
+    wanted = (weight is not None and own, bias is not None and own, op.branch_sum)
+    shares = _shares(groups) if any(wanted) else min(groups, _MAX_GRID_Y)
+    dweight, dbias, dbranch_bias = (h.new_empty((shares, d), dtype=torch.float32) if w else None for w in wanted)
     kernels.finalize(
-        (-(-d // _FINALIZE_COLUMNS), 1 if over_groups else min(groups, _MAX_GRID_Y), 1),
+        (-(-d // _FINALIZE_COLUMNS), shares, 1),
         _FINALIZE_BLOCK,
         _address(parts),
         *_view(gate),
@@ -144,8 +144,19 @@ def run_backward(
         *order_arguments,
         blocks // cluster,
     )
+    dweight, dbias, dbranch_bias = map(_total, (dweight, dbias, dbranch_bias))
     sums = RowGradients(dx, dbranch, dgate, dscale, dshift, dweight, dbias, dbranch_bias=dbranch_bias)
     return _as_table_gradients(sums, of_rows) if per_row else sums
+
+
+def _shares(groups: int) -> int:
+    return 1 if groups <= _GROUPS_IN_A_ROW else min(groups, _SHARES)
+
+
+def _total(of_shares: Tensor | None) -> Tensor | None:
+    if of_shares is None:
+        return None
+    return of_shares[0] if len(of_shares) == 1 else of_shares.sum(0)
 
 
 def _as_table_gradients(sums: RowGradients, of_rows: tuple[Tensor | None, ...]) -> RowGradients:
