@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +32,7 @@ from torch.nn.attention import sdpa_kernel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
-from benchmarks.kernels.wan_step import ATTENTION, DEVICE, covered, free_cache, kind, ratios, variant
+from benchmarks.kernels.wan_step import ATTENTION, DEVICE, breakdown, free_cache, ratios, variant
 from benchmarks.timing import alternate
 
 MODES = ("eager", "compiled", "fused", "fused, compiled")
@@ -183,26 +182,6 @@ def times(modes: Mapping[str, nn.Module], inputs: Inputs, rounds: int, repeats: 
     }
 
 
-def breakdown(model: nn.Module, inputs: Inputs) -> Row:
-    """Where the time of a step goes on the device, and its peak."""
-    step(model, inputs)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step(model, inputs)
-        torch.cuda.synchronize()
-    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    largest: dict[str, float] = defaultdict(float)
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            spans[kind(event.name)].append((event.time_range.start, event.time_range.end))
-            if kind(event.name) == "other":
-                largest[event.name[:90]] += event.device_time_total / 1e3
-    spent = {f"{name}_ms": round(covered(spans[name]) / 1e3, 2) for name in ("attention", "gemm", "other")}
-    others = {name: round(ms, 2) for name, ms in sorted(largest.items(), key=lambda x: -x[1])[:12]}
-    return {**spent, "largest_others_ms": others, "peak_bytes": torch.cuda.max_memory_allocated()}
-
-
 def measure(name: str, options: argparse.Namespace) -> list[Row]:
     """One row per mode."""
     family = FAMILIES[name]
@@ -220,7 +199,7 @@ def measure(name: str, options: argparse.Namespace) -> list[Row]:
         for mode, row in times(modes, inputs, options.rounds, options.repeats).items()
     ]
     for row in rows if DEVICE.type == "cuda" else []:
-        row |= breakdown(modes[row["mode"]], inputs)
+        row |= breakdown(partial(step, modes[row["mode"]], inputs), digits=2)
     return rows
 
 

@@ -22,7 +22,7 @@ import copy
 import gc
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -161,14 +161,13 @@ def ratios(other: Times, mine: Times) -> dict[str, float]:
     return {"median": round(other.over(mine), 4), "min": round(min(by_round), 4), "max": round(max(by_round), 4)}
 
 
-def breakdown(model: nn.Module, size: Latents) -> Row:
-    """Where the time of a step goes, and its peak."""
-    inputs = draw(size)
-    step(model, inputs)
+def breakdown(one_step: Callable[[], None], digits: int) -> Row:
+    """Where the time of a step goes on the device, in milliseconds of so many digits, and its peak."""
+    one_step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step(model, inputs)
+        one_step()
         torch.cuda.synchronize()
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     largest: dict[str, float] = defaultdict(float)
@@ -179,8 +178,8 @@ def breakdown(model: nn.Module, size: Latents) -> Row:
                 largest[event.name[:90]] += event.device_time_total / 1e3
     spent = {name: covered(spans[name]) / 1e3 for name in ("attention", "gemm", "other")}
     return {
-        **{f"{name}_ms": round(ms, 1) for name, ms in spent.items()},
-        "largest_others_ms": {n: round(ms, 1) for n, ms in sorted(largest.items(), key=lambda x: -x[1])[:12]},
+        **{f"{name}_ms": round(ms, digits) for name, ms in spent.items()},
+        "largest_others_ms": {n: round(ms, digits) for n, ms in sorted(largest.items(), key=lambda x: -x[1])[:12]},
         "peak_bytes": torch.cuda.max_memory_allocated(),
     }
 
@@ -227,7 +226,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[list[Row],
     if DEVICE.type != "cuda":
         return
     for row in rows:
-        row |= breakdown(modes[row["mode"]], size)
+        row |= breakdown(partial(step, modes[row["mode"]], draw(size)), digits=1)
         yield rows, [row]
     for row in rows if options.peaks else []:
         row |= longest(modes[row["mode"]], [size._replace(frames=frames) for frames in options.peaks])

@@ -47,6 +47,8 @@ _ATTENTION_FORWARDS = {"f9dff929d786bb32-24ebb2de714548438448f": TRIED}
 
 _PAIRS = (("norm_q", "norm_k"), ("norm_added_q", "norm_added_k"))
 _LINEARS = ("to_q", "to_k", "to_v")
+OF_ADDED: Mapping[str, Any] = {"linears": ("add_q_proj", "add_k_proj", "add_v_proj"), "norms": _PAIRS[1]}
+"""What `projected` takes for the second stream of diffusers' attentions, which has projections of its own."""
 
 
 @dataclass(frozen=True)

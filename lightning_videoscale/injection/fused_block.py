@@ -112,6 +112,11 @@ def unfused(module: nn.Module, change: str) -> Callable[..., Any]:
     return original_forward(module)
 
 
+def called_with(name: str, arguments: Mapping[str, Any]) -> str:
+    """Why a call with arguments for the attention, such as an IP-adapter's, is left to the original."""
+    return f"it was called with {name} {sorted(arguments)}"
+
+
 @functools.cache
 def fused_class(base: type[nn.Module], block: FusedBlock) -> type[nn.Module]:
     """Returns the subclass of ``base`` with the fused forward.

@@ -63,7 +63,7 @@ def inject_fused_kernels(
     meant = [(path, module, block) for path, module, block in found if block is not None and block.is_meant(module)]
     meant.sort(key=lambda entry: entry[2].only_with is not None)
     # What is inside comes first, since it decides what is fused around it.
-    for path, module, block in sorted(meant, key=lambda entry: (entry[2].only_with is not None, -entry[0].count("."))):
+    for path, module, block in sorted(meant, key=lambda entry: (entry[2].only_with is not None, -_depth(entry[0]))):
         reason = _refusal(module, block) or _missing_others(block, model)
         if reason is None:
             fused = fused_class(type(module), block)  # type: ignore[arg-type]  # as in fused_block
@@ -79,6 +79,11 @@ def inject_fused_kernels(
     if any(skipped.reason != _ALREADY for skipped in report.skipped):
         warnings.warn(str(report), stacklevel=2)
     return report
+
+
+def _depth(path: str) -> int:
+    """How many modules are around the one at a path; the model's own is empty."""
+    return path.count(".") + 1 if path else 0
 
 
 def _device(model: nn.Module) -> torch.device | None:

@@ -116,6 +116,18 @@ def per_sample(embedded: Tensor, branches: int, batch_size: int) -> list[Modulat
     return [_modulation(parts[i : i + 3]) for i in range(0, 3 * branches, 3)]
 
 
+def of_adaptive_norm(norm: Any, temb: Tensor, branches: int, batch_size: int) -> list[Modulation]:
+    """Returns the modulations that an adaptive norm of diffusers, with ``silu`` and ``linear``, makes of the timestep.
+
+    Args:
+        norm: It; what it normalises by is not called.
+        temb: (B, D); B may be 1 for all.
+        branches: How many it modulates, each by shift, scale and gate.
+        batch_size: B.
+    """
+    return per_sample(norm.linear(norm.silu(temb)), branches, batch_size)
+
+
 def of_last_norm(embedded: Tensor, batch_size: int) -> Modulation:
     """Returns the modulation of a norm behind which nothing comes back, as AdaLayerNormContinuous has it.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.injection.fused_block import unfused
+from lightning_videoscale.injection.fused_block import called_with, unfused
 from lightning_videoscale.injection.modulation import Modulation, per_sample
 from lightning_videoscale.injection.norms import TRIED, without_labels
 from lightning_videoscale.injection.parts import Kind
@@ -22,7 +22,6 @@ from lightning_videoscale.models.flux.fused import (
     attended,
     clipped,
     double_block,
-    of_arguments,
     single_block,
     two_streams,
 )
@@ -76,7 +75,7 @@ def _double(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     if joint_attention_kwargs:
-        return unfused(self, of_arguments(joint_attention_kwargs))(  # type: ignore[no-any-return]
+        return unfused(self, called_with("joint_attention_kwargs", joint_attention_kwargs))(  # type: ignore[no-any-return]
             hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_mask, joint_attention_kwargs
         )
     of_image, of_text = (_modulations(part, 2, hidden_states) for part in (temb[:, :6], temb[:, 6:]))
@@ -93,7 +92,7 @@ def _single(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> Tensor:
     if joint_attention_kwargs:
-        original = unfused(self, of_arguments(joint_attention_kwargs))
+        original = unfused(self, called_with("joint_attention_kwargs", joint_attention_kwargs))
         return original(hidden_states, temb, image_rotary_emb, attention_mask, joint_attention_kwargs)  # type: ignore[no-any-return]
     (modulation,) = _modulations(temb, 1, hidden_states)
     mask = _both_count(attention_mask)

@@ -29,8 +29,8 @@ from lightning_videoscale.injection.attention import (
     rope_of,
 )
 from lightning_videoscale.injection.branch_bias import branch_and_bias
-from lightning_videoscale.injection.fused_block import FusedBlock, original_forward
-from lightning_videoscale.injection.modulation import Modulation, per_sample
+from lightning_videoscale.injection.fused_block import FusedBlock, called_with, unfused
+from lightning_videoscale.injection.modulation import of_adaptive_norm
 from lightning_videoscale.injection.norms import LAYER_NORM, TRIED
 from lightning_videoscale.injection.parts import Kind, Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
@@ -131,22 +131,17 @@ def _attend(
 
 def _block(block: Any, hidden_states: Tensor, text: Tensor, temb: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
     """Both streams have one norm, and one feed-forward that sees them joined."""
-    of_video, of_text = _embedded(block.norm1, temb, hidden_states)
+    of_video, of_text = of_adaptive_norm(block.norm1, temb, 2, hidden_states.shape[0])
     video, context = (ResidualStream(block, x, rounding="eager") for x in (hidden_states, text))
     norm, length = block.norm1.norm, text.shape[1]
     attend_between(block.attn1, (video, norm, of_video), (context, norm, of_text), shared=True, **named)
 
-    of_video, of_text = _embedded(block.norm2, temb, hidden_states)
+    of_video, of_text = of_adaptive_norm(block.norm2, temb, 2, hidden_states.shape[0])
     joined = torch.cat([context.norm(block.norm2.norm, of_text), video.norm(block.norm2.norm, of_video)], dim=1)
     output, bias = branch_and_bias(block.ff, joined)
     video.add(output[:, length:], of_video, bias)
     context.add(output[:, :length], of_text, bias)
     return video.end(), context.end()
-
-
-def _embedded(norm: Any, temb: Tensor, x: Tensor) -> tuple[Modulation, Modulation]:
-    of_video, of_text = per_sample(norm.linear(norm.silu(temb)), 2, x.shape[0])
-    return of_video, of_text
 
 
 def _forward(
@@ -157,12 +152,9 @@ def _forward(
     image_rotary_emb: Any = None,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if attention_kwargs:  # with which the attention runs as before, and takes its bias gradients itself
-        original = original_forward(self)
-        unchanged: tuple[Tensor, Tensor] = original(
-            hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
-        )
-        return unchanged
+    if attention_kwargs:
+        original = unfused(self, called_with("attention_kwargs", attention_kwargs))
+        return original(hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs)  # type: ignore[no-any-return]
     return _block(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=image_rotary_emb)
 
 

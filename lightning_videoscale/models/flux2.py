@@ -29,12 +29,12 @@ from lightning_videoscale.injection.attention import (
     original_if_changed,
     rope_of,
 )
-from lightning_videoscale.injection.fused_block import FusedBlock, unfused
+from lightning_videoscale.injection.fused_block import FusedBlock, called_with, unfused
 from lightning_videoscale.injection.modulation import per_sample
 from lightning_videoscale.injection.norms import LAYER_NORM, RMS_NORM, TRIED
 from lightning_videoscale.injection.parts import Part
 from lightning_videoscale.injection.residual_stream import ResidualStream
-from lightning_videoscale.models.flux.fused import attend_to_both, attended, clipped, of_arguments, two_streams
+from lightning_videoscale.models.flux.fused import attend_to_both, attended, clipped, two_streams
 from lightning_videoscale.models.flux.split import DOUBLE, JOINT, OF_DOUBLE, SINGLE, TOKENS, joint_attention
 from lightning_videoscale.parallel import Projection, Refused, Split, SplitPlan
 from lightning_videoscale.parallel.plan import Rule
@@ -165,7 +165,7 @@ def _double(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     if joint_attention_kwargs:
-        return unfused(self, of_arguments(joint_attention_kwargs))(  # type: ignore[no-any-return]
+        return unfused(self, called_with("joint_attention_kwargs", joint_attention_kwargs))(  # type: ignore[no-any-return]
             hidden_states, encoder_hidden_states, temb_mod_img, temb_mod_txt, image_rotary_emb, joint_attention_kwargs
         )
     modulations = (per_sample(each, 2, hidden_states.shape[0]) for each in (temb_mod_img, temb_mod_txt))
@@ -183,7 +183,7 @@ def _single(
     text_seq_len: int | None = None,
 ) -> Any:
     if joint_attention_kwargs:
-        return unfused(self, of_arguments(joint_attention_kwargs))(
+        return unfused(self, called_with("joint_attention_kwargs", joint_attention_kwargs))(
             hidden_states,
             encoder_hidden_states,
             temb_mod,

@@ -18,6 +18,7 @@ from lightning_videoscale.compat.diffusers import joins_text_masks, modulation_m
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.attention import (
+    OF_ADDED,
     Processor,
     attend_jointly,
     dispatched,
@@ -26,13 +27,13 @@ from lightning_videoscale.injection.attention import (
     project_out,
     projected,
 )
-from lightning_videoscale.injection.fused_block import FusedBlock, unfused
+from lightning_videoscale.injection.fused_block import FusedBlock, called_with, unfused
 from lightning_videoscale.injection.methods import difference, replacement_of
 from lightning_videoscale.injection.modulation import Modulation, per_index, per_sample
 from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, LAYER_NORM, TRIED
 from lightning_videoscale.injection.parts import Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
-from lightning_videoscale.models.flux.fused import clipped, of_arguments
+from lightning_videoscale.models.flux.fused import clipped
 from lightning_videoscale.models.sliced import sliceable
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 from lightning_videoscale.parallel.plan import Rule
@@ -104,7 +105,6 @@ _PROCESSOR = Processor(
     norms=(DIFFUSERS_RMS_NORM,),
     helpers={f"{_HOME}.apply_rotary_emb_qwen": "19d41cf727256697-b2b917"},
 )
-_OF_TEXT: dict[str, Any] = {"linears": _STREAMS["text"].linears, "norms": _STREAMS["text"].norms}
 
 
 def _attend(
@@ -123,7 +123,7 @@ def _attend(
     assert encoder_hidden_states is not None
     of_image, of_text = (None, None) if tables is None else tables
     streams = [
-        projected(self, text := encoder_hidden_states, rope=_rope(of_text, text), rounding="eager", **_OF_TEXT),
+        projected(self, text := encoder_hidden_states, rope=_rope(of_text, text), rounding="eager", **OF_ADDED),
         projected(self, hidden_states, rope=_rope(of_image, hidden_states), rounding="eager"),
     ]
     if mask is not None:
@@ -161,7 +161,10 @@ def _forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
     modulate_index: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    why = of_arguments(joint_attention_kwargs) if joint_attention_kwargs else _other_modulation(self)
+    if joint_attention_kwargs:
+        why: str | None = called_with("joint_attention_kwargs", joint_attention_kwargs)
+    else:
+        why = _other_modulation(self)
     if why is not None:
         return unfused(self, why)(  # type: ignore[no-any-return]
             hidden_states,

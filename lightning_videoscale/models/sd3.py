@@ -16,6 +16,7 @@ from lightning_videoscale.compat.diffusers import chunk_of_feed_forward
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.attention import (
+    OF_ADDED,
     Processor,
     attend_jointly,
     attended_by_torch,
@@ -25,8 +26,8 @@ from lightning_videoscale.injection.attention import (
     projected,
 )
 from lightning_videoscale.injection.branch_bias import branch_and_bias
-from lightning_videoscale.injection.fused_block import FusedBlock, unfused
-from lightning_videoscale.injection.modulation import Modulation, of_last_norm, per_sample
+from lightning_videoscale.injection.fused_block import FusedBlock, called_with, unfused
+from lightning_videoscale.injection.modulation import Modulation, of_adaptive_norm, of_last_norm
 from lightning_videoscale.injection.norms import (
     ADA_LAYER_NORM_CONTINUOUS,
     ADA_LAYER_NORM_ZERO,
@@ -102,7 +103,6 @@ _PROCESSOR = Processor(
     norms=(DIFFUSERS_RMS_NORM,),
     helpers={},
 )
-_OF_TEXT: dict[str, Any] = {"linears": _TEXT.linears, "norms": ("norm_added_q", "norm_added_k")}
 
 
 def _attend(
@@ -119,7 +119,7 @@ def _attend(
     streams = [projected(self, hidden_states, rounding="eager")]
     if encoder_hidden_states is None:
         return project_out(self, attend_jointly(self, streams, attended_by_torch), detach_bias=detach_bias)
-    streams.append(projected(self, encoder_hidden_states, rounding="eager", **_OF_TEXT))
+    streams.append(projected(self, encoder_hidden_states, rounding="eager", **OF_ADDED))
     attended = attend_jointly(self, streams, attended_by_torch)
     image, text = attended.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
     output = project_out(self, image, detach_bias=detach_bias)
@@ -135,7 +135,9 @@ def _forward(
 ) -> Any:
     if (why := _unlike(self, joint_attention_kwargs)) is not None:
         return unfused(self, why)(hidden_states, encoder_hidden_states, temb, joint_attention_kwargs)
-    attention, feed_forward, *own = _embedded(self.norm1, temb, hidden_states, 3 if self.use_dual_attention else 2)
+    attention, feed_forward, *own = of_adaptive_norm(
+        self.norm1, temb, 3 if self.use_dual_attention else 2, hidden_states.shape[0]
+    )
     of_text = _of_text(self, temb, encoder_hidden_states)
     image, text = (ResidualStream(self, x, rounding="eager") for x in (hidden_states, encoder_hidden_states))
     y = kept = None
@@ -157,18 +159,14 @@ def _forward(
 def _unlike(block: Any, joint_attention_kwargs: dict[str, Any] | None) -> str | None:
     """Why a call is left to the original: IP-adapters and chunks of the feed-forward are its matter."""
     if joint_attention_kwargs:
-        return f"it was called with joint_attention_kwargs {sorted(joint_attention_kwargs)}"
+        return called_with("joint_attention_kwargs", joint_attention_kwargs)
     return None if chunk_of_feed_forward(block) is None else "its feed-forward was told to run in chunks"
-
-
-def _embedded(norm: Any, temb: Tensor, x: Tensor, branches: int) -> list[Modulation]:
-    return per_sample(norm.linear(norm.silu(temb)), branches, x.shape[0])
 
 
 def _of_text(block: Any, temb: Tensor, text: Tensor) -> list[Modulation]:
     norm = block.norm1_context
     if not block.context_pre_only:
-        return _embedded(norm, temb, text, 2)
+        return of_adaptive_norm(norm, temb, 2, text.shape[0])
     return [of_last_norm(norm.linear(norm.silu(temb).to(text.dtype)), text.shape[0])]
 
 

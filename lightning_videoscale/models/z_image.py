@@ -153,9 +153,10 @@ def _forward(
 ) -> Tensor:
     of_attention = of_feed_forward = None
     if self.modulation and noise_mask is None:
-        of_attention, of_feed_forward = _modulations(self.adaLN_modulation(adaln_input).unsqueeze(1))
+        entries = self.adaLN_modulation(adaln_input).expand(x.shape[0], -1)
+        of_attention, of_feed_forward = _modulations(entries.unsqueeze(1))
     elif self.modulation:
-        entries = torch.cat([self.adaLN_modulation(each) for each in (adaln_noisy, adaln_clean)])
+        entries = torch.cat([self.adaLN_modulation(each).expand(x.shape[0], -1) for each in (adaln_noisy, adaln_clean)])
         which = one_of_two(noise_mask != 1, x.shape[0])  # type: ignore[arg-type]
         of_attention, of_feed_forward = _modulations(entries, which)
     stream = ResidualStream(self, x, rounding="eager")

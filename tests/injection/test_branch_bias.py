@@ -88,6 +88,13 @@ def test_what_is_changed_keeps_its_own_and_is_reported() -> None:
     assert "as before" not in notes["blocks.1"]
 
 
+def test_a_block_by_itself_is_reported_as_one_in_a_model() -> None:
+    with prepared(text_to_video, torch.float32) as (model, _):
+        block = model.get_submodule("blocks.0")
+        (alone,) = (entry for entry in inject_fused_kernels(block).replaced if entry.path == "")
+    assert "as before" not in alone.what
+
+
 def test_alone_a_fused_module_keeps_its_bias() -> None:
     """Nobody but a caller that asks for it is given the bias's gradient."""
     with prepared(text_to_video, torch.float32) as (model, _):

@@ -9,6 +9,8 @@ import torch
 from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers import transformer_kandinsky
 from diffusers.models.transformers.transformer_cosmos import CosmosTransformerBlock
+from diffusers.models.transformers.transformer_mochi import MochiTransformerBlock
+from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
 from torch import nn
 
 from lightning_videoscale.injection import inject_fused_kernels
@@ -47,7 +49,35 @@ def test_arguments_that_only_an_attention_of_ones_own_knows() -> None:
     model, inputs = model_of("cogvideox", 1), inputs_of("cogvideox", 1) | {"attention_kwargs": {"strength": 1.0}}
     expected = run(model, inputs)
     inject_fused_kernels(model)
-    assert_same(model, inputs, expected)
+    with pytest.warns(UserWarning, match=r"CogVideoXBlock runs without .*with attention_kwargs \['strength'\]"):
+        assert_same(model, inputs, expected)
+
+
+ONE_TEMB = torch.randn(1, 64)
+ROTARY = torch.polar(torch.ones(1, 8, 8), torch.rand(1, 8, 8))
+OF_Z_IMAGE = {"x": torch.randn(2, 8, 64), "attn_mask": None, "freqs_cis": ROTARY}
+OF_MOCHI = {"hidden_states": torch.randn(2, 9, 64), "encoder_hidden_states": torch.randn(2, 5, 32)}
+OF_MOCHI |= {"temb": ONE_TEMB, "encoder_attention_mask": torch.ones(2, 5)}
+
+
+@pytest.mark.parametrize(
+    ("block", "inputs"),
+    [
+        (ZImageTransformerBlock(0, 64, 4, 4, 1e-5, True), OF_Z_IMAGE | {"adaln_input": ONE_TEMB}),
+        (
+            ZImageTransformerBlock(0, 64, 4, 4, 1e-5, True),
+            OF_Z_IMAGE
+            | {"noise_mask": torch.arange(16).view(2, 8) % 3, "adaln_noisy": ONE_TEMB, "adaln_clean": 2 * ONE_TEMB},
+        ),
+        (MochiTransformerBlock(64, 4, 16, 32), OF_MOCHI),
+        (MochiTransformerBlock(64, 4, 16, 32, context_pre_only=True), OF_MOCHI),
+    ],
+    ids=["z_image", "z_image with a mask", "mochi", "last of mochi"],
+)
+def test_one_timestep_for_all_samples(block: nn.Module, inputs: dict[str, Any]) -> None:
+    expected = block(**inputs)
+    assert not inject_fused_kernels(block).skipped
+    torch.testing.assert_close(block(**inputs), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("name", "place", "arguments"), OF_BLOCKS)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.injection.attention import (
+    OF_ADDED,
     ROTARY_HELPER,
     Processor,
     Rotary,
@@ -24,8 +25,8 @@ from lightning_videoscale.injection.attention import (
     projected,
     rope_of,
 )
-from lightning_videoscale.injection.fused_block import FusedBlock, unfused
-from lightning_videoscale.injection.modulation import Modulation, per_sample
+from lightning_videoscale.injection.fused_block import FusedBlock, called_with, unfused
+from lightning_videoscale.injection.modulation import Modulation, of_adaptive_norm
 from lightning_videoscale.injection.norms import (
     ADA_LAYER_NORM_ZERO,
     ADA_LAYER_NORM_ZERO_SINGLE,
@@ -51,10 +52,6 @@ _PROCESSOR = Processor(
         f"{_HOME}._get_projections": "8fa10229a8e44bd5-aa2a03d78f539821821ec",
     },
 )
-_OF_TEXT: dict[str, Any] = {
-    "linears": ("add_q_proj", "add_k_proj", "add_v_proj"),
-    "norms": ("norm_added_q", "norm_added_k"),
-}
 
 
 def _attend(
@@ -107,7 +104,7 @@ def attend_to_both(
     if tables is not None:
         of_text = rope_of(tuple(table[:length] for table in tables), text)  # type: ignore[arg-type]
         of_image = rope_of(tuple(table[length:] for table in tables), image)  # type: ignore[arg-type]
-    streams = [projected(attn, text, rope=of_text, **_OF_TEXT), projected(attn, image, rope=of_image)]
+    streams = [projected(attn, text, rope=of_text, **OF_ADDED), projected(attn, image, rope=of_image)]
     attended = attend_jointly(attn, streams, exchange)
     output = project_out(attn, attended[:, length:].contiguous(), detach_bias=detach_bias)
     return output, attn.to_add_out(attended[:, :length].contiguous())
@@ -122,10 +119,11 @@ def _double(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     if joint_attention_kwargs:
-        original = unfused(self, of_arguments(joint_attention_kwargs))
+        original = unfused(self, called_with("joint_attention_kwargs", joint_attention_kwargs))
         return original(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)  # type: ignore[no-any-return]
-    of_image = _embedded(self.norm1, temb, hidden_states, 2)
-    of_text = _embedded(self.norm1_context, temb, encoder_hidden_states, 2)
+    batch_size = hidden_states.shape[0]
+    of_image = of_adaptive_norm(self.norm1, temb, 2, batch_size)
+    of_text = of_adaptive_norm(self.norm1_context, temb, 2, batch_size)
     return two_streams(self, hidden_states, encoder_hidden_states, of_image, of_text, image_rotary_emb=image_rotary_emb)
 
 
@@ -138,11 +136,11 @@ def _single(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     if joint_attention_kwargs:
-        original = unfused(self, of_arguments(joint_attention_kwargs))
+        original = unfused(self, called_with("joint_attention_kwargs", joint_attention_kwargs))
         return original(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)  # type: ignore[no-any-return]
     length = encoder_hidden_states.shape[1]
     joined = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-    (modulation,) = _embedded(self.norm, temb, joined, 1)
+    (modulation,) = of_adaptive_norm(self.norm, temb, 1, joined.shape[0])
     attend = partial(attended, self.attn, image_rotary_emb=image_rotary_emb)
     joined = clipped(side_by_side(self, modulation, joined, attend))
     return joined[:, :length], joined[:, length:]
@@ -174,11 +172,6 @@ def two_streams(
     return clipped(text.end()), image.end()
 
 
-def of_arguments(joint_attention_kwargs: dict[str, Any]) -> str:
-    """Why a call with arguments for the attention, such as an IP-adapter's, is left to the original."""
-    return f"it was called with joint_attention_kwargs {sorted(joint_attention_kwargs)}"
-
-
 def clipped(x: Tensor) -> Tensor:
     """The stream as diffusers hands it on: in float16, infinity becomes the largest number."""
     return x.clip(-65504, 65504) if x.dtype is torch.float16 else x
@@ -188,10 +181,6 @@ def attended(attn: Any, y: Tensor, **named: Any) -> Tensor:
     """What the attention of a block of one stream makes of y, (B, S, D)."""
     output: Tensor = attn(hidden_states=y, **named)
     return output
-
-
-def _embedded(norm: Any, temb: Tensor, x: Tensor, branches: int) -> list[Modulation]:
-    return per_sample(norm.linear(norm.silu(temb)), branches, x.shape[0])
 
 
 def double_block(class_path: str, forward: Any, known: str, norm: Kind) -> FusedBlock:

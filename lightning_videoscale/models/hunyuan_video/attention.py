@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_videoscale.injection.attention import (
+    OF_ADDED,
     ROTARY_HELPER,
     Processor,
     Projected,
@@ -38,11 +39,6 @@ _PROCESSOR_15 = Processor(
     helpers=ROTARY_HELPER,
 )
 _ARGUMENTS = {"image_rotary_emb", "detach_bias"}
-_OF_TEXT: dict[str, Any] = {
-    "linears": ("add_q_proj", "add_k_proj", "add_v_proj"),
-    "norms": ("norm_added_q", "norm_added_k"),
-    "rounding": "eager",
-}
 
 
 def _forward(
@@ -90,7 +86,7 @@ def _forward_15(
 
 
 def _two_streams(attn: Any, video: Tensor, text: Tensor, rope: Rotary) -> list[Projected]:
-    return [projected(attn, video, rope=rope, rounding="eager"), projected(attn, text, **_OF_TEXT)]
+    return [projected(attn, video, rope=rope, rounding="eager"), projected(attn, text, rounding="eager", **OF_ADDED)]
 
 
 def _outputs(attn: Any, attended: Tensor, text: Tensor, detach_bias: bool) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.injection.fused_block import FusedBlock
-from lightning_videoscale.injection.modulation import Modulation, per_sample, per_segment
+from lightning_videoscale.injection.modulation import Modulation, of_adaptive_norm, per_segment
 from lightning_videoscale.injection.norms import ADA_LAYER_NORM_ZERO, ADA_LAYER_NORM_ZERO_SINGLE, LAYER_NORM, TRIED
 from lightning_videoscale.injection.parts import Kind, Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
@@ -41,7 +41,7 @@ def _double(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    modulations = _embedded(self.norm1, temb, hidden_states, 2)
+    modulations = of_adaptive_norm(self.norm1, temb, 2, hidden_states.shape[0])
     return _two_streams(self, modulations, hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis)
 
 
@@ -70,7 +70,7 @@ def _single(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     joined = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-    (modulation,) = _embedded(self.norm, temb, joined, 1)
+    (modulation,) = of_adaptive_norm(self.norm, temb, 1, joined.shape[0])
     return _one_stream(self, modulation, joined, encoder_hidden_states.shape[1], attention_mask, image_rotary_emb)
 
 
@@ -99,7 +99,7 @@ def _two_streams(
     freqs_cis: Any,
 ) -> tuple[Tensor, Tensor]:
     attention, feed_forward = modulations
-    text_attention, text_feed_forward = _embedded(block.norm1_context, temb, encoder_hidden_states, 2)
+    text_attention, text_feed_forward = of_adaptive_norm(block.norm1_context, temb, 2, hidden_states.shape[0])
     video = ResidualStream(block, hidden_states, rounding="eager")
     text = ResidualStream(block, encoder_hidden_states, rounding="eager")
     attend_between(
@@ -128,10 +128,6 @@ def _one_stream(
 
     joined = side_by_side(block, modulation, joined, attend)
     return joined[:, :-text], joined[:, -text:]
-
-
-def _embedded(norm: Any, temb: Tensor, x: Tensor, branches: int) -> list[Modulation]:
-    return per_sample(norm.linear(norm.silu(temb)), branches, x.shape[0])
 
 
 def _embedded_segments(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.attention import (
+    OF_ADDED,
     Processor,
     Projected,
     attend_jointly,
@@ -34,10 +35,6 @@ _OF_SPLIT = Processor(class_path(OneCallProcessor), {}, norms=(MOCHI_RMS_NORM,),
 """What takes diffusers' place when a model is split, after its attention was fused."""
 
 _ARGUMENTS = {"image_rotary_emb", "detach_bias"}
-_OF_TEXT: dict[str, Any] = {
-    "linears": ("add_q_proj", "add_k_proj", "add_v_proj"),
-    "norms": ("norm_added_q", "norm_added_k"),
-}
 
 
 def _forward(
@@ -54,7 +51,7 @@ def _forward(
         return original(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
     assert encoder_hidden_states is not None and attention_mask is not None
     video = _video(self, hidden_states, kwargs.get("image_rotary_emb"))
-    streams = video, projected(self, encoder_hidden_states, **_OF_TEXT)
+    streams = video, projected(self, encoder_hidden_states, **OF_ADDED)
     exchange = partial(attend_in_one_call if is_split else _attend_by_sample, text_mask=attention_mask)
     attended = attend_jointly(self, streams, exchange)
     of_video, text = attended.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)

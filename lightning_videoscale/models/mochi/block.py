@@ -43,11 +43,12 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     stream = partial(ResidualStream, self, rounding="fp32_once")
     video, text = stream(hidden_states), stream(encoder_hidden_states)
-    attention, feed_forward = _embedded(self.norm1, temb, self.norm2, self.norm4)
+    attention, feed_forward = _embedded(self.norm1, temb, hidden_states, (self.norm2, self.norm4))
     if self.context_pre_only:
         of_text = self.norm1_context.norm.norm, _embedded_last(self.norm1_context, temb, encoder_hidden_states)
     else:
-        text_attention, text_feed_forward = _embedded(self.norm1_context, temb, self.norm2_context, self.norm4_context)
+        behind = self.norm2_context, self.norm4_context
+        text_attention, text_feed_forward = _embedded(self.norm1_context, temb, encoder_hidden_states, behind)
         of_text = self.norm1_context.norm, text_attention
     named = {"image_rotary_emb": image_rotary_emb, "attention_mask": encoder_attention_mask}
     attend_between(self.attn1, (video, self.norm1.norm, attention), (text, *of_text), **named)
@@ -58,17 +59,19 @@ def _forward(
     return video.end(), text.end()
 
 
-def _embedded(norm: Any, temb: Tensor, after_attention: Any, after_feed_forward: Any) -> tuple[Modulation, Modulation]:
-    scale, gate, of_feed_forward, gate_of_feed_forward = norm.linear(norm.silu(temb)).unsqueeze(1).chunk(4, dim=-1)
+def _embedded(norm: Any, temb: Tensor, x: Tensor, behind: tuple[Any, Any]) -> tuple[Modulation, Modulation]:
+    """Of attention and feed-forward, behind which these norms are."""
+    embedded = norm.linear(norm.silu(temb)).expand(x.shape[0], -1)
+    scale, gate, of_feed_forward, gate_of_feed_forward = embedded.unsqueeze(1).chunk(4, dim=-1)
     return (
-        Modulation(None, scale, gate, normed_eps=after_attention.norm.eps),
-        Modulation(None, of_feed_forward, gate_of_feed_forward, normed_eps=after_feed_forward.norm.eps),
+        Modulation(None, scale, gate, normed_eps=behind[0].norm.eps),
+        Modulation(None, of_feed_forward, gate_of_feed_forward, normed_eps=behind[1].norm.eps),
     )
 
 
 def _embedded_last(norm: Any, temb: Tensor, x: Tensor) -> Modulation:
     """Of the last block's text, which goes no further than to its attention."""
-    return Modulation(None, norm.linear_1(norm.silu(temb).to(x.dtype)).unsqueeze(1), None)
+    return Modulation(None, norm.linear_1(norm.silu(temb).to(x.dtype)).expand(x.shape[0], -1).unsqueeze(1), None)
 
 
 _RMS = ("norm1.norm", "norm2.norm", "norm3.norm", "norm4.norm")
