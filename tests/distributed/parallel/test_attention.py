@@ -117,17 +117,20 @@ def attention_messages() -> list[str]:
         *shapes: tuple[int, ...],
         lengths: tuple[int, ...] | None = None,
         mask: Tensor | None = None,
+        whole_mask: Tensor | None = None,
         mesh: SequenceMesh,
     ) -> str:
         tensors = [torch.randn(shape) for shape in shapes]
         try:
-            sequence_parallel_attention(*tensors, mesh=mesh, lengths=lengths, key_mask=mask)
+            sequence_parallel_attention(
+                *tensors, mesh=mesh, lengths=lengths, key_mask=mask, whole_key_mask=whole_mask
+            )
         except ValueError as error:
             return str(error)
         return "no error"
 
     mesh = SequenceMesh.create("cpu", ulysses_size=4)
-    q = (1, 2, 4, 8)
+    q, own = (1, 2, 4, 8), torch.ones(1, 2, dtype=torch.bool)
     return [
         message((1, 2, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8), mesh=mesh),
         message(q, q, (1, 2, 4, 16), mesh=mesh),
@@ -136,11 +139,13 @@ def attention_messages() -> list[str]:
         message(q, (1, 2, 3, 8), (1, 2, 3, 8), mesh=mesh),
         message(q, q, q, mask=torch.ones(1, 8, dtype=torch.bool), mesh=mesh),
         message(q, q, q, mask=torch.ones(1, 2), mesh=mesh),
+        message(q, q, q, whole_mask=torch.ones(1, 1, dtype=torch.bool), mesh=mesh),  # which would be broadcast
+        message(q, q, q, mask=own, whole_mask=own.repeat(1, 4), mesh=mesh),
     ]
 
 
 def test_attention_says_what_does_not_fit(ranks: Ranks) -> None:
-    heads, shapes, lengths, too_few, groups, mask, mask_dtype = ranks(4).run(attention_messages)[0]
+    heads, shapes, lengths, too_few, groups, mask, mask_dtype, whole, both = ranks(4).run(attention_messages)[0]
     assert "3 heads" in heads and "ulysses_size=4" in heads
     assert "got (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 16)" in shapes
     assert "rank 0 of 4" in lengths and "2 tokens" in lengths and "lengths=(3, 3, 3, 3)" in lengths
@@ -148,3 +153,5 @@ def test_attention_says_what_does_not_fit(ranks: Ranks) -> None:
     assert "got (1, 2, 4, 8), (1, 2, 3, 8), (1, 2, 3, 8)" in groups
     assert "(B, t) = (1, 2)" in mask and "got torch.bool of (1, 8)" in mask
     assert "got torch.float32 of (1, 2)" in mask_dtype
+    assert "= (1, 8)" in whole and "got torch.bool of (1, 1)" in whole
+    assert "give one of them" in both
