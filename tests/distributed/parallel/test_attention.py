@@ -122,9 +122,7 @@ def attention_messages() -> list[str]:
     ) -> str:
         tensors = [torch.randn(shape) for shape in shapes]
         try:
-            sequence_parallel_attention(
-                *tensors, mesh=mesh, lengths=lengths, key_mask=mask, whole_key_mask=whole_mask
-            )
+            sequence_parallel_attention(*tensors, mesh=mesh, lengths=lengths, key_mask=mask, whole_key_mask=whole_mask)
         except ValueError as error:
             return str(error)
         return "no error"
