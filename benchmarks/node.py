@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from benchmarks import provenance
 from benchmarks.launch import say
 
 ROOT = Path(__file__).parents[1]
+SECONDS_TO_END = 60.0  # of a command that is given up; torchrun gives its ranks 30
 PARITY = ("tests/gpu/test_wan_parity_on_gpus.py", "tests/gpu/test_failures_on_gpus.py")
 
 
@@ -117,10 +119,22 @@ def _runs(line: list[str], seconds: float) -> bool:
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # upon which torchrun ends its ranks
-        process.wait()
+        _end(process)
+    except BaseException:  # such as Ctrl+C, which does not reach another session
+        _end(process)
+        raise
     say(f"{'given up' if code is None else f'ended with {code}'} after {time.monotonic() - started:.0f} s")
     return code == 0
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Asks a command's session to end, upon which torchrun ends its ranks; what does not is killed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_TO_END)
+            return
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def sequence_parallel_attention(
         key_mask: (B, t) bool, on all ranks or on none: True for those of this rank's tokens that may be attended.
             Tokens that may not, such as padding, have no influence on others. Where a sample has no token that may be
             attended, the result is zeros.
-        whole_key_mask: (B, tokens of all ranks), in the place of ``key_mask`` where it is known already: what
+        whole_key_mask: (B, keys of all ranks) bool, in the place of ``key_mask`` where it is known already: what
             `gather_mask` makes of it.
         transport: How bytes travel; collectives if left out.
         scale: Factor on the logits, ``D ** -0.5`` if left out.
@@ -68,7 +68,7 @@ def sequence_parallel_attention(
 
     Raises:
         ValueError: If there are fewer query heads than Ulysses ranks, the shapes fit neither each other nor the
-            lengths, or a rank has no token.
+            lengths, a rank has no token, or both masks are given.
         NotImplementedError: Inside a transform of `torch.func` or under forward-mode differentiation, and if the kernel
             asked for by name cannot run this.
     """
@@ -83,6 +83,8 @@ def sequence_parallel_attention(
     transport = transport if transport is not None else DEFAULT_TRANSPORT
     scale = scale if scale is not None else query.shape[3] ** -0.5
     mask = whole_key_mask
+    if mask is not None:
+        _check_whole_mask(key, mask, key_lengths, key_mask)
     if key_mask is not None:
         _check_mask(key, key_mask)
         mask = gather_mask(key_mask, key_lengths, mesh, transport)
@@ -207,4 +209,14 @@ def _check_mask(key: Tensor, key_mask: Tensor | None) -> None:
         raise ValueError(
             f"key_mask must be bool of shape (B, t) = {tuple(key.shape[:2])}, True where a key may be attended; got "
             f"{key_mask.dtype} of {tuple(key_mask.shape)}."
+        )
+
+
+def _check_whole_mask(key: Tensor, mask: Tensor, lengths: tuple[int, ...], key_mask: Tensor | None) -> None:
+    if key_mask is not None:
+        raise ValueError("key_mask is of this rank's keys and whole_key_mask of all ranks' keys: give one of them.")
+    if mask.dtype is not torch.bool or mask.shape != (key.shape[0], sum(lengths)):
+        raise ValueError(
+            f"whole_key_mask must be bool of shape (B, keys of all ranks) = {(key.shape[0], sum(lengths))}, True where "
+            f"a key may be attended; got {mask.dtype} of {tuple(mask.shape)}."
         )

@@ -39,3 +39,10 @@ def gpu_ranks() -> Iterator[Callable[[int], ProcessPool]]:
     yield get
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture
+def deterministic_algorithms() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

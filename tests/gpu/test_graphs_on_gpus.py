@@ -1,114 +1,29 @@
-"""Networks that run by CUDA graphs: the same numbers as eagerly, to the bit, and never those of a network of before."""
+"""Networks that run by CUDA graphs: the same numbers as eagerly, to the bit."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
-from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_videoscale.graphs import GraphedNetwork, GraphOptions
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips, RectifiedFlow
+from tests.gpu.graphs.training import SHAPES, Training, both, draw, graphed, wan
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("deterministic_algorithms"),
 ]
 Ranks = Callable[[int], ProcessPool]
-SHAPES = ((3, 8, 8), (1, 16, 8), (2, 10, 6))
-
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, by the first deterministic product
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def wan(layers: int = 5, fused: bool = True) -> WanTransformer3DModel:
-    torch.manual_seed(0)
-    model = WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=64,
-        ffn_dim=256,
-        num_layers=layers,
-        text_dim=64,
-        qk_norm="rms_norm_across_heads",
-        cross_attn_norm=True,
-    ).cuda()
-    if fused:
-        inject_fused_kernels(model)
-    return model
-
-
-def graphed(network: nn.Module, mode: Any = True, cuts: tuple[int, ...] = (2, 4)) -> GraphedNetwork:
-    """Has a network run by graphs, without a strategy."""
-    blocks: Any = network.blocks
-    runs = GraphedNetwork(
-        network, network.forward, [blocks[i] for i in cuts], GraphOptions(mode, 0.5), None, lambda: 0, print
-    )
-    network.forward = runs
-    return runs
-
-
-def draw(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return (
-        torch.randn(1, 16, *shape, device="cuda", generator=generator),
-        torch.rand(1, device="cuda", generator=generator) * 1000,
-        torch.randn(1, 12, 64, device="cuda", generator=generator),
-    )
-
-
-class Training:
-    """Steps of one network with an optimizer, and what they computed."""
-
-    def __init__(self, network: nn.Module, dtype: torch.dtype | None = torch.bfloat16) -> None:
-        self.network, self.dtype = network, dtype
-        self.optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=1e-3)
-
-    def loss(self, number: int, shape: tuple[int, ...]) -> Tensor:
-        inputs = draw(shape, number)
-        torch.manual_seed(number)
-        with torch.autocast("cuda", self.dtype or torch.bfloat16, enabled=self.dtype is not None):
-            (out,) = self.network(*inputs, return_dict=False)
-        loss: Tensor = (out.float() - inputs[0]).square().mean()
-        return loss
-
-    def step(self, number: int, shape: tuple[int, ...], micro_batches: int = 1) -> tuple[float, float]:
-        total = 0.0
-        for micro_batch in range(micro_batches):
-            loss = self.loss(100 * number + micro_batch, shape)
-            loss.backward()
-            total += float(loss)
-        norm = nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total, float(norm)
-
-
-def both(change: Callable[[nn.Module], object] = lambda _: None, **options: Any) -> tuple[Training, Training, Any]:
-    """The same network twice, eager and by graphs."""
-    eager, other = wan(), wan()
-    change(eager)
-    change(other)
-    runs = graphed(other)
-    return Training(eager, **options), Training(other, **options), runs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
@@ -252,69 +167,6 @@ def test_gradients_of_inputs() -> None:
     assert runs.counts["replayed"] == 4
 
 
-def move(network: Any) -> None:
-    network.blocks[1].ffn.net[2].weight.data = network.blocks[1].ffn.net[2].weight.data * 2
-
-
-def replace(network: Any) -> None:
-    old = network.proj_out
-    network.proj_out = nn.Linear(old.in_features, old.out_features).cuda()
-    network.proj_out.load_state_dict({name: 3 * value for name, value in old.state_dict().items()})
-
-
-def freeze_one(network: Any) -> None:
-    network.blocks[0].attn1.to_q.weight.requires_grad_(False)
-    network.blocks[0].attn1.to_q.weight.grad = None
-
-
-def add_hook(network: Any) -> None:
-    network.blocks[2].register_forward_hook(lambda _, __, output: output * 1.5)
-
-
-def set_attribute(network: Any) -> None:
-    network.blocks[3].norm2.eps = 0.5
-
-
-def choose_backend(network: Any) -> None:
-    network.set_attention_backend("_native_math")
-
-
-def end_training(network: Any) -> None:
-    network.blocks[1].eval()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [move, replace, freeze_one, add_hook, set_attribute, choose_backend, end_training],
-    ids=lambda f: f.__name__,
-)
-def test_a_graph_is_never_stale(change: Callable[[Any], None]) -> None:
-    eager, other, runs = both()
-    for number in range(5):
-        assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
-    replayed = runs.counts["replayed"]
-    assert replayed > 0
-    for training in (eager, other):
-        with attention_backend("native"):  # setting one sets it for all networks too, until the block ends
-            change(training.network)
-        training.optimizer = torch.optim.AdamW(training.network.parameters(), lr=1e-3)
-    for number in range(5, 10):
-        assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
-    assert runs.counts["eager"] > 2
-
-
-def test_a_graph_is_not_taken_for_valid_because_another_was_captured_since() -> None:
-    eager, other, runs = both()
-    for number in range(4):
-        assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
-    for training in (eager, other):
-        set_attribute(training.network)
-    for number in range(4, 12):
-        shape = SHAPES[1] if number < 9 else SHAPES[0]
-        assert eager.step(number, shape) == other.step(number, shape)
-    assert runs.counts["captured"] >= 2
-
-
 def test_a_counter_of_flops_sees_all_of_them() -> None:
     eager, other, runs = both()
     counts = []
@@ -340,30 +192,6 @@ def test_auto_captures_what_waits_for_the_host(capsys: pytest.CaptureFixture[str
             training.loss(number, (30, 64, 64))
     assert runs.counts["replayed"] == 3
     assert "the host takes" in capsys.readouterr().out
-
-
-def test_a_network_that_changes_in_every_step_stays_eager(capsys: pytest.CaptureFixture[str]) -> None:
-    eager, other, runs = both()
-    for number in range(24):
-        for training in (eager, other):
-            training.network.blocks[0].weight = torch.ones(2, device="cuda")  # type: ignore[union-attr,index]
-        assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
-    assert runs.counts["replayed"] <= 8
-    assert "has changed between calls" in capsys.readouterr().out
-
-
-def test_a_copy_runs_eagerly_and_by_its_own_weights() -> None:
-    _, other, runs = both()
-    for number in range(4):
-        other.step(number, SHAPES[0])
-    average = copy.deepcopy(other.network)
-    with torch.no_grad():
-        for parameter in average.parameters():
-            parameter.mul_(0.5)
-    count = runs.counts.total()
-    inputs = draw(SHAPES[0], 1)
-    assert not torch.equal(average(*inputs).sample, other.network(*inputs).sample)
-    assert runs.counts.total() == count + 1
 
 
 def test_graphs_leave_their_memory() -> None:

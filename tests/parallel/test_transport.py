@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
-from lightning_videoscale.parallel import Axis, SequenceMesh, SplitPlan
+from lightning_videoscale.parallel import Axis, CollectiveTransport, SequenceMesh, SplitPlan
 from lightning_videoscale.parallel.transport.peer_watchdog import Awaited, missing_ranks
 from lightning_videoscale.parallel.transport.rendezvous import RendezvousStore
 from lightning_videoscale.parallel.transport.slots import Layout
@@ -312,6 +312,26 @@ def test_what_does_not_fit_is_refused() -> None:
             opened(torch.zeros(4))
 
     on_threads(2, send)
+
+
+def send_twice() -> list[float]:
+    """By collectives, of which a second one would wait for peers that do not come."""
+    transport, mesh = CollectiveTransport(), SequenceMesh.create("cpu", ulysses_size=2)
+    exchange = transport.open(torch.arange(2.0) + 10 * dist.get_rank(), [1, 1], [1, 1], mesh.ulysses)
+    exchange.send(0)
+    with pytest.raises(ValueError, match=r"positions \[0\] of the ulysses axis"):
+        exchange.send(0, 1)
+    with pytest.raises(RuntimeError, match=r"positions \[1\]"):
+        transport.wait(exchange)
+    exchange.send(1)
+    with pytest.raises(ValueError, match=r"positions \[1\] of the ulysses axis"):
+        exchange.send(1)
+    result: list[float] = transport.wait(exchange).tolist()
+    return result
+
+
+def test_collectives_refuse_a_piece_that_was_sent(ranks: Ranks) -> None:
+    assert ranks(2).run(send_twice) == [[0.0, 10.0], [1.0, 11.0]]
 
 
 def test_who_is_missing() -> None:

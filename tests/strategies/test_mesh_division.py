@@ -18,7 +18,8 @@ from lightning_videoscale.cost import BucketBudget, MatrixRow, ShapeMatrix
 from lightning_videoscale.cost.auto_budget import AutoBudget
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.parallel import SplitPlan
-from lightning_videoscale.strategies import SequenceParallelDDPStrategy, mesh_division, mixin
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from lightning_videoscale.strategies.mesh import division, of_run
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from tests.data.clips import write_shards
 from tests.data.training import Witness
@@ -59,7 +60,7 @@ def weights_of(module: RectifiedFlow) -> list[Tensor]:
 def fit_beside_named(kind: str) -> dict[str, Any]:
     """One head on two ranks: no Ulysses group can run."""
     results, said = {}, []
-    with patch.object(mixin, "rank_zero_info", said.append):
+    with patch.object(of_run, "rank_zero_info", said.append):
         for name, sizes in {"chosen": {}, "named": {"ulysses_size": 1, "ring_size": 2}}.items():
             torch.manual_seed(0)
             module, data = RectifiedFlow(num_attention_heads=1), Data()
@@ -131,7 +132,7 @@ def fit_shards(shards: str, sizes: dict[str, Any], budget: Any) -> tuple[str, st
     strategy = SequenceParallelDDPStrategy(modules=["net"], plan=plan, **sizes)
     data = VideoDataModule(shards, budget=budget)
     with ExitStack() as patches:
-        for place in (mixin, mesh_division):
+        for place in (of_run, division):
             patches.enter_context(patch.object(place, "rank_zero_info", said.append))
         try:
             trainer(strategy, accumulate_grad_batches=3, max_steps=1).fit(Flow(), data)
@@ -191,8 +192,8 @@ def test_a_torch_that_cannot_compile_rings_gets_none(monkeypatch: pytest.MonkeyP
     def settings(compile: bool) -> SequenceParallelSettings:
         return SequenceParallelSettings(None, None, None, None, False, compile=compile)
 
-    monkeypatch.setattr(mesh_division, "ring_attention_is_traced", lambda: False)
-    assert mesh_division.objection_to_rings(settings(False)) is None
-    assert "compile" in str(mesh_division.objection_to_rings(settings(True)))
-    monkeypatch.setattr(mesh_division, "ring_attention_is_traced", lambda: True)
-    assert mesh_division.objection_to_rings(settings(True)) is None
+    monkeypatch.setattr(division, "ring_attention_is_traced", lambda: False)
+    assert division.objection_to_rings(settings(False)) is None
+    assert "compile" in str(division.objection_to_rings(settings(True)))
+    monkeypatch.setattr(division, "ring_attention_is_traced", lambda: True)
+    assert division.objection_to_rings(settings(True)) is None

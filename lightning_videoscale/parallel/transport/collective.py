@@ -33,7 +33,13 @@ class CollectiveExchange:
         self._pending: _Pending | None = None
 
     def send(self, *peers: int) -> None:
-        """Starts the collective once nothing is lacking."""
+        """Starts the collective once nothing is lacking.
+
+        Raises:
+            ValueError: If a piece was sent already; nothing is sent then.
+        """
+        if again := sorted(set(peers) - self._lacking):
+            raise ValueError(f"The pieces for the positions {again} of the {self._axis.name} axis were sent.")
         self._lacking.difference_update(peers)
         if not self._lacking:
             self._pending = _started(self._message, *self._sizes, self._axis)
