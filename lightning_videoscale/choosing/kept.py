@@ -54,7 +54,8 @@ class MeasurementFile(Generic[_Key, _Record]):
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("%s cannot be read (%s: %s): %s is measured anew.", self.path, type(error), error, self._what)
+            kind = type(error).__name__
+            _log.warning("%s cannot be read (%s: %s): %s is measured anew.", self.path, kind, error, self._what)
             return {}
 
     def add(self, records: Mapping[_Key, _Record]) -> None:
