@@ -54,7 +54,8 @@ class MeasurementFile(Generic[_Key, _Record]):
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("%s cannot be read (%s: %s): %s is measured anew.", self.path, type(error), error, self._what)
+            kind = type(error).__name__
+            _log.warning("%s cannot be read (%s: %s): %s is measured anew.", self.path, kind, error, self._what)
             return {}
 
     def add(self, records: Mapping[_Key, _Record]) -> None:
@@ -62,11 +63,7 @@ class MeasurementFile(Generic[_Key, _Record]):
         rows = [{"key": list(key), **self.to_row(record)} for key, record in (self.read() | dict(records)).items()]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.path.parent, prefix=self.path.stem, delete=False, encoding="utf-8"
-            ) as file:
-                json.dump({"machine": self._machine, "records": rows}, file, indent=1)
-            os.replace(file.name, self.path)
+            _write_whole(self.path, json.dumps({"machine": self._machine, "records": rows}, indent=1))
         except OSError as error:
             _log.warning("What was measured of %s is not kept for the next run: %s", self._what, error)
 
@@ -78,3 +75,15 @@ def versions_of_torch() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
     }
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Writes a file that others find whole or not at all; what fails leaves nothing behind."""
+    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise

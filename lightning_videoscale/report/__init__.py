@@ -7,7 +7,8 @@
 - `bottlenecks`: what costs the most in some steps.
 - `slowness`, `causes`: how slow a rank is by itself, and what is to blame where ranks wait for each other.
 - `loading`: what the loaders did, and what was left out.
-- `costs`, `findings`, `sections`: from records to what is shown. `judge`: what to do, all advice there is.
+- `costs`, `findings`, `sections`, `data_sections`: from records to what is shown.
+- `judge`: what to do, all advice there is.
 - `charts`, `page` and `templates/`: the page.
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from lightning_videoscale.report import sections
+from lightning_videoscale.report import data_sections, sections
 from lightning_videoscale.report.charts import duration, number, percent, seconds
 from lightning_videoscale.report.findings import Findings
 from lightning_videoscale.report.reading import RunRecords, read_run
@@ -62,8 +62,8 @@ def render(run: RunRecords) -> str:
         throughput=sections.throughput(found),
         balance=sections.balance(found),
         anatomy=sections.anatomy(found),
-        loading=sections.loading(found),
-        left_out=sections.left_out(found),
+        loading=data_sections.loading(found),
+        left_out=data_sections.left_out(found),
         buckets=sections.buckets(found),
         cost=sections.cost(found),
         memory=sections.memory(found),

@@ -18,7 +18,6 @@ from lightning_videoscale.report.charts import (
     line_chart,
     number,
     percent,
-    seconds,
     stacked_bars,
 )
 from lightning_videoscale.report.costs import Kind, buckets_of
@@ -38,8 +37,6 @@ PARTS = {
 }
 _SHOWN_RANKS = 32
 _SHOWN_BUCKETS = 12
-_SHOWN_WORKERS = 16
-_SHOWN_SAMPLES = 20
 
 _WIDTH = 0.3
 """How far lengths are about alike: a third more or less."""
@@ -146,62 +143,6 @@ def anatomy(found: Findings) -> Section | None:
         "rows": [(title, percent(sum(parts[part]) / total), f"part-{part}") for part, title in names.items()],
         "hidden": found.ranks - len(shown),
     }
-
-
-def loading(found: Findings) -> Section | None:
-    """What the workers of the loaders did, the busiest first."""
-    if found.loading is None:
-        return None
-    workers = sorted(found.loading.workers, key=lambda worker: -worker.busy)
-    rows = [
-        (
-            f"rank {each.rank}" + ("" if each.worker is None else f", worker {each.worker}"),
-            f"{each.samples:,.0f}",
-            _span(each.reading),
-            _span(each.decoding),
-            None if each.worker is None else _span(each.waiting),
-            None if each.worker is None else percent(each.busy),
-        )
-        for each in workers
-    ]
-    return {
-        "rows": rows[:_SHOWN_WORKERS],
-        "more": rows[_SHOWN_WORKERS:],
-        "in_process": any(each.worker is None for each in workers),
-        "reading": percent(found.loading.reading),
-        "waiting": percent(found.share_of("data")) if found.windows else None,
-    }
-
-
-def _span(value: float) -> str:
-    return seconds(value) if 0 < value < 1 else duration(value)
-
-
-def left_out(found: Findings) -> Section | None:
-    """What of the shards was not trained on, and why."""
-    records = found.run.of("samples")
-    if not records and found.loading is None:
-        return None
-    samples: dict[str, Any] = (
-        records[-1] if records else {"indexed": 0, "refused": 0, "too_small": 0, "without_caption": 0}
-    )
-    named = found.loading.left_out if found.loading is not None else []
-    times = found.loading.times_left_out if found.loading is not None else 0
-    counted = [
-        (samples["refused"], "refused when the shards were indexed", "member"),
-        (samples["too_small"], "too small: below one patch of the model", "sample"),
-        (times, "left out while training, counted every time", "sample"),
-        (samples["without_caption"], "trained with an empty text for want of a caption", "sample"),
-    ]
-    return {
-        "indexed": samples["indexed"],
-        "refused": samples["refused"],
-        "counts": [(f"{count:,} {what}{'s' * (count != 1)}", how) for count, how, what in counted if count],
-        "rows": [(f"{shard}: {member}" if member else shard, reason) for shard, member, reason in
-                 samples.get("first_refused", [])],
-        "named": named[:_SHOWN_SAMPLES],
-        "more_named": len(named) - len(named[:_SHOWN_SAMPLES]),
-    }  # fmt: skip
 
 
 def buckets(found: Findings) -> Section | None:

@@ -53,9 +53,20 @@ def test_a_file_that_cannot_be_read_is_measured_anew(
     file.path.write_text(text)
     with caplog.at_level(logging.WARNING):
         assert file.read() == {}
-    assert str(file.path) in caplog.text
+    assert str(file.path) in caplog.text and "<class" not in caplog.text
     file.add({key(4096): record(sdpa=1.0)})
     assert file.read() == {key(4096): record(sdpa=1.0)}
+
+
+def test_a_file_that_cannot_be_written_is_said_and_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = RecordFile("cpu", tmp_path)
+    file.path.mkdir()  # which no file can replace
+    with caplog.at_level(logging.WARNING):
+        file.add({key(4096): record(sdpa=1.0)})
+    assert "is not kept for the next run" in caplog.text
+    assert list(tmp_path.iterdir()) == [file.path]
 
 
 def test_files_of_other_versions_are_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

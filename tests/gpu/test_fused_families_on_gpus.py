@@ -35,7 +35,7 @@ CASES = FIRST + OTHERS
 BACKENDS: list[BackendName] = ["reference", "triton", "cuda"]
 HEAD_DIMS = {"ltx2": 32, "mochi": 16, "wan": 16, "wan_vace": 16, "chronoedit": 16, "skyreels_v2": 16, "wan_animate": 16}
 """Of the families whose models on CPUs have heads that are too small for CUDA kernels."""
-BATCHES = 6
+BATCHES = 16
 TELLING = 0.5
 """The relative error of gradients up to which it says something that another one is as large."""
 

@@ -33,7 +33,6 @@ LossNormalization = Literal["step", "epoch"]
 
 _ARRANGE = 4
 
-
 _COUNTS = ("micro_batches", "dp_size", "shard_window")
 _SHARES = ("min_diversity",)
 _WORDS = {"balance": Balance, "loss_weighting": LossUnit, "loss_normalization": LossNormalization}
