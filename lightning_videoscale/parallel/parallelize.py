@@ -152,8 +152,8 @@ def _schedules_for(
     why = None
     if schedules.schedule != "serial" and mesh.ulysses.size == 1:
         why = f"has nothing to do: {mesh} exchanges no heads."
-    elif schedules.schedule == "auto" and (len(plan.schedules) == 1 or isinstance(plan.attention, Mapping)):
-        why = f"is 'serial' for {type(model).__name__}, whose attention asks for no other schedule call by call."
+    elif schedules.schedule == "auto" and len(plan.schedules) == 1:
+        why = f"is 'serial' for {type(model).__name__}, whose split plan has no other schedule."
     if why is None:
         return schedules
     if dist.get_rank() == 0:

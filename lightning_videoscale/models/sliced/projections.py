@@ -38,7 +38,9 @@ class Arrived(NamedTuple):
         }
 
 
-def project(attn: Any, group: Group, described: Streams, arguments: Mapping[str, Any], place: Place) -> Arrived:
+def project(
+    attn: Any, group: Group, described: Streams, arguments: Mapping[str, Any], place: Place, *, by_slices: bool
+) -> Arrived:
     """Projects a group's tokens and exchanges them.
 
     Args:
@@ -47,6 +49,7 @@ def project(attn: Any, group: Group, described: Streams, arguments: Mapping[str,
         described: All of them.
         arguments: What it was called with.
         place: Where tokens and heads are.
+        by_slices: As for `project_heads`.
     """
     x = group.tokens(described, arguments)
     norm, projection = None, group.projection
@@ -54,7 +57,8 @@ def project(attn: Any, group: Group, described: Streams, arguments: Mapping[str,
         tables = None if projection.rotary is None else arguments.get(projection.rotary)
         norm = norm_across(attn, projection, tables, group.streams[0], place, x)
     linears = _linears(attn, projection.linears, x)
-    return Arrived(project_heads(x, linears, norm, place.ulysses(group.streams), place.heads), norm)
+    ulysses = place.ulysses(group.streams)
+    return Arrived(project_heads(x, linears, norm, ulysses, place.heads, by_slices=by_slices), norm)
 
 
 def _linears(attn: Any, names: Sequence[str | None], x: Tensor) -> list[Linear | Tensor]:

@@ -1,4 +1,4 @@
-"""Wan's self-attention whose messages are slices of its projections; see `parallel.schedules.sliced`."""
+"""Wan's self-attention whose messages are slices of its projections; see `parallel.schedules`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def attend_sliced(
     context: SequenceContext,
     choices: AttentionChoices,
     *,
+    by_slices: bool,
     detach_bias: bool,
 ) -> Tensor:
     """What `attend` computes in self-attention, with the exchanges inside the projections.
@@ -38,6 +39,7 @@ def attend_sliced(
         rotary_emb: Of these tokens' positions, or None.
         context: The group, of two Ulysses ranks or more, and the split tables.
         choices: What chooses the kernel of attention.
+        by_slices: Whether messages are slices of matrix products and of attention, or leave one projection at a time.
         detach_bias: Leaves the gradient of the output projection's bias to the caller.
 
     Returns:
@@ -50,7 +52,7 @@ def attend_sliced(
         mesh.ulysses, assign_heads(mesh.ulysses.rank, of_group, of_group, heads, heads), context.transport
     )
     norm = _norm(attn, hidden_states, rotary_emb, context, ulysses, sum(lengths[:start]), sum(of_group))
-    parts = project_heads(hidden_states, _projections(attn, hidden_states), norm, ulysses, heads)
+    parts = project_heads(hidden_states, _projections(attn, hidden_states), norm, ulysses, heads, by_slices=by_slices)
     query, key = parts.query, parts.key
     assert parts.before_norm is not None
     again = partial(norm_again, parts.before_norm, hidden_states.shape[0], norm)
@@ -59,12 +61,12 @@ def attend_sliced(
     linear = _plain(projection, detach_bias=detach_bias) if plain else None
     scale = query.shape[3] ** -0.5
     with recomputed((query, key), again, recompute=getattr(attn, "recompute_norms", False)):
-        if mesh.ring.size == 1:
+        if mesh.ring.size == 1 and by_slices:
             output = attend_and_project(query, key, parts.value, linear, ulysses, choices, scale)
         else:
             one = ulysses.heads.repeats
             out = attend_heads(query, key, parts.value, mesh, lengths, one, context.transport, scale, choices)
-            output = project_output(out, linear, ulysses)
+            output = project_output(out, linear, ulysses, by_slices=by_slices)
     if detach_bias and plain:  # there is no dropout then, either
         return output
     dropped: Tensor = dropout(output if plain else projection(output))

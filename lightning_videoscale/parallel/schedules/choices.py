@@ -25,7 +25,8 @@ from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.schedules import ScheduleName, ScheduleSetting
 from lightning_videoscale.parallel.schedules.records import ScheduleFile, ScheduleRecord
 from lightning_videoscale.parallel.schedules.table import LayerShape, Place, ScheduleKey, ScheduleTable, schedules_of
-from lightning_videoscale.parallel.schedules.trial import Alone, Group, TrialLayer, time_in_turns
+from lightning_videoscale.parallel.schedules.trial import Alone, time_in_turns
+from lightning_videoscale.parallel.schedules.trial_layer import Group, TrialLayer
 from lightning_videoscale.parallel.transport import Transport
 
 _SECONDS_OF_KEY = 2.0
