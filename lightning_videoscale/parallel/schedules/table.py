@@ -120,8 +120,8 @@ class ScheduleKey(NamedTuple):
         """Returns that of a layer at a place."""
         apart = length_class(shape.apart) if shape.apart else _NONE
         classes = length_class(shape.batch), length_class(shape.tokens), apart
-        numbers = shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.across_heads, shape.is_projected
-        return cls(*place, shape.dtype, *numbers, *classes)
+        numbers = shape.width, shape.heads, shape.kv_heads, shape.head_dim
+        return cls(*place, shape.dtype, *numbers, shape.across_heads, shape.is_projected, *classes)
 
     @property
     def samples(self) -> int:
