@@ -141,7 +141,7 @@ class SplitRecord:
             return found
         raise ValueError(
             f"The rotary table of shape {tuple(sliced.shape)} is not one that this forward pass has split, so that of "
-            "all tokens is not known, which schedule='sliced' rotates by. Use schedule='serial'."
+            "all tokens is not known, which only schedule='serial' can do without. Use schedule='serial'."
         )
 
     @property

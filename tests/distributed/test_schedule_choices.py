@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -28,6 +28,7 @@ from lightning_videoscale.parallel.schedules.records import ScheduleFile, Schedu
 from lightning_videoscale.parallel.schedules.table import LayerShape, Place, ScheduleKey
 from lightning_videoscale.parallel.schedules.trial_layer import Group, TrialLayer
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from tests.distributed import trial_clock
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
@@ -42,21 +43,8 @@ def place(size: int = 2) -> Place:
 
 
 def clock_of(*trials: tuple[float, float]) -> Callable[[], float]:
-    """The time on a rank on which passes take so many seconds, (serial, sliced), in one trial after the other.
-
-    "overlap" takes as long as "serial".
-
-    A trial asks for the time when it begins and before its turns, before and after each turn, and when it ends. There
-    are a round before and nine rounds, of which every second one is the other way round.
-    """
-
-    def of_trial(serial: float, sliced: float) -> list[float]:
-        there = serial, serial, sliced
-        turns = [*there, *chain.from_iterable([there, there[::-1]] * 4), *there]
-        return [0.0, 0.0, *chain.from_iterable((0.0, turn) for turn in turns), 0.0]
-
-    times: Iterator[float] = accumulate(chain.from_iterable(of_trial(*trial) for trial in trials))
-    return lambda: next(times)
+    """As `trial_clock.clock_of`, of (serial, sliced); "overlap" takes as long as "serial"."""
+    return trial_clock.clock_of(*((serial, serial, sliced) for serial, sliced in trials))
 
 
 def prepared(mesh: SequenceMesh, *args: Any, **kwargs: Any) -> ScheduleChoices:

@@ -10,6 +10,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.compat.diffusers import own_attention_backend
@@ -78,10 +79,6 @@ def _objection(attn: Any, described: Streams) -> str | None:
     for projection in described.values():
         if projection.across_heads and (change := changed_norm(attn, projection)) is not None:
             return f"{change}, and only 'serial' calls norms over all heads"
-        if projection.packed:
-            return f"{projection.linears[0]} makes other channels beside query, key and value"
-        if None in projection.linears:
-            return "its keys are of another stream than its queries"
     if getattr(attn, "residual_connection", False) or getattr(attn, "rescale_output_factor", 1) != 1:
         return "it adds its input to its output, or scales that"
     widths = {getattr(getattr(attn, str(name)), "out_features", None) for p in described.values() for name in p.linears}
@@ -212,7 +209,8 @@ def _forward(layer: _Layer, serial: Callable[..., Any]) -> Callable[..., Any]:
 
     @only_redirects
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not layer.is_method:  # of which all ranks know
+        chooses = layer.place.context.schedule == "auto"
+        if not layer.is_method or (chooses and torch.compiler.is_compiling()):  # of the first, all ranks know
             return serial(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs).arguments
         arguments = dict(list(bound.items())[1:])

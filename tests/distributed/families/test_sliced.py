@@ -31,6 +31,14 @@ DRAWS = 2
 UNSLICED = ("flux2", "ltx2", "helios", "motif_video", "own_model")
 """One layer makes more than queries, keys and values; keys of another stream; and what has no description."""
 
+REASONS = {
+    "flux2": "single blocks",
+    "ltx2": "ask each other",
+    "helios": "the history",
+    "motif_video": "text and video in one argument",
+    "own_model": "('serial',)",
+}
+
 SLICED = [name for name in FAMILIES if name not in UNSLICED]
 
 
@@ -87,7 +95,9 @@ def test_a_family_is_exact_in_random_settings(ranks: Ranks, family: str, mesh: t
 def test_the_others_say_so(ranks: Ranks) -> None:
     for found in ranks(2).run(refusals):
         assert found.keys() == {*UNSLICED}
-        assert all("schedule='sliced' is not known" in message for message in found.values())
+        assert all(message.startswith("schedule='sliced' cannot run ") for message in found.values())
+        for family, reason in REASONS.items():
+            assert reason in found[family] and found[family].endswith("Use schedule='serial'.")
 
 
 def refusals() -> dict[str, str]:
