@@ -12,6 +12,7 @@ from tests.gpu.recording import Recording
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share-gpu", action="store_true", help="several ranks on one GPU, by gloo, where a test can")
     parser.addoption("--record", metavar="COMMIT", help="write last_result.json: what passed at this commit (or HEAD)")
 
 
@@ -37,5 +38,21 @@ def gpu_ranks() -> Iterator[Callable[[int], ProcessPool]]:
         return pools.setdefault(size, ProcessPool(size, "nccl", timeout=300.0))
 
     yield get
+    for pool in pools.values():
+        pool.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks_on_gpus(
+    request: pytest.FixtureRequest, gpu_ranks: Callable[[int], ProcessPool]
+) -> Iterator[Callable[[int], ProcessPool]]:
+    """As `gpu_ranks`; with ``--share-gpu`` all processes are on one GPU, joined by gloo."""
+    if not request.config.getoption("--share-gpu"):
+        yield gpu_ranks
+        return
+    pools: dict[int, ProcessPool] = {}
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    yield lambda size: pools.setdefault(size, ProcessPool(size, "gloo", timeout=300.0, share_gpu=True))
     for pool in pools.values():
         pool.stop()
