@@ -10,8 +10,8 @@ Parts, in bf16, forward and backward:
   many tokens and heads as a rank has after the exchange.
 
 "overlap" is, in forward, the schedule that others have (VeOmni's async Ulysses): each projection's exchange runs beside
-the next projection. Its backward is that of "sliced" but for the output's product. Variants take turns; ratios are taken
-round by round, and "alone, again" shows their spread.
+the next projection. Its backward is that of "sliced" but for the output's product. Variants take turns; ratios are
+taken round by round, and "alone, again" shows their spread.
 
 "auto" is the layer under the schedule that the package chooses for it, by a trial of its own. Forward and backward
 together, it may take 2 % longer than the best schedule, and the spread. Else the command fails.
