@@ -32,7 +32,7 @@ def unknown_argument(arguments: Mapping[str, Any], described: Streams, rule: Att
         for name, value in arguments.items()
         if name not in known and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
     ]
-    return f"no split plan says whose tokens its argument {others[0]!r} has. Use schedule='serial'." if others else None
+    return f"its split plan does not say whose tokens its argument {others[0]!r} has" if others else None
 
 
 def uneven_mask(arguments: Mapping[str, Any], rule: Attention, *, by_values: bool) -> str | None:

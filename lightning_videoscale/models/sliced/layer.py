@@ -156,9 +156,9 @@ class _Layer:
             if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != mine:
                 shape = tuple(x.shape) if isinstance(x, Tensor) else x
                 return f"its {name} is {shape}, and this rank has {mine} tokens of {', '.join(streams)}."
-        unknown = unknown_argument(arguments, self.described, self.rule)
-        by_values = context.on_exchange is not None
-        return unknown or uneven_mask(arguments, self.rule, by_values=by_values)
+        if (unknown := unknown_argument(arguments, self.described, self.rule)) is not None:
+            return f"{unknown}. Use schedule='serial'."
+        return uneven_mask(arguments, self.rule, by_values=context.on_exchange is not None)
 
     def run(self, attn: nn.Module, arguments: dict[str, Any], *, by_slices: bool) -> Any:
         """Attends over the tokens of all ranks."""
@@ -188,10 +188,12 @@ class _Layer:
             attended = run(**whole)
         attend.check_calls(type(attn).__name__)
         home = None if attend.arriving is None else attend.arriving()
-        check = context.on_exchange is not None or not self.checked
-        self.checked[:] = [True]
+        check = home is not None and (context.on_exchange is not None or not self.checked)
         settings = {"by_slices": by_slices, "detach_bias": detach_bias, "check": check}
-        return outputs(attn, attended, self.described, place, home, **settings)
+        found = outputs(attn, attended, self.described, place, home, **settings)
+        if check:
+            self.checked[:] = [True]
+        return found
 
 
 def _again(attn: Any, arrived: Arrived, batch: int) -> Any:

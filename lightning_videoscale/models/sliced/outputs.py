@@ -58,7 +58,7 @@ def outputs(
         joined = place.by_rank([parts[stream] for stream in streams], streams)
         here = _joined([mine[stream] for stream in streams]) if mine else None
         heads, ulysses = joined.unflatten(2, (len(place.mine), -1)).transpose(1, 2), place.ulysses(streams)
-        if here is not None and check:
+        if check and here is not None:
             _check_same(heads.detach(), here, ulysses)
         layers, linear = _layers(module, detach_bias=detach)
         y = project_output(heads, linear, ulysses, here, by_slices=by_slices)

@@ -15,7 +15,7 @@ from lightning_videoscale.compat.diffusers import HearsOfBackends, own_attention
 from lightning_videoscale.injection.fused_block import fused_block_of
 from lightning_videoscale.models.wan.attention import Rotary, attend
 from lightning_videoscale.models.wan.fused_attention import FUSED_ATTENTION, changed_attention, foreign
-from lightning_videoscale.models.wan.sliced_attention import attend_sliced
+from lightning_videoscale.models.wan.sliced_attention import OF_SELF, attend_sliced
 from lightning_videoscale.parallel import (
     Projection,
     SequenceContext,
@@ -114,7 +114,7 @@ def split_plan(model: nn.Module) -> SplitPlan:
 
 def projections(_: nn.Module) -> Mapping[str, Mapping[str, Projection]]:
     """Those of a Wan's self-attention, which its kin have, too."""
-    return {"blocks.*.attn1": {"video": Projection(across_heads=True, rotary="rotary_emb", layout="bshd")}}
+    return {"blocks.*.attn1": {"video": OF_SELF}}
 
 
 def split_attention(model: nn.Module, context: SequenceContext, paths: Sequence[str]) -> Undo:

@@ -116,7 +116,8 @@ class ScheduleChoices:
     def prepare(self, mesh: SequenceMesh, transport: Transport, attention: AttentionChoices) -> None:
         """Says by what layers exchange, and reads what earlier runs have measured; collective over all ranks.
 
-        Does nothing for a schedule by name, and the second time for the same mesh and transport.
+        Does nothing for a schedule by name. The second time for the same mesh and transport, as for a second network,
+        it only asks what stands against schedules.
 
         Args:
             mesh: Open and divided.
