@@ -29,8 +29,8 @@ from lightning_videoscale.parallel.schedules.trial import Alone, time_in_turns
 from lightning_videoscale.parallel.schedules.trial_layer import Group, TrialLayer
 from lightning_videoscale.parallel.transport import Transport
 
-_SECONDS_OF_KEY = 2.0
-_SECONDS_OF_RUN = 20.0
+_SECONDS_OF_KEY = 3.0
+_SECONDS_OF_RUN = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class ScheduleChoices:
     def settle(self) -> None:
         """Measures what was asked for since the last time; collective over all ranks, between two steps.
 
-        It takes at most 2 s for a kind of layer, beside what kernels need to compile, and 20 s in a run; what is left
+        It takes at most 3 s for a kind of layer, beside what kernels need to compile, and 30 s in a run; what is left
         then goes by the nearest kind that was measured, or by the prediction. Where a trial fails on one rank, all run
         "serial". Nothing of it is done where all is known.
         """
