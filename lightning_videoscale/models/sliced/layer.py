@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -85,7 +85,7 @@ def _objection(attn: Any, described: Streams) -> str | None:
     return f"its keys have other channels than its queries: {sorted(map(str, widths))}" if len(widths) > 1 else None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Layer:
     """Where an attention is, and what it does.
 
@@ -95,7 +95,7 @@ class _Layer:
         described: Its streams.
         place: Where tokens and heads are.
         own: Its forward before this one.
-        met: What stood against a call of it, which then ran by "serial".
+        met: What stood against a call of it, which then ran by "serial"; None if nothing ever did.
         checked: Whether ranks have compared what they sent with what it returned.
     """
 
@@ -104,8 +104,8 @@ class _Layer:
     described: Streams
     place: Place
     own: Any
-    met: list[str] = field(default_factory=list)
-    checked: list[bool] = field(default_factory=list)
+    met: str | None = None
+    checked: bool = False
 
     @property
     def is_method(self) -> bool:
@@ -114,7 +114,7 @@ class _Layer:
 
     def watched(self, attn: nn.Module) -> str | None:
         """Why the attention can only run by "serial", as far as this rank knows; None if it can run by others."""
-        reason = self.met[0] if self.met else _objection(attn, self.described)
+        reason = self.met or _objection(attn, self.described)
         if not self.is_method:
             reason = "its forward was replaced by a function that does not take the module"
         return None if reason is None else f"{self.path}: {reason}"
@@ -125,7 +125,7 @@ class _Layer:
         if context.schedule != "auto":
             return context.schedule
         if (unknown := unknown_argument(arguments, self.described, self.rule)) is not None:
-            self.met[:] = [unknown]
+            self.met = unknown
             return "serial"
         groups = groups_of(self.described)
         tokens = [sum(context.lengths(group.streams)) for group in groups]
@@ -192,7 +192,7 @@ class _Layer:
         settings = {"by_slices": by_slices, "detach_bias": detach_bias, "check": check}
         found = outputs(attn, attended, self.described, place, home, **settings)
         if check:
-            self.checked[:] = [True]
+            self.checked = True
         return found
 
 

@@ -15,7 +15,7 @@ from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
 from tests.distributed.families.harness import Case, lifted_casts, run
 from tests.distributed.families.test_parity import FAMILIES, LENGTHS
-from tests.distributed.families.test_sliced import Doubling, OwnProcessor, with_a_third_stream
+from tests.distributed.families.test_sliced import Doubling, OwnProcessor, prepare, with_a_third_stream
 from tests.distributed.pool import ProcessPool
 from tests.distributed.trial_clock import clock_of
 from tests.models import gradient_error
@@ -44,10 +44,12 @@ def clock(fastest: ScheduleName) -> Callable[[], float]:
     return clock_of(*[(serial, overlap, sliced)] * 4)
 
 
-def auto(family: str, fastest: ScheduleName, checkpointing: bool, folder: Path) -> dict[str, Any]:
+def auto(family: str, fastest: ScheduleName, habit: str, folder: Path) -> dict[str, Any]:
     """Two passes of a model with a settling between them, the second of which is compared with one device."""
-    case = Case(family, settings=LENGTHS[0], checkpointing=checkpointing)
+    case = Case(family, settings=LENGTHS[0], checkpointing=habit == "checkpointed")
     whole, split = FAMILIES[family].model(case), FAMILIES[family].model(case)
+    for model in (whole, split):
+        prepare(model, habit)
     inputs, transport, lines = FAMILIES[family].inputs(case, 0), Counting(), list[str]()
     schedules = ScheduleChoices(folder=folder, clock=clock(fastest), log=lines.append)
     with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh, lifted_casts():
@@ -79,19 +81,19 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "fastest", "checkpointing"),
+    ("family", "fastest", "habit"),
     [
-        ("hunyuan_video", "sliced", True),
-        ("flux", "overlap", True),
-        ("flux", "serial", False),
-        ("cogvideox", "sliced", False),
-        ("ltx", "sliced", True),
+        ("hunyuan_video", "sliced", "checkpointed"),
+        ("flux", "overlap", "projections fused"),
+        ("flux", "serial", "plain"),
+        ("cogvideox", "sliced", "hooks on one rank"),
+        ("ltx", "sliced", "lora"),
     ],
 )
 def test_ranks_choose_alike_and_compute_what_one_device_does(
-    ranks: Ranks, tmp_path: Path, family: str, fastest: ScheduleName, checkpointing: bool
+    ranks: Ranks, tmp_path: Path, family: str, fastest: ScheduleName, habit: str
 ) -> None:
-    first, *others = ranks(2 if family != "ltx" else 3).run(auto, family, fastest, checkpointing, tmp_path)
+    first, *others = ranks(2 if family != "ltx" else 3).run(auto, family, fastest, habit, tmp_path)
     for found in (first, *others):
         assert found["before"] == ({"serial"}, 0)
         assert found["chosen"] == [fastest] * KINDS[family]
