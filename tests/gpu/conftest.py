@@ -28,21 +28,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def gpu_ranks() -> Iterator[Callable[[int], ProcessPool]]:
-    """`gpu_ranks(4)` is a pool of four processes on four GPUs; skips the test where there are fewer."""
-    pools: dict[int, ProcessPool] = {}
-
-    def get(size: int) -> ProcessPool:
-        if torch.cuda.device_count() < size:
-            pytest.skip(f"needs {size} GPUs")
-        return pools.setdefault(size, ProcessPool(size, "nccl", timeout=300.0))
-
-    yield get
-    for pool in pools.values():
-        pool.stop()
-
-
-@pytest.fixture(scope="session")
 def ranks_on_gpus(
     request: pytest.FixtureRequest, gpu_ranks: Callable[[int], ProcessPool]
 ) -> Iterator[Callable[[int], ProcessPool]]:
@@ -54,5 +39,20 @@ def ranks_on_gpus(
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     yield lambda size: pools.setdefault(size, ProcessPool(size, "gloo", timeout=300.0, share_gpu=True))
+    for pool in pools.values():
+        pool.stop()
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks() -> Iterator[Callable[[int], ProcessPool]]:
+    """`gpu_ranks(4)` is a pool of four processes on four GPUs; skips the test where there are fewer."""
+    pools: dict[int, ProcessPool] = {}
+
+    def get(size: int) -> ProcessPool:
+        if torch.cuda.device_count() < size:
+            pytest.skip(f"needs {size} GPUs")
+        return pools.setdefault(size, ProcessPool(size, "nccl", timeout=300.0))
+
+    yield get
     for pool in pools.values():
         pool.stop()
