@@ -29,3 +29,8 @@ def test_the_outermost_networks_with_a_plan_are_found() -> None:
     assert list(find_planned_modules(module)) == ["nets.student"]
     assert find_planned_modules(nn.Linear(2, 2)) == {}
     assert {"HunyuanVideoTransformer3DModel", "WanTransformer3DModel"} < set(known_models())
+
+
+def test_a_plan_by_paths_says_how_other_schedules_run() -> None:
+    with pytest.raises(ValueError, match="needs sliced="):
+        SplitPlan({}, {}, {}, {"attn": Attention()}, schedules=("serial", "sliced"))
