@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import nn
 
-from lightning_videoscale.parallel import Split, find_plan, find_planned_modules
+from lightning_videoscale.parallel import Attention, Split, SplitPlan, find_plan, find_planned_modules
 from lightning_videoscale.parallel.plan import known_models
 from tests.models import tiny_wan
 
