@@ -82,6 +82,7 @@ def _split_plan(model: nn.Module) -> SplitPlan:
         outputs={},
         gathers={"proj_out": {0: Split(1)}},
         attention=joint_attention(model),
+        only_serial="one layer of its single blocks makes queries, keys, values and what the feed-forward takes",
     )
 
 

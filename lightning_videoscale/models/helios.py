@@ -48,6 +48,7 @@ def _split_plan(_: nn.Module) -> SplitPlan:
         outputs={},
         gathers={"blocks.-1": {0: tokens}},
         attention={"blocks.*.attn1": Attention(_ALL)},
+        only_serial="its attention takes the history and the video in one argument, whose streams are not described",
     )
 
 

@@ -57,6 +57,7 @@ def _split_plan(model: Any) -> SplitPlan:
         outputs={"rope": {0: Split(0), 1: Split(0)}},
         gathers={"proj_out": {0: Split(1)}},
         attention=attention,
+        only_serial="its attention takes text and video in one argument, whose streams are not described",
     )
 
 

@@ -131,19 +131,6 @@ class SplitRecord:
                 return whole
         return None
 
-    def whole(self, sliced: Tensor) -> Tensor:
-        """As `find_whole`.
-
-        Raises:
-            ValueError: If it is none of those that this forward pass has split.
-        """
-        if (found := self.find_whole(sliced)) is not None:
-            return found
-        raise ValueError(
-            f"The rotary table of shape {tuple(sliced.shape)} is not one that this forward pass has split, so that of "
-            "all tokens is not known, which schedule='sliced' rotates by. Use schedule='serial'."
-        )
-
     @property
     def local_lengths(self) -> set[int]:
         """Tokens that this rank has of any streams together."""

@@ -71,8 +71,8 @@ def parallelize(
         verify_plan: Whether to verify the plan, unless it is `SplitPlan.exact`.
         attention_backend: Which kernel computes attention: one by name, or ``"auto"``, which is torch's own pick until
             `AttentionChoices` has measured. To have it measure, make one and call its ``settle`` between steps.
-        schedule: In which order projections and exchanges run: ``"serial"``, or ``"sliced"``, which hides exchanges
-            behind the projections where the plan has it; see `parallel.schedules`. ``"auto"`` goes by what earlier runs
+        schedule: In which order projections and exchanges run: ``"serial"``, or ``"overlap"`` or ``"sliced"``, which
+            hide exchanges where the plan has them; see `parallel.schedules`. ``"auto"`` goes by what earlier runs
             have measured, or by a prediction. To have it measure, make a `ScheduleChoices` and call its ``settle``
             between steps. Then all ranks of the job must call this.
         tokens: Of the longest sequences, by which a mesh is divided; 32 760 if left out.
@@ -94,7 +94,7 @@ def parallelize(
     network, undo = _install(model, plan, mesh, transport, choices, schedules)
     schedules.prepare(mesh, network.context.transport, choices)
     if dist.get_rank() == 0:
-        for line in _costs(model, plan):
+        for line in _costs(model, plan, schedules.schedule):
             log(f"{network.name} on slices of its sequence: {line}")
     if not plan.splits_anything:
         return undo
@@ -152,8 +152,9 @@ def _schedules_for(
     why = None
     if schedules.schedule != "serial" and mesh.ulysses.size == 1:
         why = f"has nothing to do: {mesh} exchanges no heads."
-    elif schedules.schedule == "auto" and (len(plan.schedules) == 1 or isinstance(plan.attention, Mapping)):
-        why = f"is 'serial' for {type(model).__name__}, whose attention asks for no other schedule call by call."
+    elif schedules.schedule == "auto" and len(plan.schedules) == 1:
+        reason = plan.only_serial or "its split plan has no other schedule"
+        why = f"is 'serial' for {type(model).__name__}: {reason}."
     if why is None:
         return schedules
     if dist.get_rank() == 0:
@@ -173,7 +174,7 @@ def _plan_for(model: nn.Module, plan: SplitPlan | None) -> SplitPlan:
     return plan
 
 
-def _costs(model: nn.Module, plan: SplitPlan) -> list[str]:
+def _costs(model: nn.Module, plan: SplitPlan, schedule: ScheduleSetting) -> list[str]:
     """What takes time beyond a rank's share of the work, with how many modules do."""
 
     def counted(patterns: Iterable[str]) -> str:
@@ -181,7 +182,7 @@ def _costs(model: nn.Module, plan: SplitPlan) -> list[str]:
         return f"{sum(counts.values())} modules ({', '.join(f'{n} {pattern}' for pattern, n in counts.items())})"
 
     lines = []
-    if isinstance(plan.attention, Mapping) and plan.attention:
+    if schedule == "serial" and isinstance(plan.attention, Mapping) and plan.attention:
         lines.append(
             f"attention of {counted(plan.attention)} is redirected and exchanges serially, so that computation waits "
             "for its messages."
@@ -203,8 +204,8 @@ def _install(
     schedules = schedules or ScheduleChoices("serial")
     if schedules.schedule not in ("auto", *plan.schedules):
         raise ValueError(
-            f"schedule={schedules.schedule!r} is not known for {type(model).__name__}, whose split plan has "
-            f"{plan.schedules}."
+            f"schedule={schedules.schedule!r} cannot run {type(model).__name__}: "
+            f"{plan.only_serial or f'its split plan has {plan.schedules}'}. Use schedule='serial'."
         )
     context = SequenceContext(mesh, transport, plan.short_streams, choices, schedules)
     agreement = Agreement(context.mesh, context.transport)

@@ -163,7 +163,11 @@ class SplitPlan:
             model is first called.
         schedules: By which its attention can run. All but ``"serial"`` need ``attention`` to be a function, or
             ``sliced``.
-        sliced: Makes its attention exchange by ``schedule="sliced"``, where ``attention`` is a mapping.
+        sliced: Makes its attention exchange by the schedule of the context, where ``attention`` is a mapping.
+        only_serial: Why no other schedule than ``"serial"`` can run it, for messages.
+
+    Raises:
+        ValueError: If ``attention`` is a mapping and ``sliced`` does not make it run by other schedules.
     """
 
     inputs: Mapping[str, Mapping[str, Rule]]
@@ -176,6 +180,11 @@ class SplitPlan:
     exact: bool = False
     schedules: tuple[ScheduleName, ...] = ("serial",)
     sliced: AttentionChange | None = None
+    only_serial: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.attention, Mapping) and self.sliced is None and self.schedules != ("serial",):
+            raise ValueError(f"A split plan with schedules={self.schedules} and a mapping for attention needs sliced=.")
 
     @property
     def splits_anything(self) -> bool:

@@ -51,7 +51,7 @@ def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceConte
     """
     if not isinstance(plan.attention, Mapping):
         return plan.attention(model, context)
-    if context.schedule == "sliced" and plan.sliced is not None:
+    if context.schedule != "serial" and plan.sliced is not None:
         return plan.sliced(model, context)
     undo = Undo()
     for pattern, rule in plan.attention.items():
@@ -62,8 +62,7 @@ def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceConte
             context.attention[path] = module
             if rule.in_one_call is not None:
                 undo.add(rule.in_one_call(module))
-            place = AttentionPlace(path, rule, context, says_where_it_attends(module))
-            forward = _exchanging_forward(module.forward, place)
+            forward = exchanging_forward(module, path, rule, context)
             undo.set(module, "forward", MethodType(forward, module))  # a copy of the module has it for its own
     return undo
 
@@ -85,8 +84,11 @@ class AttentionPlace:
     is_marked: bool
 
 
-def _exchanging_forward(original: Callable[..., Any], place: AttentionPlace) -> Callable[..., Any]:
+def exchanging_forward(module: nn.Module, path: str, rule: Attention, context: SequenceContext) -> Callable[..., Any]:
+    """Returns what runs a module's forward as it is now, and exchanges where that attends; it takes the module."""
+    original: Any = module.forward
     unbound = original.__func__ if isinstance(original, MethodType) else None
+    place = AttentionPlace(path, rule, context, says_where_it_attends(module))
 
     @only_redirects
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

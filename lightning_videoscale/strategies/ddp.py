@@ -48,7 +48,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         compile: Compile every transformer block: True, or keyword arguments of ``torch.compile``.
         transport: How Ulysses exchanges run: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (pushed by the GPUs'
             copy engines, within a host).
-        schedule: When they run: ``"serial"``, after the projections; ``"sliced"``, piece by piece beside them, which
+        schedule: When they run: ``"serial"``, after the projections; ``"overlap"`` or ``"sliced"``, beside them, which
             most families can; ``"auto"``, whichever was measured to be faster for a layer of its kind. See
             docs/schedules.md.
         sp_size: Ranks that work on one batch together, ``ulysses_size * ring_size``. Left out: their product where it

@@ -28,6 +28,9 @@ import torch.multiprocessing as mp
 
 _MOST_THREADS = 64
 
+SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""Set where ranks share a GPU; torch's symmetric memory asks for it."""
+
 
 class ProcessPool:
     """See the module's docstring.
@@ -36,11 +39,14 @@ class ProcessPool:
         size: Number of ranks.
         backend: ``"gloo"``, or ``"nccl"`` with a GPU for each rank.
         timeout: Seconds that one `run` may take.
+        share_gpu: Whether all ranks compute on the first GPU, joined by gloo: NCCL takes a GPU for one rank only.
     """
 
-    def __init__(self, size: int, backend: str = "gloo", timeout: float = 150.0) -> None:
+    def __init__(self, size: int, backend: str = "gloo", timeout: float = 150.0, *, share_gpu: bool = False) -> None:
+        assert backend == "gloo" or not share_gpu
         self.size = size
         self.backend = backend
+        self._device = {"gloo": "cuda:0" if share_gpu else None, "nccl": "cuda:{rank}"}[backend]
         self.timeout = timeout
         self._workers: list[tuple[mp.Process, Connection]] = []
 
@@ -89,20 +95,22 @@ class ProcessPool:
         self._workers = []
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver" if self.backend == "gloo" else "spawn")
-        if self.backend == "gloo":
+        context = mp.get_context("forkserver" if self._device is None else "spawn")
+        if self._device is None:
             context.set_forkserver_preload(["tests.distributed.preloaded"])
         # Ranks meet in a file: of a port that is free now, nobody knows whether it is when the ranks have started.
         meeting = Path(tempfile.mkdtemp(prefix="ranks-")) / "store"
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self.size, meeting, self.backend, theirs), daemon=True)
+            device = None if self._device is None else self._device.format(rank=rank)
+            arguments = rank, self.size, meeting, self.backend, device, theirs
+            process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
 
 
-def _work(rank: int, size: int, meeting: Path, backend: str, pipe: Connection) -> None:
+def _work(rank: int, size: int, meeting: Path, backend: str, device: str | None, pipe: Connection) -> None:
     # What torchrun would set, so that a Trainer in the worker finds its place.
     os.environ |= {
         "RANK": str(rank),
@@ -115,16 +123,17 @@ def _work(rank: int, size: int, meeting: Path, backend: str, pipe: Connection) -
         "TORCHELASTIC_RUN_ID": "tests",
     }
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
+        if backend == "gloo":
+            os.environ[SHARED] = "1"
     dist.init_process_group(
         backend,
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=60),
-        device_id=device,
+        device_id=torch.device(device) if device is not None and backend == "nccl" else None,
     )
     while True:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -26,8 +26,9 @@ from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
 from lightning_videoscale.parallel.schedules.records import ScheduleFile, ScheduleRecord
 from lightning_videoscale.parallel.schedules.table import LayerShape, Place, ScheduleKey
-from lightning_videoscale.parallel.schedules.trial import Group, TrialLayer
+from lightning_videoscale.parallel.schedules.trial_layer import Group, TrialLayer
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from tests.distributed import trial_clock
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
@@ -42,18 +43,8 @@ def place(size: int = 2) -> Place:
 
 
 def clock_of(*trials: tuple[float, float]) -> Callable[[], float]:
-    """The time on a rank on which passes take so many seconds, (serial, sliced), in one trial after the other.
-
-    A trial asks for the time when it begins and before its turns, before and after each turn, and when it ends. There
-    are a round before and nine rounds, of which every second one is the other way round.
-    """
-
-    def of_trial(serial: float, sliced: float) -> list[float]:
-        turns = [serial, sliced, *chain.from_iterable([(serial, sliced), (sliced, serial)] * 4), serial, sliced]
-        return [0.0, 0.0, *chain.from_iterable((0.0, turn) for turn in turns), 0.0]
-
-    times: Iterator[float] = accumulate(chain.from_iterable(of_trial(*trial) for trial in trials))
-    return lambda: next(times)
+    """As `trial_clock.clock_of`, of (serial, sliced); "overlap" takes as long as "serial"."""
+    return trial_clock.clock_of(*((serial, serial, sliced) for serial, sliced in trials))
 
 
 def prepared(mesh: SequenceMesh, *args: Any, **kwargs: Any) -> ScheduleChoices:
@@ -74,14 +65,24 @@ def trial_differences(ring: int) -> float:
     worst, size = 0.0, dist.get_world_size() // ring
     with SequenceMesh.create("cpu", ulysses_size=size, ring_size=ring) as mesh:
         group = Group(mesh, TRANSPORT, AttentionChoices("sdpa"), torch.device("cpu"))
-        for changes in ({}, {"across_heads": False}, {"batch": 3, "tokens": 23}, {"heads": 5, "width": 12}):
+        for changes in (
+            {},
+            {"across_heads": False, "is_projected": False},
+            {"batch": 3, "tokens": 23},
+            {"heads": 5, "width": 12},
+            {"across_heads": False, "apart": 11},
+            {"across_heads": False, "apart": 3, "is_projected": False, "batch": 2},
+        ):
             shape = SHAPE._replace(**({"dtype": "float64"} | changes))
             shape = shape._replace(kv_heads=shape.heads)
             key = ScheduleKey.of(shape, Place("cpu", "collective", size, ring, 1))
-            serial, sliced = (run(TRANSPORT) for run in TrialLayer(key, group).runs().values())
-            for of_weight in (*serial[2:], *sliced[2:]):
-                dist.all_reduce(of_weight, group=mesh.sp.group)
-            worst = max(worst, *(float((a - b).norm() / a.norm()) for a, b in zip(serial, sliced, strict=True)))
+            serial, *others = (run(TRANSPORT) for run in TrialLayer(key, group).runs().values())
+            assert len(others) == 2
+            for found in (serial, *others):
+                for of_weight in found[4 if shape.apart else 2 :]:
+                    dist.all_reduce(of_weight, group=mesh.sp.group)
+            pairs = [(a, b) for other in others for a, b in zip(serial, other, strict=True)]
+            worst = max(worst, *(float((a - b).norm() / a.norm()) for a, b in pairs))
     return worst
 
 
@@ -108,9 +109,9 @@ def decide(folder: Path, *seconds: tuple[float, float]) -> tuple[ScheduleName, S
 @pytest.mark.parametrize(
     ("first", "second", "chosen", "gain"),
     [
-        ((0.100, 0.050), (0.100, 0.120), "serial", None),  # the first rank alone would take the other one
-        ((0.100, 0.105), (0.130, 0.110), "sliced", "1.18"),  # likewise
-        ((0.100, 0.0995), (0.100, 0.0995), "serial", None),  # within the spread of a measurement
+        ((0.050, 0.025), (0.050, 0.060), "serial", None),  # the first rank alone would take the other one
+        ((0.050, 0.0525), (0.065, 0.055), "sliced", "1.18"),  # likewise
+        ((0.050, 0.04975), (0.050, 0.04975), "serial", None),  # within the spread of a measurement
     ],
 )
 def test_ranks_agree_by_the_slowest_whatever_each_has_measured(
@@ -133,7 +134,7 @@ def measured(sliced: float) -> ScheduleRecord:
 def cached(folder: Path, whose: int) -> tuple[ScheduleName, int]:
     """One node knows the layer from an earlier run; its measurement says "sliced", and a new one would say "serial"."""
     rank, calls = dist.get_rank(), 0
-    tell = clock_of((0.1, 0.2))
+    tell = clock_of((0.04, 0.08))
 
     def clock() -> float:
         nonlocal calls
@@ -187,8 +188,8 @@ def spend(folder: Path, seconds: tuple[float, float], *trials: tuple[float, floa
 
 
 def test_measuring_ends_with_its_time_and_the_nearest_serves_for_the_rest(ranks: Ranks, tmp_path: Path) -> None:
-    """A trial takes 10 rounds of 0.19 s: the first two take 3.8 of 3 s."""
-    (lines, chosen), other = ranks(2).run(spend, tmp_path, (2.0, 3.0), (0.10, 0.09), (0.09, 0.10))
+    """A trial takes 10 rounds of 0.19 or 0.17 s: the first two take 3.6 of 3 s."""
+    (lines, chosen), other = ranks(2).run(spend, tmp_path, (2.0, 3.0), (0.07, 0.05), (0.05, 0.07))
     assert chosen == other[1] == ["sliced", "serial", "serial", "serial"]
     assert sum("ms" in line for line in lines) == 2
     assert any("2 kinds" in line and "3 s" in line for line in lines)
@@ -196,7 +197,7 @@ def test_measuring_ends_with_its_time_and_the_nearest_serves_for_the_rest(ranks:
 
 
 def test_a_layer_too_slow_for_its_time_is_not_chosen_by_one_pass(ranks: Ranks, tmp_path: Path) -> None:
-    """Two seconds hold no three rounds of 0.9 s; what was tried once and again is not tried for ever."""
+    """Two seconds hold no three rounds of 1.4 s; what was tried once and again is not tried for ever."""
     (lines, chosen), other = ranks(2).run(spend_slowly, tmp_path)
     assert chosen == other[1] == "serial"
     assert not any("ms" in line for line in lines) and "neither measured" in lines[0]
@@ -205,7 +206,7 @@ def test_a_layer_too_slow_for_its_time_is_not_chosen_by_one_pass(ranks: Ranks, t
 
 def spend_slowly(folder: Path) -> tuple[list[str], ScheduleName]:
     lines: list[str] = []
-    times = accumulate(chain.from_iterable([(0.0, 0.0, 0.0, 0.5, 0.0, 0.4, 0.0)] * 9))
+    times = accumulate(chain.from_iterable([(0.0, 0.0, 0.0, 0.5, 0.0, 0.5, 0.0, 0.4, 0.0)] * 9))
     with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
         schedules = prepared(mesh, folder=folder, clock=lambda: next(times), seconds=(2.0, 5.0), log=lines.append)
         for _ in range(9):
@@ -218,7 +219,7 @@ def of_two_groups(folder: Path) -> tuple[list[str], dict[str, ScheduleName]]:
     """Two groups of two ranks train on clips of different lengths; clocks are the same on all ranks."""
     lines: list[str] = []
     with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
-        schedules = prepared(mesh, folder=folder, clock=clock_of((0.1, 0.05), (0.05, 0.1)), log=lines.append)
+        schedules = prepared(mesh, folder=folder, clock=clock_of((0.05, 0.025), (0.025, 0.05)), log=lines.append)
         ask(schedules, SHAPE._replace(tokens=16 if mesh.dp.rank == 0 else 64))
         with torch.inference_mode():
             schedules.settle()
@@ -292,7 +293,7 @@ def train_both(folder: Path, checkpointed: bool) -> tuple[float, float, set[str]
     if dist.get_rank() == 0:
         ScheduleFile("cpu", folder).add({ScheduleKey.of(shape, place): measured(2.0)})
     dist.barrier()
-    schedules = ScheduleChoices(folder=folder, clock=clock_of((0.1, 0.05)), log=lambda _: None)
+    schedules = ScheduleChoices(folder=folder, clock=clock_of((0.05, 0.025)), log=lambda _: None)
     with lifted_float_casts():
         expected, gradients, _ = train("serial", folder, checkpointed)
         losses, mine, seen = train(schedules, folder, checkpointed)

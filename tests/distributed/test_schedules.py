@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import pytest
@@ -26,7 +26,7 @@ from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
 
 Ranks = Callable[[int], ProcessPool]
-SCHEDULES: tuple[ScheduleName, ...] = ("serial", "sliced")
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)  # "serial" first
 
 
 # -- a layer of any shape ------------------------------------------------------------------------------------------
@@ -73,8 +73,8 @@ def layer_differences(first: int, count: int) -> tuple[float, int]:
         for ring in (1, 2) if dist.get_world_size() == 4 else (1,):
             with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size() // ring, ring_size=ring) as mesh:
                 for seed in range(first + ring, first + count, 2 if dist.get_world_size() == 4 else 1):
-                    serial, sliced = (run_layer(mesh, schedule, seed) for schedule in SCHEDULES)
-                    for a, b in zip(serial, sliced, strict=True):
+                    serial, *others = (run_layer(mesh, schedule, seed) for schedule in SCHEDULES)
+                    for a, b in ((a, b) for other in others for a, b in zip(serial, other, strict=True)):
                         worst = max(worst, float((a - b).norm() / a.norm().clamp(min=1e-6)))
                         compared += 1
     return worst, compared
@@ -117,6 +117,8 @@ def prepare(model: nn.Module, habit: str) -> None:
         model.blocks[1].attn1.to_v.bias.requires_grad_(True)
     if habit == "checkpointed":
         model.enable_gradient_checkpointing()
+    if habit == "other tables":
+        model.blocks[0].register_forward_pre_hook(lambda _, args: (*args[:3], tuple(t.clone() for t in args[3])))
     if habit == "dropout":
         for block in model.blocks:
             block.attn1.to_out[1].p = 0.5
@@ -143,8 +145,8 @@ def run_model(schedule: ScheduleName, habit: str, dtype: torch.dtype = torch.flo
 
 def model_difference(habit: str) -> float:
     with lifted_float_casts():
-        serial, sliced = (run_model(schedule, habit) for schedule in SCHEDULES)
-    return gradient_error(sliced, serial)
+        serial, *others = (run_model(schedule, habit) for schedule in SCHEDULES)
+    return max(gradient_error(other, serial) for other in others)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,7 @@ def model_difference(habit: str) -> float:
         "frozen",
         "checkpointed",
         "dropout",
+        "other tables",
     ],
 )
 def test_a_model_as_users_have_it(ranks: Ranks, habit: str) -> None:
@@ -175,8 +178,8 @@ def error_in_bfloat16(schedule: ScheduleName) -> float:
 
 
 def test_it_rounds_no_more_than_serial_code(ranks: Ranks) -> None:
-    serial, sliced = (ranks(2).run(error_in_bfloat16, schedule)[0] for schedule in SCHEDULES)
-    assert sliced <= 1.05 * serial
+    serial, *others = (ranks(2).run(error_in_bfloat16, schedule)[0] for schedule in SCHEDULES)
+    assert max(others) <= 1.05 * serial
 
 
 def autocast_outputs(schedule: ScheduleName) -> Tensor:
@@ -188,8 +191,8 @@ def autocast_outputs(schedule: ScheduleName) -> Tensor:
 
 
 def test_under_autocast(ranks: Ranks) -> None:
-    serial, sliced = (ranks(2).run(autocast_outputs, schedule)[0] for schedule in SCHEDULES)
-    assert float((serial - sliced).norm() / serial.norm()) < 1e-2
+    serial, *others = (ranks(2).run(autocast_outputs, schedule)[0] for schedule in SCHEDULES)
+    assert max(float((serial - other).norm() / serial.norm()) for other in others) < 1e-2
 
 
 # -- what it cannot ------------------------------------------------------------------------------------------------
@@ -216,17 +219,12 @@ def objections() -> dict[str, str]:
         model.blocks[1].attn1.norm_q.register_forward_hook(lambda *_: None)
         forward(model)
 
-    def other_tables(model: nn.Module) -> None:
-        model.blocks[0].register_forward_pre_hook(lambda _, args: (*args[:3], tuple(t.clone() for t in args[3])))
-        forward(model)
-
     def penalty(model: nn.Module) -> None:
         out = forward(model)
         torch.autograd.grad(out.sum(), list(model.parameters()), create_graph=True)
 
     with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
         note("a norm's hook", hooked)
-        note("other tables", other_tables)
         note("a second derivative", penalty)
         plan = SplitPlan({}, {}, {}, lambda model, context: lambda: None)
         try:
@@ -239,7 +237,6 @@ def objections() -> dict[str, str]:
 def test_what_it_cannot_is_said(ranks: Ranks) -> None:
     for found in ranks(2).run(objections):
         assert "norm_q" in found["a norm's hook"] and "blocks.1.attn1" in found["a norm's hook"]
-        assert "(1, 2, 1, 12)" in found["other tables"]
         assert "schedule='serial'" in found["a second derivative"]
         assert "Linear" in found["another plan"] and "'sliced'" in found["another plan"]
 

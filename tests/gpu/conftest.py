@@ -12,6 +12,7 @@ from tests.gpu.recording import Recording
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share-gpu", action="store_true", help="several ranks on one GPU, by gloo, where a test can")
     parser.addoption("--record", metavar="COMMIT", help="write last_result.json: what passed at this commit (or HEAD)")
 
 
@@ -24,6 +25,22 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.keyword or any("::" in argument for argument in config.args):
         raise pytest.UsageError("Whole files are recorded: run without -k and without names of tests.")
     config.pluginmanager.register(Recording(commit))
+
+
+@pytest.fixture(scope="session")
+def ranks_on_gpus(
+    request: pytest.FixtureRequest, gpu_ranks: Callable[[int], ProcessPool]
+) -> Iterator[Callable[[int], ProcessPool]]:
+    """As `gpu_ranks`; with ``--share-gpu`` all processes are on one GPU, joined by gloo."""
+    if not request.config.getoption("--share-gpu"):
+        yield gpu_ranks
+        return
+    pools: dict[int, ProcessPool] = {}
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    yield lambda size: pools.setdefault(size, ProcessPool(size, "gloo", timeout=300.0, share_gpu=True))
+    for pool in pools.values():
+        pool.stop()
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import nn
 
-from lightning_videoscale.parallel import Split, find_plan, find_planned_modules
+from lightning_videoscale.parallel import Attention, Split, SplitPlan, find_plan, find_planned_modules
 from lightning_videoscale.parallel.plan import known_models
 from tests.models import tiny_wan
 
@@ -29,3 +30,8 @@ def test_the_outermost_networks_with_a_plan_are_found() -> None:
     assert list(find_planned_modules(module)) == ["nets.student"]
     assert find_planned_modules(nn.Linear(2, 2)) == {}
     assert {"HunyuanVideoTransformer3DModel", "WanTransformer3DModel"} < set(known_models())
+
+
+def test_a_plan_by_paths_says_how_other_schedules_run() -> None:
+    with pytest.raises(ValueError, match="needs sliced="):
+        SplitPlan({}, {}, {}, {"attn": Attention()}, schedules=("serial", "sliced"))

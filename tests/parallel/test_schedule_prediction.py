@@ -62,6 +62,26 @@ def test_pieces_hide_the_output_which_whole_messages_do_not() -> None:
     assert whole - pieces > 0.7 * message
 
 
+def test_overlap_copies_what_slices_spare_and_computes_nothing_in_slices() -> None:
+    layer, layout = Layer(40, 128, 32_768, 1, False), Layout(8, 1)  # five heads each fill a GPU badly in slices
+    seconds = predict_schedules(layer, layout, H200)
+    assert seconds["overlap"] < seconds["sliced"]
+    layer, layout = Layer(40, 128, 131_072, 1, False), Layout(2, 1)
+    seconds = predict_schedules(layer, layout, H200, by_pieces=True)
+    assert seconds["sliced"] < seconds["overlap"]
+
+
+def test_text_with_weights_of_its_own_costs_messages_and_an_output_that_is_not_projected_hides_less() -> None:
+    layer, layout = Layer(40, 128, 32_768, 1, False), Layout(4, 1)
+    one, two = (predict_schedules(layer, layout, H200, groups=groups) for groups in (1, 2))
+    assert two["serial"] == one["serial"]
+    for name in ("overlap", "sliced"):
+        assert two[name] - one[name] == pytest.approx(7 * H200.message)  # type: ignore[index]
+    without = predict_schedules(layer, layout, H200, is_projected=False)
+    assert without["serial"] < one["serial"]
+    assert without["serial"] - without["sliced"] < one["serial"] - one["sliced"]
+
+
 def test_the_page_shows_what_the_model_predicts() -> None:
     page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+), (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_videoscale.attention import as_choices
 from lightning_videoscale.parallel.schedules.across_heads import NormAcrossHeads, NormTensors
 from lightning_videoscale.parallel.schedules.sliced_input import Norm, project_heads
-from lightning_videoscale.parallel.schedules.sliced_output import attend_and_project
+from lightning_videoscale.parallel.schedules.sliced_output import attend_and_project, project_output
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads
 from tests.parallel.test_transport import axis_of, on_threads
@@ -49,15 +49,18 @@ def whole_layer(x: Tensor, angles: Tensor, w: dict[str, Tensor]) -> Tensor:
     return F.linear(out.transpose(1, 2).flatten(2), w["out"], w["out_bias"])
 
 
-def sliced_layer(x: Tensor, angles: Tensor, w: dict[str, Tensor], ulysses: Ulysses) -> Tensor:
+def split_layer(x: Tensor, angles: Tensor, w: dict[str, Tensor], ulysses: Ulysses, *, by_slices: bool) -> Tensor:
     mine = ulysses.heads.out.heads[0][ulysses.axis.rank]
     channels = slice(mine.start * DIM, mine.stop * DIM)
     rows = angles.repeat_interleave(BATCH, 0)[None, :, None]
     tensors = NormTensors((w["q_norm"][channels], w["k_norm"][channels]), (rows.cos(), rows.sin()))
     linears = [(w[name], w[f"{name}_bias"]) for name in ("q", "k", "v")]
     norm = NormAcrossHeads(WIDTH, 1e-6, "fp32_once", "reference")
-    parts = project_heads(x, linears, Norm(norm, tensors), ulysses, HEADS)
+    parts = project_heads(x, linears, Norm(norm, tensors), ulysses, HEADS, by_slices=by_slices)
     out = (w["out"], w["out_bias"])
+    if not by_slices:
+        attended = F.scaled_dot_product_attention(parts.query, parts.key, parts.value)
+        return project_output(attended, out, ulysses, by_slices=False)
     return attend_and_project(parts.query, parts.key, parts.value, out, ulysses, as_choices("sdpa"), DIM**-0.5)
 
 
@@ -65,8 +68,9 @@ def gradients(y: Tensor, x: Tensor, w: dict[str, Tensor], cotangent: Tensor) -> 
     return list(torch.autograd.grad(y, [x, *w.values()], cotangent))
 
 
+@pytest.mark.parametrize("by_slices", [True, False])
 @pytest.mark.parametrize("lengths", [(5, 5), (4, 1, 6)])
-def test_a_layer_by_pushes_equals_a_whole_one(lengths: Sequence[int]) -> None:
+def test_a_layer_by_pushes_equals_a_whole_one(lengths: Sequence[int], by_slices: bool) -> None:
     size, total = len(lengths), sum(lengths)
     generator = torch.Generator().manual_seed(9)
     x = torch.randn(BATCH, total, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
@@ -83,7 +87,7 @@ def test_a_layer_by_pushes_equals_a_whole_one(lengths: Sequence[int]) -> None:
         for _ in range(3):  # slots are used again
             mine = {name: t.requires_grad_() for name, t in weights().items()}
             own = x.detach().split(list(lengths), 1)[rank].clone().requires_grad_()
-            out = sliced_layer(own, angles, mine, ulysses)
+            out = split_layer(own, angles, mine, ulysses, by_slices=by_slices)
             found.append([out.detach(), *gradients(out, own, mine, cotangent.split(list(lengths), 1)[rank])])
         return found
 
@@ -118,14 +122,15 @@ class Recorder:
         return pending.message.clone()
 
 
-def test_every_slice_is_sent_before_the_next_product_and_waited_for_last() -> None:
+@pytest.mark.parametrize("by_slices", [True, False])
+def test_every_product_is_sent_before_the_next_one_and_waited_for_last(by_slices: bool) -> None:
     recorder, heads, tokens = Recorder(), 4, 3
     assigned = assign_heads(0, (tokens, tokens), (tokens, tokens), heads, heads)
     ulysses = Ulysses(axis_of(0, 2), assigned, recorder)  # type: ignore[arg-type]
 
     class Products(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if op is torch.ops.aten.mm.out:
+            if op in (torch.ops.aten.mm.out, torch.ops.aten.mm.default):
                 recorder.events.append("product")
             return op(*args, **(kwargs or {}))
 
@@ -133,7 +138,7 @@ def test_every_slice_is_sent_before_the_next_product_and_waited_for_last() -> No
     tensors = NormTensors((torch.ones(12), torch.ones(12)), (None, None))
     norm = Norm(NormAcrossHeads(24, 1e-6, "fp32_once", "reference"), tensors)
     with Products(), torch.no_grad():
-        project_heads(x, [(weight, None)] * 3, norm, ulysses, heads)
-    of_one = ["product", "send 1", "product", "send 0"]
+        project_heads(x, [(weight, None)] * 3, norm, ulysses, heads, by_slices=by_slices)
+    of_one = ["product", "send 1", *["product"] * by_slices, "send 0"]
     statistics = ["send 1", "send 0"]
     assert recorder.events == [*of_one, *of_one, *statistics, *of_one, *["wait"] * 4]

@@ -75,6 +75,7 @@ def _ltx2_plan(model: nn.Module) -> SplitPlan:
             "transformer_blocks.*.audio_to_video_attn": Attention(video, audio),
             "transformer_blocks.*.video_to_audio_attn": Attention(audio, video),
         },
+        only_serial="its video and its audio ask each other, so that queries and keys are of different streams",
     )
 
 

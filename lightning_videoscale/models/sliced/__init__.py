@@ -1,4 +1,4 @@
-"""`schedule="sliced"` for any attention whose projections are described; see `parallel.schedules`.
+"""Schedules that hide the exchange, for any attention whose projections are described; see `parallel.schedules`.
 
 A family says which Linear makes what of which stream, in its `Projection`s, and that its plan can be sliced::
 
@@ -25,12 +25,13 @@ from torch import nn
 from lightning_videoscale.models.sliced.layer import slice_attention
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.plan import PlanFactory
+from lightning_videoscale.parallel.schedules import HIDING
 
 __all__ = ["sliceable"]
 
 
 def sliceable(factory: PlanFactory) -> PlanFactory:
-    """Returns what makes the same plans, which ``schedule="sliced"`` can run, too.
+    """Returns what makes the same plans, which other schedules than "serial" can run, too.
 
     Args:
         factory: Of plans whose ``attention`` is a mapping, of models with `Projection`s.
@@ -38,6 +39,6 @@ def sliceable(factory: PlanFactory) -> PlanFactory:
 
     def with_sliced(model: nn.Module) -> SplitPlan:
         plan = factory(model)
-        return replace(plan, schedules=("serial", "sliced"), sliced=partial(slice_attention, plan=plan))
+        return replace(plan, schedules=("serial", *HIDING), sliced=partial(slice_attention, plan=plan))
 
     return with_sliced

@@ -32,14 +32,14 @@ def unknown_argument(arguments: Mapping[str, Any], described: Streams, rule: Att
         for name, value in arguments.items()
         if name not in known and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
     ]
-    return f"schedule='sliced' does not know its argument {others[0]!r}. Use schedule='serial'." if others else None
+    return f"its split plan does not say whose tokens its argument {others[0]!r} has" if others else None
 
 
 def uneven_mask(arguments: Mapping[str, Any], rule: Attention, *, by_values: bool) -> str | None:
     """Returns what stands against masks of pairs of tokens, of which `of_all_tokens` takes what they say of keys."""
     for name, split in rule.arguments.items():
         mask = arguments.get(name)
-        if isinstance(mask, Tensor) and mask is not _of_keys(mask, split):
+        if isinstance(mask, Tensor) and _is_of_pairs(mask, split) and mask.stride(2):
             if not rule.padded_rows or mask.shape[2] != mask.shape[3]:
                 return f"its mask {tuple(mask.shape)} has a dim of queries."
             if by_values and (objection := uneven(mask)) is not None:
@@ -106,9 +106,13 @@ def tables_of_all(tables: Any, stream: str, projection: Projection, place: Place
 
 def _of_keys(mask: Tensor, split: Split) -> Tensor:
     """Of a mask of pairs of tokens, which counts keys and has rows of padding, that of the keys."""
-    if mask.ndim != 4 or split.dim != 3 or mask.shape[2] == 1:
+    if not _is_of_pairs(mask, split):
         return mask
-    return mask.diagonal(dim1=2, dim2=3)[:, :, None]
+    return mask.diagonal(dim1=2, dim2=3)[:, :, None] if mask.stride(2) else mask[:, :, :1]
+
+
+def _is_of_pairs(mask: Tensor, split: Split) -> bool:
+    return mask.ndim == 4 and split.dim == 3 and mask.shape[2] > 1
 
 
 def _whole(x: Tensor, split: Split, place: Place, *, keep: bool = True) -> Tensor:

@@ -23,14 +23,15 @@ class AttendByHeads(Exchange):
         rule: What the plan says of it.
         place: Where tokens and heads are.
         by_torch: Whether the user set the backend that calls torch's function.
+        by_slices: Whether what comes out is sent rank by rank, as soon as it is computed.
 
     Attributes:
         arriving: Waits for what became of this rank's tokens, (B, s, H · D), if it is on its way already.
     """
 
-    def __init__(self, path: str, rule: Attention, place: Place, by_torch: bool) -> None:
+    def __init__(self, path: str, rule: Attention, place: Place, by_torch: bool, *, by_slices: bool) -> None:
         super().__init__(AttentionPlace(path, rule, place.context, is_marked=False), by_torch)
-        self._at = place
+        self._at, self._by_slices = place, by_slices
         self.arriving: Callable[[], Tensor] | None = None
 
     def tokens(self, streams: tuple[str, ...]) -> int:
@@ -66,12 +67,12 @@ class AttendByHeads(Exchange):
         scale: float | None,
         choices: AttentionChoices,
     ) -> Tensor:
-        """As `Exchange.exchanged`, of which a ring's blocks alone are left, and to send what comes out."""
+        """As `Exchange.exchanged`, of which a ring's blocks are left, and to send by slices what comes out."""
         context, mesh = self._at.context, self._at.context.mesh
         q, k, v = as_autocast(query, key, value)
         scale = scale if scale is not None else query.shape[3] ** -0.5
         streams = self.place.rule.queries
-        if mesh.ring.size == 1:
+        if mesh.ring.size == 1 and self._by_slices:
             by_stream = [self._at.lengths((stream,)) for stream in streams]
             out, self.arriving = attend_and_send(
                 q,
@@ -86,7 +87,7 @@ class AttendByHeads(Exchange):
             )
             return out
         lengths = context.lengths(streams)
-        if mask is not None:
+        if mask is not None and mesh.ring.size > 1:
             size = mesh.ulysses.size
             groups = tuple(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
             mask = context.transport.all_gather(mask.T.to(torch.uint8).contiguous(), groups, mesh.ring).T.bool()

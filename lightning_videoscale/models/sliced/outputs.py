@@ -16,7 +16,15 @@ from lightning_videoscale.parallel.ulysses import Ulysses
 
 
 def outputs(
-    attn: Any, attended: Any, described: Streams, place: Place, arrived: Tensor | None, *, detach_bias: bool
+    attn: Any,
+    attended: Any,
+    described: Streams,
+    place: Place,
+    arrived: Tensor | None,
+    *,
+    by_slices: bool,
+    detach_bias: bool,
+    check: bool,
 ) -> Any:
     """Returns what the attention would of this rank's tokens.
 
@@ -27,7 +35,12 @@ def outputs(
         described: Its streams.
         place: Where tokens and heads are.
         arrived: (B, s, H · D) of this rank's tokens of all streams, if they were sent as they were attended.
+        by_slices: As for `project_output`.
         detach_bias: Leaves the gradient of the bias behind ``hidden_states`` to the caller.
+        check: Whether to compare what ``arrived`` with what the view returned; collective over the Ulysses group.
+
+    Raises:
+        ValueError: If they differ.
     """
     if isinstance(attended, Tensor):
         members: list[tuple[str, ...]] = [tuple(described)]
@@ -44,7 +57,14 @@ def outputs(
         detach = detach_bias and any(described[stream].tokens == "hidden_states" for stream in streams)
         joined = place.by_rank([parts[stream] for stream in streams], streams)
         here = _joined([mine[stream] for stream in streams]) if mine else None
-        projected[streams] = _home(module, joined, here, place.ulysses(streams), place, detach)
+        heads, ulysses = joined.unflatten(2, (len(place.mine), -1)).transpose(1, 2), place.ulysses(streams)
+        if check and here is not None:
+            _check_same(heads.detach(), here, ulysses)
+        layers, linear = _layers(module, detach_bias=detach)
+        y = project_output(heads, linear, ulysses, here, by_slices=by_slices)
+        for layer in layers:
+            y = layer(y)
+        projected[streams] = y
     if isinstance(attended, Tensor) and len(projected) == 1:
         return projected[members[0]]
     local: dict[str, Tensor] = {}
@@ -82,29 +102,21 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
-def _home(
-    module: nn.Module | None, x: Tensor, arrived: Tensor | None, ulysses: Ulysses, place: Place, detach_bias: bool
-) -> Tensor:
-    """Sends every rank its tokens' heads, (B, S, h · D), and projects those that come; (B, s, C)."""
+def _layers(module: nn.Module | None, *, detach_bias: bool) -> tuple[list[nn.Module], Linear | None]:
+    """What is called of an output's layers, after the Linear that is not."""
     layers = [] if module is None else list(module) if isinstance(module, nn.ModuleList | nn.Sequential) else [module]
-    linear: Linear | None = None
-    if layers and changed_linear(layers[0]) is None:
-        first: Any = layers.pop(0)
-        linear = first.weight, first.bias.detach() if detach_bias and first.bias is not None else first.bias
-    heads = x.unflatten(2, (len(place.mine), -1)).transpose(1, 2)
-    if arrived is not None and place.context.on_exchange is not None:
-        _check_same(heads.detach(), arrived, ulysses)
-    y = project_output(heads, linear, ulysses, arrived)
-    for layer in [] if detach_bias else layers:  # nothing is dropped then
-        y = layer(y)
-    return y
+    if not layers or changed_linear(layers[0]) is not None:
+        return layers, None
+    first: Any = layers[0]
+    bias = first.bias.detach() if detach_bias and first.bias is not None else first.bias
+    return [] if detach_bias else layers[1:], (first.weight, bias)  # nothing is dropped then
 
 
 def _check_same(heads: Tensor, arrived: Tensor, ulysses: Ulysses) -> None:
-    """Refuses an attention that changes what it attended; looked at in first calls."""
+    """Refuses an attention that changes what it attended."""
     again = return_tokens(rows_of(heads), ulysses, heads.shape[0])()
     if not torch.allclose(again, arrived.to(again.dtype), rtol=0, atol=0, equal_nan=True):
         raise ValueError(
-            "Between its attention and its output projection it computes, and schedule='sliced' has sent what came out "
-            "of attention. Use schedule='serial'."
+            "Between its attention and its output projection it computes, and the schedule 'sliced' has sent what came "
+            "out of attention. Use schedule='serial'."
         )

@@ -38,7 +38,9 @@ class Arrived(NamedTuple):
         }
 
 
-def project(attn: Any, group: Group, described: Streams, arguments: Mapping[str, Any], place: Place) -> Arrived:
+def project(
+    attn: Any, group: Group, described: Streams, arguments: Mapping[str, Any], place: Place, *, by_slices: bool
+) -> Arrived:
     """Projects a group's tokens and exchanges them.
 
     Args:
@@ -47,18 +49,20 @@ def project(attn: Any, group: Group, described: Streams, arguments: Mapping[str,
         described: All of them.
         arguments: What it was called with.
         place: Where tokens and heads are.
+        by_slices: As for `project_heads`.
     """
     x = group.tokens(described, arguments)
     norm, projection = None, group.projection
     if projection.across_heads:
         tables = None if projection.rotary is None else arguments.get(projection.rotary)
         norm = norm_across(attn, projection, tables, group.streams[0], place, x)
-    linears = _linears(attn, projection.linears, x)
-    return Arrived(project_heads(x, linears, norm, place.ulysses(group.streams), place.heads), norm)
+    linears = linears_of(attn, projection.linears, x)
+    ulysses = place.ulysses(group.streams)
+    return Arrived(project_heads(x, linears, norm, ulysses, place.heads, by_slices=by_slices), norm)
 
 
-def _linears(attn: Any, names: Sequence[str | None], x: Tensor) -> list[Linear | Tensor]:
-    """Each Linear as it is, or where it is more than that, what it returns."""
+def linears_of(attn: Any, names: Sequence[str | None], x: Tensor) -> list[Linear | Tensor]:
+    """Returns each Linear of an attention as it is, or where it is more than that, what it returns of x."""
     if getattr(attn, "fused_projections", False):
         return list(getattr(attn, _JOINED[str(names[0])])(x).chunk(3, dim=-1))
     return [_linear(getattr(attn, str(name)), x) for name in names]

@@ -15,7 +15,7 @@ from lightning_videoscale.compat.diffusers import HearsOfBackends, own_attention
 from lightning_videoscale.injection.fused_block import fused_block_of
 from lightning_videoscale.models.wan.attention import Rotary, attend
 from lightning_videoscale.models.wan.fused_attention import FUSED_ATTENTION, changed_attention, foreign
-from lightning_videoscale.models.wan.sliced_attention import attend_sliced
+from lightning_videoscale.models.wan.sliced_attention import OF_SELF, attend_sliced
 from lightning_videoscale.parallel import (
     Projection,
     SequenceContext,
@@ -26,6 +26,7 @@ from lightning_videoscale.parallel import (
 )
 from lightning_videoscale.parallel.chosen_attention import choices_of_diffusers
 from lightning_videoscale.parallel.plan import submodules
+from lightning_videoscale.parallel.schedules import HIDING, ScheduleName
 from lightning_videoscale.parallel.schedules.table import LayerShape
 from lightning_videoscale.undo import Undo
 
@@ -62,22 +63,23 @@ class SequenceParallelWanAttention(HearsOfBackends):
             raise ValueError("Sequence-parallel Wan self-attention takes neither other tokens nor an attention mask.")
         change = changed_attention(attn)
         fused = fused_block_of(attn) is FUSED_ATTENTION and change is None
-        if self._is_sliced(attn, hidden_states):
+        if (schedule := self._schedule(attn, hidden_states)) != "serial":
             if change is not None:
                 raise ValueError(
-                    f"{self._path}: {change}, and the schedule 'sliced' normalises without calling it. Use "
+                    f"{self._path}: {change}, and the schedule {schedule!r} normalises without calling it. Use "
                     "schedule='serial'. Under 'auto', change norms before fit begins, which it then sees."
                 )
             self._watched()
-            return attend_sliced(attn, hidden_states, rotary_emb, self.context, self._choices, detach_bias=detach_bias)
+            way = {"by_slices": schedule == "sliced", "detach_bias": detach_bias}
+            return attend_sliced(attn, hidden_states, rotary_emb, self.context, self._choices, **way)
         return attend(attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias)
 
-    def _is_sliced(self, attn: Any, hidden_states: Tensor) -> bool:
+    def _schedule(self, attn: Any, hidden_states: Tensor) -> ScheduleName:
         if self.context.schedule == "serial":  # as under compilers, for which lengths would become constants
-            return False
+            return "serial"
         tokens, head_dim = sum(self.context.lengths()), attn.inner_dim // attn.heads
         layer = LayerShape.of(hidden_states, tokens, attn.heads, head_dim, across_heads=True)
-        return self.context.schedule_of(layer) == "sliced"
+        return self.context.schedule_of(layer)
 
     def _watched(self) -> None:
         if self.context.on_exchange is not None:  # compiled code never reads the path, so that blocks may share it
@@ -106,13 +108,13 @@ def split_plan(model: nn.Module) -> SplitPlan:
         outputs={"rope": {0: Split(1, keeps_whole=True), 1: Split(1, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
         attention=partial(split_attention, paths=("blocks.*.attn1",)),
-        schedules=("serial", "sliced"),
+        schedules=("serial", *HIDING),
     )
 
 
 def projections(_: nn.Module) -> Mapping[str, Mapping[str, Projection]]:
     """Those of a Wan's self-attention, which its kin have, too."""
-    return {"blocks.*.attn1": {"video": Projection(across_heads=True, rotary="rotary_emb", layout="bshd")}}
+    return {"blocks.*.attn1": {"video": OF_SELF}}
 
 
 def split_attention(model: nn.Module, context: SequenceContext, paths: Sequence[str]) -> Undo:

@@ -20,6 +20,7 @@ from lightning_videoscale.injection.norms import TRIED
 from lightning_videoscale.models.wan.block import BRANCHES, PARTS, WHAT, three_branches
 from lightning_videoscale.models.wan.split import projections, split_attention
 from lightning_videoscale.parallel import Projection, Split, SplitPlan
+from lightning_videoscale.parallel.schedules import HIDING
 
 _HOME = "diffusers.models.transformers.transformer_wan_vace"
 _MODEL = f"{_HOME}.WanVACETransformer3DModel"
@@ -52,7 +53,7 @@ def _split_plan(model: nn.Module) -> SplitPlan:
         outputs={"rope": {0: Split(1, keeps_whole=True), 1: Split(1, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
         attention=partial(split_attention, paths=("vace_blocks.*.attn1", "blocks.*.attn1")),
-        schedules=("serial", "sliced"),
+        schedules=("serial", *HIDING),
     )
 
 

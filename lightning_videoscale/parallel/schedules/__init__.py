@@ -2,17 +2,19 @@
 
 `ScheduleName`   the names of those that there are
 `"serial"`       projections, then the exchange: what `sequence_parallel_attention` does, for every model
+`"overlap"`      each projection's message is on its way while the next projection is computed (async Ulysses)
 `"sliced"`       messages are slices of matrix products and of attention, each on its way while the next one is computed
 
 `ScheduleSetting`  what a user may ask for: one of them, or ``"auto"``, which chooses for each kind of layer
 `table`            what is chosen, as layers ask for it
 `choices`          how it is chosen: by what was measured, agreed by all ranks
-`trial`            the layer that is measured, under each schedule
+`trial`            how a layer is measured, under each schedule
+`trial_layer`      that layer
 `prediction`       the same by bytes and operations, where nothing was measured
 `records`          measurements, and the file in which they are kept
 
-`sliced_input`   of "sliced", what is before attention: projections, norms and rotation
-`sliced_output`  attention itself and the output projection
+`sliced_input`   of "overlap" and "sliced", what is before attention: projections, norms and rotation
+`sliced_output`  of "sliced", attention itself; of both, the output projection
 `across_heads`   the norm of query and key over all heads, which then are on several ranks
 `messages`       the pieces that both send
 """
@@ -21,10 +23,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-ScheduleName = Literal["serial", "sliced"]
-ScheduleSetting = Literal["auto", "serial", "sliced"]
+ScheduleName = Literal["serial", "overlap", "sliced"]
+ScheduleSetting = Literal["auto", "serial", "overlap", "sliced"]
 
-PENDING: dict[ScheduleSetting, int] = {"auto": 4, "serial": 2, "sliced": 4}
+HIDING: tuple[ScheduleName, ...] = ("overlap", "sliced")
+"""Those that hide exchanges, whose exchanges are one code."""
+
+PENDING: dict[ScheduleSetting, int] = {"auto": 4, "serial": 2, "overlap": 4, "sliced": 4}
 """Exchanges of a Ulysses group that may be on their way at a time, by schedule."""
 
-__all__ = ["PENDING", "ScheduleName", "ScheduleSetting"]
+__all__ = ["HIDING", "PENDING", "ScheduleName", "ScheduleSetting"]

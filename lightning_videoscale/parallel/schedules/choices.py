@@ -25,11 +25,12 @@ from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.schedules import ScheduleName, ScheduleSetting
 from lightning_videoscale.parallel.schedules.records import ScheduleFile, ScheduleRecord
 from lightning_videoscale.parallel.schedules.table import LayerShape, Place, ScheduleKey, ScheduleTable, schedules_of
-from lightning_videoscale.parallel.schedules.trial import Alone, Group, TrialLayer, time_in_turns
+from lightning_videoscale.parallel.schedules.trial import Alone, time_in_turns
+from lightning_videoscale.parallel.schedules.trial_layer import Group, TrialLayer
 from lightning_videoscale.parallel.transport import Transport
 
-_SECONDS_OF_KEY = 2.0
-_SECONDS_OF_RUN = 20.0
+_SECONDS_OF_KEY = 3.0
+_SECONDS_OF_RUN = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +116,8 @@ class ScheduleChoices:
     def prepare(self, mesh: SequenceMesh, transport: Transport, attention: AttentionChoices) -> None:
         """Says by what layers exchange, and reads what earlier runs have measured; collective over all ranks.
 
-        Does nothing for a schedule by name, and the second time for the same mesh and transport.
+        Does nothing for a schedule by name. The second time for the same mesh and transport, as for a second network,
+        it only asks what stands against schedules.
 
         Args:
             mesh: Open and divided.
@@ -139,7 +141,7 @@ class ScheduleChoices:
     def settle(self) -> None:
         """Measures what was asked for since the last time; collective over all ranks, between two steps.
 
-        It takes at most 2 s for a kind of layer, beside what kernels need to compile, and 20 s in a run; what is left
+        It takes at most 3 s for a kind of layer, beside what kernels need to compile, and 30 s in a run; what is left
         then goes by the nearest kind that was measured, or by the prediction. Where a trial fails on one rank, all run
         "serial". Nothing of it is done where all is known.
         """

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_videoscale.kernels.autograd import under_autocast
@@ -21,7 +22,7 @@ Linear = tuple[Tensor, Tensor | None]
 """Weight (out, in) and bias."""
 
 SECOND_DERIVATIVE = (
-    "A layer under schedule='sliced' has no second derivative, as a penalty on gradients of inputs needs it. "
+    "A layer whose schedule hides the exchange has no second derivative, as a penalty on gradients of inputs needs it. "
     "Take schedule='serial'."
 )
 
@@ -49,6 +50,13 @@ class Source:
         """D."""
         width = self.weight.shape[0] if self.result is None else self.result.shape[2]  # type: ignore[union-attr]
         return width // self.heads
+
+    def computed(self, batch: int) -> Source:
+        """Returns the same heads as a result, by one matrix product if they are not one yet."""
+        if self.weight is None:
+            return self
+        result = F.linear(self.rows, self.weight, self.bias).view(-1, batch, self.weight.shape[0])
+        return Source(self.rows, None, None, result.transpose(0, 1), self.heads)
 
     def write(self, heads: range, target: Tensor) -> None:
         """Writes the channels of some heads into (s · B, h · D)."""
@@ -78,8 +86,9 @@ class Sent:
         return ulysses.transport.wait(self.exchange).view(sum(ulysses.heads.out.by_tokens) // mine * batch, mine, -1)
 
 
-def scatter_heads_of(source: Source, batch: int, ulysses: Ulysses) -> Sent:
-    """Computes the heads of each rank and sends them, this rank's own last."""
+def scatter_heads_of(source: Source, batch: int, ulysses: Ulysses, *, by_slices: bool) -> Sent:
+    """Computes the heads of each rank, or without ``by_slices`` of all, and sends them, this rank's own last."""
+    source = source if by_slices else source.computed(batch)
     shares, axis, dim = ulysses.heads.out, ulysses.axis, source.head_dim
     send, receive = times(shares.by_heads, batch * dim), times(shares.by_tokens, batch * dim)
     like = source.rows if source.result is None else source.result

@@ -4,6 +4,7 @@ Symbols as in `layout.latency`, and g the time of one projection's matrix produc
 A layer's compute is the same under all schedules; what differs is how much of the messages it hides, and the copies.
 
 - ``"serial"``: nothing is hidden, and the side that holds all heads copies each message.
+- ``"overlap"``: as the next, with n = 1 and with serial's copies. Nothing is computed in slices.
 - ``"sliced"``: a message leaves in n pieces, as many as ranks, where the transport pushes them one by one, and whole
   where it does not (n = 1). Work that makes pieces and their travel overlap as in any pipeline of two stages. It ends
   after the slower one, and after the first piece of the one or the last of the other.
@@ -29,8 +30,11 @@ from lightning_videoscale.parallel.schedules import ScheduleName
 
 _HALF = 2  # bytes
 _OF_FORWARD = 4 / 14  # of attention's operations
-_COPIES_SERIAL, _COPIES_SLICED = 8, 5  # of all heads' numbers: four messages both ways; and those that nothing spares
-_MORE = 6  # exchanges of "sliced", in both directions: query, key and value go one by one, and sums of norms with them
+_COPIES, _COPIES_SLICED = 8, 5  # of all heads' numbers: four messages both ways; and those that nothing spares
+_MORE = (
+    6  # exchanges than "serial", in both directions: query, key and value go one by one, and sums of norms with them
+)
+_OF_GROUP = 7  # of tokens with weights of their own: three there and back, and the gradient of their output
 
 
 def predict_schedules(
@@ -39,6 +43,8 @@ def predict_schedules(
     machine: Machine,
     *,
     kv_heads: int | None = None,
+    groups: int = 1,
+    is_projected: bool = True,
     by_pieces: bool = False,
     between_nodes: bool = False,
 ) -> Mapping[ScheduleName, float]:
@@ -49,6 +55,8 @@ def predict_schedules(
         layout: By which ranks.
         machine: How fast.
         kv_heads: Of keys and values; as many as of queries if left out.
+        groups: Of tokens with the same projections; those of another group, such as text, travel in other messages.
+        is_projected: Whether the layer projects its output, too.
         by_pieces: Whether the transport sends the pieces of a message one by one.
         between_nodes: Whether a Ulysses group is on several nodes, so that its messages go by the network.
     """
@@ -61,22 +69,30 @@ def predict_schedules(
     product = 2 * rows * (layer.heads * layer.head_dim) ** 2 / machine.matmul
     leaves = (layout.ulysses - 1) / layout.ulysses * numbers * _HALF / machine.link
     pieces = layout.ulysses if by_pieces else 1
-    exposed = _exposed(product, leaves, few, pieces, whole.attention * _OF_FORWARD)
-    device = whole.projections + whole.attention + whole.ring
+    output = product if is_projected else 0.0
+    by_slices, by_product = (
+        _exposed(product, output, leaves, few, each, whole.attention * _OF_FORWARD) for each in (pieces, 1)
+    )
+    device = whole.projections - 3 * (product - output) + whole.attention + whole.ring
     moved = 2 * _HALF * numbers * (2 + 2 * few) / 4 / machine.memory  # read and written by one copy, on average
     slices = layout.ulysses if layout.ring == 1 else 1
-    sliced = device + exposed + _COPIES_SLICED * moved + _OF_FORWARD * _idle_in_slices(alone, layout, machine, slices)
-    serial = device + 2 * leaves * (2 + 2 * few) + 4 * machine.message + _COPIES_SERIAL * moved
-    sliced += (4 + _MORE) * machine.message
-    more = _MORE * machine.alone.exchange
-    return {"serial": max(serial, whole.host), "sliced": max(sliced, whole.host + more)}
+    sliced = device + by_slices + _COPIES_SLICED * moved + _OF_FORWARD * _idle_in_slices(alone, layout, machine, slices)
+    overlap = device + by_product + _COPIES * moved
+    serial = device + 2 * leaves * (2 + 2 * few) + 4 * machine.message + _COPIES * moved
+    more = _MORE + (groups - 1) * _OF_GROUP
+    messages, host = (4 + more) * machine.message, whole.host + more * machine.alone.exchange
+    return {
+        "serial": max(serial, whole.host),
+        "overlap": max(overlap + messages, host),
+        "sliced": max(sliced + messages, host),
+    }
 
 
-def _exposed(product: float, travel: float, few: float, pieces: int, attention: float) -> float:
-    """What "sliced" does not hide of its messages, in seconds."""
+def _exposed(product: float, output: float, travel: float, few: float, pieces: int, attention: float) -> float:
+    """What is not hidden of messages that leave in so many pieces, in seconds."""
     qkv, messages = product * (1 + 2 * few), travel * (1 + 2 * few)
     forward = _pipeline(qkv, messages, 3 * pieces) + _pipeline(attention, travel, pieces)
-    of_output = max(0.0, _pipeline(product, travel, pieces) - product)
+    of_output = max(0.0, _pipeline(output, travel, pieces) - output)
     value = travel * few
     key = max(0.0, travel * few - product * few)
     query = max(0.0, travel * (few + 1) - 3 * product * few - key)

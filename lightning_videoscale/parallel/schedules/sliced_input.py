@@ -4,6 +4,8 @@ The weight's rows that make one rank's heads are one matrix product, whose outpu
 packed. In backward the gradients of heads lie as they are sent. The value's goes first, as the norms of query and key
 need a sum over ranks, and each weight's gradient is computed while what follows it travels.
 
+Under "overlap" a projection is one matrix product, whose output is copied apart into messages; all else is the same.
+
 Where a Linear is more than its weight and bias (LoRA, hooks), what it returns is sent in its place. So which messages
 there are, and in which order, does not depend on what a rank has in a Linear's place.
 
@@ -57,7 +59,13 @@ class Norm:
 
 
 def project_heads(
-    x: Tensor, projections: Sequence[Linear | Tensor], norm: Norm | None, ulysses: Ulysses, heads: int
+    x: Tensor,
+    projections: Sequence[Linear | Tensor],
+    norm: Norm | None,
+    ulysses: Ulysses,
+    heads: int,
+    *,
+    by_slices: bool = True,
 ) -> Heads:
     """Projects to query, key and value, gathers the sequence and scatters the heads, normalises and rotates.
 
@@ -68,6 +76,7 @@ def project_heads(
             None leaves norms and rotation to the caller, as those of single heads can be.
         ulysses: The group, of two ranks or more; with as many key/value heads as query heads.
         heads: H.
+        by_slices: Whether a projection is a matrix product for each rank, or one whose output is copied apart.
 
     Returns:
         Query, key and value; differentiable once.
@@ -78,7 +87,7 @@ def project_heads(
     of_norm = [None] * 4 if norm is None else [*norm.tensors.weights, *norm.tensors.tables]
     with torch.autocast(x.device.type, enabled=False):
         query, key, value, *before_norm = _ProjectHeads.apply(  # type: ignore[no-untyped-call]
-            (ulysses, None if norm is None else norm.across_heads, heads), *inputs, *given, *of_norm
+            (ulysses, None if norm is None else norm.across_heads, heads, by_slices), *inputs, *given, *of_norm
         )
     return Heads(query, key, value, None if norm is None else BeforeNorm(*before_norm))
 
@@ -93,16 +102,16 @@ class _ProjectHeads(torch.autograd.Function):
     """The tensors are x; weight and bias of query, key, value; their results; the norm's two weights and two tables."""
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Ulysses, NormAcrossHeads | None, int], *tensors: Any) -> tuple[Tensor, ...]:
-        ulysses, norm, heads = call
+    def forward(ctx: Any, call: tuple[Ulysses, NormAcrossHeads | None, int, bool], *tensors: Any) -> tuple[Tensor, ...]:
+        ulysses, norm, heads, by_slices = call
         x, parameters, results, of_norm = tensors[0], tensors[1:7], tensors[7:10], tensors[10:]
         batch, rows = x.shape[0], x.transpose(0, 1).reshape(-1, x.shape[2])
         linears = zip(parameters[0::2], parameters[1::2], results, strict=True)
         sources = [Source(rows, weight, bias, result, heads) for weight, bias, result in linears]
-        query, key = (scatter_heads_of(source, batch, ulysses) for source in sources[:2])
+        query, key = (scatter_heads_of(source, batch, ulysses, by_slices=by_slices) for source in sources[:2])
         if norm is not None:
             statistics = send_to_all(norm.square_sums(query.pieces, key.pieces), ulysses, batch)
-        value = scatter_heads_of(sources[2], batch, ulysses)
+        value = scatter_heads_of(sources[2], batch, ulysses, by_slices=by_slices)
         qk = query.received(ulysses, batch), key.received(ulysses, batch)
         before_norm: tuple[Tensor, ...] = ()
         if norm is not None:
@@ -117,7 +126,7 @@ class _ProjectHeads(torch.autograd.Function):
     @differentiable_once(SECOND_DERIVATIVE)
     @in_dtypes_of_forward
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        (ulysses, norm, _), saved = ctx.call, ctx.saved_tensors  # read once, as activation checkpointing wants it
+        (ulysses, norm, *_), saved = ctx.call, ctx.saved_tensors  # read once, as activation checkpointing wants it
         x, weights, tensors = saved[0], saved[1:4], NormTensors(saved[4:6], saved[6:8])
         dq, dk, dv = (rows_of(g) for g in gradients[:3])
         value = return_tokens(dv, ulysses, x.shape[0])

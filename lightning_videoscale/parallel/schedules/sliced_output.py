@@ -101,7 +101,9 @@ def attend_and_send(
     return out, lambda: joined_heads(ulysses.transport.wait(exchanges.pop()), ulysses, batch, dim)
 
 
-def project_output(out: Tensor, linear: Linear | None, ulysses: Ulysses, arrived: Tensor | None = None) -> Tensor:
+def project_output(
+    out: Tensor, linear: Linear | None, ulysses: Ulysses, arrived: Tensor | None = None, *, by_slices: bool = True
+) -> Tensor:
     """Scatters the sequence, gathers the heads and projects them, after attention.
 
     Args:
@@ -109,6 +111,7 @@ def project_output(out: Tensor, linear: Linear | None, ulysses: Ulysses, arrived
         linear: As for `attend_and_project`.
         ulysses: The group, of two ranks or more.
         arrived: (B, s, H · D), what comes of ``out`` here, if it was sent already.
+        by_slices: As for `project_heads`, of the matrix product in backward.
 
     Returns:
         As `attend_and_project`.
@@ -117,7 +120,7 @@ def project_output(out: Tensor, linear: Linear | None, ulysses: Ulysses, arrived
     if linear is not None:
         out, *parameters = as_computed(out, linear)  # type: ignore[assignment]
     with torch.autocast(out.device.type, enabled=False):
-        projected: Tensor = _Project.apply(ulysses, arrived, out, *parameters)  # type: ignore[no-untyped-call]
+        projected: Tensor = _Project.apply((ulysses, by_slices), arrived, out, *parameters)  # type: ignore[no-untyped-call]
     return projected
 
 
@@ -178,10 +181,16 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ulysses: Ulysses, arrived: Tensor | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
+        ctx: Any,
+        call: tuple[Ulysses, bool],
+        arrived: Tensor | None,
+        out: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
+        ulysses = call[0]
         joined = return_tokens(rows_of(out), ulysses, out.shape[0])() if arrived is None else arrived.to(out.dtype)
-        ctx.ulysses, ctx.dim = ulysses, out.shape[3]
+        ctx.call, ctx.dim = call, out.shape[3]
         ctx.save_for_backward(joined, weight)
         return joined if weight is None else F.linear(joined, weight, bias)
 
@@ -190,18 +199,18 @@ class _Project(torch.autograd.Function):
     @in_dtypes_of_forward
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         joined, weight = ctx.saved_tensors
-        of_all = _gradients(gradients[0], joined, weight, ctx.ulysses, ctx.dim, ctx.needs_input_grad[3:])
+        of_all = _gradients(gradients[0], joined, weight, ctx.call, ctx.dim, ctx.needs_input_grad[3:])
         return None, None, *of_all
 
 
 def _gradients(
-    dy: Tensor, joined: Tensor, weight: Tensor | None, ulysses: Ulysses, dim: int, needs: tuple[bool, ...]
+    dy: Tensor, joined: Tensor, weight: Tensor | None, call: tuple[Ulysses, bool], dim: int, needs: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of the heads of all tokens, (B, h, S, D), and of weight and bias, while those heads travel."""
-    batch, heads, flat = dy.shape[0], joined.shape[2] // dim, dy.flatten(0, 1)
+    (ulysses, by_slices), batch, heads, flat = call, dy.shape[0], joined.shape[2] // dim, dy.flatten(0, 1)
     rows = dy.transpose(0, 1).reshape(flat.shape)
     source = Source(rows, None, None, dy, heads) if weight is None else Source(rows, weight.t(), None, None, heads)
-    sent = scatter_heads_of(source, batch, ulysses)
+    sent = scatter_heads_of(source, batch, ulysses, by_slices=by_slices)
     of_weight = flat.t() @ joined.flatten(0, 1) if needs[0] else None
     of_bias = flat.sum(0) if needs[1] else None
     return heads_first(sent.received(ulysses, batch), batch), of_weight, of_bias

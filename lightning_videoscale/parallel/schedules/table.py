@@ -19,8 +19,10 @@ from lightning_videoscale.attention.case import length_class, length_of
 from lightning_videoscale.kernels.autograd import under_autocast
 from lightning_videoscale.parallel.layout.latency import Layer, Layout
 from lightning_videoscale.parallel.layout.machines import Machine
-from lightning_videoscale.parallel.schedules import ScheduleName, ScheduleSetting
+from lightning_videoscale.parallel.schedules import HIDING, ScheduleName, ScheduleSetting
 from lightning_videoscale.parallel.schedules.prediction import predict_schedules
+
+_NONE = -1
 
 
 class LayerShape(NamedTuple):
@@ -35,6 +37,8 @@ class LayerShape(NamedTuple):
         head_dim: Numbers in a head.
         across_heads: Whether query and key are normalised over all heads.
         dtype: Such as "bfloat16", in which matrices are multiplied.
+        apart: Tokens, of all, that have projections of their own, as text often has; 0 if all have the same.
+        is_projected: Whether the layer projects its output, too.
     """
 
     batch: int
@@ -45,15 +49,29 @@ class LayerShape(NamedTuple):
     head_dim: int
     across_heads: bool
     dtype: str
+    apart: int = 0
+    is_projected: bool = True
 
     @classmethod
     def of(
-        cls, x: Tensor, tokens: int, heads: int, head_dim: int, *, kv_heads: int | None = None, across_heads: bool
+        cls,
+        x: Tensor,
+        tokens: int,
+        heads: int,
+        head_dim: int,
+        *,
+        across_heads: bool,
+        apart: int = 0,
+        is_projected: bool = True,
     ) -> LayerShape:
-        """Returns that of a call with this rank's tokens x, (B, s, C), of ``tokens`` tokens in all."""
+        """Returns that of a call with this rank's tokens x, (B, s, C), of ``tokens`` tokens in all.
+
+        As many heads have keys as queries; the other numbers are the attributes.
+        """
         dtype = torch.get_autocast_dtype(x.device.type) if under_autocast(x) else x.dtype
         name = str(dtype).removeprefix("torch.")
-        return cls(x.shape[0], tokens, x.shape[2], heads, kv_heads or heads, head_dim, across_heads, name)
+        numbers = x.shape[0], tokens, x.shape[2], heads, heads, head_dim
+        return cls(*numbers, across_heads, name, apart, is_projected)
 
 
 class Place(NamedTuple):
@@ -77,7 +95,8 @@ class Place(NamedTuple):
 class ScheduleKey(NamedTuple):
     """What calls share that one measurement stands for; of plain values, as it is written to a file.
 
-    `Place` and `LayerShape` have their meaning; batch and tokens are classes of half an octave, see `length_class`.
+    `Place` and `LayerShape` have their meaning; batch, tokens and apart are classes of half an octave, see
+    `length_class`. That of none apart is -1.
     """
 
     device: str
@@ -91,15 +110,18 @@ class ScheduleKey(NamedTuple):
     kv_heads: int
     head_dim: int
     across_heads: bool
+    is_projected: bool
     batch: int
     tokens: int
+    apart: int
 
     @classmethod
     def of(cls, shape: LayerShape, place: Place) -> ScheduleKey:
         """Returns that of a layer at a place."""
-        classes = length_class(shape.batch), length_class(shape.tokens)
-        numbers = shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.across_heads
-        return cls(*place, shape.dtype, *numbers, *classes)
+        apart = length_class(shape.apart) if shape.apart else _NONE
+        classes = length_class(shape.batch), length_class(shape.tokens), apart
+        numbers = shape.width, shape.heads, shape.kv_heads, shape.head_dim
+        return cls(*place, shape.dtype, *numbers, shape.across_heads, shape.is_projected, *classes)
 
     @property
     def samples(self) -> int:
@@ -111,20 +133,27 @@ class ScheduleKey(NamedTuple):
         """Tokens in the middle of the class of lengths; one for each rank at least."""
         return max(length_of(self.tokens), self.ulysses * self.ring)
 
+    @property
+    def length_apart(self) -> int:
+        """Tokens in the middle of the class of those apart; 0 if there are none."""
+        return 0 if self.apart == _NONE else length_of(self.apart)
+
     def __str__(self) -> str:
         """Such as "bfloat16, 5120 channels, 40 heads of 128, batch 1, 32768 tokens over ulysses 4, collective"."""
         few = f" ({self.kv_heads} of keys)" if self.kv_heads != self.heads else ""
         norm = ", normalised over all heads" if self.across_heads else ""
         layer = f"{self.dtype}, {self.width} channels, {self.heads} heads of {self.head_dim}{few}{norm}"
+        layer += "" if self.is_projected else ", output not projected"
+        apart = "" if self.apart == _NONE else f" ({self.length_apart} with weights of their own)"
         hosts = f" on {self.hosts} hosts" if self.hosts > 1 else ""
         over = f"{Layout(self.ulysses, self.ring)}{hosts}, {self.transport}"
-        return f"{layer}, batch {self.samples}, {self.length} tokens over {over}"
+        return f"{layer}, batch {self.samples}, {self.length} tokens{apart} over {over}"
 
     def distance(self, other: ScheduleKey) -> float | None:
         """How far another key is away, in octaves of lengths and batch sizes; None where layers differ in kind."""
-        if self[:-2] != other[:-2]:
+        if self[:-3] != other[:-3] or (self.apart == _NONE) != (other.apart == _NONE):
             return None
-        return (abs(self.batch - other.batch) + abs(self.tokens - other.tokens)) / 2
+        return sum(abs(mine - its) for mine, its in zip(self[-3:], other[-3:], strict=True)) / 2
 
     def predict(self, machine: Machine) -> Mapping[ScheduleName, float]:
         """Returns the seconds by schedule, see `predict_schedules`."""
@@ -134,6 +163,8 @@ class ScheduleKey(NamedTuple):
             Layout(self.ulysses, self.ring),
             machine,
             kv_heads=self.kv_heads,
+            groups=1 if self.apart == _NONE else 2,
+            is_projected=self.is_projected,
             by_pieces=self.transport == "symmetric",
             between_nodes=self.hosts > 1,
         )
@@ -141,7 +172,7 @@ class ScheduleKey(NamedTuple):
 
 def schedules_of(key: ScheduleKey) -> tuple[ScheduleName, ...]:
     """Returns the schedules that can run a kind of layer, "serial" first."""
-    return ("serial", "sliced") if key.kv_heads == key.heads else ("serial",)
+    return ("serial", *HIDING) if key.kv_heads == key.heads else ("serial",)
 
 
 class ScheduleTable:

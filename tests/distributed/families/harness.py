@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_videoscale.compat.torch.trees import tree_leaves
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, parallelize, verify_plan
-from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from tests.models import gradient_error
 
@@ -47,7 +47,7 @@ class Case:
     float32: bool = False
     fused: bool = False
     adapters: bool = False
-    schedule: ScheduleName = "serial"
+    schedule: ScheduleSetting = "serial"
 
     @property
     def ranks(self) -> int:

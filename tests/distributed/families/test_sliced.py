@@ -1,4 +1,4 @@
-"""Every family whose plan can be sliced computes by ``schedule="sliced"`` what one device does."""
+"""Every family whose plan can hide its exchange computes by such a schedule what one device does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Callable
 from statistics import mean
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, find_plan, parallelize
-from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.parallel.schedules import HIDING, ScheduleName
 from tests.distributed.families.harness import Case, errors_of, lifted_casts, run
 from tests.distributed.families.test_parity import FAMILIES, FUSED, LENGTHS
 from tests.distributed.pool import ProcessPool
@@ -30,6 +30,14 @@ DRAWS = 2
 
 UNSLICED = ("flux2", "ltx2", "helios", "motif_video", "own_model")
 """One layer makes more than queries, keys and values; keys of another stream; and what has no description."""
+
+REASONS = {
+    "flux2": "single blocks",
+    "ltx2": "ask each other",
+    "helios": "the history",
+    "motif_video": "text and video in one argument",
+    "own_model": "('serial',)",
+}
 
 SLICED = [name for name in FAMILIES if name not in UNSLICED]
 
@@ -57,7 +65,8 @@ def random_case(family: str, seed: int, mesh: tuple[int, int, int]) -> Case:
     }
     variant = shape.choice(FAMILIES[family].variants)
     fused = family in FUSED and shape.random() < 0.5
-    return Case(family, mesh, settings | variant, shape.random() < 0.4, fused=fused, schedule="sliced")
+    schedule = shape.choice(HIDING)
+    return Case(family, mesh, settings | variant, shape.random() < 0.4, fused=fused, schedule=schedule)
 
 
 @pytest.mark.parametrize(("place", "family"), [*enumerate(SLICED)])
@@ -68,6 +77,20 @@ def test_a_family_is_exact(ranks: Ranks, place: int, family: str) -> None:
 @pytest.mark.parametrize("family", ["hunyuan_video", "ltx", "cogvideox", "skyreels_v2"])
 def test_a_family_with_fused_kernels_is_exact(ranks: Ranks, family: str) -> None:
     check(ranks, Case(family, (1, 1, 2), LENGTHS[0], fused=True, schedule="sliced"))
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "fused"),
+    [
+        ("mochi", (1, 1, 2), False),
+        ("hunyuan_video_15", (1, 2, 2), False),
+        ("easyanimate", (1, 1, 3), False),
+        ("ltx", (1, 1, 2), True),
+    ],
+)
+def test_a_family_is_exact_by_overlap(ranks: Ranks, family: str, mesh: tuple[int, int, int], fused: bool) -> None:
+    settings = LENGTHS[2 if mesh[1] > 1 else 0]
+    check(ranks, Case(family, mesh, settings, checkpointing=fused, fused=fused, schedule="overlap"))
 
 
 @pytest.mark.parametrize("family", ["flux", "hunyuan_video_15"])
@@ -87,7 +110,9 @@ def test_a_family_is_exact_in_random_settings(ranks: Ranks, family: str, mesh: t
 def test_the_others_say_so(ranks: Ranks) -> None:
     for found in ranks(2).run(refusals):
         assert found.keys() == {*UNSLICED}
-        assert all("schedule='sliced' is not known" in message for message in found.values())
+        assert all(message.startswith("schedule='sliced' cannot run ") for message in found.values())
+        for family, reason in REASONS.items():
+            assert reason in found[family] and found[family].endswith("Use schedule='serial'.")
 
 
 def refusals() -> dict[str, str]:
@@ -175,10 +200,10 @@ def narrowed(value: Any, dtype: torch.dtype) -> Any:
 
 def difference(family: str, habit: str) -> float:
     with lifted_casts():
-        serial, sliced = (
-            outputs_and_gradients(family, habit, schedule, torch.float64) for schedule in ("serial", "sliced")
+        serial, *others = (
+            outputs_and_gradients(family, habit, schedule, torch.float64) for schedule in get_args(ScheduleName)
         )
-    return gradient_error(sliced, serial)
+    return max(gradient_error(other, serial) for other in others)
 
 
 @pytest.mark.parametrize(("family", "habit"), HABITS)
