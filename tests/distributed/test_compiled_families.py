@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lightning_videoscale.compat.torch.versions import ring_attention_is_traced
 from lightning_videoscale.parallel import SequenceMesh, parallelize
 from lightning_videoscale.strategies.compilation import compile_blocks
 from tests.distributed.families.harness import Case
 from tests.distributed.families.test_parity import FAMILIES
 from tests.distributed.pool import ProcessPool
+from tests.distributed.test_ring import needs_traced_ring
 from tests.models import gradient_error
 from tests.support.record import confirm
 
@@ -25,11 +25,6 @@ LENGTHS: list[dict[str, Any]] = [{"frames": 2 + n, "text": 5 + 3 * n % 7} for n 
 """Of more buckets than Dynamo compiles anew for; over two ranks video and text are even or not.
 
 The first four have both kinds, too: `make test` runs these."""
-
-
-needs_traced_ring = pytest.mark.skipif(
-    not ring_attention_is_traced(), reason="before torch 2.13 ring attention is outside of compiled code"
-)
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "cogvideox": [{}, {"rotary": False, "text": 7}],  # whose table of positions has the text, too

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_videoscale.compat.torch.versions import ring_attention_is_traced
 from lightning_videoscale.parallel import CollectiveTransport, SequenceMesh, sequence_parallel_attention, split_sizes
 from tests.distributed.pool import ProcessPool
 
@@ -23,6 +24,10 @@ Ranks = Callable[[int], ProcessPool]
 
 # (ring, ulysses) on four ranks; dp is what is left.
 SIZES = [(1, 4), (2, 2), (4, 1), (2, 1), (1, 2), (1, 1)]
+
+needs_traced_ring = pytest.mark.skipif(
+    not ring_attention_is_traced(), reason="before torch 2.13 ring attention is outside of compiled code"
+)
 
 
 class Case(NamedTuple):

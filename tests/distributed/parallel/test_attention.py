@@ -15,16 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_videoscale.compat.torch.versions import ring_attention_is_traced
 from lightning_videoscale.parallel import (
     SequenceMesh,
     sequence_parallel_attention,
     split_sizes,
 )
 from tests.distributed.pool import ProcessPool
+from tests.distributed.test_ring import needs_traced_ring
 
 Ranks = Callable[[int], ProcessPool]
-traces_ring = pytest.mark.skipif(not ring_attention_is_traced(), reason="this torch leaves ring attention uncompiled")
 
 
 def attention_errors(seed: int, batch: int, length: int, heads: int, dim: int) -> list[float]:
@@ -104,7 +103,7 @@ def compiled_errors(ring: int, ulysses: int, lengths: tuple[int, ...], heads: in
     return [float((got - expected).abs().max()) for expected, got in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), pytest.param(2, 1, marks=traces_ring)])
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), pytest.param(2, 1, marks=needs_traced_ring)])
 def test_a_layer_compiles_to_one_graph(ranks: Ranks, ring: int, ulysses: int) -> None:
     problem = (
         ((3, 3), 4, 4) if ulysses > 1 else ((4, 3), 5, 1)
