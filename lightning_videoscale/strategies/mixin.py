@@ -192,7 +192,8 @@ class SequenceParallelMixin(
         if self._watch is not None and len(peers) > 1:
             paths = split_plans(self.lightning_module, self.mesh, self._settings)
             networks = {path: self.lightning_module.get_submodule(path) for path in paths}
-            self._uncount_calls = self._watch.count_calls(networks, sorted(set(peers)))
+            timeout = timeout_of(self) or default_pg_timeout
+            self._uncount_calls = self._watch.count_calls(networks, sorted(set(peers)), timeout)
 
     def _agree_on_calls(self) -> None:
         """To be called once the model is wrapped: the ranks tell each other what they call before they wait."""

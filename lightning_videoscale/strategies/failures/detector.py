@@ -58,6 +58,7 @@ class FailureDetector:
     - a rank that was killed, on its machine by the process;
     - ranks of a machine that is lost: by their silence once a connection has broken, and rank 0's by that of the store;
     - a rank that calls a network which its peers have passed by, after seconds (see `NetworkCalls`);
+    - a rank that does not come to such a call, shortly before the timeout;
     - a rank that does not come to a collective, shortly before that collective's timeout, by how many collectives each
       rank has begun.
 
@@ -102,17 +103,18 @@ class FailureDetector:
 
     # -- the main thread -----------------------------------------------------------------------------------------
 
-    def count_calls(self, networks: Mapping[str, nn.Module], peers: Sequence[int]) -> Undo:
+    def count_calls(self, networks: Mapping[str, nn.Module], peers: Sequence[int], timeout: timedelta) -> Undo:
         """Watches the calls of networks that this rank and its peers must make together; see `NetworkCalls`.
 
         Args:
             networks: By name, wrapped already; the same on all of these ranks.
             peers: Global ranks.
+            timeout: How long a rank waits for another.
 
         Returns:
             A function that ends it.
         """
-        self._calls = calls = NetworkCalls(self._rank, peers, self._begun)
+        self._calls = calls = NetworkCalls(self._rank, peers, self._begun, _before(timeout))
         undo = Undo()
         for name, network in networks.items():
             undo.add(calls.count(network, name))
@@ -248,13 +250,13 @@ class FailureDetector:
         return f"Missing in a collective of ranks {members_of(next(iter(late)))}: {ranks}."
 
     def _apart(self) -> str | None:
-        """Names who is in a network that its peers have passed by; warns of peers that may yet come."""
+        """Names who waits in a network for peers that passed it by or are too late; warns of others that stay away."""
         if self._calls is None:
             return None
-        what, is_certain = self._calls.look(self._state(), self._read)
-        if what and not is_certain:
+        what, gives_up = self._calls.look(self._state(), self._read)
+        if what and not gives_up:
             _log.warning(f"[rank {self._rank}] {what}")
-        if not is_certain:
+        if not gives_up:
             return None
         first: str = self._store.compare_set("first_error", "", f"rank {self._rank}: {what}").decode()
         return f"The first error of the job was on {first}"
@@ -266,9 +268,8 @@ class FailureDetector:
         for name, count in counts.items():
             if self._progress.get(name, (0, 0.0))[0] != count:
                 self._progress[name] = count, now
-            timeout = timeouts[name].total_seconds()
             waited = now - self._progress.get(name, (0, now))[1]
-            if waited > timeout - min(_SPARE, 0.2 * timeout) and self._complete.get(name, 0) != count:
+            if waited > _before(timeouts[name]) and self._complete.get(name, 0) != count:
                 waiting[name] = count
         if not waiting:
             return None
@@ -349,5 +350,10 @@ class FailureDetector:
 
 def _patience() -> float:
     """How long an answer may take while nothing has failed: until a collective that waits as long would."""
-    timeout = min(timeouts_of_groups().values()).total_seconds()
-    return min(timeout - min(_SPARE, 0.2 * timeout), threading.TIMEOUT_MAX)
+    return min(_before(min(timeouts_of_groups().values())), threading.TIMEOUT_MAX)
+
+
+def _before(timeout: timedelta) -> float:
+    """Seconds after which a rank that is missing is named, shortly before a timeout."""
+    seconds = timeout.total_seconds()
+    return seconds - min(_SPARE, 0.2 * seconds)

@@ -7,6 +7,9 @@ All ranks run one program. So a rank that has not entered a call yet is slow, ho
 begun no collective that comes after the entry. One that has begun such a collective has gone past the call. Each
 rank notes therefore, when it enters a network, how many collectives it had begun in each group. Its failure detector
 compares that with what its peers publish once it waits; nothing is exchanged for it in a step.
+
+A rank may also wait in a call by a CUDA graph, whose messages no process group counts and no watchdog of NCCL sees.
+There, too, it waits no longer for a peer than a collective would.
 """
 
 from __future__ import annotations
@@ -49,17 +52,18 @@ class NetworkCalls:
         rank: This rank.
         peers: Other ranks that call the networks when this one does.
         begun: Says how many collectives this rank has begun in each of its groups.
+        patience: Seconds that a peer may stay away from a call in which this rank waits.
 
     Attributes:
         counts: By network, with and without gradients apart.
         peers: As given.
     """
 
-    def __init__(self, rank: int, peers: Iterable[int], begun: Callable[[], dict[str, int]]) -> None:
+    def __init__(self, rank: int, peers: Iterable[int], begun: Callable[[], dict[str, int]], patience: float) -> None:
         self.counts: dict[str, int] = {}
         self.peers = [peer for peer in peers if peer != rank]
         self._everyone = sorted([rank, *self.peers])
-        self._rank, self._begun = rank, begun
+        self._rank, self._begun, self._patience = rank, begun, patience
         self._entries: deque[_Entry] = deque(maxlen=_KEPT)
         self._since: dict[int, tuple[object, float]] = {}
         self._named: tuple[str, int] | None = None
@@ -101,7 +105,8 @@ class NetworkCalls:
             read: Returns what other ranks have published.
 
         Returns:
-            What to say, if anything, and whether it is certain that the peers will not come.
+            What to say, if anything, and whether to give up: the peers cannot come any more, or are
+            too late.
         """
         waited = self._without_progress(self._rank, mine)
         if waited < 1.0 or not self.counts:
@@ -112,9 +117,12 @@ class NetworkCalls:
         if entry is not None and waited >= _SURE and min(waits[peer] for peer in gone) >= _SURE:
             return self._describe(entry, mine, {peer: states[peer] for peer in gone}, "have gone on without it"), True
         entry, late = self._awaited(states)
-        if entry is not None and not gone and waited >= _SLOW and self._named != entry[:2]:
+        if entry is None or gone:
+            return "", False
+        is_too_late = waited >= self._patience
+        if is_too_late or (waited >= _SLOW and self._named != entry[:2]):
             self._named = entry[:2]
-            return self._describe(entry, mine, late, f"have not come to it for {waited:.0f} s"), False
+            return self._describe(entry, mine, late, f"have not come to it for {waited:.0f} s"), is_too_late
         return "", False
 
     def explain(self, mine: RankState, states: Mapping[int, RankState]) -> str:

@@ -57,6 +57,14 @@ def on_all_ranks(module: RectifiedFlow, late: int, seconds: float) -> None:
     sample(module)
 
 
+def on_a_rank_that_waits_beside_the_messages(module: RectifiedFlow, rank: int) -> None:
+    """One rank waits inside of the network, as for a device that replays a graph; the other never comes."""
+    if module.global_rank == rank:
+        module.transformer.blocks[0].register_forward_pre_hook(lambda *_: time.sleep(600))
+        sample(module)
+    time.sleep(600)
+
+
 def train(
     strategy: str,
     sp: int,
@@ -64,9 +72,10 @@ def train(
     hook: str,
     validate: bool = False,
     accelerator: str = "cpu",
+    timeout: float = 120,
 ) -> None:
     trainer = pl.Trainer(
-        strategy=STRATEGIES[strategy](ulysses_size=sp, timeout=timedelta(seconds=120)), accelerator=accelerator,
+        strategy=STRATEGIES[strategy](ulysses_size=sp, timeout=timedelta(seconds=timeout)), accelerator=accelerator,
         devices=2, max_epochs=2, limit_train_batches=3, limit_val_batches=2, num_sanity_val_steps=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[Samples(hook, function)],
@@ -88,3 +97,7 @@ def validate_and_sample_alone(strategy: str, sp: int, rank: int, hook: str) -> N
 
 def train_and_sample_late(strategy: str, sp: int, late: int, seconds: float, hook: str) -> None:
     train(strategy, sp, partial(on_all_ranks, late=late, seconds=seconds), hook)
+
+
+def train_and_wait_beside_the_messages(strategy: str, sp: int, rank: int, hook: str, timeout: float) -> None:
+    train(strategy, sp, partial(on_a_rank_that_waits_beside_the_messages, rank=rank), hook, timeout=timeout)

@@ -13,11 +13,13 @@ from tests.strategies.failures.jobs import Job
 from tests.strategies.failures.sampling_training import (
     train_and_sample_alone,
     train_and_sample_late,
+    train_and_wait_beside_the_messages,
     validate_and_sample_alone,
 )
 
 HOOKS = ("on_train_start", "on_train_batch_end", "on_validation_epoch_end", "on_train_epoch_end", "on_train_end")
 WITHIN = 30.0  # s from the call of the pipeline to the end of all processes
+TIMEOUT = 20.0  # s
 LATE = 9.0  # s: longer than it takes to be sure of a rank that does not come
 
 
@@ -48,13 +50,23 @@ def end(job: Job) -> Ended:
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case | str, Future[Ended]]]:
     """All at a time, since each mostly waits."""
-    with ThreadPoolExecutor(len(CASES) + 1) as threads:
+    with ThreadPoolExecutor(len(CASES) + 2) as threads:
         started: dict[Case | str, Future[Ended]] = {
             case: threads.submit(end, Job(tmp_path_factory.mktemp("job"), 2, train_and_sample_alone, *case))
             for case in CASES
         }
         late = Job(tmp_path_factory.mktemp("job"), 2, train_and_sample_late, "ddp", 2, 1, LATE, "on_train_batch_end")
-        yield started | {"late": threads.submit(end, late)}
+        never = Job(
+            tmp_path_factory.mktemp("job"),
+            2,
+            train_and_wait_beside_the_messages,
+            "ddp",
+            2,
+            0,
+            "on_train_batch_end",
+            20.0,
+        )
+        yield started | {"late": threads.submit(end, late), "never": threads.submit(end, never)}
 
 
 def check(ended: Ended, case: Case) -> None:
@@ -79,6 +91,13 @@ def test_a_rank_that_comes_late_is_waited_for(jobs: dict[Case | str, Future[Ende
     codes, output, _ = jobs["late"].result()
     assert codes == [0, 0], output
     assert "in call" not in output
+
+
+def test_a_wait_that_no_process_group_sees_has_the_timeout_too(jobs: dict[Case | str, Future[Ended]]) -> None:
+    codes, output, _ = jobs["never"].result()
+    assert all(codes), output
+    assert "Rank 0 is in call " in output and "ranks [1] have not come to it for 1" in output
+    assert "The first error of the job was on rank 0" in output
 
 
 @pytest.mark.full
