@@ -26,6 +26,8 @@ def main() -> int:
             continue
         verdict = run_family(arguments.diffusers, family, arguments.select, way=arguments.way)
         print(f"{family}: {verdict.summary}", flush=True)
+        for line in verdict.injected:
+            print(f"  {line}", flush=True)
         for reason, count in verdict.skips.most_common():
             print(f"  {count} {reason}", flush=True)
         wrong += [f"{test}\n{reason}" for test, reason in verdict.wrong.items()]

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -29,7 +30,6 @@ from lightning_videoscale.families import AllFamilies
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, find_plan, parallelize
 from lightning_videoscale.parallel.layout.heads import attention_sizes
-from tests.upstream.checkout import PACKAGE
 
 Way = Literal["split", "fused", "fused and split"]
 """What is done to every model. Fused alone, the tests run in one process."""
@@ -43,11 +43,13 @@ class Outcome:
         result: ``"passed"``, ``"failed"`` or ``"skipped"``; what each rank says if they differ, as ``"passed/failed"``.
         message: The traceback of each rank that failed, or rank 0's reason to skip.
         calls: Calls of the models on rank 0.
+        injected: What was fused in its models there, and what was left as it is and why.
     """
 
     result: str
     message: str
     calls: int
+    injected: frozenset[str] = frozenset()
 
 
 def run_in_step(
@@ -92,11 +94,11 @@ class InStep:
         self._reports: list[pytest.TestReport] = []
         self._meshes: dict[int, SequenceMesh] = {}  # by the size of their Ulysses groups
         self._calls = 0
+        self._injected: set[str] = set()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        mixins = import_module(f"{PACKAGE}.models.testing_utils")
-        wanted = tuple(getattr(mixins, f"{kind}TesterMixin") for kind in ("Model", "Training", "Attention", "Lora"))
-        items[:] = [item for item in items if issubclass(getattr(item, "cls", None) or object, wanted)]
+        wanted = {f"{kind}TesterMixin" for kind in ("Model", "Training", "Attention", "Lora")}
+        items[:] = [item for item in items if wanted & {base.__name__ for base in _bases(item)}]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -104,7 +106,7 @@ class InStep:
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
-        self._reports, self._calls = [], 0
+        self._reports, self._calls, self._injected = [], 0, set()
         with self._changed():
             result = yield
         self._agree(item.nodeid)
@@ -130,7 +132,9 @@ class InStep:
         results = [result for _, result, _ in said]
         tracebacks = [f"rank {rank}: {text}" for rank, (_, result, text) in enumerate(said) if result == "failed"]
         result = results[0] if len(set(results)) == 1 else "/".join(results)
-        self.outcomes[test] = Outcome(result, "\n".join(tracebacks) or said[0][2], self._calls)
+        self.outcomes[test] = Outcome(
+            result, "\n".join(tracebacks) or said[0][2], self._calls, frozenset(self._injected)
+        )
         if "failed" in results:  # messages may be under way that nobody takes
             for mesh in self._meshes.values():
                 mesh.close(after_failure=True)
@@ -168,6 +172,8 @@ class InStep:
                 warnings.simplefilter("ignore")  # of what is skipped
                 report = inject_fused_kernels(model, "reference")
             assert report.replaced, report
+            self._injected |= {f"{block.class_name}: {block.what}" for block in report.replaced}
+            self._injected |= {f"{block.class_name} as it is: {block.reason}" for block in report.skipped}
         if "split" in self._way:
             parallelize(model, self._mesh(model))
 
@@ -189,12 +195,19 @@ def fewest_heads(model: nn.Module) -> int:
     return min(size.heads for size in attention_sizes(model, plan))
 
 
+def _bases(item: pytest.Item) -> tuple[type, ...]:
+    """Of a test's class; diffusers' mixins have other modules in other versions."""
+    test_class: type | None = getattr(item, "cls", None)
+    return () if test_class is None else test_class.__mro__
+
+
 def _text(report: pytest.TestReport) -> str:
     """The traceback, or of what is skipped the reason without the place."""
     return report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
 
 
 def split_classes() -> list[type[nn.Module]]:
-    """The classes of diffusers that have a plan."""
-    paths = (path.rpartition(".") for path in AllFamilies[Any]("SPLIT_PLANS") if path.startswith("diffusers."))
-    return [getattr(import_module(module), name) for module, _, name in paths]
+    """The classes that have a plan, of those that the installed diffusers has."""
+    paths = [path.rpartition(".") for path in AllFamilies[Any]("SPLIT_PLANS") if path.startswith("diffusers.")]
+    found = [getattr(import_module(module), name, None) for module, _, name in paths if find_spec(module) is not None]
+    return [model_class for model_class in found if model_class is not None]

@@ -33,6 +33,11 @@ class Verdict:
         return f"{results}; {sum(outcome.calls for outcome in self.outcomes.values())} calls of models"
 
     @property
+    def injected(self) -> list[str]:
+        """Which blocks were fused, and which were left as they are and why."""
+        return sorted(frozenset[str]().union(*(outcome.injected for outcome in self.outcomes.values())))
+
+    @property
     def skips(self) -> Counter[str]:
         """Numbers of skipped tests by reason."""
         return Counter(outcome.message for outcome in self.outcomes.values() if outcome.result == "skipped")
