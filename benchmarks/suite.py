@@ -169,7 +169,8 @@ def main() -> None:
     commit = options.commit or provenance.commit()
     output = (options.output or provenance.path("suite", "today")).absolute()
     config = TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers}
-    settings = {name: getattr(options, name) for name in ("ranks", "longest", "steps", "rounds", "samples", "tiny")}
+    settings = {name: getattr(options, name) for name in ("ranks", "longest", "steps", "rounds", "samples")}
+    settings["dry_run"] = options.tiny
     settings["table"] = provenance.table(options.shapes)
     with tempfile.TemporaryDirectory() as folder:
         draws = [

@@ -14,7 +14,7 @@ from lightning_videoscale.callbacks.balance_pictures import BalancePictures
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.cost import TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
+from lightning_videoscale.timing import Pauses, StepWindow, check_interval, subscribe_to_steps
 
 
 class LoadBalanceMonitor(pl.Callback):
@@ -79,7 +79,8 @@ class LoadBalanceMonitor(pl.Callback):
         self.metrics = BalanceMetrics(p, GEOMETRIES[geometry] if isinstance(geometry, str) else geometry)
         self._pictures = BalancePictures(check_interval(pictures_every_n_steps) or 1)
         self._best_effort = BestEffort("LoadBalanceMonitor")
-        self._window_begin = 0.0
+        self._window_begin = self._pause_begin = 0.0
+        self._pauses = Pauses()
         self._shown: dict[str, float] = {}
 
     def summary(self) -> dict[str, float]:
@@ -92,7 +93,7 @@ class LoadBalanceMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Subscribes to the steps."""
         subscribe_to_steps(trainer, self.every_n_steps, partial(self._report, trainer))
-        self._window_begin, self._shown = time.perf_counter(), {}
+        self._window_begin, self._pauses, self._shown = time.perf_counter(), Pauses(), {}
         if self.peak_flops_per_second is not None:
             transformer = self._best_effort.attempt("count the model's FLOPs", TransformerFlops.of_module, pl_module)
             self.metrics.flops = None if transformer is None else (transformer, self.peak_flops_per_second)
@@ -107,11 +108,13 @@ class LoadBalanceMonitor(pl.Callback):
 
     def look_away(self) -> None:
         """Stops counting wall time."""
-        self._pause_begin = time.perf_counter()
+        if self._pauses.begin():
+            self._pause_begin = time.perf_counter()
 
     def look_again(self) -> None:
         """Goes on counting wall time."""
-        self._window_begin += time.perf_counter() - self._pause_begin
+        if self._pauses.end():
+            self._window_begin += time.perf_counter() - self._pause_begin
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stops counting wall time."""

@@ -14,7 +14,7 @@ from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGau
 from lightning_videoscale.callbacks.out_of_memory import machine_of
 from lightning_videoscale.cost import Measurement, MemoryModel
 from lightning_videoscale.report import record
-from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
+from lightning_videoscale.timing import Pauses, StepWindow, check_interval, subscribe_to_steps
 
 _GIB = 2**30
 _SHAPES_FOR_A_LINE = 3
@@ -61,6 +61,7 @@ class MemoryMonitor(pl.Callback):
         self.peaks: dict[int, float] = {}
         self._machine: tuple[object, ...] | None = None
         self._gauge: MemoryGauge | None = None
+        self._pauses = Pauses()
         self._best_effort = BestEffort("MemoryMonitor")
 
     def gauge_of(self, device: torch.device) -> MemoryGauge | None:
@@ -75,7 +76,7 @@ class MemoryMonitor(pl.Callback):
             self._best_effort.say_once(f"MemoryMonitor reads the memory of CUDA devices; on {device} it logs nothing.")
             return
         self._keep_peaks_of_this_machine(trainer)
-        self._peak_so_far = 0.0
+        self._peak_so_far, self._pauses = 0.0, Pauses()
         self._best_effort.attempt("reset the peak", self._gauge.reset_peak)
         read = partial(self._read, self._gauge)
         subscribe_to_steps(trainer, self.every_n_steps, partial(self._report, trainer), add=read)
@@ -96,11 +97,12 @@ class MemoryMonitor(pl.Callback):
 
     def look_away(self) -> None:
         """Keeps the peak of the training steps so far."""
-        self.keep_peak()
+        if self._pauses.begin():
+            self.keep_peak()
 
     def look_again(self) -> None:
         """Forgets the peak of what was no training."""
-        if self._gauge is not None:
+        if self._pauses.end() and self._gauge is not None:
             self._best_effort.attempt("reset the peak", self._gauge.reset_peak)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -17,11 +17,15 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lightning_videoscale.kernels.cuda.compile import cache_folder
+from lightning_videoscale.kernels.cuda.file_lock import file_lock
 
 _Key = TypeVar("_Key", bound="tuple[Any, ...]")
 _Record = TypeVar("_Record")
 
 _log = logging.getLogger(__name__)
+
+_PATIENCE = 10.0
+"""Seconds to wait for another process, which writes in milliseconds; a run is not held up for longer."""
 
 
 class MeasurementFile(Generic[_Key, _Record]):
@@ -59,11 +63,16 @@ class MeasurementFile(Generic[_Key, _Record]):
             return {}
 
     def add(self, records: Mapping[_Key, _Record]) -> None:
-        """Writes records beside those that are there; without success it says so in the log."""
-        rows = [{"key": list(key), **self.to_row(record)} for key, record in (self.read() | dict(records)).items()]
+        """Writes records beside those that are there; without success it says so in the log.
+
+        Several processes may add at a time, as jobs do that share a home.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _write_whole(self.path, json.dumps({"machine": self._machine, "records": rows}, indent=1))
+            with file_lock(self.path.with_suffix(".lock"), _PATIENCE, f"keeping what was measured of {self._what}"):
+                known = self.read() | dict(records)
+                rows = [{"key": list(key), **self.to_row(record)} for key, record in known.items()]
+                _write_whole(self.path, json.dumps({"machine": self._machine, "records": rows}, indent=1))
         except OSError as error:
             _log.warning("What was measured of %s is not kept for the next run: %s", self._what, error)
 

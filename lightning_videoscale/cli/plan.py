@@ -10,26 +10,23 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_videoscale.cli.layout import print_layouts
 from lightning_videoscale.cli.parsers.plan import LONGEST
+from lightning_videoscale.cli.plan_clips import read_clips
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, ShapeMatrix, StepTimeModel
-from lightning_videoscale.cost.budget import Budget
-from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.loading.data_warnings import oversized_shapes
-from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, SampleTable
+from lightning_videoscale.data.planning import Balance, BucketPlanner
 from lightning_videoscale.data.planning.compute_budget import TriedBudget, best_of, try_budgets
 from lightning_videoscale.data.planning.diversity import ENOUGH
-from lightning_videoscale.data.planning.figures import PlanFigures
-from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ShapePolicy, standard_mix
-from lightning_videoscale.data.shards.index import ShardIndex
-from lightning_videoscale.data.shards.index_table import IndexTable
+from lightning_videoscale.data.planning.figures import FigureSums, PlanFigures
 
 _FEW_STEPS = 10
 """Below as many steps, the last one and its fillers alone move every mean."""
@@ -50,16 +47,27 @@ _ROWS = {
 _TRIED = {"efficiency": "mean/max", "cv_step": "CV_step", "diversity": "diversity", "tokens_per_cost": "tokens/s"}
 
 
+class _Epoch(NamedTuple):
+    """What is shown of an epoch under one balance.
+
+    Attributes:
+        figures: Of all of its steps.
+        costs: (steps, ranks) predicted, of the epoch or of its first window that has steps.
+    """
+
+    figures: PlanFigures
+    costs: NDArray[np.float64]
+
+
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    has_clips = options.shapes is not None or options.index is not None
-    if not has_clips and not options.layout:
-        raise argparse.ArgumentError(None, "one of the arguments --shapes --index is required")
+    _check(options)
     try:
         if options.layout:
-            print_layouts(options, _table(options).samples_by_length() if has_clips else None)
+            has_clips = options.shapes is not None or options.index is not None
+            print_layouts(options, read_clips(options).table.samples_by_length() if has_clips else None)
             return 0
-        table, step_time = _table(options), _step_time(options)
+        (table, windows), step_time = read_clips(options), _step_time(options)
         law = step_time.power_law
         budget = BucketBudget(options.m_mem, LONGEST**law.p if options.m_comp is None else options.m_comp, law.p)
         planner = BucketPlanner(
@@ -71,18 +79,19 @@ def run(options: argparse.Namespace) -> int:
             step_time,
             seed=options.seed,
             min_diversity=options.min_diversity,
+            windows=windows,
         )
         tried = try_budgets(planner) if options.best_m_comp else []
         if tried:
             planner = replace(planner, budget=best_of(tried).budget)
         balances: Sequence[Balance] = [options.balance] if options.balance else get_args(Balance)[::-1]
-        plans = {balance: replace(planner, balance=balance).plan(epoch=0) for balance in balances}
+        epochs = {balance: _planned(replace(planner, balance=balance), balance) for balance in balances}
         if said := oversized_shapes(table, budget):
             Console(stderr=True, soft_wrap=True).print(said, style="yellow", markup=False)
     except (ValueError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         return 1
-    figures = {balance: PlanFigures.of(plan) for balance, plan in plans.items()}
+    figures = {balance: epoch.figures for balance, epoch in epochs.items()}
     if options.json:
         rows: dict[str, Any] = {balance: found.to_dict() for balance, found in figures.items()}
         report = {"balance": options.balance, **rows[options.balance]} if options.balance else rows
@@ -94,29 +103,31 @@ def run(options: argparse.Namespace) -> int:
         console = Console(soft_wrap=True, highlight=False)
         if tried:
             _print_tried(console, tried, planner)
-        _print(console, figures, plans, planner.budget, step_time)
+        _print(console, epochs, planner, step_time)
         _print_choice(console, figures, planner)
         _print_caveats(console, figures, has_tried=bool(tried))
     return 0
 
 
-def _table(options: argparse.Namespace) -> SampleTable:
-    """The samples, in the shapes that they would be trained in."""
-    shard = None
-    if options.shapes is not None:
-        clips = Clips.from_csv(options.shapes)
-    elif not IndexTable(options.index).exists:
-        raise ValueError(f"No index at {options.index}: name the one that `videoscale index SHARDS` has written.")
-    else:
-        index = ShardIndex.load(options.index)
-        clips, shard = index.samples.clips, index.shard_numbers
-    policy = ShapePolicy()
-    if options.standard_mix:
-        clips, shard, policy = standard_mix(clips, options.samples, options.seed), None, STANDARD_POLICY
-    table = SampleTable.of_clips(clips, policy, GEOMETRIES[options.geometry], options.seed, shard)
-    if not (table.shape_id >= 0).any():
-        raise ValueError(f"None of the {len(clips)} clips can be trained on: all are smaller than one patch, or empty.")
-    return table
+def _check(options: argparse.Namespace) -> None:
+    """Raises ArgumentError for options that do not go together."""
+    if options.shapes is None and options.index is None and not options.layout:
+        raise argparse.ArgumentError(None, "one of the arguments --shapes --index is required")
+    if options.window is not None and (options.index is None or options.standard_mix):
+        raise argparse.ArgumentError(
+            None, f"--window {options.window} plans windows of shards: it needs --index, and no --standard-mix"
+        )
+
+
+def _planned(planner: BucketPlanner, what: str) -> _Epoch:
+    """Plans the first epoch, window by window with a bar; of windows, one is in memory at a time."""
+    sums, costs = FigureSums(), np.empty((0, planner.dp_size))
+    windows = 1 if planner.windows is None else planner.windows.count
+    for plan in tqdm(planner.plans(0), what, windows, unit=" windows", disable=windows == 1, leave=False):
+        sums.add(plan)
+        if not len(costs):
+            costs = plan.cost[plan.grid].sum(axis=2)
+    return _Epoch(sums.figures(), costs)
 
 
 def _step_time(options: argparse.Namespace) -> StepTimeModel:
@@ -144,27 +155,23 @@ def _print_tried(console: Console, tried: Sequence[TriedBudget], chosen: BucketP
     console.print(table)
 
 
-def _print(
-    console: Console,
-    figures: dict[Balance, PlanFigures],
-    plans: dict[Balance, EpochPlan],
-    budget: Budget,
-    step_time: StepTimeModel,
-) -> None:
-    first = next(iter(plans.values()))
-    _, ranks, micro_batches = first.grid.shape
+def _print(console: Console, epochs: dict[Balance, _Epoch], planner: BucketPlanner, step_time: StepTimeModel) -> None:
+    figures = {balance: epoch.figures for balance, epoch in epochs.items()}
+    samples, windows = next(iter(figures.values())).samples, planner.windows
+    divided = f"of {len(planner.table.shapes)} shapes" if windows is None else f"in {windows.count} windows"
     console.print(
-        f"{len(first.stream)} samples of {len(first.table.shapes)} shapes on {ranks} data-parallel ranks, "
-        f"{micro_batches} micro-batches a step. M_mem = {budget.m_mem:g} tokens, {budget}; "
+        f"{samples} samples {divided} on {planner.dp_size} data-parallel ranks, {planner.micro_batches} micro-batches "
+        f"a step. M_mem = {planner.budget.m_mem:g} tokens, {planner.budget}; "
         f"costs predicted by the {'sum' if step_time.form is step_time.additive else 'power law'}."
     )
     table = Table("", *figures)
     for name, title in _ROWS.items():
         table.add_row(title, *(f"{found.to_dict()[name]:.4g}" for found in figures.values()))
     console.print(table)
-    console.print("Cost of the ranks in one step, the median in balance:")
-    for balance, plan in plans.items():
-        console.print(f"  {balance:<16} {_draw(plan.cost[plan.grid].sum(axis=2))}")
+    where = "" if windows is None else " of the first window"
+    console.print(f"Cost of the ranks in one step{where}, the median in balance:")
+    for balance, epoch in epochs.items():
+        console.print(f"  {balance:<16} {_draw(epoch.costs)}")
 
 
 def _print_choice(console: Console, figures: dict[Balance, PlanFigures], planner: BucketPlanner) -> None:
@@ -172,7 +179,7 @@ def _print_choice(console: Console, figures: dict[Balance, PlanFigures], planner
     found = figures.get("planned")
     if found is None or planner.min_diversity is not None or found.diversity >= ENOUGH or found.steps < _FEW_STEPS:
         return
-    other = PlanFigures.of(replace(planner, min_diversity=ENOUGH).plan(epoch=0))
+    other = _planned(replace(planner, balance="planned", min_diversity=ENOUGH), f"--min-diversity {ENOUGH}").figures
     console.print(
         "Steps of planned are less diverse than random ones: equal costs go first. What goes first can be chosen:"
     )

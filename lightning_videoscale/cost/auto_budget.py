@@ -5,6 +5,7 @@ Where nothing can be measured, costs come from the model's size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,11 +40,20 @@ class AutoBudget:
         matrix: File of `videoscale benchmark-shapes`.
         target_sync: Seconds that a micro-batch may take. None: what makes the most of the ranks' time.
         reserve: Share of the memory that is kept free, beside the memory model's own worst error.
+
+    Raises:
+        ValueError: If the target is not a positive number, or the reserve no share below 1.
     """
 
     matrix: str | Path | None = None
     target_sync: float | None = None
     reserve: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.target_sync is not None and not 0 < self.target_sync < math.inf:
+            raise ValueError(f"target_sync={self.target_sync} must be a positive number of seconds, or None.")
+        if not 0 <= self.reserve < 1:
+            raise ValueError(f"reserve={self.reserve} must be a share of the memory, from 0 to below 1.")
 
     def decide(
         self,
@@ -77,7 +87,7 @@ class AutoBudget:
         if step_time is None and self.target_sync is not None:
             raise ValueError(
                 f"target_sync={self.target_sync} s needs measured seconds, and budget='auto' finds its costs "
-                f"{source}: give matrix=, or step_time=."
+                f"{'; '.join([source, *notes])}: give matrix=, or step_time=."
             )
         has_seconds = step_time is not None
         if step_time is None and module is not None:

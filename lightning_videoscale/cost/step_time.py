@@ -47,7 +47,7 @@ class PowerLaw:
             b = float(np.sum((work - work.mean()) * (seconds - seconds.mean())) / np.sum((work - work.mean()) ** 2))
             a = float(seconds.mean() - b * work.mean())
             residual = float(np.sum((a + b * work - seconds) ** 2))
-            fits.append(cls(a, b, float(p), 1.0 - residual / total))
+            fits.append(cls(a, b, float(p), 1.0 - residual / total if total > 0 else 0.0))
         return max(fits, key=lambda fit: fit.r_squared)
 
     def predict(self, samples: ArrayLike, lengths: ArrayLike) -> Vector:
@@ -129,7 +129,7 @@ class StepTimeModel:
         Raises:
             ValueError: If there are too few, a time is not positive, or times do not grow with the work.
         """
-        b, s, seconds = (np.array(column, np.float64) for column in zip(*(m[:3] for m in samples), strict=True))
+        b, s, seconds = np.array([m[:3] for m in samples], np.float64).reshape(-1, 3).T
         if not suffice(s):
             raise ValueError(
                 f"A step-time model needs at least 6 measurements of 3 sequence lengths; got {len(samples)} of "
@@ -141,7 +141,7 @@ class StepTimeModel:
         above = np.ones_like(s, np.bool_) if any(m.by_graph for m in samples) else above_floor(s, seconds)
         points = every.where(above)
         power_law = PowerLaw.fit(*points[:3])
-        if power_law.b <= 0:
+        if power_law.b <= 0 or not np.ptp(points.seconds):  # rounded, the slope of equal times may be above zero
             raise ValueError(
                 f"The measured times do not grow with the work ({power_law}). `videoscale benchmark-shapes` takes the "
                 "times that the device needs; if they are its own, raise --max-tokens. Times of your own must end "

@@ -155,8 +155,10 @@ def _fits_at(points: Points, exponents: Vector) -> tuple[Vector, Vector, Vector]
     safe = np.where(determinant > 0, determinant, 1.0)
     a = np.where(determinant > 0, (x1 * yy - y1 * xy) / safe, 0.0)
     b = np.where(determinant > 0, (y1 * xx - x1 * xy) / safe, 0.0)
-    alone = y1 / yy  # b where a would be negative
-    a, b = np.where((a < 0) | (b <= 0), 0.0, a), np.where((a < 0) | (b <= 0), alone, b)
+    # The best with a, b >= 0: without the one that would be negative.
+    is_alone, is_flat = (a < 0) | (determinant <= 0), (b < 0) & (determinant > 0)
+    a, b = np.where(is_alone, 0.0, a), np.where(is_alone, y1 / yy, b)
+    a, b = np.where(is_flat, x1 / xx, a), np.where(is_flat, 0.0, b)
     loss = ((a[:, None] * x + b[:, None] * y - 1) ** 2) @ w
     return loss, a, b / unit**exponents
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,8 +30,8 @@ def sequence_parallel_attention(
     value: Tensor,
     mesh: SequenceMesh,
     *,
-    lengths: tuple[int, ...] | None = None,
-    key_lengths: tuple[int, ...] | None = None,
+    lengths: Sequence[int] | None = None,
+    key_lengths: Sequence[int] | None = None,
     key_mask: Tensor | None = None,
     whole_key_mask: Tensor | None = None,
     transport: Transport | None = None,
@@ -74,7 +75,8 @@ def sequence_parallel_attention(
     """
     if mesh.sp.size > 1:
         refuse_transforms("The sequence of this attention", (query, key, value))
-    lengths = lengths if lengths is not None else (query.shape[1],) * mesh.sp.size
+    lengths = tuple(lengths) if lengths is not None else (query.shape[1],) * mesh.sp.size
+    key_lengths = tuple(key_lengths) if key_lengths is not None else None
     axis = mesh.ulysses
     place = _Place(mesh.sp.rank, mesh.sp.size, mesh.ring.rank, axis.rank, axis.size)
     checked = _checked if torch.compiler.is_compiling() else _known

@@ -61,11 +61,6 @@ class Findings:
         return str(ends[-1]["status"]) if ends else "unfinished"
 
     @property
-    def ranks(self) -> int:
-        """Processes, each with a device."""
-        return int(self.start["machine"]["ranks"])
-
-    @property
     def data_parallel_ranks(self) -> int:
         """Distinct streams of batches."""
         return int(self.start["exchange"]["data-parallel ranks"])
@@ -156,9 +151,21 @@ class Findings:
         return predict_balances(self.windows, self.plans[-1], self.model) if self.plans else {}
 
     def parts(self) -> dict[str, list[float]]:
-        """Seconds of every global rank by part of the step, over the whole run."""
-        names = self.windows[0]["ranks"] if self.windows else {}
-        return {name: np.sum([window["ranks"][name] for window in self.windows], axis=0).tolist() for name in names}
+        """Seconds of every global rank by part of the step, over the whole run.
+
+        A run may go on with another number of ranks: there are as many as there were at most.
+        """
+        most = max((len(of_rank) for window in self.windows for of_rank in window["ranks"].values()), default=0)
+        parts: dict[str, NDArray[np.float64]] = {}
+        for window in self.windows:
+            for name, of_rank in window["ranks"].items():
+                parts.setdefault(name, np.zeros(most))[: len(of_rank)] += of_rank
+        return {name: seconds.tolist() for name, seconds in parts.items()}
+
+    @property
+    def device_seconds(self) -> float:
+        """Training time of all ranks together."""
+        return sum(float(window["seconds"]) * max(map(len, window["ranks"].values())) for window in self.windows)
 
     def share_of(self, name: str) -> float:
         """Share of a part in the time of all ranks."""

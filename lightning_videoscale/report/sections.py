@@ -125,10 +125,10 @@ def anatomy(found: Findings) -> Section | None:
     if not parts:
         return None
     names = {part: title for part, title in PARTS.items() if sum(parts[part]) > 0}
-    ranks = range(found.ranks)
+    ranks = range(len(parts["forward"]))
     compute = [parts["forward"][rank] + parts["backward"][rank] for rank in ranks]
     shown = list(ranks)
-    if found.ranks > _SHOWN_RANKS:
+    if len(ranks) > _SHOWN_RANKS:
         by_compute = sorted(ranks, key=lambda rank: -compute[rank])
         shown = by_compute[: _SHOWN_RANKS // 2] + by_compute[-_SHOWN_RANKS // 2 :]
     bars = [(f"rank {rank}", [parts[part][rank] for part in names]) for rank in shown]
@@ -141,7 +141,7 @@ def anatomy(found: Findings) -> Section | None:
             "time in the run",
         ),
         "rows": [(title, percent(sum(parts[part]) / total), f"part-{part}") for part, title in names.items()],
-        "hidden": found.ranks - len(shown),
+        "hidden": len(ranks) - len(shown),
     }
 
 
@@ -339,7 +339,7 @@ def tiles(found: Findings) -> list[tuple[str, str, str]]:
                 "(max - min) / max of the ranks' work, median step; at 0 % all work equally long",
             )
         )
-        paid = found.seconds * found.ranks
+        paid = found.device_seconds
         lost = f"{duration(paid * found.idle)} of {duration(paid)} of device time"
         shown.append(("Waiting for the slowest", percent(found.idle), lost))
     if found.windows:

@@ -7,7 +7,7 @@
 - `step_timer`: `StepTimer`, this rank's times alone, by a clock with hooks into a Trainer.
 - `clock`: `StepClock`, behind it.
 - `marks`: what the clock reads: CUDA events, or the host's clock.
-- `pause`: `unwatched`, around what is no training.
+- `pause`: `unwatched`, around what is no training; `Pauses`, for those who look away.
 - `synchronization`: where the frameworks wait for other ranks.
 
 Called in ``on_train_start``, this hands 50 optimizer steps at a time to `receive`, on every rank:
@@ -21,7 +21,7 @@ Called in ``on_train_start``, this hands 50 optimizer steps at a time to `receiv
 from lightning_videoscale.timing.clock import StepClock
 from lightning_videoscale.timing.load import MicroBatchLoad, load_of
 from lightning_videoscale.timing.marks import CudaMarks, Marks, marks_on
-from lightning_videoscale.timing.pause import LooksAway, unwatched
+from lightning_videoscale.timing.pause import LooksAway, Pauses, unwatched
 from lightning_videoscale.timing.step_log import check_interval, subscribe_to_steps
 from lightning_videoscale.timing.step_timer import StepTimer
 from lightning_videoscale.timing.step_times import Phase, StepTimes, add_up
@@ -33,6 +33,7 @@ __all__ = [
     "LooksAway",
     "Marks",
     "MicroBatchLoad",
+    "Pauses",
     "Phase",
     "StepClock",
     "StepTimer",

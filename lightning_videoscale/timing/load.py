@@ -43,6 +43,6 @@ def load_of(batch: object) -> MicroBatchLoad | None:
         samples, length, weight = int(meta.samples), int(meta.sequence_length), float(meta.loss_weight)  # type: ignore[union-attr]
     except (AttributeError, TypeError, ValueError):
         return None
-    frames, height, width = (int(getattr(meta, name, 0)) for name in ("frames", "height", "width"))
-    cost = float(getattr(meta, "predicted_cost", 0.0))
+    frames, height, width = (int(getattr(meta, name, 0) or 0) for name in ("frames", "height", "width"))
+    cost = float(getattr(meta, "predicted_cost", 0.0) or 0.0)
     return MicroBatchLoad(samples, length, weight, cost, frames, height, width, int("video" in batch))  # type: ignore[operator]

@@ -9,6 +9,23 @@ from typing import Protocol, runtime_checkable
 import lightning.pytorch as pl
 
 
+class Pauses:
+    """Counts pauses that lie within each other, such as sampling in a validation: the outermost is what matters."""
+
+    def __init__(self) -> None:
+        self._open = 0
+
+    def begin(self) -> bool:
+        """Begins a pause; returns whether it lies in no other."""
+        self._open += 1
+        return self._open == 1
+
+    def end(self) -> bool:
+        """Ends the pause that began last; returns whether none is left."""
+        self._open -= 1
+        return self._open == 0
+
+
 @runtime_checkable
 class LooksAway(Protocol):
     """A callback that measures the training, and leaves out what others do between its steps."""

@@ -24,10 +24,10 @@ def check_interval(every_n_steps: int | None) -> int | None:
     """Returns a number of steps.
 
     Raises:
-        ValueError: It is below 1.
+        ValueError: It is below 1, or not whole.
     """
-    if every_n_steps is not None and every_n_steps < 1:
-        raise ValueError(f"every_n_steps must be at least 1, or None; got {every_n_steps}.")
+    if every_n_steps is not None and (every_n_steps < 1 or every_n_steps % 1):
+        raise ValueError(f"every_n_steps must be a whole number of at least 1, or None; got {every_n_steps}.")
     return every_n_steps
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_videoscale.attention.records import SDPA, Record, RecordFile, slowest_of_ranks
+from lightning_videoscale.choosing import kept
 from tests.attention.cases import key, record
 
 
@@ -66,7 +69,31 @@ def test_a_file_that_cannot_be_written_is_said_and_leaves_nothing_behind(
     with caplog.at_level(logging.WARNING):
         file.add({key(4096): record(sdpa=1.0)})
     assert "is not kept for the next run" in caplog.text
-    assert list(tmp_path.iterdir()) == [file.path]
+    assert [path for path in tmp_path.iterdir() if path.suffix != ".lock"] == [file.path]
+
+
+def test_of_several_that_add_at_once_nothing_is_lost(tmp_path: Path) -> None:
+    def add(first: int) -> None:
+        for number in range(first, first + 5):
+            RecordFile("cpu", tmp_path).add({key(2**number): record(sdpa=1.0)})
+
+    adding = [threading.Thread(target=add, args=(first,)) for first in range(0, 30, 5)]
+    for thread in adding:
+        thread.start()
+    for thread in adding:
+        thread.join()
+    assert set(RecordFile("cpu", tmp_path).read()) == {key(2**number) for number in range(30)}
+
+
+def test_a_file_that_another_process_holds_is_not_waited_for_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "_PATIENCE", 0.2)
+    file = RecordFile("cpu", tmp_path)
+    with file.path.with_suffix(".lock").open("w") as held, caplog.at_level(logging.WARNING):
+        fcntl.flock(held, fcntl.LOCK_EX)
+        file.add({key(4096): record(sdpa=1.0)})
+    assert file.read() == {} and str(file.path.with_suffix(".lock")) in caplog.text
 
 
 def test_files_of_other_versions_are_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_videoscale.callbacks import LoadBalanceMonitor
 from lightning_videoscale.cost import TransformerFlops, training_flops
+from lightning_videoscale.timing import unwatched
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
 from tests.models import tiny_wan
 
@@ -92,6 +93,20 @@ def test_validation_is_not_timed() -> None:
     trainer = trainer_with(monitor, val_check_interval=1)
     trainer.fit(SlowToValidate(), batches_of([Meta(1, 10)] * 3), batches_of([Meta(1, 10)]))
     assert 0 < monitor.metrics.sums["seconds"] < 0.6
+
+
+def test_sampling_in_a_validation_is_not_timed_either() -> None:
+    class Samples(Slope):
+        def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+            time.sleep(0.2)
+            with unwatched(self.trainer):
+                time.sleep(0.01)
+            time.sleep(0.2)
+
+    monitor = LoadBalanceMonitor()
+    trainer = trainer_with(monitor, val_check_interval=1)
+    trainer.fit(Samples(), batches_of([Meta(1, 10)] * 3), batches_of([Meta(1, 10)]))
+    assert 0 < monitor.metrics.sums["seconds"] < 0.4
 
 
 def test_the_time_of_a_step_is_told_apart() -> None:

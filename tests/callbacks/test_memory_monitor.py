@@ -13,6 +13,7 @@ import torch
 from lightning_videoscale.callbacks import MemoryMonitor
 from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge
 from lightning_videoscale.cost import MemoryModel
+from lightning_videoscale.timing import unwatched
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
 
 GIB = 2**30
@@ -105,6 +106,20 @@ def test_validation_is_no_training_peak() -> None:
     trainer.fit(Validated(), batches_of([Meta(1, 10)] * 2), batches_of([Meta(1, 10)]))
     assert [row["memory/peak_gib"] for _, row in _rows(logger)] == [300]
     assert monitor.scripted_gauge.resets == 1 + 2 + 1
+
+
+def test_sampling_in_a_validation_is_no_training_peak() -> None:
+    class Samples(Slope):
+        def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+            with unwatched(self.trainer):
+                pass
+
+    # One reading before each validation and one for the report: none while it validates.
+    monitor, logger = Scripted([300, 200, 100], every_n_steps=2), MemoryLogger()
+    trainer = trainer_with(monitor, logger=logger, val_check_interval=1, limit_val_batches=1, max_steps=2)
+    trainer.fit(Samples(), batches_of([Meta(1, 10)] * 2), batches_of([Meta(1, 10)]))
+    assert [row["memory/peak_gib"] for _, row in _rows(logger)] == [300]
+    assert not monitor.scripted_gauge.peaks and monitor.scripted_gauge.resets == 1 + 2 + 1
 
 
 def test_points_survive_a_restart_on_the_same_machine_only(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 
 from lightning_videoscale.cli import main
-from lightning_videoscale.cost import MatrixRow, Measurement, ShapeMatrix, StepTimeModel
+from lightning_videoscale.cost import BucketBudget, MatrixRow, Measurement, ShapeMatrix, StepTimeModel
+from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data.loading.loader import PlannedSampler
 from lightning_videoscale.data.shards.indexing import build_index
 from tests.data.clips import write_shards
 from tests.data.planning.tables import footage
@@ -152,6 +155,36 @@ def test_an_index_is_planned_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert figures["samples"] == 50 and shards
 
 
+def test_in_windows_the_figures_are_those_of_a_training_with_that_window(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards, file = write_shards(tmp_path, 90, shards=6), tmp_path / "index.arrow"
+    budget = {"m_mem": 320.0, "m_comp": 160.0**2}
+    module = VideoDataModule(shards, index=file, window=25, budget=BucketBudget(**budget, p=2.0), micro_batches=2)
+    module.prepare_data()
+    module.setup("fit")
+    module.train_dataloader()
+    assert module.planner is not None
+    model = StepTimeModel.fit([Measurement(b, s, 0.1 + b * s**2.0 * 1e-4) for b in (1, 2, 4) for s in (4, 16, 48, 80)])
+    (tmp_path / "cost.json").write_text(json.dumps(model.to_dict()))
+    law = BucketBudget(**budget, p=model.power_law.p)
+    planner = replace(module.planner, dp_size=3, step_time=model, budget=law)
+    costs = np.array([
+        [m.meta.predicted_cost for m in PlannedSampler(planner, rank)] for rank in range(3)
+    ]).reshape(3, -1, 2).sum(axis=2)  # fmt: skip
+
+    arguments = ("--index", str(file), "--dp-size", "3", "--micro-batches", "2", "--cost", str(tmp_path / "cost.json"),
+                 "--m-mem", "320", "--m-comp", str(budget["m_comp"]), "--balance", "planned")  # fmt: skip
+    found = run(capsys, *arguments, "--window", "25")
+    assert found["samples"] == 90 and found["steps"] == costs.shape[1]
+    assert found["efficiency"] == pytest.approx(costs.mean(axis=0).sum() / costs.max(axis=0).sum())
+    assert found["cost_cv"] == pytest.approx((costs.std(axis=0) / costs.mean(axis=0)).mean())
+    assert run(capsys, *arguments, "--window", "90") == run(capsys, *arguments) != found
+    assert main(["plan", *arguments, "--window", "25"]) == 0
+    assert "90 samples in 4 windows" in capsys.readouterr().out
+    assert run(capsys, *arguments[:-4], "--window", "25", "--best-m-comp")["planned"]["samples"] == 90
+
+
 def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tiny.csv").write_text("source,width,height,fps,num_frames\na,4,4,25,100\n")
     assert main(["plan", "--shapes", str(tmp_path / "tiny.csv")]) == 1
@@ -184,10 +217,20 @@ def test_tables_as_spreadsheets_write_them(
 
 
 def test_options_that_make_no_sense_are_named(shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for option, value in (("--samples", "-5"), ("--samples", "0"), ("--seed", "-1"), ("--seed", "one")):
+    for option, value in (
+        ("--samples", "-5"),
+        ("--samples", "0"),
+        ("--seed", "-1"),
+        ("--window", "1.5"),
+        ("--seed", "one"),
+    ):
         with pytest.raises(SystemExit):
             main(["plan", "--shapes", shapes, option, value])
         assert f"argument {option}: '{value}'" in capsys.readouterr().err
+    for others in (("--shapes", shapes), ("--index", shapes, "--standard-mix")):
+        with pytest.raises(SystemExit):
+            main(["plan", *others, "--window", "1000"])
+        assert "--window 1000" in capsys.readouterr().err
     for content in ("[1]", '{"a": 1}', "no JSON"):
         (tmp_path / "cost.json").write_text(content)
         assert main(["plan", "--shapes", shapes, "--cost", str(tmp_path / "cost.json")]) == 1

@@ -136,6 +136,11 @@ def test_too_little_or_senseless_data_is_refused() -> None:
         StepTimeModel.fit([*measured(0.05, 2e-5, 7e-10), Measurement(1, 100, float("nan"))])
     with pytest.raises(ValueError, match="do not grow"):
         StepTimeModel.fit([m._replace(seconds=1 / m.seconds) for m in measured(0.05, 2e-5, 7e-10)])
+    for same in (0.1, 0.25):  # the mean of the first is another number, rounded
+        with pytest.raises(ValueError, match="do not grow"):
+            StepTimeModel.fit([m._replace(seconds=same) for m in measured(0.05, 2e-5, 7e-10)])
+    with pytest.raises(ValueError, match=r"6 measurements of 3 .*got 0 of 0"):
+        StepTimeModel.fit([])
 
 
 @settings(deadline=None)

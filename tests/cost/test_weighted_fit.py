@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_videoscale.cost.points import Points
-from lightning_videoscale.cost.weighted_fit import fit_step_time
+from lightning_videoscale.cost.weighted_fit import fit_power_law, fit_step_time
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
@@ -35,3 +35,16 @@ def test_where_the_host_is_no_limit_short_steps_are_fitted_too() -> None:
     model = fit_step_time(points)
     assert model.additive.a == pytest.approx(0.01, rel=0.1)  # which long steps alone do not tell
     assert model.floor < 0.001
+
+
+def test_times_that_shrink_with_the_work_have_no_law_but_their_mean() -> None:
+    lengths = np.repeat([1000.0, 4000.0, 16_000.0, 64_000.0], 3)
+    samples = np.tile([1.0, 2.0, 4.0], 4)
+    falling = Points(samples, lengths, 1.0 + 0.1 / (samples * lengths), np.ones(12))
+    law = fit_power_law(falling)
+    assert law.b == 0 and law.a == pytest.approx(1.0, rel=1e-3)
+    with pytest.raises(ValueError, match="do not grow with the work"):
+        fit_step_time(falling)
+    less = falling._replace(seconds=1e-9 * samples * lengths**2 - 5e-4)
+    law = fit_power_law(less, (2.0, 2.0))
+    assert law.a == 0 and law.b == pytest.approx(1e-9, rel=0.2), "no step takes less than no time"

@@ -38,6 +38,8 @@ def test_batches_of_the_data_module(tmp_path: Path) -> None:
 def test_a_meta_of_ones_own_needs_three_members() -> None:
     meta = SimpleNamespace(samples=2, sequence_length=48, loss_weight=0.5)
     assert load_of({"video": 0, "meta": meta}) == MicroBatchLoad(2, 48, 0.5, has_pixels=1)
+    meta.frames = meta.predicted_cost = None
+    assert load_of({"video": 0, "meta": meta}) == MicroBatchLoad(2, 48, 0.5, has_pixels=1)
 
 
 UNREADABLE = SimpleNamespace(samples="two", sequence_length=1, loss_weight=1)

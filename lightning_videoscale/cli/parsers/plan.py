@@ -31,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=100_000,
         help="samples that the mix draws (default: %(default)s)",
     )
+    parser.add_argument(
+        "--window",
+        type=partial(at_least, 1),
+        metavar="CLIPS",
+        help="plan so many clips of --index at a time, as VideoDataModule(window=) does; figures are of all windows",
+    )
     parser.add_argument("--dp-size", type=int, default=16, help="data-parallel ranks (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=1, help="per rank and step (default: %(default)s)")
     parser.add_argument("--balance", choices=BALANCES, help="default: all three")

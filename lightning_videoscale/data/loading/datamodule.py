@@ -303,14 +303,20 @@ class VideoDataModule(pl.LightningDataModule):
         return {name: float(epoch * n / size) for name, n, size in zip(names, drawn, sizes, strict=True)}
 
     def training_shapes(self) -> tuple[SampleTable, RepresentativeBatches]:
-        """The training samples in the shapes of the first epoch, of windows the first, and batches to measure with."""
+        """The training samples in the shapes of the first epoch, and batches to measure with.
+
+        Of windows, these are the samples of the first and the longest clip of all.
+        """
         table = self._table("shards")
         if self._encode is not None and self.trainer is not None:
             self._encode.to(self.trainer.strategy.root_device)
         return table, RepresentativeBatches(self._shards.reader("shards"), table, self._encode)
 
     def clip_lengths(self) -> dict[int, int]:
-        """Returns how many clips there are to train on, or in the first window, by tokens; nothing before `setup`."""
+        """Returns how many clips there are to train on, by tokens; nothing before `setup`.
+
+        Of windows, these are the clips of the first and the longest of all.
+        """
         return self._table("shards").samples_by_length() if "shards" in self._shards.arguments else {}
 
     def tokens_per_device(self) -> float | None:

@@ -108,7 +108,7 @@ class PlannedSampler(Sampler[MicroBatch]):
         """
         self._plan_up_to(micro_batches)
         begun = [part for part in self._parts if part.counted <= micro_batches]
-        del self._parts[: len(begun) - 1]
+        del self._parts[: max(0, len(begun) - 1)]
         return [part for part in self._parts if part.plan.window is self._parts[0].plan.window][-1]
 
     def state_dict(self, micro_batches: int, is_over: bool = False, has_ended: bool = False) -> dict[str, Any]:

@@ -118,10 +118,9 @@ class Progress:
         return self._next(planner)._or_next(planner)
 
     def _next(self, planner: BucketPlanner) -> Progress:
-        assert planner.windows is not None and self.plan.window is not None
-        left = np.flatnonzero(~self.plan.done_after(self.plan.steps))
-        plan = planner.plan(self.epoch, window=planner.windows.after(self.plan.window, left))
-        return Progress(self.epoch, plan, None, self.end, trained_as=self.trained_as)
+        return Progress(
+            self.epoch, planner.following(self.epoch, self.plan), None, self.end, trained_as=self.trained_as
+        )
 
     def _or_next(self, planner: BucketPlanner) -> Progress:
         """This place; or that in a later window, where nothing of this one makes a whole step."""

@@ -16,9 +16,21 @@ def diversity(shape_id: NDArray[np.int64]) -> float:
     Args:
         shape_id: (steps, slots) shapes of the micro-batches.
     """
-    in_step = np.sort(shape_id, axis=1)
-    distinct = 1 + (np.diff(in_step, axis=1) != 0).sum(axis=1)
-    counts = np.bincount(in_step.ravel())
-    # Of the slots of a step, drawn without replacement, the chance that none has a shape.
-    none = hypergeom.pmf(0, in_step.size, counts, in_step.shape[1])
-    return float(distinct.mean() / (1 - none).sum())
+    return float(distinct(shape_id).mean() / distinct_at_random(np.bincount(shape_id.ravel()), shape_id.shape[1]))
+
+
+def distinct(shape_id: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Different shapes of each step, (steps,)."""
+    found: NDArray[np.int64] = 1 + (np.diff(np.sort(shape_id, axis=1), axis=1) != 0).sum(axis=1)
+    return found
+
+
+def distinct_at_random(counts: NDArray[np.int64], slots: int) -> float:
+    """How many shapes a step would have if its micro-batches were drawn at random, without replacement.
+
+    Args:
+        counts: (shapes,) micro-batches of each shape.
+        slots: Micro-batches of a step.
+    """
+    none = hypergeom.pmf(0, counts.sum(), counts, slots)  # the chance that none of them has a shape
+    return float((1 - none).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -10,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_videoscale.cost.spread import compute_cv, cv_step
-from lightning_videoscale.data.planning.diversity import diversity
+from lightning_videoscale.data.planning.diversity import distinct, distinct_at_random
 from lightning_videoscale.data.planning.epoch_plan import EpochPlan
+from lightning_videoscale.data.planning.shapes import ClipShape
 
 
 class StepSpreads(NamedTuple):
@@ -78,29 +80,12 @@ class PlanFigures:
     tokens_per_cost: float
 
     @classmethod
-    def of(cls, plan: EpochPlan) -> PlanFigures:
-        """Computes the figures of a plan of a whole epoch."""
-        sizes = np.diff(plan.starts)
-        lengths = plan.table.sequence_lengths[plan.shape_id]
-        tokens = sizes * lengths
-        by_slot = plan.cost[plan.grid]
-        by_rank = by_slot.sum(axis=2)
-        slowest = by_rank.max(axis=1)
-        spreads = StepSpreads.of(plan)
-        counted = ~plan.filler
-        return cls(
-            cv_step=float(spreads.cv_step.mean()),
-            compute_cv=float(spreads.compute_cv.mean()),
-            cost_cv=float(spreads.cost_cv.mean()),
-            efficiency=float(by_rank.mean(axis=1).sum() / slowest.sum()),
-            slot_time=float(by_slot.max(axis=1).sum() / by_slot.mean(axis=1).sum()),
-            padding=float(tokens[plan.filler].sum() / tokens.sum()),
-            diversity=diversity(plan.shape_id[plan.grid].reshape(plan.steps, -1)),
-            delay_p99=float(np.quantile(delays(plan), 0.99)),
-            steps=plan.steps,
-            samples=int(sizes[counted].sum()),
-            tokens_per_cost=float(tokens[counted].sum() / slowest.sum()),
-        )
+    def of(cls, *plans: EpochPlan) -> PlanFigures:
+        """Computes the figures of a plan of a whole epoch, or of those of all of its windows."""
+        sums = FigureSums()
+        for plan in plans:
+            sums.add(plan)
+        return sums.figures()
 
     def throughput(self, in_slots: bool = False) -> float:
         """Tokens of all ranks over the slowest ranks' cost, of steps or, ``in_slots``, of micro-batches."""
@@ -115,11 +100,75 @@ class PlanFigures:
         return asdict(self)
 
 
+class FigureSums:
+    """Adds up what the figures of an epoch are made of, window by window: no plan need stay in memory."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[str] = Counter()
+        self._shapes: Counter[ClipShape] = Counter()  # micro-batches of each; windows number shapes differently
+        self._delays: Counter[float] = Counter()
+        self._slots = 1
+
+    def add(self, plan: EpochPlan) -> None:
+        """Adds a plan; of the same ranks and micro-batches as those before."""
+        if not plan.steps:
+            return
+        sizes = np.diff(plan.starts)
+        tokens = sizes * plan.table.sequence_lengths[plan.shape_id]
+        by_slot, counted, spreads = plan.cost[plan.grid], ~plan.filler, StepSpreads.of(plan)
+        by_rank = by_slot.sum(axis=2)
+        shapes = plan.shape_id[plan.grid].reshape(plan.steps, -1)
+        self._slots = shapes.shape[1]
+        self._sums.update(
+            steps=plan.steps, samples=int(sizes[counted].sum()),
+            tokens=int(tokens.sum()), counted_tokens=int(tokens[counted].sum()),
+            cv_step=spreads.cv_step.sum(), compute_cv=spreads.compute_cv.sum(), cost_cv=spreads.cost_cv.sum(),
+            mean=by_rank.mean(axis=1).sum(), slowest=by_rank.max(axis=1).sum(),
+            slot_mean=by_slot.mean(axis=1).sum(), slowest_slot=by_slot.max(axis=1).sum(),
+            distinct=distinct(shapes).sum(),
+        )  # fmt: skip
+        numbers, counts = np.unique(shapes, return_counts=True)
+        self._shapes.update({plan.table.shapes[n]: count for n, count in zip(numbers, counts.tolist(), strict=True)})
+        self._delays.update(dict(zip(*(x.tolist() for x in np.unique(delays(plan), return_counts=True)), strict=True)))
+
+    def figures(self) -> PlanFigures:
+        """The figures of all that was added, which must be a step at least."""
+        sums, steps = self._sums, self._sums["steps"]
+        at_random = distinct_at_random(np.array([*self._shapes.values()]), self._slots)
+        return PlanFigures(
+            cv_step=float(sums["cv_step"] / steps),
+            compute_cv=float(sums["compute_cv"] / steps),
+            cost_cv=float(sums["cost_cv"] / steps),
+            efficiency=float(sums["mean"] / sums["slowest"]),
+            slot_time=float(sums["slowest_slot"] / sums["slot_mean"]),
+            padding=1 - sums["counted_tokens"] / sums["tokens"],
+            diversity=float(sums["distinct"] / steps / at_random),
+            delay_p99=_quantile(self._delays, 0.99),
+            steps=steps,
+            samples=sums["samples"],
+            tokens_per_cost=float(sums["counted_tokens"] / sums["slowest"]),
+        )
+
+
 def delays(plan: EpochPlan) -> NDArray[np.float64]:
-    """Steps that each sample is trained after (or, negative, before) its place in the stream; fillers left out."""
+    """Steps that each sample is trained after (or, negative, before) its place in the stream; fillers left out.
+
+    What a window carries has its place before the window's first step, at the pace of the window.
+    """
     step_of = np.empty(len(plan.cost), np.int64)
     step_of[plan.grid.reshape(plan.steps, -1)] = np.arange(plan.steps)[:, None]
     counted = np.repeat(~plan.filler, np.diff(plan.starts))
     steps = np.repeat(step_of, np.diff(plan.starts))[counted].astype(np.float64)
-    place = plan.members[counted] / len(plan.stream) * plan.steps
-    return steps - np.floor(place)
+    draws, first, length = plan.members[counted], 0, len(plan.stream)
+    if plan.window is not None:
+        draws, first, length = plan.window.draws[draws], plan.window.first, plan.window.last - plan.window.first
+    return steps - np.floor((draws - first) / length * plan.steps)
+
+
+def _quantile(counts: Counter[float], share: float) -> float:
+    """The quantile of values that come so often; between two of them, in proportion."""
+    values = np.array(sorted(counts))
+    ends = np.cumsum([counts[value] for value in values.tolist()])
+    place = share * (ends[-1] - 1)
+    below, above = values[np.searchsorted(ends, [np.floor(place), np.ceil(place)], side="right")]
+    return float(below + (above - below) * (place % 1))

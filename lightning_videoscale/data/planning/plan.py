@@ -9,7 +9,7 @@ micro-batch in a step; a *draw* is one place in the epoch's stream of samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -42,12 +42,12 @@ def check_settings(**settings: float | str | None) -> None:
     """Looks at settings of `BucketPlanner` by name, whichever are known already; None is not.
 
     Raises:
-        ValueError: If a number is below 1, a share is none, or a word is unknown.
+        ValueError: If a number is below 1 or not whole, a share is none, or a word is unknown.
     """
-    counts = {name: int(count) for name in (*_COUNTS, "window") if (count := settings.get(name)) is not None}
-    if any(count < 1 for count in counts.values()):
-        listed = ", ".join(f"{name}={count}" for name, count in counts.items())
-        raise ValueError(f"{listed} must be at least 1.")
+    for name in (*_COUNTS, "window"):
+        count = settings.get(name)
+        if count is not None and not (isinstance(count, int | float | np.integer) and count >= 1 and not count % 1):
+            raise ValueError(f"{name}={count!r} must be a whole number of at least 1.")
     for name in _SHARES:
         share = settings.get(name)
         if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
@@ -91,7 +91,7 @@ class BucketPlanner:
             table is then a sample of what it holds. None: an epoch is planned as a whole.
 
     Raises:
-        ValueError: If a number is below 1, ``min_diversity`` is no share, or a word is unknown.
+        ValueError: If a number is below 1 or not whole, ``min_diversity`` is no share, or a word is unknown.
     """
 
     table: SampleTable
@@ -145,6 +145,25 @@ class BucketPlanner:
         is_rest = done is not None and self.loss_normalization == "epoch"
         normal = self._normal(self._cut(shapes, self._max_wait) if is_rest else layout.batches)
         return self._planned(stream, left, layout, normal)
+
+    def following(self, epoch: int, plan: EpochPlan) -> EpochPlan:
+        """Plans the window behind one, with what that one leaves over.
+
+        Args:
+            epoch: Its number.
+            plan: Of a window of the epoch, not the last.
+        """
+        assert self.windows is not None and plan.window is not None
+        left = np.flatnonzero(~plan.done_after(plan.steps))
+        return self.plan(epoch, window=self.windows.after(plan.window, left))
+
+    def plans(self, epoch: int) -> Iterator[EpochPlan]:
+        """Plans an epoch window by window; without windows, one plan is all of it."""
+        plan = self.plan(epoch)
+        yield plan
+        while not plan.ends_epoch:
+            plan = self.following(epoch, plan)
+            yield plan
 
     def _plan_window(
         self, windows: EpochWindows, epoch: int, done: NDArray[np.bool_] | None, window: Window

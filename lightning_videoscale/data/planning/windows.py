@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.data.planning.lazy_stream import LazyStream, spans
-from lightning_videoscale.data.planning.shapes import Clips, Media, ShapePolicy, TablePart
+from lightning_videoscale.data.planning.shapes import Clips, ShapePolicy, TablePart
 from lightning_videoscale.data.planning.table import SampleTable
 
-_AT_ONCE = 1_000_000
+_AT_ONCE = 250_000
 """Clips that are looked at together where all of them are."""
 
 
@@ -67,6 +67,18 @@ class WindowContent(NamedTuple):
 
     table: SampleTable
     stream: NDArray[np.int64]
+
+
+class _Seen(NamedTuple):
+    """What is known of all clips.
+
+    Attributes:
+        usable: (shards,) how many of each shard can be trained on.
+        longest: The clip of most tokens in the first epoch, (1,); none where none can be trained on.
+    """
+
+    usable: NDArray[np.int64]
+    longest: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,35 +128,32 @@ class EpochWindows:
         """Reads what a window holds."""
         drawn = self._stream.rows(epoch, window.draws)
         rows, stream = np.unique(drawn, return_inverse=True)
-        part = TablePart(rows, self.total)
-        clips = self.clips.clips_at(rows)
-        return WindowContent(
-            SampleTable.of_clips(clips, self.policy, self.geometry, self.seed, epoch=epoch, part=part), stream
-        )
+        return WindowContent(self._table(epoch, rows), stream)
 
     @cached_property
     def sample(self) -> SampleTable:
-        """The first window of the first epoch, for what asks how clips are and not for all of them."""
-        return self.content(0, self.first()).table
+        """The first window of the first epoch and the longest clip of that epoch, for what asks how clips are.
+
+        Shards are shuffled, so a window is a fair sample of them. But the longest clip is rare, and memory must do for
+        it.
+        """
+        drawn = self._stream.rows(0, self.first().draws)
+        return self._table(0, np.union1d(drawn, self._seen.longest))
+
+    @property
+    def count(self) -> int:
+        """How many windows an epoch has."""
+        return max(1, -(-self._stream.draws // self.size))
 
     @property
     def total(self) -> int:
         """How many clips there are."""
         return int(self.shard_ends[-1])
 
-    @cached_property
+    @property
     def usable(self) -> NDArray[np.int64]:
-        """(shards,) clips of each shard that can be trained on. All clips are looked at, some at a time."""
-        found = np.zeros(len(self.shard_ends), np.int64)
-        for begin in range(0, self.total, _AT_ONCE):
-            rows = np.arange(begin, min(begin + _AT_ONCE, self.total))
-            clips = self.clips.clips_at(rows)
-            latents = clips.media == Media.LATENTS
-            sides = (clips.num_frames, clips.height, clips.width)
-            self.geometry.sequence_length(*(side[latents] for side in sides), latents=True)  # refuses odd sides now
-            shards = np.searchsorted(self.shard_ends, rows[self.policy.is_usable(clips, self.geometry)], side="right")
-            found += np.bincount(shards, minlength=len(found))
-        return found
+        """(shards,) clips of each shard that can be trained on."""
+        return self._seen.usable
 
     @property
     def unusable(self) -> int:
@@ -165,6 +174,21 @@ class EpochWindows:
         return self._stream.counts, self._stream.sizes
 
     @cached_property
+    def _seen(self) -> _Seen:
+        """All clips are looked at, some at a time."""
+        usable, longest, most = np.zeros(len(self.shard_ends), np.int64), np.empty(0, np.int64), 0
+        for begin in range(0, self.total, _AT_ONCE):
+            rows = np.arange(begin, min(begin + _AT_ONCE, self.total))
+            clips = self.clips.clips_at(rows)
+            shards = np.searchsorted(self.shard_ends, rows[self.policy.is_usable(clips, self.geometry)], side="right")
+            usable += np.bincount(shards, minlength=len(usable))
+            table = self._shaped(0, rows, clips)
+            if (tokens := int(table.sequence_lengths.max(initial=0))) > most:
+                shape = int(table.sequence_lengths.argmax())
+                longest, most = rows[[np.argmax(table.shape_id == shape)]], tokens
+        return _Seen(usable, longest)
+
+    @cached_property
     def _stream(self) -> LazyStream:
         return LazyStream(self.usable, self.source, self._usable_of, self.seed, self.shard_window, self.weights)
 
@@ -175,6 +199,14 @@ class EpochWindows:
         if len(rows) == self.usable[shards].sum():
             return rows
         return rows[self.policy.is_usable(self.clips.clips_at(rows), self.geometry)]
+
+    def _table(self, epoch: int, rows: NDArray[np.int64]) -> SampleTable:
+        return self._shaped(epoch, rows, self.clips.clips_at(rows))
+
+    def _shaped(self, epoch: int, rows: NDArray[np.int64], clips: Clips) -> SampleTable:
+        """Some ascending clips, in the shapes that they have in an epoch."""
+        part = TablePart(rows, self.total)
+        return SampleTable.of_clips(clips, self.policy, self.geometry, self.seed, epoch=epoch, part=part)
 
     @cached_property
     def _shard_begins(self) -> NDArray[np.int64]:

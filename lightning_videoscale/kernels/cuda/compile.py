@@ -2,8 +2,7 @@
 
 A cubin is named by a hash of everything that goes into it: architecture, constants, the texts of all sources, the
 toolkit's headers and NVRTC's version. It appears in the cache by an atomic rename. Many processes may
-ask for one cubin at once: one compiles, the others wait for it. The lock is the kernel's own and ends with its process,
-so that a killed process leaves nobody waiting.
+ask for one cubin at once: one compiles, the others wait for it.
 
 Ahead of time: `cubin` needs no GPU. Call it with the architecture of the machine to come and take the cache there.
 """
@@ -18,11 +17,11 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lightning_videoscale.kernels.cuda import toolkit
+from lightning_videoscale.kernels.cuda.file_lock import file_lock
 
 CACHE_VARIABLE = "LIGHTNING_VIDEOSCALE_CACHE"
 _FLAGS = ("--std=c++17", "--extra-device-vectorization")
@@ -70,7 +69,7 @@ def cached(path: Path, make: Callable[[], bytes], timeout: float) -> bytes:
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _lock(path.with_suffix(".lock"), timeout):
+            with file_lock(path.with_suffix(".lock"), timeout, "compiling a CUDA kernel"):
                 if not path.exists():
                     made = make()
                     _write(path, made)
@@ -165,25 +164,3 @@ def _write(path: Path, data: bytes) -> None:
             os.unlink(file.name)
             raise
     os.replace(file.name, path)
-
-
-@contextmanager
-def _lock(path: Path, timeout: float) -> Iterator[None]:
-    """Holds the lock of one cubin, having waited at most ``timeout`` seconds for it."""
-    with path.open("w") as file:
-        deadline, told = time.monotonic() + timeout, False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"Another process has held {path} for more than {timeout:.0f} s while compiling a CUDA kernel. "
-                        f"If none is compiling, remove that file, or set {CACHE_VARIABLE} to a folder on a local disk."
-                    ) from None
-                if not told:
-                    _log.info("Waiting for another process to compile %s.", path.stem)
-                    told = True
-                time.sleep(0.05)
-        yield

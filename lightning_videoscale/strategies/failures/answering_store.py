@@ -84,7 +84,8 @@ class AnsweringStore:
             self._lose(f"has not answered for {self.patience:.0f} s")
             return answer.result()
         finally:
-            self._waiting.discard(answer)
+            with self._lock:
+                self._waiting.discard(answer)
 
     def _lose(self, why: str) -> None:
         with self._lock:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
-from lightning_videoscale.cost import BucketBudget, Calibration, StepTimeModel
+import pytest
+
+from lightning_videoscale.cost import BucketBudget, Calibration, MatrixRow, ShapeMatrix, StepTimeModel
 from lightning_videoscale.data import AutoBudget, BucketPlanner, RandomBatches
 from lightning_videoscale.data.loading.run_budget import RunBudget
 from tests.data.planning.tables import LENGTHS, WAN_14B, table_of
@@ -26,6 +29,22 @@ def test_a_budget_that_is_given_counts_and_nothing_is_searched() -> None:
     assert find(budget) is None and budget.training == GIVEN
     assert budget.of(TABLE, None, is_training=False) == (GIVEN, None)
     assert budget.state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    "senseless", [{"reserve": 5}, {"reserve": -0.1}, {"target_sync": 0.0}, {"target_sync": math.inf}]
+)
+def test_a_senseless_search_is_refused_before_anything_is_measured(senseless: dict[str, float]) -> None:
+    [(name, value)] = senseless.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        AutoBudget(**senseless)
+
+
+def test_a_target_without_seconds_says_what_is_wrong_with_those_measured(tmp_path: Path) -> None:
+    ShapeMatrix((MatrixRow(1, 8, 8, 1, 100, seconds=1.0),)).save(tmp_path / "matrix.json")
+    budget = RunBudget(AutoBudget(tmp_path / "matrix.json", target_sync=2.0), None)
+    with pytest.raises(ValueError, match=r"target_sync=2\.0 s .*got 1 of 1"):
+        find(budget)
 
 
 def test_a_budget_is_found_once_and_only_for_training() -> None:

@@ -17,7 +17,7 @@ from lightning_videoscale.cost.benchmark.grid import Cell
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.data.planning.shapes import ShapePolicy
 from lightning_videoscale.parallel import SplitPlan
-from tests.data.clips import write_shards
+from tests.data.clips import SHAPES, clip, write_shard, write_shards
 from tests.data.loading.test_replanning import LARGE, SMALL, Adopting, tokens
 from tests.data.loading.test_resuming import SaveAfter, fit, ids
 from tests.data.training import Witness, trainer_with
@@ -104,14 +104,33 @@ def test_what_a_loader_reads_without_a_trainer(shards: str) -> None:
     assert module.passes() == {"shards": 1.0}
 
 
-def test_every_shape_of_the_first_window_can_be_measured(shards: str) -> None:
+def test_every_shape_of_the_sample_can_be_measured(shards: str) -> None:
     module = data(shards, window=30)
     module.prepare_data()
     module.setup("fit")
     table, batches = module.training_shapes()
-    assert 25 <= len(table) <= 30 and sum(module.clip_lengths().values()) == len(table)
+    assert 25 <= len(table) <= 31 and sum(module.clip_lengths().values()) == len(table)
     for shape, length in zip(table.shapes, table.sequence_lengths.tolist(), strict=True):
         assert batches(Cell(shape, length, 2))["latents"].shape[2:] == shape[:3]
+
+
+def test_budgets_are_found_and_ranks_laid_out_for_the_longest_clip_of_all(tmp_path: Path) -> None:
+    rare = [clip(i, SHAPES[0]) for i in range(60)]
+    rare[0] = clip(0, SHAPES[3])
+    for number in range(6):
+        write_shard(tmp_path / f"{number:03}.tar", rare[number::6])
+    settings: dict[str, Any] = {"shards": str(tmp_path / "*.tar"), "budget": "auto", "seed": 1}
+    found = {window: VideoDataModule(**settings, window=window) for window in (None, 10)}
+    for module in found.values():
+        module.prepare_data()
+        module.setup("fit")
+        assert max(module.clip_lengths()) == 80
+        module.train_dataloader()
+    whole, in_windows = (module.planner for module in found.values())
+    assert whole is not None and in_windows is not None and in_windows.windows is not None
+    first = in_windows.windows.content(0, in_windows.windows.first()).table
+    assert max(first.sequence_lengths) == 4, "it is not in the first window"
+    assert (in_windows.budget.m_mem, in_windows.budget.cost(1, 80)) == (whole.budget.m_mem, whole.budget.cost(1, 80))
 
 
 class Hesitant(ShapePolicy):

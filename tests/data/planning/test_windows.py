@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.cost.geometry import GEOMETRIES
+from lightning_videoscale.data.loading.loader import PlannedSampler
 from lightning_videoscale.data.loading.progress import Progress
 from lightning_videoscale.data.planning import BucketPlanner, MicroBatch, SampleTable
 from lightning_videoscale.data.planning.compute_budget import try_budgets
+from lightning_videoscale.data.planning.diversity import diversity
+from lightning_videoscale.data.planning.figures import PlanFigures, delays
 from lightning_videoscale.data.planning.shapes import Clips, Media, ShapePolicy, TablePart
 from lightning_videoscale.data.planning.stream import epoch_stream
 from lightning_videoscale.data.planning.windows import EpochWindows, Window
@@ -201,11 +204,63 @@ def test_of_the_clips_no_more_is_read_at_a_time_than_a_window_needs() -> None:
     assert max(place.plan.digest for place in found) and len({place.plan.digest for place in found}) == len(found)
 
 
+def test_a_sampler_forgets_nothing_that_may_still_come() -> None:
+    sampler = PlannedSampler(CLIPS.planner(60, dp_size=2), 0, on_begin=lambda progress: None)
+    assert len([*sampler]) == len(sampler)
+    first, second, *_ = expected = places(sampler.planner)
+    assert len(expected) > 3
+    for place in (second, first, second):  # to go back is nothing that a training does
+        assert sampler.reach(place.counted).plan.window == second.plan.window
+    assert sampler.state_dict(second.counted)["plan"] == second.plan.digest
+
+
 def test_latents_that_cannot_be_cut_are_refused_before_the_first_window() -> None:
     shards = Shards([10] * 20, latents=True)
     shards.clips.width[150] = 5
     with pytest.raises(ValueError, match=r"\(1, 2, 2\)"):
         shards.planner(20).plan(0)
+
+
+@pytest.mark.parametrize("weights", [None, (0.2, 0.8)])
+def test_the_sample_is_the_first_window_and_the_longest_clip(weights: tuple[float, ...] | None) -> None:
+    shards = Shards([40] * 30, datasets=len(weights or [0]))
+    table = shards.table(0)
+    longest = table.sequence_lengths.max()
+    for seed in range(5):
+        windows = shards.windows(30, seed=seed, weights=weights)
+        rows = windows.content(0, windows.first()).table.rows
+        sample = windows.sample
+        assert rows is not None and sample.rows is not None and len(np.setdiff1d(sample.rows, rows)) <= 1
+        assert set(rows.tolist()) <= set(sample.rows.tolist())
+        assert sample.sequence_lengths.max() == shards.table(0, seed).sequence_lengths.max() == longest
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_figures_of_windows_are_those_of_all_steps(k: int) -> None:
+    planner = Shards([50] * 40).planner(700, dp_size=4, micro_batches=k)
+    plans = [*planner.plans(1)]
+    assert [p.digest for p in plans] == [place.plan.digest for place in places(planner, 1)] and len(plans) == 3
+    found, each = PlanFigures.of(*plans), [PlanFigures.of(plan) for plan in plans]
+    steps = [figures.steps for figures in each]
+    assert found.steps == sum(steps) and found.samples == sum(figures.samples for figures in each)
+    for name in ("cv_step", "compute_cv", "cost_cv"):
+        assert getattr(found, name) == pytest.approx(np.average([getattr(f, name) for f in each], weights=steps))
+    slowest = np.concatenate([p.cost[p.grid].sum(axis=2).max(axis=1) for p in plans]).sum()
+    tokens = [m.meta.sequence_length * m.meta.samples for place in places(planner, 1) for m in trained(place)]
+    assert found.tokens_per_cost == pytest.approx(sum(tokens) / slowest)
+    late = np.concatenate([delays(plan) for plan in plans])
+    assert found.delay_p99 == pytest.approx(np.quantile(late, 0.99))
+    shapes = [p.table.shapes[s] for p in plans for s in p.shape_id[p.grid].ravel()]
+    number = {shape: i for i, shape in enumerate(sorted(set(shapes)))}
+    assert found.diversity == pytest.approx(diversity(np.array([number[s] for s in shapes]).reshape(-1, 4 * k)))
+
+
+def test_what_is_carried_is_late_by_what_it_has_waited() -> None:
+    for plan in Shards([30] * 20).planner(100, dp_size=7, balance="dual_constraint").plans(0):
+        assert plan.window is not None
+        late = delays(plan)
+        carried = plan.members[np.repeat(~plan.filler, np.diff(plan.starts))] < len(plan.window.carried)
+        assert (late[carried] > 0).all() and late[~carried].min(initial=0) > -plan.steps
 
 
 def test_compute_budgets_are_tried_on_the_first_window() -> None:

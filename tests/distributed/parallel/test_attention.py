@@ -38,7 +38,7 @@ def attention_errors(seed: int, batch: int, length: int, heads: int, dim: int) -
     lengths = split_sizes(length, mesh.sp.size)
     mine = slice(sum(lengths[: mesh.sp.rank]), sum(lengths[: mesh.sp.rank + 1]))
     inputs = [x[:, mine].clone().requires_grad_() for x in (q, k, v)]
-    out = sequence_parallel_attention(inputs[0], inputs[1], inputs[2], mesh, lengths=lengths)
+    out = sequence_parallel_attention(inputs[0], inputs[1], inputs[2], mesh, lengths=[*lengths])
     gradients = torch.autograd.grad(out, inputs, cotangent[:, mine])
     pairs = [(out, dense[:, mine]), *zip(gradients, (g[:, mine] for g in dense_gradients), strict=True)]
     return [float((got - expected).norm() / expected.norm()) for got, expected in pairs]
