@@ -140,42 +140,48 @@ def bytes_per_token(model: Transformer, measured: dict[str, Row]) -> float:
     return float((row["peak_allocated_gib"] * 2**30 - held(lora, 1)) / row["tokens"])
 
 
-def predict(example: Example, measured: dict[str, Row], machine: Machine, rest: Rest) -> list[Row]:
-    """One example: the check on one GPU, if it was measured there, and the predictions."""
-    rows = []
+def check(example: Example, row: Row, machine: Machine, rest: Rest, per_token: float) -> Row:
+    """The formulas beside one measured row."""
+    device = step_seconds(example, row["tokens"], Layout(1, 1), machine, rest).device
+    peak = peak_bytes(example, row["tokens"], row["gpus"], per_token) / 2**30
+    return {
+        "kind": "check", "config": example.config, "gpus": row["gpus"], "tokens": row["tokens"],
+        "predicted_ms": round(1e3 * device, 1), "measured_ms": row["step_ms"],
+        "error": round(1e3 * device / row["step_ms"] - 1, 4),
+        "predicted_gib": round(peak, 2), "measured_gib": row["peak_allocated_gib"],
+        "error_gib": round(peak / row["peak_allocated_gib"] - 1, 4), "fitted_to_gib": example.rank is not None,
+    }  # fmt: skip
+
+
+def prediction(
+    example: Example, tokens: int, gpus: int, machine: Machine, rest: Rest, per_token: float, factor: float
+) -> Row:
+    """One example on some GPUs; ``factor`` is what one GPU took over its prediction."""
+    layout = choose_layout(gpus, example.model.heads, 128, machine, {tokens: 1}).layout
+    device, host = step_seconds(example, tokens, layout, machine, rest)
+    exchange = exchanged(example, gpus, machine)
+    return {
+        "kind": "prediction", "config": example.config, "gpus": gpus, "tokens": tokens,
+        "ulysses": layout.ulysses, "ring": layout.ring,
+        "step_ms": round(1e3 * max(factor * device + exchange, host), 1),
+        "device_ms": round(1e3 * factor * device, 1), "host_ms": round(1e3 * host, 1),
+        "exchange_ms": round(1e3 * exchange, 1),
+        "peak_gib": round(peak_bytes(example, tokens, gpus, per_token) / 2**30, 2),
+    }  # fmt: skip
+
+
+def rows_of(example: Example, measured: dict[str, Row], machine: Machine, rest: Rest) -> list[Row]:
+    """The check, where one GPU was measured, and the predictions of all that was not."""
     per_token = bytes_per_token(example.model, measured)
     one = measured.get(example.config)
-    factor = 1.0
-    if one is not None:
-        device, _ = step_seconds(example, one["tokens"], Layout(1, 1), machine, rest)
-        factor = one["step_ms"] / 1e3 / device
-        peak = peak_bytes(example, one["tokens"], 1, per_token) / 2**30
-        rows.append(
-            {
-                "kind": "check", "config": example.config, "gpus": 1, "tokens": one["tokens"],
-                "predicted_ms": round(1e3 * device, 1), "measured_ms": one["step_ms"],
-                "error": round(1 / factor - 1, 4),
-                "predicted_gib": round(peak, 2), "measured_gib": one["peak_allocated_gib"],
-                "error_gib": round(peak / one["peak_allocated_gib"] - 1, 4),
-                "fitted_to_gib": example.rank is not None,
-            }
-        )  # fmt: skip
-    for gpus in JOBS:
-        for tokens in LENGTHS:
-            layout = choose_layout(gpus, example.model.heads, 128, machine, {tokens: 1}).layout
-            device, host = step_seconds(example, tokens, layout, machine, rest)
-            gathers = exchanged(example, gpus, machine)
-            rows.append(
-                {
-                    "kind": "prediction", "config": example.config, "gpus": gpus, "tokens": tokens,
-                    "ulysses": layout.ulysses, "ring": layout.ring,
-                    "step_ms": round(1e3 * max(factor * device + gathers, host), 1),
-                    "device_ms": round(1e3 * factor * device, 1), "host_ms": round(1e3 * host, 1),
-                    "exchange_ms": round(1e3 * gathers, 1),
-                    "peak_gib": round(peak_bytes(example, tokens, gpus, per_token) / 2**30, 2),
-                }
-            )  # fmt: skip
-    return rows
+    checks = [] if one is None else [check(example, one, machine, rest, per_token)]
+    factor = 1.0 if one is None else one["step_ms"] / checks[0]["predicted_ms"]
+    return checks + [
+        prediction(example, tokens, gpus, machine, rest, per_token, factor)
+        for gpus in JOBS
+        for tokens in LENGTHS
+        if one is None or (gpus, tokens) != (one["gpus"], one["tokens"])
+    ]
 
 
 def main() -> None:
@@ -185,7 +191,7 @@ def main() -> None:
     commit = provenance.commit()
     machine = MACHINES["h200"]
     rest, measured = rest_of_a_step(machine), measured_rows()
-    rows = [row for example in EXAMPLES for row in predict(example, measured, machine, rest)]
+    rows = [row for example in EXAMPLES for row in rows_of(example, measured, machine, rest)]
     hashes = {
         name: hashlib.sha256((provenance.RESULTS / f"{name}.json").read_bytes()).hexdigest()
         for name in (MEASURED, MEMORY, "kernels-wan_step-h200", "parallel-strong_scaling-h200x2")
