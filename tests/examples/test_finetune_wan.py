@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from tests.examples.conftest import EXAMPLES
 from tests.models import tiny_wan
 
 CONFIGS = sorted((EXAMPLES / "configs").glob("finetune_wan_*.yaml"))
+ROOT = EXAMPLES.parent
+MEASURED = (ROOT / "docs" / "measured.md").read_text()
+PREDICTED = (ROOT / "docs" / "scaling.md").read_text().replace("\N{MULTIPLICATION SIGN}", "times")
 HERE = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=2", "--trainer.val_check_interval=1"]
 HERE += ["--trainer.log_every_n_steps=1", "--trainer.enable_progress_bar=false", "--data.num_workers=0"]
 HERE += ["--data.budget={m_mem: 64, m_comp: 4096, p: 2}"]
@@ -86,3 +90,32 @@ def test_times_are_shifted_towards_noise_and_captions_are_as_long_as_wans() -> N
     loss = module.loss(latents, padded(torch.zeros(1, 5, 16)), torch.tensor([0.5]), torch.zeros_like(latents))
     assert seen[0].tolist() == [750.0] and seen[1].shape == (1, 512, 16)
     assert loss.item() == pytest.approx((0.25 + 1.0) ** 2)
+
+
+def results(name: str, config: str) -> list[dict[str, Any]]:
+    found = json.loads((ROOT / "benchmarks" / "results" / f"{name}-h200.json").read_text())["rows"]
+    return [row for row in found if row["config"] == config and row.get("kind") != "check"]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_what_a_config_takes_is_what_files_say(config: Path) -> None:
+    """Measured on one GPU, predicted on four and eight: in the config, in the table of examples, and in the docs."""
+    header, examples = config.read_text(), (EXAMPLES / "README.md").read_text()
+    one = "too large"
+    for row in results("examples-finetuning", config.stem):
+        seconds, gib = f"{row['step_ms'] / 1e3:.2f}", f"{row['peak_allocated_gib']:.1f}"
+        one = f"{seconds} s, {gib} GiB"
+        assert f"{seconds} s and {gib} GiB measured on one H200" in header
+        assert f" | {seconds} | {gib} |" in MEASURED
+    predicted = {(row["gpus"], row["tokens"]): row for row in results("predictions-finetuning", config.stem)}
+    if one == "too large":
+        assert predicted[1, 32_760]["peak_gib"] > 140 and "too large for one GPU" in header
+    said = {place: f"{row['step_ms'] / 1e3:.2f} s, {row['peak_gib']:.1f} GiB" for place, row in predicted.items()}
+    four, eight = said[4, 32_760], said[8, 32_760]
+    assert f"| {one} | *{four}* | *{eight}* |" in examples
+    four, eight = four.replace(",", " and"), eight.replace(",", " and")
+    assert f"Predicted, not measured: {four} on four H200s, {eight} on eight" in header
+    for tokens in (32_760, 75_600):
+        cells = [f"{said[n, tokens]} ({{ulysses}} times {{ring}})".format(**predicted[n, tokens]) for n in (4, 8)]
+        length = f"{tokens:_}".replace("_", " ")
+        assert f"| `{config.name}` | {length} | {cells[0]} | {cells[1]} |" in PREDICTED
