@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_videoscale.cli import main
 from lightning_videoscale.strategies import read_weights
 from tests.data.clips import clip, npy, write_shard
+from tests.distributed.pool import ProcessPool
 from tests.examples.conftest import EXAMPLES
 from tests.models import tiny_wan
 
@@ -51,6 +54,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_config_trains_and_exports(folder: Path, config: Path) -> None:
     finetune(["fit", "--config", str(config), *HERE])
+    check_files(folder, config)
+
+
+def finetune_in(folder: Path, *arguments: str) -> None:
+    os.chdir(folder)
+    finetune([*arguments])
+
+
+def test_ranks_share_every_sequence(folder: Path, ranks: Callable[[int], ProcessPool]) -> None:
+    """As on several GPUs: parameters, states and averages are sharded, validated with, saved and exported."""
+    (config,) = (path for path in CONFIGS if path.stem == "finetune_wan_1_3b")
+    ranks(2).run(finetune_in, folder, "fit", "--config", str(config), *HERE, "--trainer.devices=2")
+    check_files(folder, config)
+
+
+def check_files(folder: Path, config: Path) -> None:
+    """What a run leaves: losses, a checkpoint of what trains, and averages that are exported."""
     (checkpoint,) = folder.glob("runs/*/last.ckpt")
     kept = read_weights(checkpoint, "transformer")
     assert all("lora_" in name for name in kept) == ("lora" in config.stem)
