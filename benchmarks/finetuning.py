@@ -4,7 +4,8 @@
 
 Wan with random weights of the real sizes, whole or by LoRA, on latents of zeros and embeddings of 512 tokens, with
 fused kernels, EMA and the model's own gradient checkpointing, as the configs have them. One clip a step, shared by all
-GPUs. ``--tiny`` tries the script on CPUs.
+GPUs. ``finetune_wan_14b`` is too large for one: name the others there (``--configs``). ``--tiny`` tries the script on
+CPUs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ CONFIGS: dict[str, tuple[dict[str, int], int | None, str]] = {  # as in examples
     "finetune_wan_1_3b_lora": (WAN_1_3B, 32, "ulysses_ddp"),
     "finetune_wan_1_3b": (WAN_1_3B, None, "ulysses_fsdp2"),
     "finetune_wan_14b_lora": (WAN_14B, 32, "ulysses_fsdp2"),
+    "finetune_wan_14b": (WAN_14B, None, "ulysses_fsdp2"),
 }
 SIZES = {14_040: (9, 60, 104), 32_760: (21, 60, 104), 75_600: (21, 90, 160)}  # latents of Wan's VAE, by tokens
 SKIPPED = 3

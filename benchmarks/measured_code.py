@@ -57,6 +57,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "parallel/loss_overlay": (*_EXCHANGE, *_SPLIT, "lightning_videoscale/models/wan"),
     "parallel/schedules": (*_EXCHANGE, "lightning_videoscale/attention", f"{_PARALLEL}/schedules"),
     "parallel/strong_scaling": (*_EXCHANGE, *_SPLIT, *_FUSED, "lightning_videoscale/graphs"),
+    "predictions/finetuning": (f"{_PARALLEL}/layout",),
     "predictions/scaling": (*_PLANNING, f"{_PARALLEL}/layout"),
     "strategies/background_checkpoints": ("lightning_videoscale/strategies/checkpoints",),
     "suite": (*_FUSED, *_PLANNING, "lightning_videoscale/attention"),

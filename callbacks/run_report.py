@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.fused_kernels import FusedKernels
 from lightning_videoscale.callbacks.loader_watch import LoaderWatch, named
+from lightning_videoscale.callbacks.run_folder import run_folder
 from lightning_videoscale.callbacks.step_losses import StepLosses
 from lightning_videoscale.data import BucketPlanner, VideoDataModule
 from lightning_videoscale.report import RunLog, record, write_report
@@ -51,8 +52,7 @@ class RunReport(pl.Callback):
         """Creates the callback.
 
         Args:
-            folder: Where log and report lie; None: the Trainer's ``log_dir``, which is the first logger's, or else
-                ``default_root_dir``.
+            folder: Where log and report lie; None: the folder of the run, see `run_folder`.
             every_n_steps: Optimizer steps from record to record; None takes the Trainer's ``log_every_n_steps``.
 
         Raises:
@@ -74,9 +74,9 @@ class RunReport(pl.Callback):
         if stage != "fit":
             return
         self._has_begun = False
-        logged = trainer.log_dir  # collective
+        folder = self.folder or run_folder(trainer)
         if trainer.is_global_zero:
-            self.run_log = RunLog(self.folder or Path(logged or trainer.default_root_dir))
+            self.run_log = RunLog(folder)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records what the run is, and subscribes to the steps."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.ema import EMA
+from lightning_videoscale.callbacks.run_folder import run_folder
 from lightning_videoscale.callbacks.sample_files import (
     check_writers,
     frames_of,
@@ -106,8 +107,8 @@ class SampleVideos(pl.Callback):
             at_start: Also sample before the first step of a run.
             seed: Of the first prompt; the others count up.
             fps: Frames per second of the files.
-            folder: Where the files lie, seen by all ranks; None: ``samples`` in the Trainer's ``log_dir``, or else in
-                its ``default_root_dir``.
+            folder: Where the files lie, seen by all ranks; None: ``samples`` in the folder of the run, see
+                `run_folder`.
             on_error: ``"raise"`` what the pipeline raises, or ``"warn"`` and go on training. The latter is for
                 processes that sample each for itself: one device, or DDP without sequence parallelism.
             **arguments: Of the pipeline's call, for all prompts: ``height``, ``num_frames``, ``num_inference_steps``, …
@@ -181,7 +182,7 @@ class SampleVideos(pl.Callback):
 
     def sample(self, trainer: pl.Trainer) -> None:
         """Samples all prompts, between two training steps; collective over all ranks."""
-        folder = self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "samples"  # collective
+        folder = self.folder or run_folder(trainer) / "samples"
         if self.on_error == "warn":
             self._best_effort.attempt("sample", self._sample_share, trainer, folder)
         else:

@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,41 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def commands(page: Path) -> list[str]:
     return [line for block in blocks(page, "") for line in block.splitlines() if line.startswith("videoscale ")]
+
+
+RUN_BY = {
+    "README.md": "test_readme.py",
+    "checkpoints.md": "test_pages_run.py",
+    "cluster.md": "test_pages_run.py",
+    "data.md": "test_pages_run.py",
+    "get-started.md": "test_readme.py",
+    "graphs.md": "test_pages_run.py",
+    "kernels.md": "test_pages_run.py",
+    "lora.md": "test_pages_run.py",
+    "report.md": "test_pages_run.py",
+    "sampling.md": "examples/test_sampling_page.py",
+    "schedules.md": "test_pages_run.py",
+    "your-model.md": "examples/test_joint_dit.py",
+}
+"""The test that runs a page's code, but for `pip` and `make`: .ci/run is made of these."""
+
+
+def test_code_of_every_page_is_run() -> None:
+    shown = {page.name for page in PAGES for language in ("python", "bash", "sh") if blocks(page, language)}
+    shown |= {page.name for page in PAGES if commands(page)}
+    assert shown == set(RUN_BY)
+    for page, file in RUN_BY.items():
+        assert page.removesuffix(".md").upper() in (ROOT / "tests" / file).read_text().upper().replace("_", "-")
+
+
+def test_what_make_and_pip_are_told_exists() -> None:
+    targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = "".join(page.read_text() for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"])
+    told = re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", text, flags=re.MULTILINE)
+    assert len(told) > 10 and {name for pair in told for name in pair if name} <= set(targets)
+    asked = {extra for names in re.findall(r"lightning-videoscale\[([\w,]+)\]", text) for extra in names.split(",")}
+    assert {"diffusers", "video"} <= asked <= set(extras)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

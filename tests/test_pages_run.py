@@ -1,25 +1,37 @@
-"""The code of the pages on data, kernels and LoRA runs as it stands, on small things in the place of large ones."""
+"""The code of pages of docs/ runs as it stands, on small things in the place of large ones.
+
+Other tests run the other pages: `RUN_BY` in tests/test_docs.py says which.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import lightning_videoscale as vs
 from lightning_videoscale.cli import main
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.injection import FusedBlock
+from tests.data.clips import clip, write_shard
 from tests.distributed.pool import ProcessPool
 from tests.distributed.sampling import Pipelines, save_parts
+from tests.distributed.wan_training import Clips as Latents
+from tests.distributed.wan_training import RectifiedFlow
 from tests.models import tiny_wan
 from tests.newcomer import blocks, commands, make_newcomers_folder, replaced
 from tests.strategies.checkpoints.adapted import Adapted, Look, fit, look
@@ -166,3 +178,95 @@ def test_the_page_on_lora(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.Monk
     model = run(script, pipeline=pipeline, transformer=tiny_wan(), PeftModel=PeftModel)["model"]
     for loaded in (pipeline.transformer, model):
         torch.testing.assert_close(look(loaded), expected, rtol=0, atol=2e-6)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+HERE = (
+    'accelerator="cpu", devices=1, max_steps=2, enable_progress_bar=False, callbacks=['
+    'ModelCheckpoint(filename="last", every_n_train_steps=2)]'
+)
+
+
+def save_as_the_page_does(folder: Path) -> None:
+    os.chdir(folder)
+    background, whole = blocks(page("checkpoints"), "python")
+    script = replaced(background, {"max_steps=10_000": HERE})
+    trainer = run(script, ModelCheckpoint=ModelCheckpoint)["trainer"]
+    module = RectifiedFlow(num_layers=1)
+    trainer.fit(module, DataLoader(Latents((1, 4, 4), torch.float32), batch_size=1))
+    run(whole, trainer=trainer, module=module, torch=torch)
+
+
+def test_the_page_on_checkpoints(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks(1).run(save_as_the_page_does, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (command,) = commands(page("checkpoints"))
+    assert main(shlex.split(command)[1:]) == 0
+    exported = load_file("exported/diffusion_pytorch_model.safetensors")
+    gathered = torch.load("transformer.pt", weights_only=True)
+    assert exported.keys() == gathered.keys()
+    assert all(torch.equal(gathered[name], value) for name, value in exported.items())
+
+
+# -- strategies --------------------------------------------------------------------------------------------------------
+
+
+def train_by(name: str) -> Tensor:
+    """What a network says of a clip after a step with the strategy of a page."""
+    (script,) = blocks(page(name), "python")
+    trainer = pl.Trainer(
+        strategy=run(script)["strategy"], accelerator="cpu", devices=2, max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = RectifiedFlow(num_layers=1)
+    trainer.fit(module, DataLoader(Latents((1, 4, 4), torch.float32), batch_size=1))
+    return look(module.transformer)
+
+
+def test_the_pages_on_graphs_and_schedules(ranks: Ranks) -> None:
+    (first, _), (second, _) = (ranks(2).run(train_by, name) for name in ("schedules", "graphs"))
+    torch.testing.assert_close(first, second)
+    assert not torch.allclose(first, look(RectifiedFlow(num_layers=1).transformer))
+
+
+def test_the_layouts_of_the_page_on_clusters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands, and the line of the log that the page shows; test_cluster.py and test_nodes.py run the rest."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer/config.json").write_text(json.dumps(dict(tiny_wan().config)))
+    write_shard(tmp_path / "shards/000000.tar", [clip(i, (4, 2, 4, 4)) for i in range(2)])
+    assert main(["index", "shards/000000.tar"]) == 0
+    (index,) = tmp_path.glob("shards/videoscale-index-*.arrow")
+    shown, of_clips = commands(page("cluster"))
+    capsys.readouterr()
+    assert main(shlex.split(shown)[1:]) == 0
+    (line,) = blocks(page("cluster"), "text")
+    assert capsys.readouterr().out.splitlines()[-1] == line.strip()
+    command = replaced(of_clips, {"shards/videoscale-index-80daaccb.arrow": str(index), "--ranks 4": "--ranks 2"})
+    assert main(shlex.split(command)[1:]) == 0
+    assert "clips of up to 8 tokens" in capsys.readouterr().out
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_on_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with_report, recorded = blocks(page("report"), "python")
+
+    class Records(Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            run(recorded, trainer=trainer)
+
+    short = {"RunReport()]": 'RunReport(), Records()], max_epochs=1, accelerator="cpu", enable_progress_bar=False'}
+    trainer = run(replaced(with_report, short), pl=pl, vs=vs, Records=Records)["trainer"]
+    trainer.fit(RectifiedFlow(num_layers=1), DataLoader(Latents((1, 4, 4), torch.float32), batch_size=1))
+    drawn = tmp_path / "lightning_logs/version_0/report.html"
+    assert '"fvd": 312.5' in (drawn.parent / "run_log.jsonl").read_text()
+    drawn.unlink()
+    (command,) = commands(page("report"))
+    assert main(shlex.split(replaced(command, {"version_7": "version_0"}))[1:]) == 0
+    assert drawn.exists()

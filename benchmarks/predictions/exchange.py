@@ -45,18 +45,26 @@ def exchange(parameters: int, layers: int, nodes: int, machine: Machine) -> Exch
     """Returns how long each takes."""
     ranks = GPUS * nodes
     begin = 2 * math.log2(nodes) * machine.message
-
-    def collective(passes: float, nbytes: float, size: int) -> float:
-        """A ring over ``size`` ranks; ``passes`` is 2 for an all-reduce, 1 for a gather or a reduce-scatter."""
-        sent = passes * (size - 1) / size * nbytes
-        return max(sent / machine.link, sent / (GPUS * machine.network) if size > GPUS else 0.0)
-
-    def sharded(size: int) -> float:
-        return 2 * collective(1, _HALF * parameters, size) + collective(1, _SINGLE * parameters, size)
-
     across = 2 * (nodes - 1) / nodes * _SINGLE * parameters / GPUS / machine.network
     return Exchange(
-        ddp=collective(2, _SINGLE * parameters, ranks) + begin,
-        fsdp2_replica_per_node=sharded(GPUS) + across + begin,
-        fsdp2=sharded(ranks) + 3 * layers * (nodes - 1) * machine.message,
+        ddp=averaged(parameters, ranks, machine) + begin,
+        fsdp2_replica_per_node=sharded(parameters, parameters, GPUS, machine) + across + begin,
+        fsdp2=sharded(parameters, parameters, ranks, machine) + 3 * layers * (nodes - 1) * machine.message,
     )
+
+
+def averaged(trained: int, ranks: int, machine: Machine) -> float:
+    """Seconds of DDP's all-reduce of so many gradients."""
+    return _collective(2, _SINGLE * trained, ranks, machine)
+
+
+def sharded(parameters: int, trained: int, ranks: int, machine: Machine) -> float:
+    """Seconds of FSDP2's gathers of all parameters, and of the reduce-scatter of the gradients of some."""
+    gathers = 2 * _collective(1, _HALF * parameters, ranks, machine)
+    return gathers + _collective(1, _SINGLE * trained, ranks, machine)
+
+
+def _collective(passes: float, nbytes: float, ranks: int, machine: Machine) -> float:
+    """A ring over the ranks; ``passes`` is 2 for an all-reduce, 1 for a gather or a reduce-scatter."""
+    sent = passes * (ranks - 1) / ranks * nbytes
+    return max(sent / machine.link, sent / (GPUS * machine.network) if ranks > GPUS else 0.0)

@@ -10,6 +10,8 @@ W channels, F of the feed-forward layer, L layers, s tokens of a rank, T text to
 
 A step adds ``per_parameter`` · P (optimizer, casts of weights) and ``per_number`` · L · s · W (what else autocast and
 hooks do). These two are fitted to steps on one GPU; a step on several uses them as they are.
+
+This is a step that trains all weights and keeps its activations. `Work` says how much of each part another one does.
 """
 
 from __future__ import annotations
@@ -74,6 +76,26 @@ class Rest(NamedTuple):
     per_number: float = 0.0
 
 
+class Work(NamedTuple):
+    """How much of each part a step does, over that of one that trains all weights and keeps its activations.
+
+    Attributes:
+        linears: Linear layers: forward, gradients of inputs and gradients of weights are a third each.
+        attention: Of the video and of the text; its forward is 4 of 14 parts.
+        exchange: Between the ranks of a sequence: half of it in forward.
+        rows: Norms, gates, rotations, and what else is counted for each token and channel.
+        host: Launches.
+        parameters: What is counted for each parameter.
+    """
+
+    linears: float = 1.0
+    attention: float = 1.0
+    exchange: float = 1.0
+    rows: float = 1.0
+    host: float = 1.0
+    parameters: float = 1.0
+
+
 class StepTime(NamedTuple):
     """Seconds.
 
@@ -92,7 +114,13 @@ class StepTime(NamedTuple):
 
 
 def step(
-    model: Transformer, tokens: int, layout: Layout, machine: Machine, rest: Rest, node: int | None = None
+    model: Transformer,
+    tokens: int,
+    layout: Layout,
+    machine: Machine,
+    rest: Rest,
+    node: int | None = None,
+    work: Work = Work(),  # noqa: B008  (immutable)
 ) -> StepTime:
     """Returns the time of a step in which the ranks of a layout share one clip of so many tokens."""
     s = -(-tokens // (layout.ulysses * layout.ring))
@@ -102,8 +130,14 @@ def step(
     weights = 2 * model.width**2 + 2 * model.width * model.ffn
     linears = FORWARD_AND_BACKWARD * (s * weights + TEXT * 2 * model.width**2) / machine.matmul
     cross = ATTENTION * numbers * TEXT / machine.attention
-    layer = attention.device + linears + cross + (rest.rows + rest.per_number) * numbers
-    return StepTime(model.layers * layer + rest.per_parameter * model.parameters, model.layers * in_block.host)
+    layer = (
+        work.linears * (attention.projections + linears)
+        + work.attention * (attention.attention + attention.ring + cross)
+        + work.exchange * attention.exchange
+        + work.rows * (rest.rows + rest.per_number) * numbers
+    )
+    once = work.parameters * rest.per_parameter * model.parameters
+    return StepTime(model.layers * layer + once, work.host * model.layers * in_block.host)
 
 
 def fit(model: Transformer, measured: Sequence[tuple[int, float]], machine: Machine, rows: float) -> Rest:

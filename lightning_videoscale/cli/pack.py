@@ -42,7 +42,7 @@ def _print(report: PackReport, output: Path) -> None:
         f"{report.samples} samples in {len(report.shards)} shards ({report.written} written now) -> {output}",
         markup=False,
     )
-    console.print(f"captions from {report.captions_from}: {report.without_caption} samples have none", markup=False)
+    console.print(report.captioned, markup=False)
     _list(console, "named there, but no file", report.strangers)
     _list(console, "left out", [f"{file}: {reason}" for file, reason in report.left_out])
     if others := [f"{count} .{kind}" for kind, count in report.ignored.items()]:

@@ -48,8 +48,8 @@ def test_files_and_pictures_on_tensorboard(parts: Path, tmp_path: Path) -> None:
 def test_videos_in_wandb(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(save_dir=str(tmp_path), offline=True)
-    folder = tmp_path / "samples"
-    train("auto", 1, SampleVideos(Pipelines(parts), ["1", "3"], every_n_epochs=1, folder=folder, **CALL), logger=logger)
+    train("auto", 1, SampleVideos(Pipelines(parts), ["1", "3"], every_n_epochs=1, **CALL), logger=logger)
+    folder = tmp_path / "lightning_logs" / logger.experiment.id / "samples"
     kept = Path(logger.experiment.dir) / "media" / "videos" / "samples"
     logger.experiment.finish()
     sampled = {file.read_bytes() for file in folder.glob("*.mp4")}

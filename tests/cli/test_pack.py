@@ -37,6 +37,22 @@ def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "videos is no folder" in capsys.readouterr().err
 
 
+def test_a_table_or_a_video_in_the_place_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("captions.csv", "0.mp4"):
+        (tmp_path / name).touch()
+        assert main(["pack", str(tmp_path / name), "shards"]) == 1
+        said = capsys.readouterr().err
+        assert f"videoscale pack '{tmp_path}' 'shards'" in said and "--captions" in said
+
+
+def test_captions_that_nobody_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos" / "0.mp4").write_bytes(film([numbered(0, 32, 48)] * 5))
+    (tmp_path / "captions.csv").write_text("video,caption\n0.mp4,zero\n")
+    assert main(["pack", str(tmp_path / "videos"), str(tmp_path / "shards")]) == 0
+    assert "--captions" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "command", [["index"], ["encode", "--output", "latents", "--vae", "wan"]], ids=["index", "encode"]
 )

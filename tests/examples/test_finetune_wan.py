@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,14 @@ from torch.utils.data import DataLoader
 from lightning_videoscale.cli import main
 from lightning_videoscale.strategies import read_weights
 from tests.data.clips import clip, npy, write_shard
+from tests.distributed.pool import ProcessPool
 from tests.examples.conftest import EXAMPLES
 from tests.models import tiny_wan
 
 CONFIGS = sorted((EXAMPLES / "configs").glob("finetune_wan_*.yaml"))
+ROOT = EXAMPLES.parent
+MEASURED = (ROOT / "docs" / "measured.md").read_text()
+PREDICTED = (ROOT / "docs" / "scaling.md").read_text().replace("\N{MULTIPLICATION SIGN}", "times")
 HERE = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=2", "--trainer.val_check_interval=1"]
 HERE += ["--trainer.log_every_n_steps=1", "--trainer.enable_progress_bar=false", "--data.num_workers=0"]
 HERE += ["--data.budget={m_mem: 64, m_comp: 4096, p: 2}"]
@@ -47,6 +54,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_config_trains_and_exports(folder: Path, config: Path) -> None:
     finetune(["fit", "--config", str(config), *HERE])
+    check_files(folder, config)
+
+
+def finetune_in(folder: Path, *arguments: str) -> None:
+    os.chdir(folder)
+    finetune([*arguments])
+
+
+def test_ranks_share_every_sequence(folder: Path, ranks: Callable[[int], ProcessPool]) -> None:
+    """As on several GPUs: parameters, states and averages are sharded, validated with, saved and exported."""
+    (config,) = (path for path in CONFIGS if path.stem == "finetune_wan_1_3b")
+    ranks(2).run(finetune_in, folder, "fit", "--config", str(config), *HERE, "--trainer.devices=2")
+    check_files(folder, config)
+
+
+def check_files(folder: Path, config: Path) -> None:
+    """What a run leaves: losses, a checkpoint of what trains, and averages that are exported."""
     (checkpoint,) = folder.glob("runs/*/last.ckpt")
     kept = read_weights(checkpoint, "transformer")
     assert all("lora_" in name for name in kept) == ("lora" in config.stem)
@@ -86,3 +110,32 @@ def test_times_are_shifted_towards_noise_and_captions_are_as_long_as_wans() -> N
     loss = module.loss(latents, padded(torch.zeros(1, 5, 16)), torch.tensor([0.5]), torch.zeros_like(latents))
     assert seen[0].tolist() == [750.0] and seen[1].shape == (1, 512, 16)
     assert loss.item() == pytest.approx((0.25 + 1.0) ** 2)
+
+
+def results(name: str, config: str) -> list[dict[str, Any]]:
+    found = json.loads((ROOT / "benchmarks" / "results" / f"{name}-h200.json").read_text())["rows"]
+    return [row for row in found if row["config"] == config and row.get("kind") != "check"]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_what_a_config_takes_is_what_files_say(config: Path) -> None:
+    """Measured on one GPU, predicted on four and eight: in the config, in the table of examples, and in the docs."""
+    header, examples = config.read_text(), (EXAMPLES / "README.md").read_text()
+    one = "too large"
+    for row in results("examples-finetuning", config.stem):
+        seconds, gib = f"{row['step_ms'] / 1e3:.2f}", f"{row['peak_allocated_gib']:.1f}"
+        one = f"{seconds} s, {gib} GiB"
+        assert f"{seconds} s and {gib} GiB measured on one H200" in header
+        assert f" | {seconds} | {gib} |" in MEASURED
+    predicted = {(row["gpus"], row["tokens"]): row for row in results("predictions-finetuning", config.stem)}
+    if one == "too large":
+        assert predicted[1, 32_760]["peak_gib"] > 140 and "too large for one GPU" in header
+    said = {place: f"{row['step_ms'] / 1e3:.2f} s, {row['peak_gib']:.1f} GiB" for place, row in predicted.items()}
+    four, eight = said[4, 32_760], said[8, 32_760]
+    assert f"| {one} | *{four}* | *{eight}* |" in examples
+    four, eight = four.replace(",", " and"), eight.replace(",", " and")
+    assert f"Predicted, not measured: {four} on four H200s, {eight} on eight" in header
+    for tokens in (32_760, 75_600):
+        cells = [f"{said[n, tokens]} ({{ulysses}} times {{ring}})".format(**predicted[n, tokens]) for n in (4, 8)]
+        length = f"{tokens:_}".replace("_", " ")
+        assert f"| `{config.name}` | {length} | {cells[0]} | {cells[1]} |" in PREDICTED

@@ -12,13 +12,17 @@ from torch.utils.data import DataLoader
 from examples.joint_dit import JointRectifiedFlow, Waves
 from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
 from tests.examples.conftest import EXAMPLES
+from tests.newcomer import commands
 
 PAGE = EXAMPLES.parent / "docs" / "your-model.md"
 
 
 @pytest.mark.full
 def test_the_script_trains_in_two_processes(run_example: Any) -> None:
-    assert "3/3" in run_example("joint_dit.py", "--accelerator", "cpu", "--steps", 3)
+    (command,) = commands(PAGE.read_text())
+    python, script, *arguments = command.split()
+    assert (python, script) == ("python", "examples/joint_dit.py")
+    assert "3/3" in run_example("joint_dit.py", *arguments, "--accelerator", "cpu", "--steps", 3)
 
 
 def losses(strategy: str) -> list[float]:

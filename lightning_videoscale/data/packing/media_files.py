@@ -42,6 +42,12 @@ def list_folder(folder: Path, output: Path) -> Listing:
     Raises:
         ShardError: If there is no such folder.
     """
+    if folder.is_file():
+        what = "a video or an image" if _extension(folder.name) in VIDEO_SUFFIXES | IMAGE_SUFFIXES else "a file"
+        raise ShardError(
+            f"{folder} is {what}, and no folder of them: videoscale pack '{folder.parent}' '{output}'. A table of "
+            "captions goes behind --captions."
+        )
     if not folder.is_dir():
         raise ShardError(f"{folder} is no folder of videos and images. The current folder is {Path.cwd()}.")
     seen, files = {output.resolve(), folder.resolve()}, []  # links may lead in circles

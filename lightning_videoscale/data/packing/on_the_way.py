@@ -125,7 +125,7 @@ def _pack(folder: Path, captions: Path | None, say: Callable[[str], None], worke
 def _told(folder: Path, output: Path, report: PackReport) -> str:
     parts = [
         f"{folder}: {report.samples} samples in {len(report.shards)} shards ({report.written} written now) -> {output}",
-        f"captions from {report.captions_from}: {report.without_caption} samples have none",
+        report.captioned,
     ]
     for title, lines in (
         ("named there, but no file", report.strangers),

@@ -54,6 +54,14 @@ class PackReport:
     strangers: tuple[str, ...]
     captions_from: str
 
+    @property
+    def captioned(self) -> str:
+        """What to say of the captions."""
+        said = f"captions from {self.captions_from}: {self.without_caption} samples have none"
+        if 0 < self.samples == self.without_caption:
+            said += "; --captions FILE, in Python captions=, names a table of them"
+        return said
+
 
 def pack_folder(
     folder: Path,

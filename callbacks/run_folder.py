@@ -1,0 +1,22 @@
+"""Where the files of a run lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+
+def run_folder(trainer: pl.Trainer) -> Path:
+    """Returns the folder of this run and no other; collective, once loggers have begun their runs.
+
+    It is the first logger's. Most loggers, such as W&B's, have one for all runs: then it is that of `ModelCheckpoint`,
+    which makes one in there from the logger's name and version. Without a logger it is ``default_root_dir``.
+    """
+    logger = trainer.loggers[0] if trainer.loggers else None
+    if logger is None or isinstance(logger, TensorBoardLogger | CSVLogger):
+        return Path(trainer.log_dir or trainer.default_root_dir)
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    folder = Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+    return trainer.strategy.broadcast(folder)  # other ranks know no version
