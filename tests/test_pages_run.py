@@ -18,8 +18,8 @@ import lightning_videoscale as vs
 from lightning_videoscale.cli import main
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.injection import FusedBlock
+from tests.distributed.callbacks.sampling import Pipelines, save_parts
 from tests.distributed.pool import ProcessPool
-from tests.distributed.sampling import Pipelines, save_parts
 from tests.models import tiny_wan
 from tests.newcomer import blocks, commands, make_newcomers_folder, replaced
 from tests.strategies.checkpoints.adapted import Adapted, Look, fit, look
