@@ -11,7 +11,7 @@ VIDEOS ?=
 CONFIG ?= demo
 # make test-upstream DIFFUSERS=folder
 DIFFUSERS ?=
-# make test-gpu FILES=tests/gpu/test_gelu_on_gpus.py runs a part; COMMIT=sha says what is tested where there is no git.
+# make test-gpu FILES=tests/gpu/kernels/test_gelu_on_gpus.py runs a part; COMMIT=sha says what is tested where there is no git.
 FILES ?= tests/gpu
 COMMIT ?= HEAD
 # make support FAMILY=wan tries the cells of one family.

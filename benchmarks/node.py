@@ -30,7 +30,7 @@ from benchmarks.launch import say
 
 ROOT = Path(__file__).parents[1]
 SECONDS_TO_END = 60.0  # of a command that is given up; torchrun gives its ranks 30
-PARITY = ("tests/gpu/test_wan_parity_on_gpus.py", "tests/gpu/test_failures_on_gpus.py")
+PARITY = ("tests/gpu/strategies/test_wan_parity_on_gpus.py", "tests/gpu/strategies/test_failures_on_gpus.py")
 
 
 class Table(NamedTuple):

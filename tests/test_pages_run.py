@@ -28,8 +28,8 @@ from lightning_videoscale.cli import main
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.injection import FusedBlock
 from tests.data.clips import clip, write_shard
+from tests.distributed.callbacks.sampling import Pipelines, save_parts
 from tests.distributed.pool import ProcessPool
-from tests.distributed.sampling import Pipelines, save_parts
 from tests.distributed.wan_training import Clips as Latents
 from tests.distributed.wan_training import RectifiedFlow
 from tests.models import tiny_wan

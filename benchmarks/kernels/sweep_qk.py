@@ -27,7 +27,7 @@ from benchmarks.kernels.qk_cases import Clock, Problem, exact, largest_error, ru
 from benchmarks.kernels.row_cases import poison
 from benchmarks.kernels.sweep_rows import Watchdog, compile_one
 from lightning_videoscale.kernels.cuda.head_kernels import HeadKernels, constants, stage_bytes, together, vectors
-from lightning_videoscale.kernels.cuda.head_tuning import Direction, Tuning, tuning_for
+from lightning_videoscale.kernels.cuda.head_tuning import Direction, HeadTuning, tuning_for
 from lightning_videoscale.kernels.cuda.toolkit import CudaUnavailableError
 from lightning_videoscale.kernels.head_types import HeadOp, HeadVariant
 
@@ -47,7 +47,7 @@ def variant(heads: int, direction: Direction) -> HeadVariant:
     return HeadVariant(WAN, direction, bf16, bf16, False, (heads, heads), HEAD_DIM, pairs, False, 2, (0, 1))
 
 
-def candidates(made: HeadVariant) -> list[Tuning]:
+def candidates(made: HeadVariant) -> list[HeadTuning]:
     """The launches worth trying: enough bytes on their way, registers and shared memory that there are."""
     found = []
     lag = 0 if together(made) else 1  # stages that are held and not on their way
@@ -60,11 +60,13 @@ def candidates(made: HeadVariant) -> list[Tuning]:
             continue
         on_the_way = blocks * (stages - lag) * stage_bytes(made)
         if blocks * (ring + 2048) <= SHARED_PER_SM and 60 * 1024 <= on_the_way <= 200 * 1024:
-            found.append(Tuning(threads, stages, blocks))
+            found.append(HeadTuning(threads, stages, blocks))
     return found
 
 
-def compile_all(work: list[tuple[HeadVariant, Tuning]], arch: str, deadline: float) -> list[tuple[HeadVariant, Tuning]]:
+def compile_all(
+    work: list[tuple[HeadVariant, HeadTuning]], arch: str, deadline: float
+) -> list[tuple[HeadVariant, HeadTuning]]:
     """Fills the cache; returns what was compiled in time."""
     pool = ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("fork"))
     futures = {
@@ -100,8 +102,8 @@ def check_families(watchdog: Watchdog) -> None:
 
 
 def screen(
-    heads: int, direction: Direction, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, deadline: float
-) -> list[tuple[float, Tuning, HeadKernels]]:
+    heads: int, direction: Direction, tunings: list[HeadTuning], clock: Clock, watchdog: Watchdog, deadline: float
+) -> list[tuple[float, HeadTuning, HeadKernels]]:
     """Checks every launch, times it, and returns the best three and the rule's own."""
     made = variant(heads, direction)
     default = tuning_for(direction, together(made), vectors(made), stage_bytes(made), SHARED_PER_BLOCK)
@@ -176,7 +178,7 @@ def report(timed: list[dict[str, Any]], made: HeadVariant) -> str:
             worst[row["tuning"]] = min(worst.get(row["tuning"], 9.0), row["share"])
     chosen = max(worst, key=lambda tuning: worst[tuning])
     shares = [round(100 * row["share"], 1) for row in timed if row["tuning"] == chosen]
-    return f'    ("{made.direction}", {together(made)}, {vectors(made)}): Tuning{chosen},  # {shares} %'
+    return f'    ("{made.direction}", {together(made)}, {vectors(made)}): HeadTuning{chosen},  # {shares} %'
 
 
 def time_others(clock: Clock, watchdog: Watchdog) -> None:

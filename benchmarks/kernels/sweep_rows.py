@@ -31,7 +31,7 @@ from benchmarks.kernels.row_cases import CHANNELS, LENGTHS, OPERATIONS, Case, Cl
 from lightning_videoscale.kernels.cuda import compile as nvrtc
 from lightning_videoscale.kernels.cuda import rows as cuda_rows
 from lightning_videoscale.kernels.cuda.row_kernels import RowKernels
-from lightning_videoscale.kernels.cuda.row_tuning import Tuning, tuning_for
+from lightning_videoscale.kernels.cuda.row_tuning import RowTuning, tuning_for
 from lightning_videoscale.kernels.cuda.row_variant import bytes_per_row, constants, vectors
 from lightning_videoscale.kernels.cuda.toolkit import CudaUnavailableError
 
@@ -39,7 +39,7 @@ SCREENED_AT, CLUSTER = 16384, 4
 SHARED_PER_SM, SHARED_PER_BLOCK = 227 * 1024, 227 * 1024 - 4096
 
 
-def candidates(case: Case) -> list[Tuning]:
+def candidates(case: Case) -> list[RowTuning]:
     """The launches worth trying: enough bytes on their way, not more threads or shared memory than there are.
 
     A first sweep of three times as many found the best where a multiprocessor holds 256 to 384 threads, up to 640 where
@@ -64,7 +64,9 @@ def candidates(case: Case) -> list[Tuning]:
             continue
         if not 40 * 1024 <= on_the_way <= 150 * 1024 or (rows == 4 and own > 2):
             continue
-        found.append(Tuning(threads, stages, rows, blocks, how, cluster=CLUSTER if case.direction == "backward" else 1))
+        found.append(
+            RowTuning(threads, stages, rows, blocks, how, cluster=CLUSTER if case.direction == "backward" else 1)
+        )
     return found
 
 
@@ -89,7 +91,7 @@ def compile_one(source: str, constants: dict[str, str | int], arch: str) -> None
     nvrtc.cubin(source, constants, arch)
 
 
-def compile_all(work: list[tuple[Case, Tuning]], arch: str, deadline: float) -> list[tuple[Case, Tuning]]:
+def compile_all(work: list[tuple[Case, RowTuning]], arch: str, deadline: float) -> list[tuple[Case, RowTuning]]:
     """Fills the cache; returns what was compiled in time, in the order given."""
     context = multiprocessing.get_context("fork")  # No CUDA before this: children of a CUDA process cannot use it.
     done = set()
@@ -115,7 +117,7 @@ def smoke(bulk: bool) -> None:
     Watchdog(60)
     case = Case("norm_modulate", "backward", 5120)
     data = Data(case, 1031)
-    tuning = Tuning(320, 3, 2, 1, bulk)
+    tuning = RowTuning(320, 3, 2, 1, bulk)
     error = largest_error(data.run(cuda_rows, RowKernels(case.variant, "backward", 0, tuning)), data.expected())
     print(f"smoke bulk={bulk}: largest relative error {error:.1e}", flush=True)
 
@@ -152,10 +154,10 @@ def sweep(cases: list[Case], arch: str, deadline: float, output: Path) -> list[d
     return rows
 
 
-Screened = tuple[float, Tuning, RowKernels, float]
+Screened = tuple[float, RowTuning, RowKernels, float]
 
 
-def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, deadline: float) -> list[Screened]:
+def screen(case: Case, tunings: list[RowTuning], clock: Clock, watchdog: Watchdog, deadline: float) -> list[Screened]:
     """Checks every launch against float64 and itself, times it, and returns the best eight and `tuning_for`'s own.
 
     The best four are also tried with a share of the rows for each block instead of turns, and in other clusters.
@@ -166,7 +168,7 @@ def screen(case: Case, tunings: list[Tuning], clock: Clock, watchdog: Watchdog, 
     checked, timed = Data(case, 1031), Data(case, SCREENED_AT)
     expected = checked.expected()
 
-    def tried(tunings: list[Tuning]) -> list[Screened]:
+    def tried(tunings: list[RowTuning]) -> list[Screened]:
         screened: list[Screened] = []
         for tuning in tunings:
             if time.monotonic() > deadline:
@@ -251,7 +253,7 @@ def report(rows: list[dict[str, Any]], cases: list[Case]) -> None:
             chosen = max(worst, key=lambda key: worst[key])
             key = (case.direction, case.op.norm is not None, case.op.residual, case.channels, 2)
             shares = [round(100 * r["share_of_copy"], 1) for r in mine if tuple(r["tuning"].values()) == chosen]
-            table.append(f"    {key}: Tuning{chosen},  # {shares} %")
+            table.append(f"    {key}: RowTuning{chosen},  # {shares} %")
     print("\n".join(table), flush=True)
 
 

@@ -43,9 +43,9 @@ from lightning_videoscale.attention.dispatch import attention
 from lightning_videoscale.kernels import qkv_linear
 from lightning_videoscale.parallel import CollectiveTransport, SequenceMesh, Transport
 from lightning_videoscale.parallel.schedules import PENDING, ScheduleName
+from lightning_videoscale.parallel.schedules.attention_output import attend_and_project, project_output
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
-from lightning_videoscale.parallel.schedules.sliced_input import project_heads
-from lightning_videoscale.parallel.schedules.sliced_output import attend_and_project, project_output
+from lightning_videoscale.parallel.schedules.input_projections import project_heads
 from lightning_videoscale.parallel.schedules.table import LayerShape
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads, gather_heads, scatter_heads

@@ -17,7 +17,7 @@ from lightning_videoscale.compat.torch.autograd import (
 from lightning_videoscale.compat.torch.trees import tree_flatten
 
 
-class Call(NamedTuple):
+class NetworkCall(NamedTuple):
     """The inputs of one call.
 
     Attributes:
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     tensors: list[Tensor]
 
 
-def read_call(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
+def read_call(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NetworkCall | str:
     """Returns what a call consists of, or why no graph can serve it."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -48,7 +48,7 @@ def read_call(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     except TypeError:
         kinds = sorted({type(leaf).__name__ for leaf in leaves if leaf.__hash__ is None})
         return f"an input of type {kinds} is compared by identity only"
-    return Call((facts, repr(structure), network.training, *_modes()), leaves, structure, tensors)
+    return NetworkCall((facts, repr(structure), network.training, *_modes()), leaves, structure, tensors)
 
 
 def is_observed() -> bool:

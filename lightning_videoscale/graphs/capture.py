@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.graphs import alias, end_allocation
 from lightning_videoscale.compat.torch.trees import tree_flatten, tree_unflatten
-from lightning_videoscale.graphs.calls import Call
+from lightning_videoscale.graphs.calls import NetworkCall
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Recorder:
 def capture(
     network: nn.Module,
     forward: Callable[..., Any],
-    call: Call,
+    call: NetworkCall,
     entrances: Sequence[nn.Module],
     recorder: Recorder,
     region: Callable[[], AbstractContextManager[object]],

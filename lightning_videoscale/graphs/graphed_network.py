@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_videoscale.graphs.calls import Call, is_observed, read_call
+from lightning_videoscale.graphs.calls import NetworkCall, is_observed, read_call
 from lightning_videoscale.graphs.capture import CapturedPass, Recorder, capture
 from lightning_videoscale.graphs.inspection import inspect_call
 from lightning_videoscale.graphs.options import GraphOptions
@@ -176,7 +176,12 @@ class GraphedNetwork:
             self._log(f"{self._name} runs without CUDA graphs: {reason}.")
 
     def _inspected(
-        self, kind: _Kind, call: Call, context: SequenceContext | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        kind: _Kind,
+        call: NetworkCall,
+        context: SequenceContext | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         def run() -> Any:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -194,7 +199,7 @@ class GraphedNetwork:
             self._explain(kind.objection)
         return result
 
-    def _settle(self, kind: _Kind, call: Call, context: SequenceContext | None) -> None:
+    def _settle(self, kind: _Kind, call: NetworkCall, context: SequenceContext | None) -> None:
         """Captures a pass if it is worth it and fits; collective over the ranks that share the sequence."""
         if self._is_alone and (kind.captured is not None or kind.objection is not None or kind.seen is None):
             return
@@ -227,7 +232,7 @@ class GraphedNetwork:
                 f"{time.perf_counter() - start:.2f} s, {taken / 2**30:.2f} GiB more."
             )
 
-    def _capture(self, kind: _Kind, call: Call, context: SequenceContext | None, device: torch.device) -> None:
+    def _capture(self, kind: _Kind, call: NetworkCall, context: SequenceContext | None, device: torch.device) -> None:
         assert kind.seen is not None
         try:
             with _generators_put_back(context, device):
@@ -237,13 +242,13 @@ class GraphedNetwork:
                 kind.record = context.record = replace(context.record, known={})
         self._relied_on[self._network.training] = kind.seen
 
-    def _record(self, call: Call, context: SequenceContext | None, device: torch.device) -> CapturedPass:
+    def _record(self, call: NetworkCall, context: SequenceContext | None, device: torch.device) -> CapturedPass:
         if self._recorder is None:
             self._recorder = Recorder(device)
         region = nullcontext if context is None else lambda: context.randomness.held(device)
         return capture(self._network, self._forward, call, self._entrances, self._recorder, region)
 
-    def _not_worth_it(self, kind: _Kind, call: Call) -> str | None:
+    def _not_worth_it(self, kind: _Kind, call: NetworkCall) -> str | None:
         if self._options.mode is True:
             return None
         if any(x.requires_grad for x in call.tensors):
@@ -268,7 +273,7 @@ class GraphedNetwork:
             f"graphs_max_memory={self._options.max_memory} allows {allowed / 2**30:.1f}"
         )
 
-    def _replayed(self, kind: _Kind, call: Call, context: SequenceContext | None) -> Any:
+    def _replayed(self, kind: _Kind, call: NetworkCall, context: SequenceContext | None) -> Any:
         assert kind.captured is not None
         self.counts["replayed"] += 1
         if context is None or kind.record is None:

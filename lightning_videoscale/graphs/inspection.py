@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.autograd import has_hooks, version_of
-from lightning_videoscale.graphs.calls import Call
+from lightning_videoscale.graphs.calls import NetworkCall
 from lightning_videoscale.graphs.snapshot import Snapshot, foreign_hook
 from lightning_videoscale.parallel.context import SequenceContext
 
@@ -31,7 +31,7 @@ class Inspection(NamedTuple):
 
 
 def inspect_call(
-    network: nn.Module, run: Callable[[], Any], call: Call, context: SequenceContext | None, device: torch.device
+    network: nn.Module, run: Callable[[], Any], call: NetworkCall, context: SequenceContext | None, device: torch.device
 ) -> tuple[Any, Inspection]:
     """Runs a call and looks for what a graph would not repeat.
 

@@ -35,7 +35,7 @@ from lightning_videoscale.models.flux.split import (
     flops,
     joint_attention,
 )
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Projection, Split, SplitPlan
 
 _HOME = "diffusers.models.transformers.transformer_chroma"
@@ -57,7 +57,7 @@ def _split_plan(model: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
+SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 
 _JOINED = Projection(tokens_of=JOINT, rotary="image_rotary_emb", rotary_of=JOINT)
 _PROJECTIONS = {f"{DOUBLE}.*.attn": OF_DOUBLE, f"{SINGLE}.*.attn": dict.fromkeys(JOINT, _JOINED)}

@@ -34,7 +34,7 @@ from lightning_videoscale.injection.modulation import of_adaptive_norm
 from lightning_videoscale.injection.norms import LAYER_NORM, TRIED
 from lightning_videoscale.injection.parts import Kind, Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _HOME = "diffusers.models.transformers.cogvideox_transformer_3d"
@@ -85,7 +85,7 @@ def _consisid_plan(model: nn.Module) -> SplitPlan:
     return _split_plan(model, {"transformer_blocks.-1": {0: Split(1), 1: _TEXT}})
 
 
-SPLIT_PLANS = {_COGVIDEOX: sliceable(_split_plan), _CONSISID: sliceable(_consisid_plan)}
+SPLIT_PLANS = {_COGVIDEOX: with_hidden_exchange(_split_plan), _CONSISID: with_hidden_exchange(_consisid_plan)}
 
 _STREAMS = {"text": Projection("encoder_hidden_states"), "video": Projection(rotary="image_rotary_emb")}
 

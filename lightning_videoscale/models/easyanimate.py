@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_easyanimate.EasyAnimateTransformer3DModel"
@@ -58,5 +58,5 @@ def _split_plan(model: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
+SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 PROJECTIONS = {_MODEL: _projections}

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3Transformer3DModel"
@@ -46,5 +46,5 @@ def _split_plan(_: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
+SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 PROJECTIONS = {_MODEL: lambda _: {"transformer_blocks.*.attn": {"video": Projection(rotary="rotary_emb", halves=True)}}}

@@ -38,7 +38,7 @@ from lightning_videoscale.injection.norms import (
 )
 from lightning_videoscale.injection.parts import Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 from lightning_videoscale.parallel.plan import matching_modules
 
@@ -85,7 +85,7 @@ def _split_plan(model: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
+SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 
 _TEXT = Projection(
     "encoder_hidden_states",

@@ -31,7 +31,7 @@ from lightning_videoscale.injection.modulation import Modulation, one_of_two
 from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, TRIED
 from lightning_videoscale.injection.parts import Part
 from lightning_videoscale.injection.residual_stream import ResidualStream
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 from lightning_videoscale.parallel.plan import Rule
 
@@ -89,7 +89,7 @@ def _split_plan(model: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
+SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 
 _ROTATED = Projection(rotary="freqs_cis", layout="complex")
 _PROJECTIONS = {f"{_REFINER}.*.attention": {"image": _ROTATED}, "layers.*.attention": {"video": _ROTATED}}

@@ -162,12 +162,12 @@ class SplitPlan:
         exact: Whether tests hold the plan to one device for this very class of models; others are verified when the
             model is first called.
         schedules: By which its attention can run. All but ``"serial"`` need ``attention`` to be a function, or
-            ``sliced``.
-        sliced: Makes its attention exchange by the schedule of the context, where ``attention`` is a mapping.
+            ``hide_exchange``.
+        hide_exchange: Makes its attention exchange by the schedule of the context, where ``attention`` is a mapping.
         only_serial: Why no other schedule than ``"serial"`` can run it, for messages.
 
     Raises:
-        ValueError: If ``attention`` is a mapping and ``sliced`` does not make it run by other schedules.
+        ValueError: If ``attention`` is a mapping and ``hide_exchange`` does not make it run by other schedules.
     """
 
     inputs: Mapping[str, Mapping[str, Rule]]
@@ -179,12 +179,13 @@ class SplitPlan:
     gathers_inside: Mapping[str, Mapping[int, Split]] = field(default_factory=dict)
     exact: bool = False
     schedules: tuple[ScheduleName, ...] = ("serial",)
-    sliced: AttentionChange | None = None
+    hide_exchange: AttentionChange | None = None
     only_serial: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.attention, Mapping) and self.sliced is None and self.schedules != ("serial",):
-            raise ValueError(f"A split plan with schedules={self.schedules} and a mapping for attention needs sliced=.")
+        if isinstance(self.attention, Mapping) and self.hide_exchange is None and self.schedules != ("serial",):
+            asked = f"A split plan with schedules={self.schedules} and a mapping for attention"
+            raise ValueError(f"{asked} needs hide_exchange=.")
 
     @property
     def splits_anything(self) -> bool:

@@ -51,8 +51,8 @@ def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceConte
     """
     if not isinstance(plan.attention, Mapping):
         return plan.attention(model, context)
-    if context.schedule != "serial" and plan.sliced is not None:
-        return plan.sliced(model, context)
+    if context.schedule != "serial" and plan.hide_exchange is not None:
+        return plan.hide_exchange(model, context)
     undo = Undo()
     for pattern, rule in plan.attention.items():
         for path, module in submodules(model, pattern).items():
@@ -92,7 +92,7 @@ def exchanging_forward(module: nn.Module, path: str, rule: Attention, context: S
 
     @only_redirects
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        exchange = Exchange(place, own_attention_backend(getattr(self, "processor", None)) is not None)
+        exchange = RedirectedAttention(place, own_attention_backend(getattr(self, "processor", None)) is not None)
         narrow = place.is_marked and not torch.compiler.is_compiling()
         with call_within(self, exchange) if narrow else exchange:
             result = original(*args, **kwargs) if unbound is None else unbound(self, *args, **kwargs)
@@ -103,7 +103,7 @@ def exchanging_forward(module: nn.Module, path: str, rule: Attention, context: S
     return forward
 
 
-class Exchange(TorchFunctionMode):
+class RedirectedAttention(TorchFunctionMode):
     """Inside, attention is over the tokens of all ranks; one call of it is expected.
 
     Args:

@@ -17,7 +17,7 @@ from lightning_videoscale.report.comparison import budget_of
 from lightning_videoscale.report.reading import Record
 
 
-class Kind(NamedTuple):
+class ShapeTimes(NamedTuple):
     """Micro-batches of one shape and size: how many there were, fillers among them, and their median seconds."""
 
     frames: int
@@ -49,26 +49,26 @@ class Bucket:
     tokens: int
     samples: int
     share: float
-    usual: Kind
+    usual: ShapeTimes
     before: int | None
     after: int | None
     predicted: float | None
 
 
-def kinds_of(windows: Sequence[Record]) -> list[Kind]:
+def kinds_of(windows: Sequence[Record]) -> list[ShapeTimes]:
     """The micro-batches of all windows, those of one shape and size together, by sequence length."""
     found: dict[tuple[int, ...], list[tuple[int, int, float]]] = defaultdict(list)
     for window in windows:
         for *shape, count, fillers, seconds in window["batches"]:
             found[tuple(shape)].append((count, fillers, seconds))
     kinds = [
-        Kind._make((*shape, sum(n for n, _, _ in seen), sum(n for _, n, _ in seen), _median(seen)))
+        ShapeTimes._make((*shape, sum(n for n, _, _ in seen), sum(n for _, n, _ in seen), _median(seen)))
         for shape, seen in found.items()
     ]
     return sorted(kinds, key=lambda kind: (kind.tokens, kind[:3], kind.samples))
 
 
-def fit(kinds: Sequence[Kind]) -> StepTimeModel | None:
+def fit(kinds: Sequence[ShapeTimes]) -> StepTimeModel | None:
     """The model of the run's own measurements; None where they are too few, or do not grow with the work."""
     names = ("samples", "tokens", "seconds", "micro_batches")
     try:
@@ -77,7 +77,7 @@ def fit(kinds: Sequence[Kind]) -> StepTimeModel | None:
         return None
 
 
-def error_of(model: StepTimeModel, kinds: Sequence[Kind]) -> float:
+def error_of(model: StepTimeModel, kinds: Sequence[ShapeTimes]) -> float:
     """Median relative error of a model over micro-batches, after one factor for the speed of the machine."""
     ratio = np.array([kind.seconds / model.predict(kind.samples, kind.tokens) for kind in kinds], np.float64)
     weights = np.array([kind.micro_batches for kind in kinds])
@@ -85,10 +85,10 @@ def error_of(model: StepTimeModel, kinds: Sequence[Kind]) -> float:
     return weighted_median(np.abs(ratio - 1), weights)
 
 
-def buckets_of(kinds: Sequence[Kind], plans: Sequence[Record], model: StepTimeModel | None) -> list[Bucket]:
+def buckets_of(kinds: Sequence[ShapeTimes], plans: Sequence[Record], model: StepTimeModel | None) -> list[Bucket]:
     """The bucket table, the shape that took the most time first."""
     total = sum(kind.micro_batches * kind.seconds for kind in kinds)
-    by_shape: dict[tuple[int, int, int, int], list[Kind]] = defaultdict(list)
+    by_shape: dict[tuple[int, int, int, int], list[ShapeTimes]] = defaultdict(list)
     for kind in kinds:
         by_shape[kind[:4]].append(kind)
     rows = []

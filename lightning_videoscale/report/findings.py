@@ -15,7 +15,7 @@ from lightning_videoscale.data.planning.figures import StepSpreads
 from lightning_videoscale.report.causes import Cause, SlowRank, cause_of, slow_ranks
 from lightning_videoscale.report.charts import percent
 from lightning_videoscale.report.comparison import predict_balances
-from lightning_videoscale.report.costs import Kind, error_of, fit, kinds_of
+from lightning_videoscale.report.costs import ShapeTimes, error_of, fit, kinds_of
 from lightning_videoscale.report.drift import Drift, find_drift
 from lightning_videoscale.report.judge import BALANCED, Advice, advice_on_run
 from lightning_videoscale.report.loading import Loading, loading_of
@@ -119,7 +119,7 @@ class Findings:
         return self.idle * self.seconds / slowest if slowest else 0.0
 
     @cached_property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[ShapeTimes]:
         """Micro-batches by shape and size."""
         return kinds_of(self.windows)
 

@@ -20,7 +20,7 @@ from lightning_videoscale.report.charts import (
     percent,
     stacked_bars,
 )
-from lightning_videoscale.report.costs import Kind, buckets_of
+from lightning_videoscale.report.costs import ShapeTimes, buckets_of
 from lightning_videoscale.report.findings import Findings
 from lightning_videoscale.report.graphs import graph_figures
 
@@ -302,7 +302,7 @@ def _medians(drawn: list[tuple[str, str, str, list[float]]]) -> str:
     )
 
 
-def _samples_around(lengths: NDArray[np.float64], kinds: Sequence[Kind]) -> NDArray[np.float64]:
+def _samples_around(lengths: NDArray[np.float64], kinds: Sequence[ShapeTimes]) -> NDArray[np.float64]:
     """The geometric mean of the batch sizes around every length, smooth over lengths."""
     tokens, samples, counts = (
         np.array([getattr(kind, name) for kind in kinds], np.float64) for name in ("tokens", "samples", "micro_batches")

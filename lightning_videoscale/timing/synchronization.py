@@ -17,7 +17,7 @@ from lightning_videoscale.compat.torch.data_parallel import buffer_broadcasts, g
 from lightning_videoscale.timing.step_times import Phase
 
 
-class Call(NamedTuple):
+class TimedCall(NamedTuple):
     """A method of one object, and the phase that it is."""
 
     owner: Any
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     phase: Phase
 
 
-def synchronizing_calls(strategy: Any) -> Iterator[Call]:
+def synchronizing_calls(strategy: Any) -> Iterator[TimedCall]:
     """Yields the methods in which a strategy that is set up waits or exchanges.
 
     Raises:
@@ -37,7 +37,7 @@ def synchronizing_calls(strategy: Any) -> Iterator[Call]:
     methods += gathers_and_reductions(strategy.lightning_module)
     if hasattr(strategy, "deepspeed_engine"):
         methods += zero_waits(strategy.deepspeed_engine.optimizer)
-    yield from (Call(*method, "wait") for method in methods)
+    yield from (TimedCall(*method, "wait") for method in methods)
     transport = getattr(strategy, "transport", None)
     if transport is not None:
-        yield from (Call(transport, name, "exchange") for name in ("exchange", "wait", "all_gather"))
+        yield from (TimedCall(transport, name, "exchange") for name in ("exchange", "wait", "all_gather"))

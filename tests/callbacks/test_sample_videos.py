@@ -1,4 +1,4 @@
-"""`SampleVideos` on one device; over ranks: tests/distributed/test_sampling.py."""
+"""`SampleVideos` on one device; over ranks: tests/distributed/callbacks/test_sampling.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_videoscale.callbacks import EMA, LoadBalanceMonitor, SampleVideos
 from lightning_videoscale.callbacks.sample_files import read_picture, read_video, strip_of
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of
-from tests.distributed.sampling import CALL, Drawing, Pipelines, save_parts, train
+from tests.distributed.callbacks.sampling import CALL, Drawing, Pipelines, save_parts, train
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from diffusers import WanTransformer3DModel
 from lightning_videoscale.cli import main
 from lightning_videoscale.strategies import read_weights
 from tests.data.clips import clip, npy, write_shard
+from tests.distributed.callbacks.sampling import Drawing, Pipelines, save_parts
 from tests.distributed.pool import ProcessPool
-from tests.distributed.sampling import Drawing, Pipelines, save_parts
 from tests.examples.conftest import EXAMPLES
 from tests.models import tiny_wan
 

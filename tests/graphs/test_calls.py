@@ -9,12 +9,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_videoscale.graphs import GraphOptions
-from lightning_videoscale.graphs.calls import Call, is_observed, read_call
+from lightning_videoscale.graphs.calls import NetworkCall, is_observed, read_call
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.models import tiny_wan
 
 
-def read(*args: Any, **kwargs: Any) -> Call | str:
+def read(*args: Any, **kwargs: Any) -> NetworkCall | str:
     return read_call(tiny_wan(), args, kwargs)
 
 
@@ -24,9 +24,9 @@ def test_tensors_must_be_on_a_gpu() -> None:
 
 def test_what_is_no_tensor_is_part_of_the_key() -> None:
     one, same, other = read(1.0, return_dict=False), read(1.0, return_dict=False), read(2.0, return_dict=False)
-    assert isinstance(one, Call)
-    assert isinstance(same, Call)
-    assert isinstance(other, Call)
+    assert isinstance(one, NetworkCall)
+    assert isinstance(same, NetworkCall)
+    assert isinstance(other, NetworkCall)
     assert one.key == same.key != other.key
 
 
@@ -34,8 +34,8 @@ def test_the_modes_of_torch_are_part_of_the_key() -> None:
     with_gradients = read(1)
     with torch.no_grad():
         without = read(1)
-    assert isinstance(with_gradients, Call)
-    assert isinstance(without, Call)
+    assert isinstance(with_gradients, NetworkCall)
+    assert isinstance(without, NetworkCall)
     assert with_gradients.key != without.key
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_videoscale.kernels.cuda.head_kernels import constants, stage_bytes, together, vectors
-from lightning_videoscale.kernels.cuda.head_tuning import Direction, Tuning, tuning_for
+from lightning_videoscale.kernels.cuda.head_tuning import Direction, HeadTuning, tuning_for
 from lightning_videoscale.kernels.head_types import HeadOp, HeadVariant, Rotation
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
 from tests.kernels.qk_oracle import Case
@@ -41,7 +41,7 @@ def variant(name: str, direction: Direction, outside: bool = False, sums_only: b
     return HeadVariant(op, direction, *rest, *tables, outside, sums_only)
 
 
-def tuning_of(made: HeadVariant, shared_limit: int) -> Tuning | None:
+def tuning_of(made: HeadVariant, shared_limit: int) -> HeadTuning | None:
     return tuning_for(made.direction, together(made), vectors(made), stage_bytes(made), shared_limit)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.injection.fused_block import fused_block_of
-from tests.distributed.families import (
+from tests.distributed.families.models import (
     chroma,
     cogvideox,
     cosmos,

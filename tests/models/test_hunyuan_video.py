@@ -16,7 +16,7 @@ from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.families import known
 from lightning_videoscale.strategies.blocks import find_blocks
 from tests.distributed.families.harness import Case
-from tests.distributed.families.hunyuan_video import FAMILIES
+from tests.distributed.families.models.hunyuan_video import FAMILIES
 
 NAMES = {
     "hunyuan_video": "hunyuanvideo",

@@ -15,8 +15,8 @@ from lightning_videoscale.cost import TRANSFORMERS, TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.families import known
 from lightning_videoscale.strategies.blocks import find_blocks
-from tests.distributed.families import chroma, flux, flux2, qwen_image, sd3, z_image
 from tests.distributed.families.harness import Case, Family
+from tests.distributed.families.models import chroma, flux, flux2, qwen_image, sd3, z_image
 
 FAMILIES: dict[str, Family] = {
     **flux.FAMILIES,

@@ -17,8 +17,8 @@ from lightning_videoscale.cost import TRANSFORMERS, TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.families import known
 from lightning_videoscale.strategies.blocks import find_blocks
-from tests.distributed.families import cogvideox, ltx
 from tests.distributed.families.harness import Case, Family
+from tests.distributed.families.models import cogvideox, ltx
 
 FAMILIES: dict[str, Family] = {**cogvideox.FAMILIES, **ltx.FAMILIES}
 

@@ -33,5 +33,5 @@ def test_the_outermost_networks_with_a_plan_are_found() -> None:
 
 
 def test_a_plan_by_paths_says_how_other_schedules_run() -> None:
-    with pytest.raises(ValueError, match="needs sliced="):
+    with pytest.raises(ValueError, match="needs hide_exchange="):
         SplitPlan({}, {}, {}, {"attn": Attention()}, schedules=("serial", "sliced"))

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_videoscale.parallel import Axis, CollectiveTransport, SequenceMesh, SplitPlan
 from lightning_videoscale.parallel.transport.peer_watchdog import Awaited, missing_ranks
 from lightning_videoscale.parallel.transport.rendezvous import RendezvousStore
-from lightning_videoscale.parallel.transport.slots import Layout
+from lightning_videoscale.parallel.transport.slots import SlotLayout
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
@@ -159,7 +159,7 @@ def expected(axis: Axis, tokens: Sequence[int], heads: Sequence[int], number: in
     )
 )
 def test_pieces_of_a_slot_do_not_overlap(sizes: list[list[int]]) -> None:
-    layout = Layout(sizes)
+    layout = SlotLayout(sizes)
     for reader in range(len(sizes)):
         end = 0
         for sender in range(len(sizes)):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_videoscale.strategies.blocks import checkpoint_activations, find_blocks
-from tests.distributed.families.hunyuan_video import build
+from tests.distributed.families.models.hunyuan_video import build
 from tests.models import tiny_wan
 
 

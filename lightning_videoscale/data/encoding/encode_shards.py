@@ -39,7 +39,7 @@ _SETTINGS = "encoded.json"
 _Encode = Callable[[ReadSample], dict[str, Any]]
 
 
-class Refused(NamedTuple):
+class RefusedSample(NamedTuple):
     """A sample that was left out."""
 
     sample: str
@@ -57,7 +57,7 @@ class EncodeReport(NamedTuple):
 
     written: int
     found: int
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedSample, ...]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def encode_shards(
         samples = _Cuts(index, shaped, numbers, settings.policy.fps)
     encode = _encode_with(encoder, text)
     loader: DataLoader[ReadSample] = DataLoader(samples, batch_size=None, num_workers=workers, collate_fn=_unchanged)
-    refused: list[Refused] = []
+    refused: list[RefusedSample] = []
     with tqdm(desc="encoding", total=len(numbers), unit=" clips", disable=not progress) as bar:
         for piece, reads in groupby(loader, key=lambda read: read.number // size):
             refused += _write_piece(_name(output, piece), reads, index, encode, bar)
@@ -224,7 +224,7 @@ def _write_piece(
     index: ShardIndex,
     encode: Callable[[ReadSample], dict[str, Any]],
     bar: tqdm,
-) -> list[Refused]:
+) -> list[RefusedSample]:
     for left in file.parent.glob(f".{file.name}.*"):
         left.unlink(missing_ok=True)
     draft = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
@@ -236,7 +236,7 @@ def _write_piece(
                 try:
                     writer.write({"__key__": key.lstrip("/"), **encode(read)})
                 except LeftOutError as error:
-                    refused.append(Refused(key, str(error)))
+                    refused.append(RefusedSample(key, str(error)))
                 bar.update()
         stream.flush()
         os.fsync(stream.fileno())

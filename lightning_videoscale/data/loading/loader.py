@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_videoscale.data.encoding.online_encoder import BatchEncoder
 from lightning_videoscale.data.loading.background import InBackground
-from lightning_videoscale.data.loading.parts import Part, ReadPart, in_parts
+from lightning_videoscale.data.loading.parts import BatchPart, ReadPart, in_parts
 from lightning_videoscale.data.loading.progress import Progress
 from lightning_videoscale.data.loading.reader import MicroBatchReader
 from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBatch
@@ -244,7 +244,7 @@ class PlannedLoader:
                 del batch
 
 
-class _PartSampler(Sampler[Part]):
+class _PartSampler(Sampler[BatchPart]):
     def __init__(
         self, sampler: PlannedSampler, turn: int, turns: int, num_workers: int, reader: MicroBatchReader
     ) -> None:
@@ -254,7 +254,7 @@ class _PartSampler(Sampler[Part]):
         self._num_workers = num_workers
         self._reader = reader
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[BatchPart]:
         own = islice(self._sampler, self._turn, None, self._turns)
         return in_parts(own, self._num_workers, self._reader.is_slow)
 
@@ -263,7 +263,7 @@ class _PartReader(Dataset[ReadPart]):
     def __init__(self, reader: MicroBatchReader) -> None:
         self._reader = reader
 
-    def __getitem__(self, part: Part) -> ReadPart:
+    def __getitem__(self, part: BatchPart) -> ReadPart:
         return self._reader.read(part)
 
 

@@ -15,7 +15,7 @@ from lightning_videoscale.data.planning import MicroBatch
 from lightning_videoscale.data.shards.errors import ShardError
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """Samples ``begin`` to ``end`` of a micro-batch."""
 
     micro_batch: MicroBatch
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     end: int
 
     @classmethod
-    def whole(cls, micro_batch: MicroBatch) -> Part:
+    def whole(cls, micro_batch: MicroBatch) -> BatchPart:
         """All samples of a micro-batch."""
         return cls(micro_batch, 0, len(micro_batch.samples))
 
@@ -49,7 +49,7 @@ class ReadPart:
         problem: Why one of the others could not be read; None where all could.
     """
 
-    part: Part
+    part: BatchPart
     numbers: list[int]
     columns: Columns
     problem: ShardError | None = None
@@ -61,7 +61,7 @@ class ReadPart:
 
 def in_parts(
     micro_batches: Iterable[MicroBatch], workers: int, is_shared: Callable[[MicroBatch], bool]
-) -> Iterator[Part]:
+) -> Iterator[BatchPart]:
     """Divides micro-batches into parts, in order, for workers that take them in turn.
 
     Where samples do not divide evenly, another worker has one more of the next micro-batch: 2 workers read of two
@@ -80,5 +80,5 @@ def in_parts(
         end = 0
         for worker in range(turn, turn + count):
             begin, end = end, end + each + ((worker - favoured) % count < left)
-            yield Part(micro_batch, begin, end)
+            yield BatchPart(micro_batch, begin, end)
         turn, favoured = turn + count, favoured + left

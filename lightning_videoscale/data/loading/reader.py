@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_videoscale.data.loading.batch import batch_of, columns_of, joined
-from lightning_videoscale.data.loading.parts import Part, ReadPart
+from lightning_videoscale.data.loading.parts import BatchPart, ReadPart
 from lightning_videoscale.data.loading.worker_ledger import WorkerLedger
 from lightning_videoscale.data.planning import MicroBatch
 from lightning_videoscale.data.planning.micro_batch import Batch
@@ -50,9 +50,9 @@ class MicroBatchReader(Dataset[Batch]):
         Raises:
             ShardError: If none of its samples can be read, nor any of many others of its shape.
         """
-        return self.together([self.read(Part.whole(micro_batch))])
+        return self.together([self.read(BatchPart.whole(micro_batch))])
 
-    def read(self, part: Part) -> ReadPart:
+    def read(self, part: BatchPart) -> ReadPart:
         """Reads and decodes some samples of a micro-batch; what cannot be read is missing."""
         with self.ledger.part():
             begin, read_before = time.perf_counter(), self._samples.reading_seconds
@@ -61,7 +61,7 @@ class MicroBatchReader(Dataset[Batch]):
             self.ledger.add(len(read.numbers), reading, time.perf_counter() - begin)
         return read
 
-    def _read(self, part: Part) -> ReadPart:
+    def _read(self, part: BatchPart) -> ReadPart:
         micro_batch, which = part.micro_batch, slice(part.begin, part.end)
         starts = micro_batch.starts or (0.0,) * len(micro_batch.samples)
         # No mapping: a dataset that is walked through more than once may have a sample twice in a micro-batch.

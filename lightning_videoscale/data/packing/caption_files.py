@@ -35,7 +35,7 @@ TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json", "metadata.parquet")
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 
 
-class Caption(NamedTuple):
+class CaptionRow(NamedTuple):
     """A file's caption, and all that its row says beside it."""
 
     text: str
@@ -50,7 +50,7 @@ class Captions(NamedTuple):
         strangers: What rows name and no file is, in the order of the table.
     """
 
-    by_file: dict[str, Caption]
+    by_file: dict[str, CaptionRow]
     strangers: list[str]
 
 
@@ -87,7 +87,7 @@ def read_captions(
             raise ShardError(f"{table} has two rows for {file!r} (the second names it {name!r}); keep one of them.")
         else:
             others = {key: value for key, value in row.items() if key not in (file_column, caption_column)}
-            found.by_file[file] = Caption(*text_of(row.get(caption_column), caption_column, others))
+            found.by_file[file] = CaptionRow(*text_of(row.get(caption_column), caption_column, others))
     if not found.by_file:
         holds = repr(found.strangers[0]) if rows else "nothing"
         raise ShardError(
@@ -98,14 +98,14 @@ def read_captions(
     return found
 
 
-def caption_beside(path: Path) -> Caption:
+def caption_beside(path: Path) -> CaptionRow:
     """The caption in the text file beside a video (``clip.mp4``, ``clip.txt``); empty where there is none.
 
     Raises:
         ShardError: If it is no UTF-8.
     """
     beside = path.with_suffix(".txt")
-    return Caption(_read(beside).strip() if beside.is_file() else "", {})
+    return CaptionRow(_read(beside).strip() if beside.is_file() else "", {})
 
 
 class _Finder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple, Protocol
 
-from lightning_videoscale.data.packing.caption_files import Caption
+from lightning_videoscale.data.packing.caption_files import CaptionRow
 
 
 class Item(NamedTuple):
@@ -23,7 +23,7 @@ class Item(NamedTuple):
     key: str
     size: int
     changed: int
-    caption: Caption
+    caption: CaptionRow
 
 
 class Content(NamedTuple):

@@ -12,7 +12,7 @@ from lightning_videoscale.data.shards.errors import ShardError
 _FILE = "packed.json"
 
 
-class LeftOut(NamedTuple):
+class LeftOutFile(NamedTuple):
     """A file that is in no shard."""
 
     file: str
@@ -39,11 +39,11 @@ class Manifest:
         if known is None and output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ShardError(f"{output} exists and holds no {_FILE} of an earlier run: choose a new folder.")
         output.mkdir(parents=True, exist_ok=True)
-        self.done: dict[int, list[LeftOut]] = {}
+        self.done: dict[int, list[LeftOutFile]] = {}
         for number, piece in enumerate(known or ()):
             is_same = number < len(digests) and piece["digest"] == digests[number]
             if is_same and piece["left_out"] is not None and self.shard(number).is_file():
-                self.done[number] = [LeftOut(*each) for each in piece["left_out"]]
+                self.done[number] = [LeftOutFile(*each) for each in piece["left_out"]]
             else:
                 self.shard(number).unlink(missing_ok=True)
         self._write()
@@ -52,7 +52,7 @@ class Manifest:
         """The path of a shard."""
         return self._output / f"{number:06}.tar"
 
-    def add(self, number: int, left_out: list[LeftOut]) -> None:
+    def add(self, number: int, left_out: list[LeftOutFile]) -> None:
         """Notes that a shard is complete."""
         self.done[number] = left_out
         self._write()

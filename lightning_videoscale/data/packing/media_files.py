@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lightning_videoscale.data.packing.caption_files import (
     TABLES,
-    Caption,
+    CaptionRow,
     Captions,
     caption_beside,
     read_captions,
@@ -20,7 +20,7 @@ from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
 
-class Listing(NamedTuple):
+class FolderListing(NamedTuple):
     """The files of a folder and of the folders in it, as POSIX paths from it, sorted.
 
     Attributes:
@@ -36,7 +36,7 @@ class Listing(NamedTuple):
         return [file for file in self.others if _extension(file) == extension]
 
 
-def list_folder(folder: Path, output: Path) -> Listing:
+def list_folder(folder: Path, output: Path) -> FolderListing:
     """Lists the files of a folder, but for hidden ones and those of the output.
 
     Raises:
@@ -59,7 +59,7 @@ def list_folder(folder: Path, output: Path) -> Listing:
         files += [(below / name).as_posix() for name in names if not name.startswith(".")]
     files.sort()
     known = VIDEO_SUFFIXES | IMAGE_SUFFIXES
-    return Listing([f for f in files if _extension(f) in known], [f for f in files if _extension(f) not in known])
+    return FolderListing([f for f in files if _extension(f) in known], [f for f in files if _extension(f) not in known])
 
 
 class MediaFiles:
@@ -82,7 +82,12 @@ class MediaFiles:
     """
 
     def __init__(
-        self, folder: Path, listing: Listing, captions: Path | None, file_column: str | None, caption_column: str | None
+        self,
+        folder: Path,
+        listing: FolderListing,
+        captions: Path | None,
+        file_column: str | None,
+        caption_column: str | None,
     ) -> None:
         self._folder = folder
         self.table = captions or next((file for name in TABLES if (file := folder / name).is_file()), None)
@@ -133,9 +138,9 @@ def _extension(file: str) -> str:
     return Path(file).suffix[1:].lower()
 
 
-def _item(folder: Path, file: str, key: str, captions: Mapping[str, Caption] | None) -> Item:
+def _item(folder: Path, file: str, key: str, captions: Mapping[str, CaptionRow] | None) -> Item:
     path = folder / file
-    caption = caption_beside(path) if captions is None else captions.get(file, Caption("", {}))
+    caption = caption_beside(path) if captions is None else captions.get(file, CaptionRow("", {}))
     if any("\ud800" <= character <= "\udfff" for character in file):
         raise ShardError(f"The name of {path!r} is not UTF-8; rename it.")
     size, changed = (state.st_size, state.st_mtime_ns) if (state := _stat(path)) else (0, 0)

@@ -22,7 +22,7 @@ from pathlib import Path
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_videoscale.data.packing.items import Content, Item, Source
-from lightning_videoscale.data.packing.manifest import LeftOut, Manifest
+from lightning_videoscale.data.packing.manifest import LeftOutFile, Manifest
 from lightning_videoscale.data.packing.media_files import MediaFiles, count_kinds, list_folder
 from lightning_videoscale.data.packing.parquet_rows import ParquetRows
 from lightning_videoscale.data.shards.errors import ShardError
@@ -49,7 +49,7 @@ class PackReport:
     written: int
     samples: int
     without_caption: int
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[LeftOutFile, ...]
     ignored: Mapping[str, int]
     strangers: tuple[str, ...]
     captions_from: str
@@ -159,7 +159,7 @@ def _digest(piece: Sequence[Item]) -> str:
     return hashlib.sha256(json.dumps(piece, default=str).encode()).hexdigest()
 
 
-def _write(source: Source, piece: Sequence[Item], shard: Path, bar: tqdm) -> list[LeftOut]:
+def _write(source: Source, piece: Sequence[Item], shard: Path, bar: tqdm) -> list[LeftOutFile]:
     """Writes one shard, which appears under its name when it is complete; returns what was left out."""
     draft = shard.with_name(f".{shard.name}")
     left_out = []
@@ -167,7 +167,7 @@ def _write(source: Source, piece: Sequence[Item], shard: Path, bar: tqdm) -> lis
         with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for item, content in source.contents(piece):
                 if reason := content.objection or _objection(content):
-                    left_out.append(LeftOut(item.name, reason))
+                    left_out.append(LeftOutFile(item.name, reason))
                 else:
                     _add(tar, item, content)
                 with bar.get_lock():

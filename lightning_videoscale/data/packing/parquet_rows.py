@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lightning_videoscale.data.packing.caption_files import CAPTION_COLUMNS, Caption, find_column, text_of
+from lightning_videoscale.data.packing.caption_files import CAPTION_COLUMNS, CaptionRow, find_column, text_of
 from lightning_videoscale.data.packing.items import Content, Item, cut_pieces
-from lightning_videoscale.data.packing.media_files import Listing, count_kinds
+from lightning_videoscale.data.packing.media_files import FolderListing, count_kinds
 from lightning_videoscale.data.packing.tables import open_parquet, plain_columns
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
@@ -38,7 +38,7 @@ class ParquetRows:
         ModuleNotFoundError: If pyarrow is not installed.
     """
 
-    def __init__(self, folder: Path, listing: Listing, caption_column: str | None) -> None:
+    def __init__(self, folder: Path, listing: FolderListing, caption_column: str | None) -> None:
         self._folder = folder
         self._files = {name: _RowFile(folder, name, caption_column) for name in listing.of_kind("parquet")}
         self.ignored: Mapping[str, int] = count_kinds(file for file in listing.others if file not in self._files)
@@ -81,7 +81,7 @@ class _RowFile:
                 rows = ({} for _ in range(parquet.metadata.num_rows))
             for number, row in enumerate(rows):
                 text = row.pop(self._caption, None) if self._caption is not None else None
-                caption = Caption(*text_of(text, self._caption or "", row))
+                caption = CaptionRow(*text_of(text, self._caption or "", row))
                 yield Item(f"{self._name}#{number}", f"{stem}/{number:08}", size, state.st_mtime_ns, caption)
 
     def values(self, first: int) -> Iterator[Any]:

@@ -17,7 +17,7 @@ _DECIMALS = 9
 """Figures are compared rounded: the ranks' processors may round differently."""
 
 
-class Layout(NamedTuple):
+class Arrangement(NamedTuple):
     """M micro-batches, those included that only fill slots, and who trains them when.
 
     Attributes:
@@ -42,14 +42,14 @@ class Layout(NamedTuple):
         by_slot = self.cost[self.grid]
         return float(by_slot.sum(axis=2).max(axis=1).sum()), float(by_slot.max(axis=1).sum())
 
-    def over(self, other: Layout) -> tuple[float, float]:
+    def over(self, other: Arrangement) -> tuple[float, float]:
         """The same over those of another layout, rounded."""
         steps, slots = (
             round(own / others, _DECIMALS) for own, others in zip(self.seconds(), other.seconds(), strict=True)
         )
         return steps, slots
 
-    def is_no_worse_than(self, other: Layout) -> bool:
+    def is_no_worse_than(self, other: Arrangement) -> bool:
         """Whether this is quicker; or takes as long, and its ranks cost as equally, the mean over the steps."""
         over = self.over(other)
         if max(over) > 1 or min(over) < 1:

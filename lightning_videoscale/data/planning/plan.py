@@ -21,7 +21,7 @@ from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.data.planning.arrange import balanced, in_stream_order
 from lightning_videoscale.data.planning.batches import Batches, cut, whole_steps
 from lightning_videoscale.data.planning.epoch_plan import EpochPlan
-from lightning_videoscale.data.planning.layout import Layout
+from lightning_videoscale.data.planning.layout import Arrangement
 from lightning_videoscale.data.planning.seeded_random import SeededRandom
 from lightning_videoscale.data.planning.stream import epoch_stream
 from lightning_videoscale.data.planning.table import SampleTable
@@ -189,7 +189,7 @@ class BucketPlanner:
         return replace(plan, window=window, left_over=left[left_over], later_steps=later_steps)
 
     def _planned(
-        self, stream: NDArray[np.int64], left: NDArray[np.int64], layout: Layout, normal: float | None
+        self, stream: NDArray[np.int64], left: NDArray[np.int64], layout: Arrangement, normal: float | None
     ) -> EpochPlan:
         """The plan of a layout of the draws that are left of a stream."""
         batches, grid, filler = layout.batches, layout.grid, layout.filler
@@ -212,7 +212,7 @@ class BucketPlanner:
     def _key(self, epoch: int, left: NDArray[np.int64]) -> tuple[int, ...]:
         return self.seed, epoch if self.shuffle else 0, len(left), _ARRANGE
 
-    def _laid_out(self, shapes: NDArray[np.int64], key: tuple[int, ...]) -> Layout:
+    def _laid_out(self, shapes: NDArray[np.int64], key: tuple[int, ...]) -> Arrangement:
         """Cuts and arranges samples of these shapes, which are in the order of the stream; the key names the draws."""
         if self.balance != "planned":
             return self._layout(self._cut(shapes, None), key, is_balanced=False)
@@ -229,7 +229,7 @@ class BucketPlanner:
         no_worse = (each for each in (own, *others, in_order) if each.is_no_worse_than(in_order))
         return min(no_worse, key=lambda each: each.over(in_order))
 
-    def _layout(self, batches: Batches, key: tuple[int, ...], is_balanced: bool) -> Layout:
+    def _layout(self, batches: Batches, key: tuple[int, ...], is_balanced: bool) -> Arrangement:
         cost = self._costs(batches.sizes, batches.shape_id)
         fillers = -len(cost) % self._slots
         # The cheapest micro-batch again, at the end: all of its samples count elsewhere.
@@ -237,10 +237,10 @@ class BucketPlanner:
         cost, position = cost[number], np.r_[batches.position, np.full(fillers, 1.0)]
         ranks, k, draws = self.dp_size, self.micro_batches, SeededRandom(*key)
         if not is_balanced or not len(cost):
-            return Layout(batches, number, cost, in_stream_order(position, ranks, k, draws))
+            return Arrangement(batches, number, cost, in_stream_order(position, ranks, k, draws))
         shape_id = batches.shape_id[number]
         grid = balanced(cost, position, shape_id, ranks, k, self.max_wait, self.min_diversity, draws)
-        return Layout(batches, number, cost, grid)
+        return Arrangement(batches, number, cost, grid)
 
     @property
     def _max_wait(self) -> float | None:

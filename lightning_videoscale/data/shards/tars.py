@@ -29,14 +29,14 @@ class Refusal(NamedTuple):
     reason: str
 
 
-class Listing(NamedTuple):
+class TarListing(NamedTuple):
     """The samples of a tar by key, each with the byte ranges of its members, and what was refused."""
 
     samples: dict[str, Members]
     refused: tuple[Refusal, ...]
 
 
-def list_members(file: BinaryIO, size: int) -> Listing:
+def list_members(file: BinaryIO, size: int) -> TarListing:
     """Lists the samples of a tar.
 
     A member ``a/b.latents.npy`` belongs to the sample ``a/b`` under the extension ``latents.npy``, as in WebDataset;
@@ -78,7 +78,7 @@ def list_members(file: BinaryIO, size: int) -> Listing:
             if refused.keys().isdisjoint(f"{sample}.{extension}" for extension in own):
                 usable[sample] = own
     refused |= {"": damage} if damage is not None else {}
-    return Listing(usable, tuple(Refusal(*refusal) for refusal in refused.items()))
+    return TarListing(usable, tuple(Refusal(*refusal) for refusal in refused.items()))
 
 
 class _DamagedTarError(ValueError):

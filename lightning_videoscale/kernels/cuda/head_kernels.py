@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_videoscale.kernels.cuda.head_tuning import Tuning, tuning_for
+from lightning_videoscale.kernels.cuda.head_tuning import HeadTuning, tuning_for
 from lightning_videoscale.kernels.cuda.launch import Kernel, load
 from lightning_videoscale.kernels.cuda.row_variant import TYPES
 from lightning_videoscale.kernels.head_types import HeadVariant, Rotation
@@ -67,7 +67,7 @@ class HeadKernels:
         tuning: By default what `tuning_for` says.
     """
 
-    def __init__(self, variant: HeadVariant, device: int, tuning: Tuning | None = None) -> None:
+    def __init__(self, variant: HeadVariant, device: int, tuning: HeadTuning | None = None) -> None:
         tuning = tuning or device_tuning(variant, device)
         if tuning is None:
             raise NotImplementedError(too_wide(variant))
@@ -113,7 +113,7 @@ class HeadKernels:
         self.kernel((sum(blocks), 1, 1), (self.tuning.threads, 1, 1), *sides[0], *sides[1], *_rope(rotation), *scalars)
 
 
-def device_tuning(variant: HeadVariant, device: int) -> Tuning | None:
+def device_tuning(variant: HeadVariant, device: int) -> HeadTuning | None:
     """How a variant is launched on a device; None where it cannot be."""
     # Beside the ring a block keeps its barriers and the scratch of its sums.
     limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 1024  # type: ignore[attr-defined]

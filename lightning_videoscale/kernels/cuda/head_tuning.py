@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 Direction = Literal["forward", "backward"]
 
 
-class Tuning(NamedTuple):
+class HeadTuning(NamedTuple):
     """One way to launch.
 
     Attributes:
@@ -36,19 +36,19 @@ class Tuning(NamedTuple):
 
 
 # (direction, q and k together, vectors in a row): best on an H200 for the norm over all heads.
-MEASURED: dict[tuple[Direction, bool, int], Tuning] = {
-    ("forward", True, 640): Tuning(320, 3, 1),
-    ("backward", False, 640): Tuning(160, 3, 2),
-    ("forward", True, 384): Tuning(128, 4, 3),
-    ("backward", False, 384): Tuning(96, 3, 3),
-    ("forward", True, 192): Tuning(64, 4, 6),
-    ("backward", False, 192): Tuning(64, 6, 4),
+MEASURED: dict[tuple[Direction, bool, int], HeadTuning] = {
+    ("forward", True, 640): HeadTuning(320, 3, 1),
+    ("backward", False, 640): HeadTuning(160, 3, 2),
+    ("forward", True, 384): HeadTuning(128, 4, 3),
+    ("backward", False, 384): HeadTuning(96, 3, 3),
+    ("forward", True, 192): HeadTuning(64, 4, 6),
+    ("backward", False, 192): HeadTuning(64, 6, 4),
 }
 
 
 def tuning_for(
     direction: Direction, together: bool, vectors: int, stage_bytes: int, shared_limit: int
-) -> Tuning | None:
+) -> HeadTuning | None:
     """How to launch a variant.
 
     Args:
@@ -73,4 +73,4 @@ def tuning_for(
     stages = min(6, budget // stage_bytes)
     if stages < 2:
         blocks, stages = 1, min(3, shared_limit // stage_bytes)
-    return Tuning(threads, stages, blocks) if stages >= 2 else None
+    return HeadTuning(threads, stages, blocks) if stages >= 2 else None

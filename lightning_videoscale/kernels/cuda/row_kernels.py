@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_videoscale.kernels.cuda.launch import Kernel, load
-from lightning_videoscale.kernels.cuda.row_tuning import Tuning, tuning_for
+from lightning_videoscale.kernels.cuda.row_tuning import RowTuning, tuning_for
 from lightning_videoscale.kernels.cuda.row_variant import Direction, bytes_per_row, constants, sum_count, sums_operands
 from lightning_videoscale.kernels.row_types import RowMap, RowVariant
 
@@ -15,7 +15,7 @@ _SOURCE, _OPERAND, _ORDER = "Pq", "PPq", "PPiiii"
 _FORWARD_LAYOUT = f"{_SOURCE * 2}{_OPERAND * 3}PPPPPP{_ORDER}f"
 _BACKWARD_LAYOUT = f"{_SOURCE * 4}{_OPERAND * 2}PPPPPPPPPP{_ORDER}f"
 _FINALIZE_LAYOUT = f"P{_OPERAND * 2}PPPPPPPP{_ORDER}i"
-_FINALIZE_TUNING = Tuning(threads=32, stages=2, rows=1, blocks=1, bulk=False)  # One for all: it plays no part there.
+_FINALIZE_TUNING = RowTuning(threads=32, stages=2, rows=1, blocks=1, bulk=False)  # One for all: it plays no part there.
 
 
 class RowKernels:
@@ -28,7 +28,7 @@ class RowKernels:
         tuning: By default what `tuning_for` says.
     """
 
-    def __init__(self, variant: RowVariant, direction: Direction, device: int, tuning: Tuning | None = None) -> None:
+    def __init__(self, variant: RowVariant, direction: Direction, device: int, tuning: RowTuning | None = None) -> None:
         properties = torch.cuda.get_device_properties(device)
         tuning = tuning or device_tuning(variant, direction, device)
         if tuning is None:
@@ -84,7 +84,7 @@ class RowKernels:
         return -(-blocks // cluster) * cluster, run, cluster
 
 
-def device_tuning(variant: RowVariant, direction: Direction, device: int) -> Tuning | None:
+def device_tuning(variant: RowVariant, direction: Direction, device: int) -> RowTuning | None:
     """How to launch a variant on a device; None where its rows are too wide."""
     properties = torch.cuda.get_device_properties(device)
     # Beside the ring a block keeps its barriers and the scratch of its sums.

@@ -14,7 +14,7 @@ from lightning_videoscale.kernels.cuda.row_variant import Direction, bytes_per_r
 from lightning_videoscale.kernels.row_types import RowVariant
 
 
-class Tuning(NamedTuple):
+class RowTuning(NamedTuple):
     """One way to launch.
 
     Attributes:
@@ -53,31 +53,31 @@ class Tuning(NamedTuple):
 
 # (direction, with a norm, with a residual, D, bytes per activation): best on an H200 for operands per sample. Where a
 # gradient from elsewhere is added, backward moves what it does with a residual.
-MEASURED: dict[tuple[Direction, bool, bool, int, int], Tuning] = {
-    ("forward", True, False, 5120, 2): Tuning(128, 6, 1, 3, True, True),
-    ("forward", True, False, 3072, 2): Tuning(128, 6, 1, 2, False, True),
-    ("forward", True, False, 1536, 2): Tuning(32, 6, 1, 8, True, True),
-    ("backward", True, False, 5120, 2): Tuning(128, 2, 2, 2, False, True, 2),
-    ("backward", True, False, 3072, 2): Tuning(128, 3, 2, 3, False, True, 4),
-    ("backward", True, False, 1536, 2): Tuning(64, 2, 2, 6, False, True, 8),
-    ("forward", True, True, 5120, 2): Tuning(128, 3, 1, 2, True, True),
-    ("forward", True, True, 3072, 2): Tuning(384, 3, 2, 1, True, True),
-    ("forward", True, True, 1536, 2): Tuning(96, 3, 2, 4, True, True),
-    ("backward", True, True, 5120, 2): Tuning(320, 2, 2, 1, False, True),
-    ("backward", True, True, 3072, 2): Tuning(192, 3, 1, 2, True, True),
-    ("backward", True, True, 1536, 2): Tuning(96, 4, 1, 4, False, True),
-    ("forward", False, True, 5120, 2): Tuning(320, 2, 1, 2, False, True),
-    ("forward", False, True, 3072, 2): Tuning(96, 2, 1, 4, False, True),
-    ("forward", False, True, 1536, 2): Tuning(32, 4, 1, 8, False, True),
-    ("backward", False, True, 5120, 2): Tuning(320, 2, 2, 1, False, True),
-    ("backward", False, True, 3072, 2): Tuning(384, 6, 2, 1, False, True),
-    ("backward", False, True, 1536, 2): Tuning(192, 6, 2, 2, False, True),
+MEASURED: dict[tuple[Direction, bool, bool, int, int], RowTuning] = {
+    ("forward", True, False, 5120, 2): RowTuning(128, 6, 1, 3, True, True),
+    ("forward", True, False, 3072, 2): RowTuning(128, 6, 1, 2, False, True),
+    ("forward", True, False, 1536, 2): RowTuning(32, 6, 1, 8, True, True),
+    ("backward", True, False, 5120, 2): RowTuning(128, 2, 2, 2, False, True, 2),
+    ("backward", True, False, 3072, 2): RowTuning(128, 3, 2, 3, False, True, 4),
+    ("backward", True, False, 1536, 2): RowTuning(64, 2, 2, 6, False, True, 8),
+    ("forward", True, True, 5120, 2): RowTuning(128, 3, 1, 2, True, True),
+    ("forward", True, True, 3072, 2): RowTuning(384, 3, 2, 1, True, True),
+    ("forward", True, True, 1536, 2): RowTuning(96, 3, 2, 4, True, True),
+    ("backward", True, True, 5120, 2): RowTuning(320, 2, 2, 1, False, True),
+    ("backward", True, True, 3072, 2): RowTuning(192, 3, 1, 2, True, True),
+    ("backward", True, True, 1536, 2): RowTuning(96, 4, 1, 4, False, True),
+    ("forward", False, True, 5120, 2): RowTuning(320, 2, 1, 2, False, True),
+    ("forward", False, True, 3072, 2): RowTuning(96, 2, 1, 4, False, True),
+    ("forward", False, True, 1536, 2): RowTuning(32, 4, 1, 8, False, True),
+    ("backward", False, True, 5120, 2): RowTuning(320, 2, 2, 1, False, True),
+    ("backward", False, True, 3072, 2): RowTuning(384, 6, 2, 1, False, True),
+    ("backward", False, True, 1536, 2): RowTuning(192, 6, 2, 2, False, True),
 }
 
 
 def tuning_for(
     variant: RowVariant, direction: Direction, capability: tuple[int, int], shared_limit: int
-) -> Tuning | None:
+) -> RowTuning | None:
     """How to launch a variant.
 
     Args:
@@ -107,4 +107,4 @@ def tuning_for(
     stages = min(8, budget // row_bytes)
     if stages < 2:
         blocks, stages = 1, min(2, shared_limit // row_bytes)
-    return Tuning(threads, stages, 1, blocks, bulk) if stages >= 2 else None
+    return RowTuning(threads, stages, 1, blocks, bulk) if stages >= 2 else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_cosmos.CosmosTransformer3DModel"
@@ -58,7 +58,7 @@ def _split_plan(model: Any) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
+SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 PROJECTIONS = {
     _MODEL: lambda _: {"transformer_blocks.*.attn1": {"video": Projection(rotary="image_rotary_emb", halves=True)}}
 }

@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Count, Projection, Split, SplitPlan
 
 _DIFFUSERS = "diffusers.models.transformers.transformer_hunyuan_video"
@@ -110,9 +110,9 @@ def _split_plan_15(_: nn.Module) -> SplitPlan:
 
 
 SPLIT_PLANS = {
-    _MODEL: sliceable(_split_plan),
-    _FRAMEPACK: sliceable(_split_plan_of_framepack),
-    _MODEL_15: sliceable(_split_plan_15),
+    _MODEL: with_hidden_exchange(_split_plan),
+    _FRAMEPACK: with_hidden_exchange(_split_plan_of_framepack),
+    _MODEL_15: with_hidden_exchange(_split_plan_15),
 }
 
 _VIDEO = Projection(rotary="image_rotary_emb")

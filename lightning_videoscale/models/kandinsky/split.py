@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Refused, Split, SplitPlan
 
 _MODEL = "diffusers.models.transformers.transformer_kandinsky.Kandinsky5Transformer3DModel"
@@ -58,7 +58,7 @@ def _split_plan(_: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
+SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 
 _VIDEO = Projection(
     linears=("to_query", "to_key", "to_value"),

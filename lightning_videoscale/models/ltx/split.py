@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
 _LTX = "diffusers.models.transformers.transformer_ltx.LTXVideoTransformer3DModel"
@@ -79,7 +79,7 @@ def _ltx2_plan(model: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_LTX: sliceable(_ltx_plan), _LTX2: _ltx2_plan}
+SPLIT_PLANS = {_LTX: with_hidden_exchange(_ltx_plan), _LTX2: _ltx2_plan}
 
 
 def _ltx_projections(_: nn.Module) -> Mapping[str, Mapping[str, Projection]]:

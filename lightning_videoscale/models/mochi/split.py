@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.families import class_path
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 from lightning_videoscale.undo import Undo
 
@@ -130,7 +130,7 @@ def _split_plan(_: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
+SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 
 _OF_TEXT = Projection(
     "encoder_hidden_states",

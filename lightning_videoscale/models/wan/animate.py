@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.models.wan.block import copies
 from lightning_videoscale.models.wan.fused_attention import ANIMATE
 from lightning_videoscale.models.wan.sizes import flops
@@ -38,6 +38,6 @@ def _split_plan(model: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
+SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 PROJECTIONS = {_MODEL: projections}
 FUSED_BLOCKS = {block.class_path: block for block in copies(ANIMATE)}  # it has no timesteps of tokens

@@ -20,7 +20,7 @@ _TEXT_TOKENS = 512  # behind the tokens of the image, as diffusers takes for gra
 Rotary = tuple[Tensor, Tensor] | None
 """cos and sin, (1, S, 1, D/H), both members of a pair alike."""
 
-Exchange = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+ExchangingAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attends from queries (B, S, H, D/H) to keys and values, with a mask or None; (B, S, H, D/H)."""
 
 
@@ -30,7 +30,7 @@ def attend(
     context: Tensor | None,
     mask: Tensor | None,
     rotary_emb: Rotary,
-    exchange: Exchange,
+    exchange: ExchangingAttention,
     *,
     fused: bool,
     detach_bias: bool,

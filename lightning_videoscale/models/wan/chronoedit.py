@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.models.wan.block import copies
 from lightning_videoscale.models.wan.fused_attention import CHRONOEDIT
 from lightning_videoscale.models.wan.sizes import flops
@@ -34,7 +34,7 @@ def _split_plan(model: nn.Module) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
+SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 PROJECTIONS = {_MODEL: projections}
 
 _BLOCK, _ATTENTION = copies(CHRONOEDIT)

@@ -17,7 +17,7 @@ from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.norms import TRIED
-from lightning_videoscale.models.sliced import sliceable
+from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.models.wan.block import BRANCHES, PARTS, WHAT, three_branches
 from lightning_videoscale.models.wan.fused_attention import SKYREELS_V2, fused_attention
 from lightning_videoscale.models.wan.sizes import flops
@@ -54,7 +54,7 @@ def _split_plan(_: Any) -> SplitPlan:
     )
 
 
-SPLIT_PLANS = {_MODEL: sliceable(_split_plan)}
+SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 PROJECTIONS = {_MODEL: projections}
 
 

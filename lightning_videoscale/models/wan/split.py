@@ -15,7 +15,7 @@ from lightning_videoscale.compat.diffusers import HearsOfBackends, own_attention
 from lightning_videoscale.injection.fused_block import fused_block_of
 from lightning_videoscale.models.wan.attention import Rotary, attend
 from lightning_videoscale.models.wan.fused_attention import FUSED_ATTENTION, changed_attention, foreign
-from lightning_videoscale.models.wan.sliced_attention import OF_SELF, attend_sliced
+from lightning_videoscale.models.wan.hidden_exchange import OF_SELF, attend_hiding_exchange
 from lightning_videoscale.parallel import (
     Projection,
     SequenceContext,
@@ -71,7 +71,7 @@ class SequenceParallelWanAttention(HearsOfBackends):
                 )
             self._watched()
             way = {"by_slices": schedule == "sliced", "detach_bias": detach_bias}
-            return attend_sliced(attn, hidden_states, rotary_emb, self.context, self._choices, **way)
+            return attend_hiding_exchange(attn, hidden_states, rotary_emb, self.context, self._choices, **way)
         return attend(attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias)
 
     def _schedule(self, attn: Any, hidden_states: Tensor) -> ScheduleName:

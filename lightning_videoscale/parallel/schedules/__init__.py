@@ -13,10 +13,10 @@
 `prediction`       the same by bytes and operations, where nothing was measured
 `records`          measurements, and the file in which they are kept
 
-`sliced_input`   of "overlap" and "sliced", what is before attention: projections, norms and rotation
-`sliced_output`  of "sliced", attention itself; of both, the output projection
-`across_heads`   the norm of query and key over all heads, which then are on several ranks
-`messages`       the pieces that both send
+`input_projections`  of "overlap" and "sliced", what is before attention: projections, norms and rotation
+`attention_output`   of "sliced", attention itself; of both, the output projection
+`across_heads`       the norm of query and key over all heads, which then are on several ranks
+`messages`           the pieces that both send
 """
 
 from __future__ import annotations

@@ -24,9 +24,15 @@ from lightning_videoscale.parallel.layout.machines import Machine, machine_of
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.schedules import ScheduleName, ScheduleSetting
 from lightning_videoscale.parallel.schedules.records import ScheduleFile, ScheduleRecord
-from lightning_videoscale.parallel.schedules.table import LayerShape, Place, ScheduleKey, ScheduleTable, schedules_of
+from lightning_videoscale.parallel.schedules.table import (
+    LayerPlacement,
+    LayerShape,
+    ScheduleKey,
+    ScheduleTable,
+    schedules_of,
+)
 from lightning_videoscale.parallel.schedules.trial import Alone, time_in_turns
-from lightning_videoscale.parallel.schedules.trial_layer import Group, TrialLayer
+from lightning_videoscale.parallel.schedules.trial_layer import TrialGroup, TrialLayer
 from lightning_videoscale.parallel.transport import Transport
 
 _SECONDS_OF_KEY = 3.0
@@ -71,8 +77,8 @@ class ScheduleChoices:
         self._folder, self._machine, self._clock, self._log = folder, machine, clock, log
         self._seconds_of_key, self._seconds_left = seconds
         self._seconds_of_run = self._seconds_left
-        self._group: Group | None = None
-        self._place: Place | None = None
+        self._group: TrialGroup | None = None
+        self._place: LayerPlacement | None = None
         self._keys: dict[LayerShape, ScheduleKey] = {}
         self._asked: set[ScheduleKey] = set()  # by this rank since the last settling
         self._met: set[ScheduleKey] = set()  # by any rank, before
@@ -129,7 +135,7 @@ class ScheduleChoices:
         if self._group is None or (self._group.mesh, self._group.transport) != (mesh, transport):
             device = torch.device(mesh.device_type)
             device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
-            self._group = Group(mesh, transport, attention, device)
+            self._group = TrialGroup(mesh, transport, attention, device)
             self._place, self._keys = _place_of(self._group), {}
             if self._machine is None:
                 self._machine = machine_of(self._place.device)
@@ -268,15 +274,15 @@ def as_schedules(schedule: ScheduleSetting | ScheduleChoices, log: Callable[[str
     return schedule if isinstance(schedule, ScheduleChoices) else ScheduleChoices(schedule, log=log)
 
 
-def _place_of(group: Group) -> Place:
+def _place_of(group: TrialGroup) -> LayerPlacement:
     """Where layers run; collective over all ranks, so that all say the same."""
     names = gather_over_world(socket.gethostname())
     hosts = max(gather_over_world(len({names[rank] for rank in group.mesh.ulysses.ranks})))
     sizes = group.mesh.ulysses.size, group.mesh.ring.size
-    return of_first_rank(Place(device_name(group.device), group.transport.name, *sizes, hosts))
+    return of_first_rank(LayerPlacement(device_name(group.device), group.transport.name, *sizes, hosts))
 
 
-def _rehearsed(key: ScheduleKey, group: Group) -> tuple[TrialLayer | None, str | None]:
+def _rehearsed(key: ScheduleKey, group: TrialGroup) -> tuple[TrialLayer | None, str | None]:
     """A layer that this rank has run under each schedule, without its peers; or why it cannot."""
     try:
         layer = TrialLayer(key, group)

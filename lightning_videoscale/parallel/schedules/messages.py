@@ -28,7 +28,7 @@ SECOND_DERIVATIVE = (
 
 
 @dataclass(frozen=True)
-class Source:
+class HeadSource:
     """What makes the heads of this rank's tokens: a matrix product, or what another one returned.
 
     Attributes:
@@ -51,12 +51,12 @@ class Source:
         width = self.weight.shape[0] if self.result is None else self.result.shape[2]  # type: ignore[union-attr]
         return width // self.heads
 
-    def computed(self, batch: int) -> Source:
+    def computed(self, batch: int) -> HeadSource:
         """Returns the same heads as a result, by one matrix product if they are not one yet."""
         if self.weight is None:
             return self
         result = F.linear(self.rows, self.weight, self.bias).view(-1, batch, self.weight.shape[0])
-        return Source(self.rows, None, None, result.transpose(0, 1), self.heads)
+        return HeadSource(self.rows, None, None, result.transpose(0, 1), self.heads)
 
     def write(self, heads: range, target: Tensor) -> None:
         """Writes the channels of some heads into (s · B, h · D)."""
@@ -86,7 +86,7 @@ class Sent:
         return ulysses.transport.wait(self.exchange).view(sum(ulysses.heads.out.by_tokens) // mine * batch, mine, -1)
 
 
-def scatter_heads_of(source: Source, batch: int, ulysses: Ulysses, *, by_slices: bool) -> Sent:
+def scatter_heads_of(source: HeadSource, batch: int, ulysses: Ulysses, *, by_slices: bool) -> Sent:
     """Computes the heads of each rank, or without ``by_slices`` of all, and sends them, this rank's own last."""
     source = source if by_slices else source.computed(batch)
     shares, axis, dim = ulysses.heads.out, ulysses.axis, source.head_dim

@@ -74,7 +74,7 @@ class LayerShape(NamedTuple):
         return cls(*numbers, across_heads, name, apart, is_projected)
 
 
-class Place(NamedTuple):
+class LayerPlacement(NamedTuple):
     """Where layers run; equal on all ranks of the job.
 
     Attributes:
@@ -95,7 +95,7 @@ class Place(NamedTuple):
 class ScheduleKey(NamedTuple):
     """What calls share that one measurement stands for; of plain values, as it is written to a file.
 
-    `Place` and `LayerShape` have their meaning; batch, tokens and apart are classes of half an octave, see
+    `LayerPlacement` and `LayerShape` have their meaning; batch, tokens and apart are classes of half an octave, see
     `length_class`. That of none apart is -1.
     """
 
@@ -116,7 +116,7 @@ class ScheduleKey(NamedTuple):
     apart: int
 
     @classmethod
-    def of(cls, shape: LayerShape, place: Place) -> ScheduleKey:
+    def of(cls, shape: LayerShape, place: LayerPlacement) -> ScheduleKey:
         """Returns that of a layer at a place."""
         apart = length_class(shape.apart) if shape.apart else _NONE
         classes = length_class(shape.batch), length_class(shape.tokens), apart

@@ -1,7 +1,7 @@
 """The layer that is measured: projections, exchange, attention and output projection, under each schedule.
 
 `TrialLayer`  weights and inputs of a kind of layer, and what a model does with them
-`Group`       the ranks that run it, and by what
+`TrialGroup`       the ranks that run it, and by what
 
 Masks and norms of single heads are left out: they take the same time under all schedules. All tokens are as wide.
 
@@ -24,8 +24,8 @@ from lightning_videoscale.parallel.attention import attend_heads, sequence_paral
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.schedules.across_heads import NormAcrossHeads, NormTensors
-from lightning_videoscale.parallel.schedules.sliced_input import Norm, project_heads
-from lightning_videoscale.parallel.schedules.sliced_output import attend_and_send, project_output
+from lightning_videoscale.parallel.schedules.attention_output import attend_and_send, project_output
+from lightning_videoscale.parallel.schedules.input_projections import Norm, project_heads
 from lightning_videoscale.parallel.schedules.table import ScheduleKey, schedules_of
 from lightning_videoscale.parallel.sharding import split_sizes
 from lightning_videoscale.parallel.transport import Transport
@@ -37,7 +37,7 @@ _EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Group:
+class TrialGroup:
     """The ranks that share a sequence, and by what they compute and exchange.
 
     Attributes:
@@ -85,7 +85,7 @@ class TrialLayer:
         group: Who runs it.
     """
 
-    def __init__(self, key: ScheduleKey, group: Group) -> None:
+    def __init__(self, key: ScheduleKey, group: TrialGroup) -> None:
         self._key, self._group, self._scale = key, group, key.head_dim**-0.5
         counts = shortened(key, group.device)
         lengths = [split_sizes(tokens, group.mesh.sp.size) for tokens in counts]

@@ -1,6 +1,6 @@
 """Where messages lie in the memory of the `symmetric` transport, and which flags guard them.
 
-`Layout`  the places of all ranks' pieces within a slot, for one shape of message
+`SlotLayout`  the places of all ranks' pieces within a slot, for one shape of message
 `Arena`   the ring of slots, and for each slot and peer the flags *arrived* and *released*
 """
 
@@ -14,7 +14,7 @@ from lightning_videoscale.parallel.transport.symmetric_memory import Fabric, Mem
 _ALIGNMENT = 256  # bytes; more than any vectorised copy asks of a piece's first byte
 
 
-class Layout:
+class SlotLayout:
     """Where the pieces of one shape of message lie in the slots of all ranks.
 
     Attributes:
@@ -72,7 +72,7 @@ class Arena:
         self._count = number
         return number, slot
 
-    def piece(self, slot: int, layout: Layout, sender: int, reader: int) -> Tensor:
+    def piece(self, slot: int, layout: SlotLayout, sender: int, reader: int) -> Tensor:
         """The bytes of one piece, in the reader's memory."""
         start = slot * self.capacity + layout.offsets[sender][reader]
         return self.memory.buffers[reader][start : start + layout.sizes[sender][reader]]

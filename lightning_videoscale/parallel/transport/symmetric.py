@@ -30,7 +30,7 @@ from torch import Tensor
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.transport.collective import CollectiveTransport
 from lightning_videoscale.parallel.transport.peer_watchdog import Awaited
-from lightning_videoscale.parallel.transport.slots import Arena, Layout
+from lightning_videoscale.parallel.transport.slots import Arena, SlotLayout
 from lightning_videoscale.parallel.transport.symmetric_memory import CudaFabric, Fabric, Finished, why_unavailable
 
 
@@ -52,7 +52,7 @@ class SymmetricTransport(CollectiveTransport):
         self._fabric = fabric
         self._axis = axis
         self._slots = slots
-        self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
+        self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], SlotLayout] = {}
         self._arena: Arena | None = None
 
     @classmethod
@@ -145,7 +145,7 @@ class SymmetricTransport(CollectiveTransport):
             self._arena = Arena(self._axis, self._fabric, self._slots, layout.capacity)
         return SymmetricExchange(self._fabric, self._arena, layout, message.detach().split(list(send)))
 
-    def _agree(self, send: tuple[int, ...], receive: tuple[int, ...]) -> Layout:
+    def _agree(self, send: tuple[int, ...], receive: tuple[int, ...]) -> SlotLayout:
         axis = self._axis
         sizes = self._fabric.agree(send, axis)
         coming = tuple(theirs[axis.rank] for theirs in sizes)
@@ -154,13 +154,13 @@ class SymmetricTransport(CollectiveTransport):
                 f"The ranks {axis.ranks} of the {axis.name} axis disagree: they send {coming} bytes to rank "
                 f"{axis.ranks[axis.rank]}, which expects {receive}."
             )
-        return Layout(sizes)
+        return SlotLayout(sizes)
 
 
 class SymmetricExchange:
     """One exchange between the ranks of an axis, begun by `SymmetricTransport.open`; see `Exchange`."""
 
-    def __init__(self, fabric: Fabric, arena: Arena, layout: Layout, pieces: Sequence[Tensor]) -> None:
+    def __init__(self, fabric: Fabric, arena: Arena, layout: SlotLayout, pieces: Sequence[Tensor]) -> None:
         self._fabric = fabric
         self._arena = arena
         self._layout = layout

@@ -25,7 +25,7 @@ from lightning_videoscale.parallel.mesh import host_group
 from lightning_videoscale.strategies.checkpoints.agreement import all_ranks
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.folder import write_checkpoint
-from lightning_videoscale.strategies.checkpoints.places import Place, remove
+from lightning_videoscale.strategies.checkpoints.places import CheckpointPlace, remove
 from lightning_videoscale.strategies.checkpoints.shares import Shares
 
 _SHORT = 0.05  # s of waiting that nobody needs to hear of
@@ -45,7 +45,7 @@ class BackgroundSaves:
         self._group = self._groups.enter_context(host_group(timeout, in_background=True))
         self._save: _Save | None = None
 
-    def save(self, path: str, place: Place, tensors: dict[str, Any], rest: bytes) -> None:
+    def save(self, path: str, place: CheckpointPlace, tensors: dict[str, Any], rest: bytes) -> None:
         """Copies what this rank writes and returns; a checkpoint that is still being written is waited for first.
 
         Args:
@@ -127,7 +127,7 @@ class _Save(threading.Thread):
     def __init__(
         self,
         path: str,
-        place: Place,
+        place: CheckpointPlace,
         tensors: dict[str, Any],
         rest: bytes,
         group: dist.ProcessGroup,

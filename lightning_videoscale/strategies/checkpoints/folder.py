@@ -39,7 +39,7 @@ from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.places import (
     REST,
     TENSORS,
-    Place,
+    CheckpointPlace,
     is_remote,
     previous_of,
     read_object,
@@ -53,7 +53,7 @@ _TENSORS_IN = "lightning_videoscale/tensors_in"
 
 
 def write_checkpoint(
-    place: Place,
+    place: CheckpointPlace,
     tensors: dict[str, Any],
     rest: bytes,
     group: dist.ProcessGroup | None = None,
@@ -91,7 +91,7 @@ def write_checkpoint(
     on_first(lambda: place.publish(rest), "put the checkpoint into its place", group)
 
 
-def begin(place: Place, group: dist.ProcessGroup | None = None) -> None:
+def begin(place: CheckpointPlace, group: dist.ProcessGroup | None = None) -> None:
     """Makes room for a checkpoint that all ranks can write to; collective over all ranks.
 
     Raises:
@@ -110,7 +110,7 @@ def begin(place: Place, group: dist.ProcessGroup | None = None) -> None:
         )
 
 
-def pack(rest: dict[str, Any], place: Place) -> bytes:
+def pack(rest: dict[str, Any], place: CheckpointPlace) -> bytes:
     """Returns as a file's content what is not a tensor by name; warns of what could not be loaded again."""
     stream = io.BytesIO()
     torch.save(rest | ({_TENSORS_IN: place.tensors_in} if place.tensors_in else {}), stream)

@@ -32,7 +32,7 @@ TENSORS = ".metadata"
 _BEGUN = ".begun"
 
 
-class Place(Protocol):
+class CheckpointPlace(Protocol):
     """Where one checkpoint is being written.
 
     Attributes:
@@ -57,7 +57,7 @@ class Place(Protocol):
         """Removes what was begun; on rank 0."""
 
 
-def place_of(path: str, token: str) -> Place:
+def place_of(path: str, token: str) -> CheckpointPlace:
     """Returns where a checkpoint is to be written.
 
     Args:

@@ -14,10 +14,10 @@ from lightning_videoscale.parallel import CollectiveTransport, SequenceMesh, par
 from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
 from tests.distributed.families.harness import Case, lifted_casts, run
+from tests.distributed.families.test_hidden_exchange import Doubling, OwnProcessor, prepare, with_a_third_stream
 from tests.distributed.families.test_parity import FAMILIES, LENGTHS
-from tests.distributed.families.test_sliced import Doubling, OwnProcessor, prepare, with_a_third_stream
 from tests.distributed.pool import ProcessPool
-from tests.distributed.trial_clock import clock_of
+from tests.distributed.schedules.trial_clock import clock_of
 from tests.models import gradient_error
 
 Ranks = Callable[[int], ProcessPool]

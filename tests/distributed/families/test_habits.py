@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.parallel import SequenceMesh, parallelize
 from tests.distributed.families.harness import Case
-from tests.distributed.families.hunyuan_video import FAMILIES
+from tests.distributed.families.models.hunyuan_video import FAMILIES
 from tests.distributed.pool import ProcessPool
 
 Ranks = Callable[[int], ProcessPool]

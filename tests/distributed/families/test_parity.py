@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.families import (
+from tests.distributed.families.harness import Case, Family, errors_of
+from tests.distributed.families.models import (
     allegro,
     anyflow,
     chroma,
@@ -31,7 +32,6 @@ from tests.distributed.families import (
     wan,
     z_image,
 )
-from tests.distributed.families.harness import Case, Family, errors_of
 from tests.distributed.pool import ProcessPool
 from tests.support.record import confirm
 

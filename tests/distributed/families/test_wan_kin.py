@@ -13,7 +13,7 @@ from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, Split, find_plan, parallelize
 from lightning_videoscale.strategies.blocks import find_blocks
 from tests.distributed.families.harness import Case
-from tests.distributed.families.wan import FAMILIES
+from tests.distributed.families.models.wan import FAMILIES
 from tests.distributed.pool import ProcessPool
 
 Ranks = Callable[[int], ProcessPool]

@@ -20,8 +20,8 @@ from lightning_videoscale.parallel import (
     sequence_parallel_attention,
     split_sizes,
 )
+from tests.distributed.parallel.test_ring import needs_traced_ring
 from tests.distributed.pool import ProcessPool
-from tests.distributed.test_ring import needs_traced_ring
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -107,7 +107,7 @@ def compiled_errors(ring: int, ulysses: int, lengths: tuple[int, ...], heads: in
 def test_a_layer_compiles_to_one_graph(ranks: Ranks, ring: int, ulysses: int) -> None:
     problem = (
         ((3, 3), 4, 4) if ulysses > 1 else ((4, 3), 5, 1)
-    )  # the other ones in tests/distributed/test_cross_lengths.py
+    )  # the other ones in tests/distributed/parallel/test_cross_lengths.py
     assert max(map(max, ranks(2).run(compiled_errors, ring, ulysses, *problem))) <= 1e-12
 
 

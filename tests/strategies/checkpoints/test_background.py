@@ -27,7 +27,7 @@ from lightning_videoscale.strategies.checkpoints import background, places
 from lightning_videoscale.strategies.checkpoints.background import own_share
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder
 from tests.distributed.pool import ProcessPool
-from tests.distributed.resuming import Flow, Run, read
+from tests.distributed.strategies.resuming import Flow, Run, read
 from tests.distributed.wan_training import Clips
 from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
 from tests.strategies.checkpoints.checkpointing import NOTHING_TO_SPLIT, Module, Stateful, message

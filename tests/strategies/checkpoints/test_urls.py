@@ -20,7 +20,7 @@ from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder
 from lightning_videoscale.strategies.checkpoints.frozen import LEFT_OUT
 from tests.distributed.pool import ProcessPool
-from tests.distributed.resuming import Run, read, train
+from tests.distributed.strategies.resuming import Run, read, train
 from tests.distributed.zero import needs_deepspeed
 from tests.models import gradient_error, tiny_wan
 from tests.object_store import ObjectStore, google_store, needs_google_store, object_store, url

@@ -1,0 +1,225 @@
+"""The forward that takes the place of an attention's own: `hide_exchange` installs it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_videoscale.compat.diffusers import own_attention_backend
+from lightning_videoscale.compat.patching import only_redirects
+from lightning_videoscale.families import class_path, known
+from lightning_videoscale.injection.fused_block import fused_block_of, original_forward
+from lightning_videoscale.kernels.recompute import recomputed
+from lightning_videoscale.models.hidden_exchange.across_heads import changed_norm
+from lightning_videoscale.models.hidden_exchange.arguments import of_all_tokens, uneven_mask, unknown_argument
+from lightning_videoscale.models.hidden_exchange.attention import AttendByHeads
+from lightning_videoscale.models.hidden_exchange.groups import HeadPlacement, Streams, groups_of
+from lightning_videoscale.models.hidden_exchange.outputs import outputs
+from lightning_videoscale.models.hidden_exchange.projections import Arrived, project
+from lightning_videoscale.models.hidden_exchange.view import seen_by_heads
+from lightning_videoscale.parallel import SequenceContext, SplitPlan, check_heads
+from lightning_videoscale.parallel.plan import Attention, submodules
+from lightning_videoscale.parallel.redirection import exchanging_forward
+from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.parallel.schedules.input_projections import norm_again
+from lightning_videoscale.parallel.schedules.table import LayerShape
+from lightning_videoscale.undo import Undo
+
+
+def hide_exchange(model: nn.Module, context: SequenceContext, plan: SplitPlan) -> Undo:
+    """Makes the attention of a plan exchange by a schedule that hides it, or as ``"auto"`` chooses call by call.
+
+    Raises:
+        ValueError: If a path names no module, the heads are too few, or a forward was replaced by what does not take
+            the module. What else stands against an attention is an error of its calls. Where there is a choice, all of
+            it makes all layers "serial", see `ScheduleChoices.watch`.
+    """
+    assert isinstance(plan.attention, Mapping)
+    described = known("PROJECTIONS", type(model))
+    streams_of: Mapping[str, Streams] = described(model)  # type: ignore[misc]
+    undo = Undo()
+    try:
+        for pattern, rule in plan.attention.items():
+            for path, module in submodules(model, pattern).items():
+                heads = _heads(module)
+                check_heads(heads, context.mesh.ulysses.size)
+                if rule.in_one_call is not None:
+                    undo.add(rule.in_one_call(module))
+                layer = _Layer(path, rule, streams_of[pattern], HeadPlacement(context, heads), module.forward)
+                if context.schedule != "auto" and not layer.is_method:
+                    raise ValueError(f"schedule={context.schedule!r}: {layer.watched(module)}. Use schedule='serial'.")
+                undo.add(context.watch_schedules(partial(layer.watched, module)))
+                context.attention[path] = module
+                serial = exchanging_forward(module, path, rule, context)
+                undo.set(module, "forward", MethodType(_forward(layer, serial), module))
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _heads(module: nn.Module) -> int:
+    heads: int = getattr(module, "heads", None) or module.num_heads  # type: ignore[assignment]
+    return heads
+
+
+def _objection(attn: Any, described: Streams) -> str | None:
+    """Why an attention cannot hide its exchange, as far as can be told before it is called."""
+    processor = class_path(type(attn.processor)) if hasattr(attn, "processor") else "diffusers."
+    if not processor.startswith(("diffusers.", "lightning_videoscale.")):
+        return f"its processor is a {processor}, whose computation is unknown here"
+    for projection in described.values():
+        if projection.across_heads and (change := changed_norm(attn, projection)) is not None:
+            return f"{change}, and only 'serial' calls norms over all heads"
+    if getattr(attn, "residual_connection", False) or getattr(attn, "rescale_output_factor", 1) != 1:
+        return "it adds its input to its output, or scales that"
+    widths = {getattr(getattr(attn, str(name)), "out_features", None) for p in described.values() for name in p.linears}
+    return f"its keys have other channels than its queries: {sorted(map(str, widths))}" if len(widths) > 1 else None
+
+
+@dataclass(eq=False)
+class _Layer:
+    """Where an attention is, and what it does.
+
+    Attributes:
+        path: The module's.
+        rule: What the plan says of it.
+        described: Its streams.
+        place: Where tokens and heads are.
+        own: Its forward before this one.
+        met: What stood against a call of it, which then ran by "serial"; None if nothing ever did.
+        checked: Whether ranks have compared what they sent with what it returned.
+    """
+
+    path: str
+    rule: Attention
+    described: Streams
+    place: HeadPlacement
+    own: Any
+    met: str | None = None
+    checked: bool = False
+
+    @property
+    def is_method(self) -> bool:
+        """Whether its own forward can be called with a view of the module."""
+        return isinstance(self.own, MethodType)
+
+    def watched(self, attn: nn.Module) -> str | None:
+        """Why the attention can only run by "serial", as far as this rank knows; None if it can run by others."""
+        reason = self.met or _objection(attn, self.described)
+        if not self.is_method:
+            reason = "its forward was replaced by a function that does not take the module"
+        return None if reason is None else f"{self.path}: {reason}"
+
+    def schedule(self, attn: Any, arguments: Mapping[str, Any]) -> ScheduleName:
+        """Returns the schedule of a call; the same on all ranks that share the sequence."""
+        context = self.place.context
+        if context.schedule != "auto":
+            return context.schedule
+        if (unknown := unknown_argument(arguments, self.described, self.rule)) is not None:
+            self.met = unknown
+            return "serial"
+        groups = groups_of(self.described)
+        tokens = [sum(context.lengths(group.streams)) for group in groups]
+        largest = groups[tokens.index(max(tokens))].projection
+        x = arguments.get(largest.tokens)
+        if not isinstance(x, Tensor):
+            return "serial"
+        shape = LayerShape.of(
+            x,
+            sum(tokens),
+            self.place.heads,
+            getattr(attn, str(largest.linears[0])).out_features // self.place.heads,
+            across_heads=largest.across_heads,
+            apart=sum(tokens) - max(tokens),
+            is_projected=getattr(attn, largest.output, None) is not None,
+        )
+        return context.schedule_of(shape)
+
+    def refusal(self, attn: nn.Module, arguments: Mapping[str, Any]) -> str | None:
+        """Why a call cannot hide its exchange."""
+        if (objection := _objection(attn, self.described)) is not None:
+            return f"{objection}. Use schedule='serial'. Under 'auto', change modules before fit begins, which it sees."
+        context = self.place.context
+        for stream, projection in self.described.items():
+            name, streams = projection.tokens, projection.tokens_of or (stream,)
+            mine = context.lengths(streams)[context.mesh.sp.rank]
+            x = arguments.get(name)
+            if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != mine:
+                shape = tuple(x.shape) if isinstance(x, Tensor) else x
+                return f"its {name} is {shape}, and this rank has {mine} tokens of {', '.join(streams)}."
+        if (unknown := unknown_argument(arguments, self.described, self.rule)) is not None:
+            return f"{unknown}. Use schedule='serial'."
+        return uneven_mask(arguments, self.rule, by_values=context.on_exchange is not None)
+
+    def run(self, attn: nn.Module, arguments: dict[str, Any], *, by_slices: bool) -> Any:
+        """Attends over the tokens of all ranks."""
+        place, context = self.place, self.place.context
+        detach_bias = arguments.pop("detach_bias", False)
+        refusal = self.refusal(attn, arguments)
+        if context.on_exchange is not None:
+            context.on_exchange(self.path, refusal)
+        if refusal is not None:
+            raise ValueError(f"{self.path} cannot attend over a split sequence: {refusal}")
+        groups = groups_of(self.described)
+        arrived = [project(attn, group, self.described, arguments, place, by_slices=by_slices) for group in groups]
+        received: dict[str, Tensor] = {}
+        for group, each in zip(groups, arrived, strict=True):
+            received |= each.by_linear(group, place)
+        tokens = arguments[groups[0].projection.tokens]
+        whole = of_all_tokens(arguments, self.described, self.rule, place, tokens)
+        view = seen_by_heads(attn, self.described, len(place.mine), received)
+        run: Callable[..., Any] = partial(self.own.__func__, view)
+        if arrived[0].norm is not None and fused_block_of(attn) is not None:
+            run = original_forward(view)  # the fused one would look for its norms
+        by_torch = own_attention_backend(getattr(attn, "processor", None)) is not None
+        with ExitStack() as contexts:
+            for each in arrived:
+                contexts.enter_context(_again(attn, each, tokens.shape[0]))
+            attend = contexts.enter_context(AttendByHeads(self.path, self.rule, place, by_torch, by_slices=by_slices))
+            attended = run(**whole)
+        attend.check_calls(type(attn).__name__)
+        home = None if attend.arriving is None else attend.arriving()
+        check = home is not None and (context.on_exchange is not None or not self.checked)
+        settings = {"by_slices": by_slices, "detach_bias": detach_bias, "check": check}
+        found = outputs(attn, attended, self.described, place, home, **settings)
+        if check:
+            self.checked = True
+        return found
+
+
+def _again(attn: Any, arrived: Arrived, batch: int) -> Any:
+    """Computes norms over all heads again in backward, where the fused attention would do so."""
+    heads, norm = arrived
+    if norm is None or heads.before_norm is None:
+        return recomputed((), lambda: (), recompute=False)
+    recipe = partial(norm_again, heads.before_norm, batch, norm)
+    return recomputed((heads.query, heads.key), recipe, recompute=getattr(attn, "recompute_norms", False))
+
+
+def _forward(layer: _Layer, serial: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(layer.own.__func__ if layer.is_method else layer.own)
+    gathering = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+
+    @only_redirects
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        chooses = layer.place.context.schedule == "auto"
+        if not layer.is_method or (chooses and torch.compiler.is_compiling()):  # of the first, all ranks know
+            return serial(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs).arguments
+        arguments = dict(list(bound.items())[1:])
+        for name in gathering:
+            arguments |= arguments.pop(name, {})
+        if (schedule := layer.schedule(self, arguments)) == "serial":
+            return serial(self, *args, **kwargs)
+        return layer.run(self, arguments, by_slices=schedule == "sliced")
+
+    return forward
