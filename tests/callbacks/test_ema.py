@@ -1,4 +1,4 @@
-"""`EMA` on one device and under Lightning's own strategies; over ranks and shards: tests/distributed/callbacks/test_ema.py."""
+"""`EMA` on one device and under Lightning's own strategies; over ranks: tests/distributed/callbacks/test_ema.py."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.injection.fused_block import fused_block_of
+from tests.distributed.families.harness import Case, Family, lifted_casts
+from tests.distributed.families.harness import run as outputs_and_loss
 from tests.distributed.families.models import (
     chroma,
     cogvideox,
@@ -35,8 +37,6 @@ from tests.distributed.families.models import (
     wan,
     z_image,
 )
-from tests.distributed.families.harness import Case, Family, lifted_casts
-from tests.distributed.families.harness import run as outputs_and_loss
 from tests.models import gradient_error
 
 FAMILIES: dict[str, Family] = {

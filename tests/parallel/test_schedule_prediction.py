@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_videoscale.parallel.layout import MACHINES, Layer, Layout, predict
 from lightning_videoscale.parallel.schedules.prediction import predict_schedules
 from lightning_videoscale.parallel.schedules.records import ScheduleRecord
-from lightning_videoscale.parallel.schedules.table import LayerShape, Place, ScheduleKey, ScheduleTable
+from lightning_videoscale.parallel.schedules.table import LayerPlacement, LayerShape, ScheduleKey, ScheduleTable
 
 H200 = replace(MACHINES["h200"], alone=replace(MACHINES["h200"].alone, layer=0.0, exchange=0.0))  # of the device alone
 layers = st.builds(
@@ -96,7 +96,7 @@ def test_the_page_shows_what_the_model_predicts() -> None:
 # -- what a table makes of it --------------------------------------------------------------------------------------
 
 SHAPE = LayerShape(1, 32_768, 5120, 40, 40, 128, True, "bfloat16")
-PLACE = Place("NVIDIA H200", "collective", 4, 1, 1)
+PLACE = LayerPlacement("NVIDIA H200", "collective", 4, 1, 1)
 KEY = ScheduleKey.of(SHAPE, PLACE)
 
 

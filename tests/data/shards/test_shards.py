@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.data.shards.errors import ShardError
-from lightning_videoscale.data.shards.tars import Listing, list_members
+from lightning_videoscale.data.shards.tars import TarListing, list_members
 from tests.data.clips import clip, expand_shards, write_shard
 from tests.data.servers import serving
 
@@ -108,7 +108,7 @@ def test_urls_are_those_of_fsspec(tmp_path: Path) -> None:
         expand_shards(["s3://bucket/000.tar", "s3://bucket/{000..001}.tar"])
 
 
-def _list(path: Path) -> Listing:
+def _list(path: Path) -> TarListing:
     with path.open("rb") as file:
         return list_members(file, path.stat().st_size)
 

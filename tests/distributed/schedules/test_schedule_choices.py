@@ -25,7 +25,7 @@ from lightning_videoscale.parallel.layout import MACHINES
 from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
 from lightning_videoscale.parallel.schedules.records import ScheduleFile, ScheduleRecord
-from lightning_videoscale.parallel.schedules.table import LayerShape, Place, ScheduleKey
+from lightning_videoscale.parallel.schedules.table import LayerPlacement, LayerShape, ScheduleKey
 from lightning_videoscale.parallel.schedules.trial_layer import TrialGroup, TrialLayer
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
@@ -38,8 +38,8 @@ SHAPE = LayerShape(batch=1, tokens=64, width=16, heads=4, kv_heads=4, head_dim=4
 TRANSPORT = CollectiveTransport()
 
 
-def place(size: int = 2) -> Place:
-    return Place("cpu", "collective", size, 1, 1)
+def place(size: int = 2) -> LayerPlacement:
+    return LayerPlacement("cpu", "collective", size, 1, 1)
 
 
 def clock_of(*trials: tuple[float, float]) -> Callable[[], float]:
@@ -75,7 +75,7 @@ def trial_differences(ring: int) -> float:
         ):
             shape = SHAPE._replace(**({"dtype": "float64"} | changes))
             shape = shape._replace(kv_heads=shape.heads)
-            key = ScheduleKey.of(shape, Place("cpu", "collective", size, ring, 1))
+            key = ScheduleKey.of(shape, LayerPlacement("cpu", "collective", size, ring, 1))
             serial, *others = (run(TRANSPORT) for run in TrialLayer(key, group).runs().values())
             assert len(others) == 2
             for found in (serial, *others):
@@ -288,7 +288,7 @@ def train(schedule: Any, folder: Path, checkpointed: bool) -> tuple[list[Tensor]
 
 def train_both(folder: Path, checkpointed: bool) -> tuple[float, float, set[str]]:
     """One length is known to be faster serial; the other is measured to be faster sliced in the middle of the run."""
-    place = Place("cpu", "collective", dist.get_world_size(), 1, 1)
+    place = LayerPlacement("cpu", "collective", dist.get_world_size(), 1, 1)
     shape = LayerShape(1, 6, 60, 5, 5, 12, True, "float64")
     if dist.get_rank() == 0:
         ScheduleFile("cpu", folder).add({ScheduleKey.of(shape, place): measured(2.0)})
