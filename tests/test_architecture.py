@@ -1,4 +1,4 @@
-"""The order of the house: who imports whom, how many parameters a function takes, how many files a folder holds.
+"""The order of the house: who imports whom, what classes are called, how long signatures and folders are.
 
 The table of rooms in docs/architecture.md is held against every import in the package.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Set
 from pathlib import Path
 
@@ -130,6 +131,18 @@ def test_no_folder_holds_too_many_files(room: str) -> None:
     folders = [home, *(folder for folder in home.glob("**/") if folder.name != "__pycache__")]
     counts = {str(folder): sum(entry.is_file() for entry in folder.iterdir()) for folder in folders if folder.is_dir()}
     assert not {folder: count for folder, count in counts.items() if count > MOST_FILES}, "divide by what things are"
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    files = [file for room in rooms() for file in files_of(room)]
+    classes = [
+        (node.name, file.name)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    counts = Counter(name for name, _ in classes)
+    assert not [(name, file) for name, file in classes if counts[name] > 1], "name each by what it is"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from lightning_videoscale.kernels.recompute import recomputed, run_norm
 from lightning_videoscale.kernels.row_types import Rounding
 
 
-class _Pending(NamedTuple):
+class _PendingBranch(NamedTuple):
     """A branch that is not yet added."""
 
     branch: Tensor
@@ -64,7 +64,7 @@ class ResidualStream:
 
     def __init__(self, block: Any, x: Tensor, rounding: Rounding) -> None:
         self._h = x
-        self._pending: _Pending | None = None
+        self._pending: _PendingBranch | None = None
         self._recipe: Any = None
         self._widens, self._recompute = rounding == "eager", block.recompute_norms
         once = self._widens and under_autocast(x)
@@ -128,7 +128,7 @@ class ResidualStream:
             bias: That of the Linear which the branch comes from, if it was left detached.
         """
         self.end()
-        self._pending = _Pending(branch, modulation, bias)
+        self._pending = _PendingBranch(branch, modulation, bias)
 
     def end(self) -> Tensor:
         """The stream as it is now, all branches added."""
@@ -140,7 +140,7 @@ class ResidualStream:
             self._h, self._pending = gate_residual(h, branch, **gate, **self._settings), None
         return self._h
 
-    def _widened(self, pending: _Pending | None, modulation: Modulation | None) -> Tensor:
+    def _widened(self, pending: _PendingBranch | None, modulation: Modulation | None) -> Tensor:
         """The stream in the dtype that eager code has from here on."""
         if not self._widens:
             return self._h

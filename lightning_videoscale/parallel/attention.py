@@ -78,7 +78,7 @@ def sequence_parallel_attention(
     lengths = tuple(lengths) if lengths is not None else (query.shape[1],) * mesh.sp.size
     key_lengths = tuple(key_lengths) if key_lengths is not None else None
     axis = mesh.ulysses
-    place = _Place(mesh.sp.rank, mesh.sp.size, mesh.ring.rank, axis.rank, axis.size)
+    place = _MeshPosition(mesh.sp.rank, mesh.sp.size, mesh.ring.rank, axis.rank, axis.size)
     checked = _checked if torch.compiler.is_compiling() else _known
     heads = checked(query.shape, key.shape, value.shape, place, lengths, key_lengths)
     key_lengths = key_lengths if key_lengths is not None else lengths
@@ -153,7 +153,7 @@ def gather_mask(key_mask: Tensor, lengths: tuple[int, ...], mesh: SequenceMesh, 
     return transport.all_gather(key_mask.T.to(torch.uint8).contiguous(), lengths, mesh.sp).T.bool()
 
 
-class _Place(NamedTuple):
+class _MeshPosition(NamedTuple):
     """Where a rank is in the mesh."""
 
     rank: int
@@ -167,7 +167,7 @@ def _checked(
     query: torch.Size,
     key: torch.Size,
     value: torch.Size,
-    place: _Place,
+    place: _MeshPosition,
     lengths: tuple[int, ...],
     key_lengths: tuple[int, ...] | None,
 ) -> HeadAssignment:
@@ -193,7 +193,7 @@ def _check_shapes(query: torch.Size, key: torch.Size, value: torch.Size) -> None
         )
 
 
-def _check_lengths(x: torch.Size, what: str, place: _Place, lengths: tuple[int, ...], argument: str) -> None:
+def _check_lengths(x: torch.Size, what: str, place: _MeshPosition, lengths: tuple[int, ...], argument: str) -> None:
     if len(lengths) != place.size or lengths[place.rank] != x[1]:
         raise ValueError(
             f"This is rank {place.rank} of {place.size} and its {what} has {x[1]} tokens, but {argument}={lengths} "

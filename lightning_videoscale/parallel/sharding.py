@@ -85,7 +85,7 @@ def split(
     context.record = record
     pieces = x.split(totals, dim) if len(streams) > 1 else (x,)
     slices = [
-        _Split.apply(_padded(piece, dim, sum(table)), _Place(dim, table, context))  # type: ignore[no-untyped-call]
+        _Split.apply(_padded(piece, dim, sum(table)), _SliceLayout(dim, table, context))  # type: ignore[no-untyped-call]
         for piece, table in zip(pieces, (record.lengths((name,)) for name in streams), strict=True)
     ]
     sliced: Tensor = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
@@ -164,7 +164,7 @@ def _gathered(
         raise ValueError(objection)
     pieces = x.split(mine, dim) if len(streams) > 1 else (x,)
     whole = [
-        _without_missing(function.apply(piece, _Place(dim, table, context)), dim, record.tokens(name))
+        _without_missing(function.apply(piece, _SliceLayout(dim, table, context)), dim, record.tokens(name))
         for piece, table, name in zip(pieces, tables, streams, strict=True)
         if any(table)
     ]
@@ -188,7 +188,7 @@ def whole_gradient(x: Tensor, context: SequenceContext) -> Tensor:
     return same
 
 
-class _Place(NamedTuple):
+class _SliceLayout(NamedTuple):
     """Where the slices of a sequence are: its dim, the tokens of each rank, and what the ranks share."""
 
     dim: int
@@ -213,7 +213,7 @@ class _Place(NamedTuple):
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: _Place) -> Tensor:
+    def forward(ctx: Any, x: Tensor, place: _SliceLayout) -> Tensor:
         ctx.place, ctx.returns = place, "slice"
         # A copy, not a view: a view would keep the whole sequence alive on every rank.
         return place.slice_of(x).clone(memory_format=torch.contiguous_format)
@@ -227,7 +227,7 @@ class _Pad(torch.autograd.Function):
     """The gradient of a split."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, place: _Place) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, place: _SliceLayout) -> Tensor:
         # Here a second backward will enter what was split.
         ctx.place, ctx.record, ctx.returns = place, place.context.record, "slice"
         shape = list(grad.shape)
@@ -245,7 +245,7 @@ class _Pad(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: _Place) -> Tensor:
+    def forward(ctx: Any, x: Tensor, place: _SliceLayout) -> Tensor:
         ctx.place, ctx.returns = place, "whole"
         return place.whole_of(x)
 
@@ -258,7 +258,7 @@ class _ScaledSlice(torch.autograd.Function):
     """The gradient of a gather."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, place: _Place) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, place: _SliceLayout) -> Tensor:
         ctx.place, ctx.returns = place, "slice"
         return place.slice_of(grad) * place.sp.size
 
@@ -269,7 +269,7 @@ class _ScaledSlice(torch.autograd.Function):
 
 class _GatherInside(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: _Place) -> Tensor:
+    def forward(ctx: Any, x: Tensor, place: _SliceLayout) -> Tensor:
         ctx.place, ctx.returns = place, "slice"  # a loss of it would be counted by every rank
         return place.whole_of(x)
 
@@ -282,7 +282,7 @@ class _SumOfSlices(torch.autograd.Function):
     """The gradient of `gather_inside`: of each rank's tokens, what all ranks' gradients are together."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, place: _Place) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, place: _SliceLayout) -> Tensor:
         ctx.place, ctx.returns = place, "slice"
         sp, tokens_first = place.sp, grad.movedim(place.dim, 0).contiguous()
         per_token, mine = tokens_first[0].numel(), place.lengths[sp.rank]

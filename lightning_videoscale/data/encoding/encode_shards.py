@@ -134,7 +134,7 @@ def encode_shards(
     samples: Dataset[ReadSample] = _Latents(index, numbers)
     if encoder is not None:
         shaped = settings.policy.shape(index.samples.clips, encoder.geometry, settings.seed)
-        samples = _Cuts(index, shaped, numbers, settings.policy.fps)
+        samples = _EncoderSamples(index, shaped, numbers, settings.policy.fps)
     encode = _encode_with(encoder, text)
     loader: DataLoader[ReadSample] = DataLoader(samples, batch_size=None, num_workers=workers, collate_fn=_unchanged)
     refused: list[RefusedSample] = []
@@ -187,7 +187,7 @@ class _Latents(Dataset[ReadSample]):
             return ReadSample(number, None, None, {}, "", str(error))
 
 
-class _Cuts(Dataset[ReadSample]):
+class _EncoderSamples(Dataset[ReadSample]):
     """Samples as the encoder wants them, to be read by workers."""
 
     def __init__(self, index: ShardIndex, shaped: ShapedClips, numbers: Sequence[int], fps: float) -> None:

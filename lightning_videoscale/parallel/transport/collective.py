@@ -17,7 +17,7 @@ from lightning_videoscale.compat.torch.versions import all_gather_single
 from lightning_videoscale.parallel.mesh import Axis
 
 
-class _Pending(NamedTuple):
+class _PendingWork(NamedTuple):
     work: dist.Work
     received: Tensor
 
@@ -30,7 +30,7 @@ class CollectiveExchange:
         self._sizes = send, receive
         self._axis = axis
         self._lacking = set(range(axis.size))
-        self._pending: _Pending | None = None
+        self._pending: _PendingWork | None = None
 
     def send(self, *peers: int) -> None:
         """Starts the collective once nothing is lacking.
@@ -45,7 +45,7 @@ class CollectiveExchange:
             self._pending = _started(self._message, *self._sizes, self._axis)
 
     @property
-    def pending(self) -> _Pending:
+    def pending(self) -> _PendingWork:
         """The collective.
 
         Raises:
@@ -97,7 +97,7 @@ class CollectiveTransport:
         """Waits for the collective (on GPUs: makes the current stream wait, not the host)."""
         if isinstance(pending, CollectiveExchange):
             pending = pending.pending
-        if isinstance(pending, _Pending):
+        if isinstance(pending, _PendingWork):
             pending.work.wait()
             return pending.received
         return traceable_wait(pending)
@@ -119,10 +119,10 @@ class CollectiveTransport:
         return torch.cat([shard[:length] for shard, length in zip(shards, lengths, strict=True)])
 
 
-def _started(message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> _Pending:
+def _started(message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> _PendingWork:
     received = message.new_empty(sum(receive))
     work = dist.all_to_all_single(received, message, *_sizes(send, receive), axis.group, async_op=True)
-    return _Pending(work, received)
+    return _PendingWork(work, received)
 
 
 def _sizes(send: Sequence[int], receive: Sequence[int]) -> tuple[list[int] | None, list[int] | None]:

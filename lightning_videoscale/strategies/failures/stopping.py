@@ -41,7 +41,7 @@ EXIT_CODE = 143
 _ANSWER = 60.0  # s in which every rank's thread says how far its rank is
 
 
-class _Place(NamedTuple):
+class _Progress(NamedTuple):
     """How far a rank has come.
 
     Attributes:
@@ -100,13 +100,13 @@ class StopAgreement:
             self._asked = True
             with self._lock:
                 self._is_published = True
-                place = _Place(self._steps, self._batches, self._of, self._requeue)
+                place = _Progress(self._steps, self._batches, self._of, self._requeue)
             store.set(f"stop/{self._rank}", json.dumps(place))
         keys = [f"stop/{rank}" for rank in range(self._size)]
         if self._is_published and store.check(keys):
-            self._decide([_Place(*json.loads(text)) for text in store.multi_get(keys)])
+            self._decide([_Progress(*json.loads(text)) for text in store.multi_get(keys)])
 
-    def _decide(self, places: list[_Place]) -> None:
+    def _decide(self, places: list[_Progress]) -> None:
         """The same on all ranks."""
         first = max(places)
         # Within a validation only where it is as long on all ranks; hooks at its end may hold collectives.
