@@ -63,6 +63,15 @@ def test_what_make_and_pip_are_told_exists() -> None:
     assert {"diffusers", "video"} <= asked <= set(extras)
 
 
+def test_files_that_contributors_are_sent_to_exist() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("| to add | touch |")[1].split("\n\n")[0]
+    files = {path for path in re.findall(r"`([\w./]+/[\w./]*)`", table) if "NAME" not in path}
+    assert len(files) > 20
+    assert not [
+        path for path in files if not any((top / path).exists() for top in (ROOT, ROOT / "lightning_videoscale"))
+    ]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_and_imports_exist(page: Path) -> None:
     for block in blocks(page, "python"):

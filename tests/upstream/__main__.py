@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from tests.upstream.checkout import FAMILIES, lacking
+from tests.upstream.checkout import FAMILIES, has_tests, lacking
 from tests.upstream.in_step import Way
 from tests.upstream.verdict import run_family
 
@@ -23,6 +23,9 @@ def main() -> int:
     for family in arguments.families:
         if missing := lacking(family):
             print(f"{family}: skipped, as it needs {missing}", flush=True)
+            continue
+        if not has_tests(arguments.diffusers, family):
+            print(f"{family}: skipped, as this checkout has no tests of it", flush=True)
             continue
         verdict = run_family(arguments.diffusers, family, arguments.select, way=arguments.way)
         print(f"{family}: {verdict.summary}", flush=True)

@@ -11,6 +11,9 @@ from pathlib import Path
 COMMIT = "58eb52c0803ea9af3abec60841c2a093bdf1f951"
 """Of huggingface/diffusers, whose tests `KNOWN_FAILURES` speaks of."""
 
+LISTED_WITH = "0.42.1"
+"""The diffusers that was installed when `KNOWN_FAILURES` was made."""
+
 PACKAGE = "diffusers_tests"
 """What the checkout's folder `tests` is imported as, since `tests` is ours."""
 
@@ -57,8 +60,11 @@ FUSED = (
     "mochi",
     "cosmos",
     "flux",
+    "flux2",
     "qwen_image",
     "sd3",
+    "chroma",
+    "z_image",
 )
 """Those whose blocks have fused forwards."""
 
@@ -69,9 +75,10 @@ def lacking(family: str) -> str | None:
     return package if package is not None and find_spec(package) is None else None
 
 
-def files_of(family: str) -> list[str]:
-    """Files of a family's tests, as paths from the folder that holds `PACKAGE`."""
-    return [f"{PACKAGE}/models/transformers/test_models_transformer_{model}.py" for model in FAMILIES[family]]
+def files_of(family: str, parent: Path) -> list[str]:
+    """Files of a family's tests, as paths from the folder that holds `PACKAGE`; older checkouts lack some."""
+    files = [f"{PACKAGE}/models/transformers/test_models_transformer_{model}.py" for model in FAMILIES[family]]
+    return [file for file in files if (parent / file).is_file()]
 
 
 @contextmanager
@@ -90,3 +97,9 @@ def linked(diffusers: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="upstream-") as folder:
         (Path(folder) / PACKAGE).symlink_to(tests.resolve(), target_is_directory=True)
         yield Path(folder)
+
+
+def has_tests(diffusers: Path, family: str) -> bool:
+    """Whether a checkout knows a family, which may be newer."""
+    with linked(diffusers) as parent:
+        return bool(files_of(family, parent))

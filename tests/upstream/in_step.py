@@ -35,6 +35,10 @@ Way = Literal["split", "fused", "fused and split"]
 """What is done to every model. Fused alone, the tests run in one process."""
 
 
+IN_ANOTHER_PROCESS = "test_from_save_pretrained_dynamo"
+"""Starts a process that knows nothing of what is done to models here."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a test ended on all ranks.
@@ -98,7 +102,11 @@ class InStep:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         wanted = {f"{kind}TesterMixin" for kind in ("Model", "Training", "Attention", "Lora")}
-        items[:] = [item for item in items if wanted & {base.__name__ for base in _bases(item)}]
+        items[:] = [
+            item
+            for item in items
+            if wanted & {base.__name__ for base in _bases(item)} and not item.name.startswith(IN_ANOTHER_PROCESS)
+        ]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
