@@ -190,6 +190,7 @@ class _Project(torch.autograd.Function):
     ) -> Tensor:
         ulysses = call[0]
         joined = return_tokens(rows_of(out), ulysses, out.shape[0])() if arrived is None else arrived.to(out.dtype)
+        joined = joined.contiguous()  # of another, torch rounds a product before it adds the bias
         ctx.call, ctx.dim = call, out.shape[3]
         ctx.save_for_backward(joined, weight)
         return joined if weight is None else F.linear(joined, weight, bias)
