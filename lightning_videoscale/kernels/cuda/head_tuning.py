@@ -41,6 +41,8 @@ MEASURED: dict[tuple[Direction, bool, int, bool], HeadTuning] = {
     ("backward", False, 640, False): HeadTuning(160, 3, 2),
     ("forward", True, 384, False): HeadTuning(128, 4, 3),
     ("backward", False, 384, False): HeadTuning(96, 3, 3),
+    ("forward", True, 256, True): HeadTuning(256, 2, 3),
+    ("backward", False, 256, True): HeadTuning(256, 4, 2),
     ("forward", True, 192, False): HeadTuning(64, 4, 6),
     ("backward", False, 192, False): HeadTuning(64, 6, 4),
 }
