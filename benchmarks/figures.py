@@ -338,20 +338,20 @@ def predictions(result: Result) -> None:
 
 
 FIGURES: dict[str, Callable[[Result], None]] = {
-    "kernels-loss_overlay": kernels_loss_overlay,
-    "kernels-row_ops": row_ops,
-    "kernels-wan_step": wan_step,
-    "parallel-loss_overlay": loss_overlay,
-    "predictions-scaling": predictions,
-    "parallel-activation_memory": activation_memory,
-    "parallel-attention_layer": attention_layer,
-    "parallel-attention_backends": attention_backends,
-    "parallel-strong_scaling": strong_scaling,
-    "data-plan": plan,
-    "cost-step_time_fit": step_time_fit,
-    "data-balances": balances,
-    "callbacks-recalibration": recalibration,
-    "callbacks-recalibration_on_gpus": recalibration,
+    "kernels/loss_overlay": kernels_loss_overlay,
+    "kernels/row_ops": row_ops,
+    "kernels/wan_step": wan_step,
+    "parallel/loss_overlay": loss_overlay,
+    "predictions/scaling": predictions,
+    "parallel/activation_memory": activation_memory,
+    "parallel/attention_layer": attention_layer,
+    "parallel/attention_backends": attention_backends,
+    "parallel/strong_scaling": strong_scaling,
+    "data/plan": plan,
+    "cost/step_time_fit": step_time_fit,
+    "data/balances": balances,
+    "callbacks/recalibration": recalibration,
+    "callbacks/recalibration_on_gpus": recalibration,
 }
 
 
@@ -371,7 +371,7 @@ def main() -> None:
                 title = f"predicted for {result['settings']['of']}, nothing of this is measured, {result['date']}"
             plt.suptitle(title, fontsize=8)
             plt.tight_layout()
-            target = arguments.output / f"{file.stem}.png"
+            target = arguments.output / f"{file.parent.name}-{file.stem}.png"
             plt.savefig(target, dpi=150, bbox_inches="tight")
             plt.close()
             print(f"{target} from {file.name}")

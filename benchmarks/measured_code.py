@@ -152,7 +152,7 @@ def main() -> None:
         if (after := marked(before)) != before:
             page.write_text(after)
             print(f"marked anew: {page.relative_to(ROOT)}")
-    older = [result.stem for result in sorted(RESULTS.glob("*.json")) if is_older(result)]
+    older = [result.relative_to(RESULTS).as_posix() for result in sorted(RESULTS.rglob("*.json")) if is_older(result)]
     print(f"of older code: {', '.join(older) or 'none'}")
 
 

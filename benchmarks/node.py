@@ -4,7 +4,7 @@
     python benchmarks/node.py --shapes clips.csv --only layouts balances
     python benchmarks/node.py --shapes clips.csv --tiny --gpus 2 --folder /tmp/dry    # try the scripts on CPUs
 
-Each table is a process of its own and a file named by the machine, such as ``parallel-layouts-h200x8.json``. One that
+Each table is a process of its own and a file named by the machine, such as ``parallel/layouts-h200x8.json``. One that
 fails does not keep the others from running, and is named at the end. The tests are those of parity and of failures.
 """
 
@@ -75,9 +75,9 @@ def command(table: Table, options: argparse.Namespace, commit: str) -> list[str]
     """What runs a table."""
     if table.file is None:
         return [sys.executable, *table.script]
-    room = {"balances": "data-", "suite": ""}.get(table.file, "parallel-")
-    machine = provenance.path("room", "name").stem.removeprefix("room-name-")
-    output = options.folder / f"{room}{table.file}-{machine}.json"
+    room = {"balances": "data", "suite": "suite"}.get(table.file, "parallel")
+    machine = provenance.path("room", "name").stem.removeprefix("name-")
+    output = options.folder / room / f"{table.file}-{machine}.json"
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
     line = [sys.executable, *(launcher if table.is_launched else []), *table.script]
     return [*line, "--output", str(output), "--commit", commit, *(["--tiny"] if options.tiny else [])]

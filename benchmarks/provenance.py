@@ -48,10 +48,10 @@ def machine() -> dict[str, Any]:
 
 
 def path(room: str, name: str) -> Path:
-    """The result file of a benchmark on this machine's GPUs, such as ``parallel-all_to_all-h200x4.json``."""
+    """The result file of a benchmark on this machine's GPUs, such as ``parallel/all_to_all-h200x4.json``."""
     gpus = torch.cuda.device_count()
     gpu = torch.cuda.get_device_name().split()[-1].lower() + (f"x{gpus}" if gpus > 1 else "") if gpus else "cpu"
-    return RESULTS / f"{room}-{name}-{gpu}.json"
+    return RESULTS / room / f"{name}-{gpu}.json"
 
 
 def write(path: Path, benchmark: str, commit: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:

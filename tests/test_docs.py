@@ -113,7 +113,7 @@ def test_there_are_commands_to_check() -> None:
 
 def test_the_tables_of_measured_balance_are_those_of_the_file() -> None:
     columns = ["cv_step_mean", "cv_step_median", "cv_step_p95", "compute_cv", "cost_cv", "b_s2_cv"]
-    result = json.loads((ROOT / "benchmarks" / "results" / "data-balances-h200x2.json").read_text())
+    result = json.loads((ROOT / "benchmarks" / "results" / "data/balances-h200x2.json").read_text())
     tables = (ROOT / "docs" / "measured.md").read_text()
     for row in result["rows"]:
         spread = [(max(seconds) - min(seconds)) / max(seconds) for seconds in row["compute_seconds"]]

@@ -23,7 +23,7 @@ def test_what_a_benchmark_measures_is_there(benchmark: str) -> None:
     assert all((ROOT / path).exists() for path in MEASURES[benchmark])
 
 
-@pytest.mark.parametrize("result", sorted(RESULTS.glob("*.json")), ids=lambda result: result.stem)
+@pytest.mark.parametrize("result", sorted(RESULTS.rglob("*.json")), ids=lambda result: result.stem)
 def test_a_result_says_what_it_measured(result: Path) -> None:
     found = json.loads(result.read_text())
     assert {"benchmark", "date", "commit", "code", "machine", "settings", "rows"} <= found.keys()

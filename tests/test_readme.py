@@ -75,11 +75,11 @@ def longest(peaks: list[dict[str, Any]]) -> float:
 
 
 def test_its_three_figures_are_those_of_the_files() -> None:
-    (planned,) = (x for x in rows("data-balances-h200x2") if (x["balance"], x["micro_batches"]) == ("planned", 1))
-    step = {x["mode"]: x for x in rows("kernels-wan_step-h200") if x["model"] == "Wan-1.3B"}
+    (planned,) = (x for x in rows("data/balances-h200x2") if (x["balance"], x["micro_batches"]) == ("planned", 1))
+    step = {x["mode"]: x for x in rows("kernels/wan_step-h200") if x["model"] == "Wan-1.3B"}
     eager, fused = step["eager"], step["fused"]
     memory = [
-        x for x in rows("parallel-activation_memory-h200x4") if "tokens" in x and not x["activation_checkpointing"]
+        x for x in rows("parallel/activation_memory-h200x4") if "tokens" in x and not x["activation_checkpointing"]
     ]
     one, four = ([x for x in memory if x["ranks"] == n and x["transport"] == "collective"] for n in (1, 4))
     time, peak = (fused[name] / eager[name] for name in ("median_ms", "peak_bytes"))

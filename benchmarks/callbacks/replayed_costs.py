@@ -18,7 +18,7 @@ from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.cost.points import Points
 from lightning_videoscale.cost.weighted_fit import fit_step_time
 
-MEASURED = Path(__file__).parents[1] / "results" / "cost-step_time_fit-h200.json"
+MEASURED = Path(__file__).parents[1] / "results" / "cost/step_time_fit-h200.json"
 
 
 @dataclass(frozen=True)

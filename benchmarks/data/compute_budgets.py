@@ -31,7 +31,7 @@ from lightning_videoscale.data.planning.figures import PlanFigures
 from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, standard_mix
 
 LONGEST = 75_600
-MEASURED = "data-balances-h200x2.json"
+MEASURED = "data/balances-h200x2.json"
 SAMPLES = 60_000
 EPOCHS = (1, 2)
 

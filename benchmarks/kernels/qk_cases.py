@@ -26,12 +26,14 @@ class Problem:
         heads: Of q and of k.
         head_dim: Dh.
         n: Tokens.
+        table_heads: Whether every head has cos and sin of its own.
     """
 
     op: HeadOp
     heads: int
     head_dim: int
     n: int
+    table_heads: bool = False
 
     def data(self) -> tuple[tuple[Side, Side], Rotation, tuple[Tensor, Tensor]]:
         torch.manual_seed(0)
@@ -43,7 +45,8 @@ class Problem:
 
         layer = self.op.norm == "layer"
         q, k = (Side(draw(*shape), draw(columns), draw(columns) if layer else None) for _ in range(2))
-        angle = torch.randn(1, self.n, 1, self.head_dim // 2, device="cuda").repeat_interleave(2, -1)
+        of_heads = self.heads if self.table_heads else 1
+        angle = torch.randn(1, self.n, of_heads, self.head_dim // 2, device="cuda").repeat_interleave(2, -1)
         # Tables with one entry per channel, of which diffusers' Wan reads these.
         rotation = Rotation(angle.cos()[..., 0::2], angle.sin()[..., 1::2], 0)
         return (q, k), rotation, (draw(*shape), draw(*shape))
@@ -52,7 +55,8 @@ class Problem:
         """To move: q, k (and their gradients) in and out, cos and sin once per pair, backward's statistics."""
         rows = (4 if direction == "forward" else 6) * 2 * self.heads * self.head_dim
         statistics_ = 8 * (self.heads if self.op.per_head else 1) if direction == "backward" else 0
-        return self.n * (rows + 4 * self.head_dim + statistics_)
+        tables = 4 * self.head_dim * (self.heads if self.table_heads else 1)
+        return self.n * (rows + tables + statistics_)
 
     def variant(self, direction: Direction, sides: tuple[Side, Side], rotation: Rotation) -> HeadVariant:
         return variant_of(self.op, direction, sides, rotation)

@@ -2,10 +2,11 @@
 
     python -m benchmarks.kernels.sweep_qk --seconds 120 --output sweep_qk.json
 
-First every family's variant is checked against float64. Then each candidate launch for Wan's
-sizes (RMS over all heads of 128 channels, interleaved) is checked, compared with itself bitwise and screened at one N,
-and the best are timed at every N, with L2 flushed and the host far ahead. Printed: the best per N, and the lines that
-belong into `MEASURED` of ``kernels/cuda/head_tuning.py``. A kernel that hangs ends the run; results so far are kept.
+First every family's variant is checked against float64. Then each candidate launch for the sizes of Wan and LTX-Video
+(RMS over all heads, interleaved; LTX-Video's tables differ by head) is checked, compared with itself bitwise and
+screened at one N, and the best are timed at every N, with L2 flushed and the host far ahead. Printed: the best per N,
+and the lines that belong into `MEASURED` of ``kernels/cuda/head_tuning.py``. A kernel that hangs ends the run; results
+so far are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,12 @@ from lightning_videoscale.kernels.cuda.head_tuning import Direction, HeadTuning,
 from lightning_videoscale.kernels.cuda.toolkit import CudaUnavailableError
 from lightning_videoscale.kernels.head_types import HeadOp, HeadVariant
 
-HEAD_DIM, LENGTHS, SCREENED_AT = 128, (16384, 65536), 16384
+LENGTHS, SCREENED_AT = (16384, 65536), 16384
 SHARED_PER_SM, SHARED_PER_BLOCK = 227 * 1024, 226 * 1024
-WAN = HeadOp("rms", False, "interleaved", False)
+ACROSS_HEADS = HeadOp("rms", False, "interleaved", False)
+# Heads, their channels, and whether each has tables of its own.
+SIZES = {"wan2.1-14b": (40, 128, False), "wan2.2-5b": (24, 128, False), "wan2.1-1.3b": (12, 128, False),
+         "ltx-video": (32, 64, True)}  # fmt: skip
 OTHERS = {
     "HunyuanVideo": (HeadOp("rms", True, "interleaved", True), 24, 128),
     "Cosmos": (HeadOp("rms", True, "half", True), 32, 128),
@@ -41,16 +45,21 @@ OTHERS = {
 }
 
 
-def variant(heads: int, direction: Direction) -> HeadVariant:
-    pairs = HEAD_DIM // 2
-    bf16 = torch.bfloat16
-    return HeadVariant(WAN, direction, bf16, bf16, False, (heads, heads), HEAD_DIM, pairs, False, 2, (0, 1))
+def problem_of(name: str, n: int) -> Problem:
+    heads, head_dim, table_heads = SIZES[name]
+    return Problem(ACROSS_HEADS, heads, head_dim, n, table_heads)
+
+
+def variant(name: str, direction: Direction) -> HeadVariant:
+    heads, head_dim, table_heads = SIZES[name]
+    sides = torch.bfloat16, torch.bfloat16, False, (heads, heads), head_dim
+    return HeadVariant(ACROSS_HEADS, direction, *sides, head_dim // 2, table_heads, 2, (0, 1))
 
 
 def candidates(made: HeadVariant) -> list[HeadTuning]:
     """The launches worth trying: enough bytes on their way, registers and shared memory that there are."""
     found = []
-    lag = 0 if together(made) else 1  # stages that are held and not on their way
+    lag = 0 if together(made) and not made.table_heads else 1  # stages that are held and not on their way
     for own, blocks, stages in itertools.product((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6, 8, 10), (2, 3, 4, 6)):
         threads, ring = vectors(made) // own, stages * stage_bytes(made)
         if vectors(made) % own or threads % 32 or threads > 1024 or ring > SHARED_PER_BLOCK:
@@ -91,7 +100,7 @@ def compile_all(
 
 def check_families(watchdog: Watchdog) -> None:
     """Both directions, against float64."""
-    problems = {f"Wan D={h * HEAD_DIM}": Problem(WAN, h, HEAD_DIM, 1031) for h in (12, 24, 40)}
+    problems = {name: problem_of(name, 1031) for name in SIZES}
     problems |= {name: Problem(op, heads, dh, 1031) for name, (op, heads, dh) in OTHERS.items()}
     directions: tuple[Direction, ...] = ("forward", "backward")
     for (name, problem), direction in itertools.product(problems.items(), directions):
@@ -102,19 +111,20 @@ def check_families(watchdog: Watchdog) -> None:
 
 
 def screen(
-    heads: int, direction: Direction, tunings: list[HeadTuning], clock: Clock, watchdog: Watchdog, deadline: float
+    name: str, direction: Direction, tunings: list[HeadTuning], clock: Clock, watchdog: Watchdog, deadline: float
 ) -> list[tuple[float, HeadTuning, HeadKernels]]:
     """Checks every launch, times it, and returns the best three and the rule's own."""
-    made = variant(heads, direction)
-    default = tuning_for(direction, together(made), vectors(made), stage_bytes(made), SHARED_PER_BLOCK)
+    made = variant(name, direction)
+    row = vectors(made), made.table_heads, stage_bytes(made)
+    default = tuning_for(direction, together(made), *row, SHARED_PER_BLOCK)
     assert default is not None
-    small, large = (Problem(WAN, heads, HEAD_DIM, n) for n in (1031, SCREENED_AT))
+    small, large = (problem_of(name, n) for n in (1031, SCREENED_AT))
     expected, screened = exact(small, direction), []
     for tuning in [default, *(t for t in tunings if t != default)]:
         if time.monotonic() > deadline:
-            print(f"  screening of {direction} with {heads} heads stopped after {len(screened)} launches", flush=True)
+            print(f"  screening of {name} {direction} stopped after {len(screened)} launches", flush=True)
             break
-        watchdog.report(f"running {direction} with {heads} heads and {tuning}")
+        watchdog.report(f"running {name} {direction} with {tuning}")
         poison(64 << 20)
         try:
             kernels = HeadKernels(made, 0, tuning)
@@ -125,7 +135,7 @@ def screen(
             continue
         error = largest_error(got, expected)
         if error > 5e-3 or not all(torch.equal(a, b) for a, b in zip(got, again, strict=True)):
-            print(f"  WRONG {direction}, {heads} heads, {tuning}: error {error:.1e}", flush=True)
+            print(f"  WRONG {name} {direction}, {tuning}: error {error:.1e}", flush=True)
             continue
         screened.append((clock(runner(large, direction, kernels), 7), tuning, kernels))
     best = sorted(screened, key=lambda entry: entry[0])[:3]
@@ -138,29 +148,29 @@ def time_one(problem: Problem, direction: Direction, run: Callable[[], object], 
     return {"direction": direction, "d": d, "n": problem.n, "microseconds": microseconds, "share": copy / microseconds}
 
 
-def sweep(arch: str, deadline: float, output: Path) -> None:
+def sweep(sizes: Sequence[str], arch: str, deadline: float, output: Path) -> None:
     """Compiles, checks, screens and times; writes rows as they come and prints the best."""
     begun = time.monotonic()
     directions: tuple[Direction, ...] = ("forward", "backward")
-    cases = [(heads, direction) for heads in (40, 24, 12) for direction in directions]
+    cases = [(name, direction) for name in sizes for direction in directions]
     work = [(variant(*case), tuning) for case in cases for tuning in candidates(variant(*case))]
     compiled = compile_all(work, arch, begun + 0.4 * (deadline - begun))
     print(f"compiled {len(compiled)} of {len(work)} launches in {time.monotonic() - begun:.0f} s", flush=True)
     watchdog, clock, rows, table = Watchdog(40), Clock(), list[dict[str, Any]](), []
     check_families(watchdog)
-    for number, (heads, direction) in enumerate(cases):
-        mine = [tuning for made, tuning in compiled if made == variant(heads, direction)]
+    for number, (name, direction) in enumerate(cases):
+        mine = [tuning for made, tuning in compiled if made == variant(name, direction)]
         share = (deadline - time.monotonic()) / (len(cases) - number)
-        best = screen(heads, direction, mine, clock, watchdog, time.monotonic() + 0.6 * share)
+        best = screen(name, direction, mine, clock, watchdog, time.monotonic() + 0.6 * share)
         timed = []
         for n, (_, tuning, kernels) in itertools.product(LENGTHS, best):
-            watchdog.report(f"timing {direction} with {heads} heads and {tuning} at N = {n}")
-            problem = Problem(WAN, heads, HEAD_DIM, n)
+            watchdog.report(f"timing {name} {direction} with {tuning} at N = {n}")
+            problem = problem_of(name, n)
             row = time_one(problem, direction, runner(problem, direction, kernels), clock)
             timed.append(row | {"tuning": tuple(tuning), "registers": kernels.kernel.attribute("NUM_REGS")})
         rows += timed
         output.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1))
-        table.append(report(timed, variant(heads, direction)))
+        table.append(report(timed, variant(name, direction)))
     print("\n".join(table), flush=True)
     time_others(clock, watchdog)
 
@@ -178,7 +188,8 @@ def report(timed: list[dict[str, Any]], made: HeadVariant) -> str:
             worst[row["tuning"]] = min(worst.get(row["tuning"], 9.0), row["share"])
     chosen = max(worst, key=lambda tuning: worst[tuning])
     shares = [round(100 * row["share"], 1) for row in timed if row["tuning"] == chosen]
-    return f'    ("{made.direction}", {together(made)}, {vectors(made)}): HeadTuning{chosen},  # {shares} %'
+    key = made.direction, together(made), vectors(made), made.table_heads
+    return f"    {key}: HeadTuning{chosen},  # {shares} %"
 
 
 def time_others(clock: Clock, watchdog: Watchdog) -> None:
@@ -196,9 +207,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--output", type=Path, required=True, help="JSON of everything that was timed")
     parser.add_argument("--arch", default="sm_90")
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
     arguments = parser.parse_args()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    sweep(arguments.arch, time.monotonic() + arguments.seconds - 20, arguments.output)
+    sweep(arguments.sizes, arguments.arch, time.monotonic() + arguments.seconds - 20, arguments.output)
     os._exit(0)  # The watchdog and unfinished compilations need not be waited for.
 
 

@@ -69,9 +69,12 @@ class Latents(NamedTuple):
 
 
 def kind(kernel: str) -> str:
-    """What a kernel is, by its name: ``attention``, ``gemm`` or ``other``."""
+    """What a kernel is, by its name: ``attention``, ``gemm`` or ``other``.
+
+    What cuDNN's attention runs beside its backward, products of outputs and gradients and casts of dq, is attention.
+    """
     name = kernel.lower()
-    if any(part in name for part in ("flash", "fmha", "cudnn_generated", "sdpa", "attention")):
+    if any(part in name for part in ("flash", "fmha", "cudnn_generated", "cudnn::fusion", "sdpa", "attention")):
         return "attention"
     if any(part in name for part in ("gemm", "cutlass", "nvjet", "xmma", "sm90_x")):
         return "gemm"

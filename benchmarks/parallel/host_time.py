@@ -250,7 +250,7 @@ def main() -> None:
                     print(f"  {name:22} split {value['split']:9.1f}  whole {value['whole']:9.1f}  {value['ratio']:.3f}")
         settings = {"ranks": dist.get_world_size(), "layers": LAYERS, "rounds": options.rounds}
         settings |= {"repeats": options.repeats, "load_average": round(os.getloadavg()[0], 1)}
-        output = options.output or provenance.RESULTS / "parallel-host_time-cpu.json"
+        output = options.output or provenance.RESULTS / "parallel/host_time-cpu.json"
         provenance.write(output, "parallel/host_time", commit, settings, found)
     mesh.close()
     dist.destroy_process_group()

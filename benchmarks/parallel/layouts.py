@@ -1,7 +1,7 @@
 """An attention layer, forward and backward, under every layout of all GPUs, beside what was predicted and chosen.
 
     torchrun --nproc-per-node 2 benchmarks/parallel/layouts.py
-    python benchmarks/parallel/layouts.py --fit-from benchmarks/results/parallel-attention_layer-h200x*.json
+    python benchmarks/parallel/layouts.py --fit-from benchmarks/results/parallel/attention_layer-h200x*.json
 
 A layer is the projections to query, key and value, attention, and the output projection, in bf16, B = 1, D = 128, with
 torch's own pick of a kernel and exchanges by NCCL. A cell is a number of heads and a length; its layouts take turns.

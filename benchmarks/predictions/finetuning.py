@@ -2,7 +2,7 @@
 
     python benchmarks/predictions/finetuning.py
 
-Nothing here is measured but what it starts from, ``examples-finetuning-h200.json``: steps of one clip on one H200.
+Nothing here is measured but what it starts from, ``examples/finetuning-h200.json``: steps of one clip on one H200.
 T tokens, N GPUs that share the clip, P parameters, A of them or beside them trained.
 
 - Step: `steps.step` under the layout that is chosen for N GPUs. Checkpointing computes forward again, and LoRA no
@@ -14,7 +14,7 @@ T tokens, N GPUs that share the clip, P parameters, A of them or beside them tra
 - Memory, LoRA: 2 bytes for each parameter of the base, 20 for each of the adapters, and activations.
 - FSDP2 holds an N-th of what is counted for each parameter, and two gathered blocks with all that is in no block. DDP
   holds everything.
-- Activations grow with T / N, as was measured on 1, 2 and 4 GPUs (``parallel-activation_memory-h200x4.json``). How
+- Activations grow with T / N, as was measured on 1, 2 and 4 GPUs (``parallel/activation_memory-h200x4.json``). How
   much they are for each token is what one GPU took under LoRA, without the other parts. Gradients of all weights also
   need the inputs of a block's feed-forward layers, 2 · (W + F) bytes for each token.
 """
@@ -38,7 +38,7 @@ from benchmarks.predictions.steps import WAN_1_3B, WAN_14B, Rest, StepTime, Tran
 from lightning_videoscale.parallel.layout import MACHINES, Layout, Machine, choose_layout
 
 Row = dict[str, Any]
-MEASURED, MEMORY = "examples-finetuning-h200", "parallel-activation_memory-h200x4"
+MEASURED, MEMORY = "examples/finetuning-h200", "parallel/activation_memory-h200x4"
 LENGTHS = (32_760, 75_600)  # 81 frames at 480p and at 720p
 JOBS = (1, 4, 8)
 AGAIN = Work(linears=4 / 3, attention=18 / 14, exchange=3 / 2, rows=4 / 3, host=3 / 2)
@@ -186,7 +186,7 @@ def rows_of(example: Example, measured: dict[str, Row], machine: Machine, rest: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=provenance.RESULTS / "predictions-finetuning-h200.json")
+    parser.add_argument("--output", type=Path, default=provenance.RESULTS / "predictions/finetuning-h200.json")
     options = parser.parse_args()
     commit = provenance.commit()
     machine = MACHINES["h200"]
@@ -194,7 +194,7 @@ def main() -> None:
     rows = [row for example in EXAMPLES for row in rows_of(example, measured, machine, rest)]
     hashes = {
         name: hashlib.sha256((provenance.RESULTS / f"{name}.json").read_bytes()).hexdigest()
-        for name in (MEASURED, MEMORY, "kernels-wan_step-h200", "parallel-strong_scaling-h200x2")
+        for name in (MEASURED, MEMORY, "kernels/wan_step-h200", "parallel/strong_scaling-h200x2")
     }
     settings = {
         "kind": "prediction",

@@ -34,13 +34,13 @@ LAYOUTS = ((8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 1, 2), (8, 2, 1))  # ulysses, ri
 JOBS = (8, 16, 64, 256, 1024)
 OF_EXCHANGE = 32_760
 INPUTS = (
-    "cost-step_time_fit-h200",
-    "data-balances-h200x2",
-    "kernels-wan_step-h200",
-    "parallel-attention_layer-h200x2",
-    "parallel-attention_layer-h200x4",
-    "parallel-layouts-h200x2",
-    "parallel-strong_scaling-h200x2",
+    "cost/step_time_fit-h200",
+    "data/balances-h200x2",
+    "kernels/wan_step-h200",
+    "parallel/attention_layer-h200x2",
+    "parallel/attention_layer-h200x4",
+    "parallel/layouts-h200x2",
+    "parallel/strong_scaling-h200x2",
 )
 
 
@@ -51,9 +51,9 @@ def read(name: str) -> dict[str, Any]:
 
 def rest_of_a_step(machine: Machine) -> Rest:
     """The constants of `Rest`, from a fused step and from whole training steps on one GPU."""
-    fused = next(row for row in read("kernels-wan_step-h200")["rows"] if row["mode"] == "fused")
+    fused = next(row for row in read("kernels/wan_step-h200")["rows"] if row["mode"] == "fused")
     rows = fused["other_ms"] / 1e3 / (fused["tokens"] * WAN_1_3B.layers * WAN_1_3B.width)
-    steps = read("parallel-strong_scaling-h200x2")["rows"]
+    steps = read("parallel/strong_scaling-h200x2")["rows"]
     alone = [(r["tokens"], r["step_ms"] / 1e3) for r in steps if r["sp"] == 1 and r["mode"] == "graphs"]
     return fit(WAN_1_3B, alone, machine, rows)
 
@@ -125,13 +125,13 @@ def checks(machine: Machine, rest: Rest, table: Path) -> list[Row]:
             }
         )  # fmt: skip
 
-    for row in read("parallel-strong_scaling-h200x2")["rows"]:
+    for row in read("parallel/strong_scaling-h200x2")["rows"]:
         layout = Layout(row.get("ulysses", row["sp"]), row.get("ring", 1))
         found = step(WAN_1_3B, row["tokens"], layout, machine, rest)
         milliseconds = 1e3 * (found.device if row["mode"] == "graphs" else found.eager)
         case = f"{row['mode']}, {layout}, {row['tokens']} tokens, ms"
         add("step", case, milliseconds, row["step_ms"], fitted=row["sp"] == 1 and row["mode"] == "graphs")
-    for name in ("parallel-attention_layer-h200x2", "parallel-attention_layer-h200x4", "parallel-layouts-h200x2"):
+    for name in ("parallel/attention_layer-h200x2", "parallel/attention_layer-h200x4", "parallel/layouts-h200x2"):
         for row in read(name)["rows"]:
             if row.get("variant", "ours, collective") == "ours, collective":
                 layout = Layout(row["ulysses_size"], row["ring_size"])
@@ -140,7 +140,7 @@ def checks(machine: Machine, rest: Rest, table: Path) -> list[Row]:
                 case = f"{row['heads']} heads, {tokens} tokens, {layout}, ms"
                 milliseconds = 1e3 * predict(layer, layout, machine).total
                 add(name, case, milliseconds, row["median_ms"], fitted="attention_layer" in name)
-    result = read("data-balances-h200x2")
+    result = read("data/balances-h200x2")
     cost = StepTimeModel.from_dict(result["settings"]["cost"])
     drawn = table_of(Clips.from_csv(table), result["settings"]["mix"]["samples"])
     for row in result["rows"]:
@@ -155,12 +155,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", type=Path)
     parser.add_argument("--samples", type=int, default=200_000, help="drawn for up to 64 ranks; five times for more")
-    parser.add_argument("--output", type=Path, default=provenance.RESULTS / "predictions-scaling-h200.json")
+    parser.add_argument("--output", type=Path, default=provenance.RESULTS / "predictions/scaling-h200.json")
     options = parser.parse_args()
     commit = provenance.commit()
     machine = MACHINES["h200"]
     rest = rest_of_a_step(machine)
-    step_time = StepTimeModel.from_dict(_cost_of(read("cost-step_time_fit-h200")["settings"]))
+    step_time = StepTimeModel.from_dict(_cost_of(read("cost/step_time_fit-h200")["settings"]))
     rows = [
         *strong_scaling(machine, rest),
         *balances(options.shapes, step_time, options.samples),

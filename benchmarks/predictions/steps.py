@@ -6,7 +6,7 @@ W channels, F of the feed-forward layer, L layers, s tokens of a rank, T text to
 - linear layers: 6 · s · (2 · W² + 2 · W · F) operations for cross-attention and feed-forward, and 6 · T · 2 · W² for
   the text's keys and values, which every rank computes;
 - cross-attention: 14 · s · T · W operations;
-- norms, gates and rotations: `rows` seconds for each token and channel, from ``kernels-wan_step-h200.json``.
+- norms, gates and rotations: `rows` seconds for each token and channel, from ``kernels/wan_step-h200.json``.
 
 A step adds ``per_parameter`` · P (optimizer, casts of weights) and ``per_number`` · L · s · W (what else autocast and
 hooks do). These two are fitted to steps on one GPU; a step on several uses them as they are.

@@ -11,7 +11,7 @@ from lightning_videoscale.cost import BucketBudget, Calibration, Measurement, Re
 from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw
 
-# As measured of Wan-1.3B on one H200: benchmarks/results/cost-step_time_fit-h200.json.
+# As measured of Wan-1.3B on one H200: benchmarks/results/cost/step_time_fit-h200.json.
 TRUTH = AdditiveCost(0.0713, 3.699e-5, 1.520e-9, 0.00228)
 TOKENS = 151_552
 LENGTHS = TOKENS // 2 ** np.arange(1, 10)

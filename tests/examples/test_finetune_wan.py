@@ -122,12 +122,12 @@ def test_what_a_config_takes_is_what_files_say(config: Path) -> None:
     """Measured on one GPU, predicted on four and eight: in the config, in the table of examples, and in the docs."""
     header, examples = config.read_text(), (EXAMPLES / "README.md").read_text()
     one = "too large"
-    for row in results("examples-finetuning", config.stem):
+    for row in results("examples/finetuning", config.stem):
         seconds, gib = f"{row['step_ms'] / 1e3:.2f}", f"{row['peak_allocated_gib']:.1f}"
         one = f"{seconds} s, {gib} GiB"
         assert f"{seconds} s and {gib} GiB measured on one H200" in header
         assert f" | {seconds} | {gib} |" in MEASURED
-    predicted = {(row["gpus"], row["tokens"]): row for row in results("predictions-finetuning", config.stem)}
+    predicted = {(row["gpus"], row["tokens"]): row for row in results("predictions/finetuning", config.stem)}
     if one == "too large":
         assert predicted[1, 32_760]["peak_gib"] > 140 and "too large for one GPU" in header
     said = {place: f"{row['step_ms'] / 1e3:.2f} s, {row['peak_gib']:.1f} GiB" for place, row in predicted.items()}

@@ -117,7 +117,8 @@ def device_tuning(variant: HeadVariant, device: int) -> HeadTuning | None:
     """How a variant is launched on a device; None where it cannot be."""
     # Beside the ring a block keeps its barriers and the scratch of its sums.
     limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 1024  # type: ignore[attr-defined]
-    return tuning_for(variant.direction, together(variant), vectors(variant), stage_bytes(variant), limit)
+    row = vectors(variant), variant.table_heads, stage_bytes(variant)
+    return tuning_for(variant.direction, together(variant), *row, limit)
 
 
 def too_wide(variant: HeadVariant) -> str:

@@ -35,19 +35,21 @@ class HeadTuning(NamedTuple):
         }
 
 
-# (direction, q and k together, vectors in a row): best on an H200 for the norm over all heads.
-MEASURED: dict[tuple[Direction, bool, int], HeadTuning] = {
-    ("forward", True, 640): HeadTuning(320, 3, 1),
-    ("backward", False, 640): HeadTuning(160, 3, 2),
-    ("forward", True, 384): HeadTuning(128, 4, 3),
-    ("backward", False, 384): HeadTuning(96, 3, 3),
-    ("forward", True, 192): HeadTuning(64, 4, 6),
-    ("backward", False, 192): HeadTuning(64, 6, 4),
+# (direction, q and k together, vectors in a row, tables of every head): best on an H200 for the norm over all heads.
+MEASURED: dict[tuple[Direction, bool, int, bool], HeadTuning] = {
+    ("forward", True, 640, False): HeadTuning(320, 3, 1),
+    ("backward", False, 640, False): HeadTuning(160, 3, 2),
+    ("forward", True, 384, False): HeadTuning(128, 4, 3),
+    ("backward", False, 384, False): HeadTuning(96, 3, 3),
+    ("forward", True, 256, True): HeadTuning(256, 2, 3),
+    ("backward", False, 256, True): HeadTuning(256, 4, 2),
+    ("forward", True, 192, False): HeadTuning(64, 4, 6),
+    ("backward", False, 192, False): HeadTuning(64, 6, 4),
 }
 
 
 def tuning_for(
-    direction: Direction, together: bool, vectors: int, stage_bytes: int, shared_limit: int
+    direction: Direction, together: bool, vectors: int, table_heads: bool, stage_bytes: int, shared_limit: int
 ) -> HeadTuning | None:
     """How to launch a variant.
 
@@ -55,22 +57,27 @@ def tuning_for(
         direction: Forward or backward.
         together: Whether a block takes a token's q and k at once.
         vectors: 16-byte vectors in the wider side's row.
+        table_heads: Whether every head has tables of its own.
         stage_bytes: Of one row of every input, and its tables.
         shared_limit: Bytes of shared memory that one block may have.
 
     Returns:
         None where not even two stages fit in shared memory.
     """
-    measured = MEASURED.get((direction, together, vectors))
+    measured = MEASURED.get((direction, together, vectors, table_heads))
     if measured is not None and measured.stages * stage_bytes <= shared_limit:
         return measured
+    wanted = 256 if together else 448  # threads per multiprocessor
     most = 6 if direction == "forward" else 4
     whole = [own for own in range(1, most + 1) if vectors % (32 * own) == 0]
     threads = vectors // max(whole) if whole else 32 * math.ceil(vectors / most / 32)
     threads = min(threads, 1024)
-    blocks = max(1, min(16, (256 if together else 448) // threads))
-    budget = min(192 * 1024, shared_limit) // blocks - 1024
-    stages = min(6, budget // stage_bytes)
-    if stages < 2:
-        blocks, stages = 1, min(3, shared_limit // stage_bytes)
+    blocks = max(1, min(16, wanted // threads))
+    room = min(192 * 1024, shared_limit)
+    stages = min(6, (room // blocks - 1024) // stage_bytes)
+    if stages < 2:  # such as with tables of every head: fewer blocks, of more threads
+        blocks = max(1, room // (3 * stage_bytes + 1024))
+        enough = [own for own in whole if vectors // own * blocks >= wanted] or whole[:1]
+        threads = min(vectors // max(enough) if enough else threads, 1024)
+        stages = min(3, (shared_limit if blocks == 1 else room // blocks - 1024) // stage_bytes)
     return HeadTuning(threads, stages, blocks) if stages >= 2 else None

@@ -5,7 +5,7 @@
 `machine_of`     the one of a device's name; defaults where none is known
 `read_machine`   constants of your own, from a file
 
-The H200's were fitted to the 30 layers of ``benchmarks/results/parallel-attention_layer-h200x2.json`` and ``…x4.json``
+The H200's were fitted to the 30 layers of ``benchmarks/results/parallel/attention_layer-h200x2.json`` and ``…x4.json``
 (cuDNN's attention, NCCL, torch 2.11). All but two are predicted within 5.5 %, those two within 6.5 %.
 ``benchmarks/parallel/layouts.py`` gives the same constants from these files, and fits those of any machine.
 

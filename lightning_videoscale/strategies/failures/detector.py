@@ -58,7 +58,7 @@ class FailureDetector:
     - a rank that was killed, on its machine by the process;
     - ranks of a machine that is lost: by their silence once a connection has broken, and rank 0's by that of the store;
     - a rank that calls a network which its peers have passed by, after seconds (see `NetworkCalls`);
-    - a rank that does not come to such a call, shortly before the timeout;
+    - a rank that does not come to such a call, after the timeout;
     - a rank that does not come to a collective, shortly before that collective's timeout, by how many collectives each
       rank has begun.
 
@@ -114,7 +114,8 @@ class FailureDetector:
         Returns:
             A function that ends it.
         """
-        self._calls = calls = NetworkCalls(self._rank, peers, self._begun, _before(timeout))
+        # The whole timeout: where a collective waits, it says before that which one it is.
+        self._calls = calls = NetworkCalls(self._rank, peers, self._begun, timeout.total_seconds())
         undo = Undo()
         for name, network in networks.items():
             undo.add(calls.count(network, name))

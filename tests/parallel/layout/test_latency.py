@@ -73,7 +73,7 @@ def test_a_hop_is_hidden_by_long_attention_and_not_by_short() -> None:
 
 
 def test_the_constants_of_the_h200_are_those_that_the_benchmark_fits() -> None:
-    files = [RESULTS / f"parallel-attention_layer-h200x{gpus}.json" for gpus in (2, 4)]
+    files = [RESULTS / f"parallel/attention_layer-h200x{gpus}.json" for gpus in (2, 4)]
     fitted = layouts.fit(row for file in files for row in json.loads(file.read_text())["rows"])
     numbers = {name: value for name, value in asdict(H200).items() if isinstance(value, float)}
     assert {name: getattr(fitted, name) for name in numbers} == pytest.approx(numbers, rel=0.02)
@@ -83,7 +83,7 @@ def test_the_constants_of_the_h200_are_those_that_the_benchmark_fits() -> None:
 def test_layers_that_were_measured_are_predicted() -> None:
     errors, best = [], []
     for gpus in (2, 4):
-        rows = json.loads((RESULTS / f"parallel-attention_layer-h200x{gpus}.json").read_text())["rows"]
+        rows = json.loads((RESULTS / f"parallel/attention_layer-h200x{gpus}.json").read_text())["rows"]
         cells: dict[tuple[int, int], dict[Layout, tuple[float, float]]] = {}
         for row in rows:
             if row["variant"] == "ours, collective":

@@ -60,7 +60,10 @@ def on_all_ranks(module: RectifiedFlow, late: int, seconds: float) -> None:
 def on_a_rank_that_waits_beside_the_messages(module: RectifiedFlow, rank: int) -> None:
     """One rank waits inside of the network, as for a device that replays a graph; the other never comes."""
     if module.global_rank == rank:
-        module.transformer.blocks[0].register_forward_pre_hook(lambda *_: time.sleep(600))
+        hooks = module.transformer._forward_pre_hooks
+        counts_the_call = next(iter(hooks))
+        module.transformer.register_forward_pre_hook(lambda *_: time.sleep(600), prepend=True)
+        hooks.move_to_end(counts_the_call, last=False)  # before any message
         sample(module)
     time.sleep(600)
 
