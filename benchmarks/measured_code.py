@@ -42,6 +42,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "data/read_once": ("lightning_videoscale/data/loading", "lightning_videoscale/strategies/batches"),
     "kernels/family_step": (*_KERNELS, "lightning_videoscale/injection", "lightning_videoscale/models"),
     "data/windows": ("lightning_videoscale/data/planning",),
+    "node": ("lightning_videoscale",),
     "finetuning": ("examples/finetune_wan.py", "examples/configs", *_FUSED),
     "kernels/loss_overlay": (*_FUSED, "lightning_videoscale/models/hunyuan_video"),
     "kernels/row_ops": _KERNELS,

@@ -69,6 +69,13 @@ def write(path: Path, benchmark: str, commit: str, settings: dict[str, Any], row
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def differences(found: dict[str, Any], benchmark: str, settings: dict[str, Any]) -> list[str]:
+    """In what a result file that was read differs from a run that would go on with it; empty: in nothing."""
+    here = {"benchmark": benchmark, "code": fingerprint(benchmark), "machine": machine()}
+    other = [name for name, value in here.items() if found[name] != value]
+    return other + [name for name, value in settings.items() if found["settings"].get(name) != value]
+
+
 def table(file: Path) -> dict[str, str]:
     """What names a table of clips that was measured on, whatever its path: its file's name and hash."""
     return {"name": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
