@@ -7,7 +7,8 @@
 Each table is a process of its own and a file named by the machine, such as ``parallel/layouts-h200x8.json``. One that
 fails does not keep the others from running, and is named at the end. A call goes on where an earlier one was cut off:
 tables that ended well are in ``node/tables-h200x8.json``, and of others only the cells that are missing are measured.
-The tests are those of parity and of failures; what passed goes into tests/gpu/last_result.json.
+The tests are those of failures and of parity, of which ``parity of eight`` are those that take a node. How many ran
+is in that file too; whole files of tests are also recorded in tests/gpu/last_result.json.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import torch
 
@@ -33,7 +35,7 @@ from benchmarks.launch import say
 
 ROOT = Path(__file__).parents[1]
 SECONDS_TO_END = 60.0  # of a command that is given up; torchrun gives its ranks 30
-PARITY = ("tests/gpu/strategies/test_wan_parity_on_gpus.py", "tests/gpu/strategies/test_failures_on_gpus.py")
+PARITY, FAILURES = (f"tests/gpu/strategies/test_{name}_on_gpus.py" for name in ("wan_parity", "failures"))
 SCALING = "benchmarks/parallel/strong_scaling.py"
 # Clips that one GPU trains without checkpointing, and longer ones; a step of the longest takes one GPU 40 s.
 LENGTHS: dict[str, tuple[str, ...]] = {
@@ -48,20 +50,22 @@ class Table(NamedTuple):
 
     Attributes:
         name: For ``--only``.
-        file: What is written, room and name; several tables may have one. None: nothing.
+        file: What is written, room and name; several tables may have one.
         script: Which is run, with its arguments.
         is_launched: Whether torchrun starts it on all GPUs; else it does so itself.
     """
 
     name: str
-    file: str | None
+    file: str
     script: tuple[str, ...]
     is_launched: bool = False
 
 
 def tables(gpus: int, shapes: Path) -> Iterator[Table]:
-    """What there is to measure on so many GPUs, the shortest first."""
-    yield Table("tests", None, ("-m", "pytest", "-q", *PARITY))
+    """What there is to measure on so many GPUs, what takes longest last."""
+    pytest = ("-m", "pytest", "-q")
+    yield Table("parity of eight", "node/parity_of_eight", (*pytest, PARITY, "-k", "eight"))
+    yield Table("failures", "node/failures", (*pytest, FAILURES))
     yield Table("layouts", "parallel/layouts", ("benchmarks/parallel/layouts.py", "--fit"), True)
     ranks = ("--shapes", str(shapes), "--ranks", str(gpus))
     yield Table("suite", "suite/today", ("benchmarks/suite.py", *ranks, "--steps", "16"))  # and four that warm up
@@ -70,6 +74,7 @@ def tables(gpus: int, shapes: Path) -> Iterator[Table]:
     yield Table("balances", "data/balances", ("benchmarks/data/balances.py", *ranks, "--layers", "30", *budget))
     for length in LENGTHS:
         yield from scaling(gpus, length)
+    yield Table("parity", "node/parity", (*pytest, PARITY))
 
 
 def scaling(gpus: int, length: str) -> Iterator[Table]:
@@ -89,11 +94,12 @@ def machine() -> str:
     return provenance.path("room", "name").stem.removeprefix("name-")
 
 
-def command(table: Table, output: Path | None, options: argparse.Namespace) -> list[str]:
+def command(table: Table, output: Path, options: argparse.Namespace) -> list[str]:
     """What runs a table."""
-    if output is None:
-        record = ["--record", options.commit] if torch.cuda.is_available() else []  # without GPUs all are skipped
-        return [sys.executable, *table.script, *record]
+    if "pytest" in table.script:
+        is_recorded = torch.cuda.is_available() and "-k" not in table.script  # without GPUs all are skipped
+        record = ["--record", options.commit] if is_recorded else []
+        return [sys.executable, *table.script, f"--junit-xml={output}", *record]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
     line = [sys.executable, *(launcher if table.is_launched else []), *table.script]
     return [*line, "--output", str(output), "--commit", options.commit, *(["--tiny"] if options.tiny else [])]
@@ -121,28 +127,28 @@ def main() -> int:
     ledger = options.folder / "node" / f"tables-{machine()}.json"
     ended = {row["table"]: row for row in _so_far(ledger, settings, parser)}
     for name in options.only or [name for name in found if ended.get(name, {}).get("exit_code") != 0]:
-        file = found[name].file
-        output = None if file is None else options.folder / f"{file}-{machine()}.json"
+        suffix = "xml" if "pytest" in found[name].script else "json"
+        output = options.folder / f"{found[name].file}-{machine()}.{suffix}"
         line = command(found[name], output, options)
         say(f"{name}: {' '.join(line)}")
         if not options.list:
             begin = time.monotonic()
             code = run(line, output, 60 * options.minutes)
-            ended[name] = {"table": name, "exit_code": code, "minutes": round((time.monotonic() - begin) / 60, 2)}
+            minutes = round((time.monotonic() - begin) / 60, 2)
+            ended[name] = {"table": name, "exit_code": code, "minutes": minutes, **_tests(output)}
             provenance.write(ledger, "node", options.commit, settings, list(ended.values()))
     failed = [name for name in options.only or found if ended.get(name, {}).get("exit_code", 0) != 0]
     say(f"failed: {'; '.join(failed)}" if failed else "done")
     return len(failed)
 
 
-def run(line: list[str], output: Path | None, seconds: float) -> int | None:
+def run(line: list[str], output: Path, seconds: float) -> int | None:
     """The exit code of a table's command, or None where it was given up.
 
     One that fails is run again while each run gets further than the one before: a cell that ended its process, for
     want of memory, does not keep the table from the others.
     """
-    until = time.monotonic() + seconds
-    finished = -1
+    until, finished = time.monotonic() + seconds, _finished(output)
     while True:
         code = _run(line, until - time.monotonic())
         before, finished = finished, _finished(output)
@@ -150,11 +156,19 @@ def run(line: list[str], output: Path | None, seconds: float) -> int | None:
             return code
 
 
-def _finished(output: Path | None) -> int:
+def _finished(output: Path) -> int:
     """How many rows of a result file are whole."""
-    if output is None or not output.exists():
+    if output.suffix != ".json" or not output.exists():
         return 0
     return sum("unfinished" not in row for row in json.loads(output.read_text())["rows"])
+
+
+def _tests(output: Path) -> dict[str, int]:
+    """How many tests ran, if it was tests: of a package that is missing, they are skipped and nothing fails."""
+    if output.suffix != ".xml" or not output.exists():
+        return {}
+    suite = ElementTree.parse(output).getroot()[0]
+    return {name: int(suite.get(name, 0)) for name in ("tests", "skipped", "failures", "errors")}
 
 
 def _so_far(ledger: Path, settings: dict[str, Any], parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
