@@ -72,21 +72,27 @@ def tables(gpus: int, shapes: Path) -> Iterator[Table]:
     # M_mem and M_comp are those of the predictions; a step of K = 4 takes 40 s.
     budget = ("--m-mem", "2", "--m-comp", "1", "--micro-batches", "1", "4", "--max-steps", "20", "12")
     yield Table("balances", "data/balances", ("benchmarks/data/balances.py", *ranks, "--layers", "30", *budget))
-    for length in LENGTHS:
-        yield from scaling(gpus, length)
+    yield from scaling(gpus)
     yield Table("parity", "node/parity", (*pytest, PARITY))
 
 
-def scaling(gpus: int, length: str) -> Iterator[Table]:
-    """Whole steps at some lengths: by layout, and by transport and schedule where all GPUs are one Ulysses group."""
+def scaling(gpus: int) -> Iterator[Table]:
+    """Whole steps: by layout, then by transport and schedule in one Ulysses group of all GPUs, in the same files."""
     split = sorted({(ulysses, gpus // ulysses) for ulysses in (gpus, gpus // 2, gpus // 4) if ulysses}, reverse=True)
     layouts = [f"{ulysses}x{ring}" for ulysses, ring in split] + ([f"{gpus // 2}x1"] if gpus > 2 else [])
-    exchange = ("--transports", "collective", "symmetric", "--schedules", "serial", "overlap", "sliced", "auto")
-    for model in ("wan-1.3b", "wan-14b-8"):
-        options = (SCALING, "--models", model, "--strategies", "ddp", "fsdp2", *LENGTHS[length])
-        file = f"parallel/strong_scaling_{model.replace('.', '_').replace('-', '_')}_{length}"
-        yield Table(f"{model}, {length}", file, (*options, "--layouts", *layouts, "auto"), True)
-        yield Table(f"{model}, {length}, exchange", file, (*options, *exchange), True)
+    varied = {
+        "": ("--layouts", *layouts, "auto"),
+        ", exchange": (
+            *("--layouts", f"{gpus}x1", "--transports", "collective", "symmetric"),
+            *("--schedules", "serial", "overlap", "sliced", "auto"),
+        ),
+    }
+    for suffix, variants in varied.items():
+        for length, options in LENGTHS.items():
+            for model in ("wan-1.3b", "wan-14b-8"):
+                file = f"parallel/strong_scaling_{model.replace('.', '_').replace('-', '_')}_{length}"
+                what = (SCALING, "--models", model, "--strategies", "ddp", "fsdp2", *options, *variants)
+                yield Table(f"{model}, {length}{suffix}", file, what, True)
 
 
 def machine() -> str:

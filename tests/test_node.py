@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import node
-from benchmarks.parallel.strong_scaling import Cell, compared, missing
+from benchmarks.measured_code import MEASURES
+from benchmarks.parallel.strong_scaling import Cell, Clips, compared, missing
+from lightning_videoscale.strategies.mesh.division import KnowsClips
 
 SLEEPS = """
 import signal, sys, time
@@ -72,6 +74,7 @@ def test_a_second_call_runs_what_is_missing(
     shapes = tmp_path / "clips.csv"
     shapes.write_text("source\n")
     monkeypatch.setattr(node, "tables", lambda gpus, shapes: found)
+    monkeypatch.setitem(MEASURES, "node", ("lightning_videoscale/timing",))  # a fingerprint of all takes seconds
     arguments = ["--shapes", str(shapes), "--gpus", "8", "--folder", str(tmp_path), "--commit", "a"]
     monkeypatch.setattr(sys, "argv", ["node.py", *arguments])
     for _ in range(2):
@@ -98,8 +101,11 @@ def test_a_cell_has_at_most_20_steps_in_every_layout(gpus: int, layouts: str) ->
     for script in steps:
         counts = [int(script[script.index(name) + 1]) for name in ("--warm-up", "--steps")]
         assert sum(counts) <= 20 and min(counts) >= 3  # graphs are captured by three
-    divided = [" ".join(script) for script in steps if "--layouts" in script]
-    assert len(divided) == 6 and all(f"--layouts {layouts}" in line for line in divided)
+    lines = [" ".join(script) for script in steps]
+    assert sum(f"--layouts {layouts}" in line for line in lines) == 6
+    assert (
+        sum(f"--layouts {gpus}x1 --transports collective symmetric --schedules serial" in line for line in lines) == 6
+    )
 
 
 def test_what_ended_its_process_is_left_for_last() -> None:
@@ -121,3 +127,10 @@ def test_ratios_are_of_a_gpu_and_of_the_same_clip() -> None:
     assert [row.get("per_gpu_over_whole_clips") for row in found] == [0.5, 0.625, 0.5, None, None, 1.0]
     assert [row["over_best"] for row in found] == [1.25, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert found[3]["eager_over_this"] == 2.0
+
+
+def test_a_strategy_is_told_how_long_the_clips_are() -> None:
+    """By which ``auto`` chooses a layout; without it, all lengths would be divided as 32 760 tokens are."""
+    clips = Clips(75_600, steps=3, tiny=False)
+    assert isinstance(clips, KnowsClips) and clips.clip_lengths() == {75_600: 3}
+    assert [batch[0].tolist() for batch in clips.train_dataloader()] == [[[21, 90, 160]]] * 3
