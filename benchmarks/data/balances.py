@@ -148,7 +148,8 @@ def measure(shards: str, runs: list[tuple[str, int]], cost: dict[str, Any] | Non
         model = StepTimeModel.analytic(flops, 1e9) if tiny else StepTimeModel.fit(matrix.measurements)
         cost = model.to_dict()
         if is_first:
-            matrix.save(output.with_name(output.name.replace("balances", "balances_matrix")))
+            if task["reports"] is not None:
+                matrix.save(Path(task["reports"]) / "matrix.json")
             say(f"cost: {cost}")
     step_time, table = StepTimeModel.from_dict(cost), table_of(shards)
     m_comp = best_m_comp(table, task["m_mem"], runs[0][1], step_time) if task["m_comp"] is None else task["m_comp"]
@@ -210,7 +211,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help=f"draws of the mix; left out, {SAMPLES_PER_RANK} for each rank")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="values of K")
     parser.add_argument("--max-steps", type=int, nargs="+", default=[], help="of a run with each K; left out, an epoch")
-    parser.add_argument("--reports", type=Path, help="folder for the report of each run")
+    parser.add_argument("--reports", type=Path, help="folder for the report of each run, and for the measured costs")
     parser.add_argument("--seconds", type=float, default=0.3, help="per shape of the cost model's measurement")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
     parser.add_argument("--output", type=Path, help="file to write, or to go on with")
