@@ -55,7 +55,7 @@ def path(room: str, name: str) -> Path:
 
 
 def write(path: Path, benchmark: str, commit: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Writes one result file."""
+    """Writes one result file; whoever reads after this process was killed finds it, or the one before, whole."""
     result = {
         "benchmark": benchmark,
         "date": datetime.now(UTC).date().isoformat(),
@@ -66,7 +66,9 @@ def write(path: Path, benchmark: str, commit: str, settings: dict[str, Any], row
         "rows": rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.replace(path)
 
 
 def differences(found: dict[str, Any], benchmark: str, settings: dict[str, Any]) -> list[str]:
