@@ -7,8 +7,8 @@
 Each table is a process of its own and a file named by the machine, such as ``parallel/layouts-h200x8.json``. One that
 fails does not keep the others from running, and is named at the end. A call goes on where an earlier one was cut off:
 tables that ended well are in ``node/tables-h200x8.json``, and of others only the cells that are missing are measured.
-The tests are those of failures and of parity, of which ``parity of eight`` are those that take a node. How many ran
-is in that file too; whole files of tests are also recorded in tests/gpu/last_result.json.
+The tests are those of failures and of parity, of which ``parity of eight`` are those that take a node; how many ran is
+in that file too, and which of them beside it, such as ``node/parity-h200x8.xml``.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def machine() -> str:
 def command(table: Table, output: Path, options: argparse.Namespace) -> list[str]:
     """What runs a table."""
     if "pytest" in table.script:
-        is_recorded = torch.cuda.is_available() and "-k" not in table.script  # without GPUs all are skipped
-        record = ["--record", options.commit] if is_recorded else []
-        return [sys.executable, *table.script, f"--junit-xml={output}", *record]
+        return [sys.executable, *table.script, f"--junit-xml={output}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
     line = [sys.executable, *(launcher if table.is_launched else []), *table.script]
     return [*line, "--output", str(output), "--commit", options.commit, *(["--tiny"] if options.tiny else [])]
@@ -124,6 +122,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.gpus < 2:
         parser.error(f"{options.gpus} GPUs share nothing: name 2 or more with --gpus, and --tiny where there are none.")
+    if (there := torch.cuda.device_count()) not in (0, options.gpus):
+        parser.error(f"--gpus {options.gpus}, and there are {there}: hide the others by CUDA_VISIBLE_DEVICES.")
     options.shapes, options.folder = options.shapes.absolute(), options.folder.absolute()
     found = {table.name: table for table in tables(options.gpus, options.shapes)}
     if unknown := set(options.only or ()) - found.keys():

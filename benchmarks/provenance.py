@@ -24,9 +24,10 @@ def commit() -> str:
     """The commit that is checked out.
 
     Raises:
-        RuntimeError: If files differ from it: a dirty tree is not measured.
+        RuntimeError: If other files than results differ from it: a dirty tree is not measured.
     """
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
+    others = (":/", ":(top,exclude)benchmarks/results")
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", *others)
     if changed:
         raise RuntimeError(f"Commit first, or pass the commit that was measured; these files were changed:\n{changed}")
     return _output("git", "rev-parse", "HEAD")

@@ -193,8 +193,8 @@ def page(result: Result, prediction: Result) -> Iterator[str]:
         mine = [case for case in cases if case.figure == figure]
         yield f"| {figure} | predicted | measured | error |\n|---|---|---|---|"
         for case in mine:
-            error = f"**{case.error:+.1%}**" if abs(case.error) > OFF else f"{case.error:+.1%}"
-            yield f"| {case.cell} | {case.predicted:.4g} | {case.measured:.4g} | {error} |"
+            bold = "**" if abs(case.error) > OFF else ""
+            yield f"| {case.cell} | {case.predicted:.4g} | {case.measured:.4g} | {bold}{case.error:+.1%}{bold} |"
         worst = max(mine, key=lambda case: abs(case.error))
         off = sum(abs(case.error) > OFF for case in mine)
         computed = sum(not case.is_published for case in mine)
