@@ -85,7 +85,7 @@ def test_two_gpus_are_as_the_checks_of_the_predictions_have_them() -> None:
 def test_balances_of_other_budgets_are_left_out() -> None:
     result = committed("data/balances")
     result["settings"] |= {"m_mem_over_longest": 4.0}
-    assert "Left out: only budgets of" in "\n".join(page(result, PREDICTION))
+    assert "Nothing was predicted: only budgets of" in "\n".join(page(result, PREDICTION))
 
 
 def test_a_pick_is_beside_the_fastest_of_as_many_ranks() -> None:
@@ -94,3 +94,14 @@ def test_a_pick_is_beside_the_fastest_of_as_many_ranks() -> None:
     result["rows"].append(chosen | {"layout": "auto"})
     (pick,) = picks(result)
     assert (pick.picked, pick.best) == ("8 x 1", "4 x 2") and pick.over_best == pytest.approx(1339 / 1152, abs=0.01)
+
+
+def test_other_benchmarks_have_a_table_of_what_was_measured() -> None:
+    rows = [{"variant": "today", "over_today": 1.0}, {"variant": "all", "over_today": 1.25678, "steps": 16}]
+    lines = list(page(measured(1.0) | {"benchmark": "suite", "rows": rows}, PREDICTION))
+    assert lines[1:5] == [
+        "| variant | steps | over_today |",
+        "|---|---|---|",
+        "| today |  | 1 |",
+        "| all | 16 | 1.257 |",
+    ]

@@ -4,11 +4,11 @@
     python benchmarks/predictions/beside.py benchmarks/results/*/*-h200x2.json --output /tmp/beside.md
 
 Reads result files of any number of GPUs: whole steps (strong_scaling), attention layers (layouts) and balances; of
-others it says that nothing is predicted. Predictions are those of benchmarks/results/predictions/scaling-h200.json. Of
+others it prints what was measured. Predictions are those of benchmarks/results/predictions/scaling-h200.json. Of
 steps that are not in it, such as those on two GPUs or with activation checkpointing, its constants predict by the same
 formulas, and it says of how many. An error is predicted over measured, less one; beyond 10 % it is bold.
 
-Other transports and schedules and compiled steps are left out, as nothing is predicted of them.
+Nothing is predicted of other transports and schedules, nor of compiled steps: they are in the table of measurements.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import provenance
 from benchmarks.predictions.finetuning import AGAIN
 from benchmarks.predictions.steps import WAN_1_3B, WAN_14B_8, Rest, StepTime, Work, step
+from benchmarks.tables import COLUMNS, table
 from lightning_videoscale.parallel.layout import MACHINES, Layout
 
 Result = dict[str, Any]
@@ -172,6 +173,11 @@ def picks(result: Result) -> Iterator[Pick]:
             yield Pick(f"{row['heads']} heads, {row['tokens']} tokens", picked, fastest, row["over_best"])
 
 
+def nothing(result: Result, prediction: Result) -> Iterator[Case]:
+    """What was predicted of other benchmarks."""
+    return iter(())
+
+
 PREDICTED = {"parallel/strong_scaling": steps, "parallel/layouts": layers, "data/balances": balances}
 
 
@@ -184,10 +190,11 @@ def page(result: Result, prediction: Result) -> Iterator[str]:
     for what in ("refused", "unfinished"):
         if count := sum(what in row for row in result["rows"]):
             yield f"{count} cells were {what}.\n"
+    yield from table(result)
     try:
-        cases = list(PREDICTED[result["benchmark"]](result, prediction))
+        cases = list(PREDICTED.get(result["benchmark"], nothing)(result, prediction))
     except ValueError as error:
-        yield f"Left out: {error}.\n"
+        yield f"Nothing was predicted: {error}.\n"
         return
     for figure in dict.fromkeys(case.figure for case in cases):
         mine = [case for case in cases if case.figure == figure]
@@ -238,10 +245,10 @@ def main() -> None:
     lines = [f"Predicted for {prediction['settings']['of']}, commit {prediction['commit'][:8]}.\n"]
     for file in options.results:
         result = json.loads(file.read_text())
-        if result["benchmark"] in PREDICTED:
+        if result.get("benchmark") in COLUMNS | PREDICTED:
             lines += page(result, prediction)
         else:
-            lines.append(f"Nothing is predicted of {file.name} ({result['benchmark']}).\n")
+            lines.append(f"{file.name} is no table of a node.\n")
     text = "\n".join(lines)
     if options.output is None:
         print(text)
