@@ -132,5 +132,6 @@ def test_ratios_are_of_a_gpu_and_of_the_same_clip() -> None:
 def test_a_strategy_is_told_how_long_the_clips_are() -> None:
     """By which ``auto`` chooses a layout; without it, all lengths would be divided as 32 760 tokens are."""
     clips = Clips(75_600, steps=3, tiny=False)
-    assert isinstance(clips, KnowsClips) and clips.clip_lengths() == {75_600: 3}
+    told: object = clips
+    assert isinstance(told, KnowsClips) and told.clip_lengths() == {75_600: 3}
     assert [batch[0].tolist() for batch in clips.train_dataloader()] == [[[21, 90, 160]]] * 3

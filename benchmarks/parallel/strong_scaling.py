@@ -79,8 +79,8 @@ class Cell(NamedTuple):
     mode: str
     strategy: str
     layout: str
-    transport: str
-    schedule: str
+    transport: TransportName
+    schedule: ScheduleSetting
 
     @property
     def alone(self) -> Cell:

@@ -245,7 +245,7 @@ def main() -> None:
     lines = [f"Predicted for {prediction['settings']['of']}, commit {prediction['commit'][:8]}.\n"]
     for file in options.results:
         result = json.loads(file.read_text())
-        if result.get("benchmark") in COLUMNS | PREDICTED:
+        if result.get("benchmark") in {*COLUMNS, *PREDICTED}:
             lines += page(result, prediction)
         else:
             lines.append(f"{file.name} is no table of a node.\n")
