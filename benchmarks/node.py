@@ -196,7 +196,7 @@ def _run(line: list[str], seconds: float) -> int | None:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
         _end(process)
-    except BaseException:  # such as Ctrl+C, which does not reach another session
+    except BaseException:  # such as Ctrl+C and SIGTERM, which do not reach another session
         _end(process)
         raise
     say(f"{'given up' if code is None else f'ended with {code}'} after {time.monotonic() - started:.0f} s")
@@ -214,4 +214,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as `timeout` ends a call
     sys.exit(main())

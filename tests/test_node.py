@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import node
 from benchmarks.measured_code import MEASURES
@@ -51,6 +55,28 @@ def test_what_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     assert beats.stat().st_size == count
 
 
+def test_a_call_that_is_ended_ends_its_table(tmp_path: Path) -> None:
+    """By the script itself, with a table of parity in which pytest collects a file that sleeps."""
+    beats, shapes = tmp_path / "beats", tmp_path / "clips.csv"
+    shapes.write_text("source\n")
+    (tmp_path / "conftest.py").write_text(f"import sys\nsys.argv = ['', {str(beats)!r}, 'listens']\n{SLEEPS}")
+    line = [sys.executable, node.__file__, "--shapes", str(shapes), "--gpus", "8", "--folder", str(tmp_path)]
+    options = {
+        "PYTEST_ADDOPTS": f"-p conftest --rootdir={tmp_path}",
+        "PYTHONPATH": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    call = subprocess.Popen([*line, "--commit", "a", "--only", "failures"], env=os.environ | options)
+    begin = time.monotonic()
+    while not beats.exists() and time.monotonic() - begin < 60:
+        time.sleep(0.1)
+    call.terminate()
+    assert call.wait(30) == 128 + signal.SIGTERM
+    count = beats.stat().st_size
+    time.sleep(0.3)
+    assert beats.stat().st_size == count
+
+
 def calls_of(folder: Path, last: int) -> tuple[int | None, int]:
     """The exit code of a table that gets to its third row or sooner no further, and how often it was run."""
     output = folder / "table.json"
@@ -74,6 +100,7 @@ def test_a_second_call_runs_what_is_missing(
     shapes = tmp_path / "clips.csv"
     shapes.write_text("source\n")
     monkeypatch.setattr(node, "tables", lambda gpus, shapes: found)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # as on any machine without GPUs
     monkeypatch.setitem(MEASURES, "node", ("lightning_videoscale/timing",))  # a fingerprint of all takes seconds
     arguments = ["--shapes", str(shapes), "--gpus", "8", "--folder", str(tmp_path), "--commit", "a"]
     monkeypatch.setattr(sys, "argv", ["node.py", *arguments])
