@@ -25,6 +25,7 @@ _FUSED = (*_KERNELS, "lightning_videoscale/injection", "lightning_videoscale/mod
 _PARALLEL = "lightning_videoscale/parallel"
 _EXCHANGE = tuple(f"{_PARALLEL}/{name}" for name in ("attention.py", "ring.py", "ulysses.py", "transport"))
 _SPLIT = tuple(f"{_PARALLEL}/{name}" for name in ("sharding.py", "split_hooks.py", "region_randomness.py"))
+_DIVIDING = (f"{_PARALLEL}/layout", f"{_PARALLEL}/schedules")
 _PLANNING = ("lightning_videoscale/cost", "lightning_videoscale/data/planning")
 
 MEASURES: dict[str, tuple[str, ...]] = {
@@ -42,6 +43,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "data/read_once": ("lightning_videoscale/data/loading", "lightning_videoscale/strategies/batches"),
     "kernels/family_step": (*_KERNELS, "lightning_videoscale/injection", "lightning_videoscale/models"),
     "data/windows": ("lightning_videoscale/data/planning",),
+    "node": ("lightning_videoscale",),
     "finetuning": ("examples/finetune_wan.py", "examples/configs", *_FUSED),
     "kernels/loss_overlay": (*_FUSED, "lightning_videoscale/models/hunyuan_video"),
     "kernels/row_ops": _KERNELS,
@@ -56,7 +58,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "parallel/layouts": (*_EXCHANGE, "lightning_videoscale/attention", f"{_PARALLEL}/layout"),
     "parallel/loss_overlay": (*_EXCHANGE, *_SPLIT, "lightning_videoscale/models/wan"),
     "parallel/schedules": (*_EXCHANGE, "lightning_videoscale/attention", f"{_PARALLEL}/schedules"),
-    "parallel/strong_scaling": (*_EXCHANGE, *_SPLIT, *_FUSED, "lightning_videoscale/graphs"),
+    "parallel/strong_scaling": (*_EXCHANGE, *_SPLIT, *_FUSED, *_DIVIDING, "lightning_videoscale/graphs"),
     "predictions/finetuning": (f"{_PARALLEL}/layout",),
     "predictions/scaling": (*_PLANNING, f"{_PARALLEL}/layout"),
     "strategies/background_checkpoints": ("lightning_videoscale/strategies/checkpoints",),

@@ -24,9 +24,10 @@ def commit() -> str:
     """The commit that is checked out.
 
     Raises:
-        RuntimeError: If files differ from it: a dirty tree is not measured.
+        RuntimeError: If other files than results differ from it: a dirty tree is not measured.
     """
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
+    others = (":/", ":(top,exclude)benchmarks/results")
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", *others)
     if changed:
         raise RuntimeError(f"Commit first, or pass the commit that was measured; these files were changed:\n{changed}")
     return _output("git", "rev-parse", "HEAD")
@@ -55,7 +56,7 @@ def path(room: str, name: str) -> Path:
 
 
 def write(path: Path, benchmark: str, commit: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Writes one result file."""
+    """Writes one result file; whoever reads after this process was killed finds it, or the one before, whole."""
     result = {
         "benchmark": benchmark,
         "date": datetime.now(UTC).date().isoformat(),
@@ -66,7 +67,16 @@ def write(path: Path, benchmark: str, commit: str, settings: dict[str, Any], row
         "rows": rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def differences(found: dict[str, Any], benchmark: str, settings: dict[str, Any]) -> list[str]:
+    """In what a result file that was read differs from a run that would go on with it; empty: in nothing."""
+    here = {"benchmark": benchmark, "code": fingerprint(benchmark), "machine": machine()}
+    other = [name for name, value in here.items() if found[name] != value]
+    return other + [name for name, value in settings.items() if found["settings"].get(name) != value]
 
 
 def table(file: Path) -> dict[str, str]:

@@ -107,7 +107,7 @@ def train(
         int(os.environ["WORLD_SIZE"]),
         task["tiny"],
         max_epochs=1,
-        max_steps=task["max_steps"] or -1,
+        max_steps=task["max_steps"].get(str(k), -1),
         accumulate_grad_batches=k,
         callbacks=[*report, record],
     )
@@ -148,7 +148,8 @@ def measure(shards: str, runs: list[tuple[str, int]], cost: dict[str, Any] | Non
         model = StepTimeModel.analytic(flops, 1e9) if tiny else StepTimeModel.fit(matrix.measurements)
         cost = model.to_dict()
         if is_first:
-            matrix.save(output.with_name(output.name.replace("balances", "balances_matrix")))
+            if task["reports"] is not None:
+                matrix.save(Path(task["reports"]) / "matrix.json")
             say(f"cost: {cost}")
     step_time, table = StepTimeModel.from_dict(cost), table_of(shards)
     m_comp = best_m_comp(table, task["m_mem"], runs[0][1], step_time) if task["m_comp"] is None else task["m_comp"]
@@ -209,8 +210,8 @@ def main() -> None:
     parser.add_argument("--m-comp", type=float, help="likewise, to the power p; left out, the best for `planned`")
     parser.add_argument("--samples", type=int, help=f"draws of the mix; left out, {SAMPLES_PER_RANK} for each rank")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="values of K")
-    parser.add_argument("--max-steps", type=int, help="of a run; left out, an epoch")
-    parser.add_argument("--reports", type=Path, help="folder for the report of each run")
+    parser.add_argument("--max-steps", type=int, nargs="+", default=[], help="of a run with each K; left out, an epoch")
+    parser.add_argument("--reports", type=Path, help="folder for the report of each run, and for the measured costs")
     parser.add_argument("--seconds", type=float, default=0.3, help="per shape of the cost model's measurement")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
     parser.add_argument("--output", type=Path, help="file to write, or to go on with")
@@ -220,6 +221,9 @@ def main() -> None:
     output = (options.output or provenance.path("data", "balances")).absolute()
     samples = options.samples or SAMPLES_PER_RANK * options.ranks
     done = json.loads(output.read_text()) if output.exists() else {"rows": [], "settings": {}}
+    if len(options.max_steps) not in (0, len(options.micro_batches)):
+        parser.error(f"--max-steps {options.max_steps} are not one for each K of {options.micro_batches}.")
+    max_steps = {str(k): steps for k, steps in zip(options.micro_batches, options.max_steps, strict=False)}
     m_comp = done["settings"].get("m_comp_over_longest") if options.m_comp is None else options.m_comp
     settings = {
         "dry_run": options.tiny,
@@ -229,13 +233,13 @@ def main() -> None:
         "precision": "bf16-mixed",
         "activation_checkpointing": True,
         "mix": {"samples": samples, "seed": 0, "table": provenance.table(options.shapes)},
-        "max_steps": options.max_steps,
+        "max_steps": max_steps,
         "m_mem_over_longest": options.m_mem,
         "m_comp_over_longest": m_comp,
         "warm_up_steps": WARM_UP,
     }
-    if done["settings"] and {name: done["settings"].get(name) for name in settings} != settings:
-        parser.error(f"{output} holds runs of other settings: name another --output.")
+    if done["settings"] and (other := provenance.differences(done, "data/balances", settings)):
+        parser.error(f"{output} holds runs of other {', '.join(other)}: name another --output.")
     found = {(row["balance"], row["micro_batches"]) for row in done["rows"]}
     runs = [(balance, k) for k in options.micro_batches for balance in BALANCES if (balance, k) not in found]
     if not runs:
@@ -254,7 +258,7 @@ def main() -> None:
             settings=settings,
             m_mem=options.m_mem,
             m_comp=m_comp,
-            max_steps=options.max_steps,
+            max_steps=max_steps,
             reports=None if options.reports is None else str(options.reports.absolute()),
             layers=options.layers,
             seconds=options.seconds,

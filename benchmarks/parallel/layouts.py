@@ -188,7 +188,7 @@ def run(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo" if options.tiny else "nccl", device_id=None if options.tiny else device)
     first, world = dist.get_rank() == 0, dist.get_world_size()
     commit = (options.commit or provenance.commit()) if first else ""
-    heads, dim, lengths = ((4, 6), 16, (64, 96)) if options.tiny else (options.heads, DIM, options.lengths)
+    dim, lengths = (16, (64, 96)) if options.tiny else (DIM, options.lengths)
     sizes = [size for size in range(world, 0, -1) if world % size == 0]
     meshes = {
         Layout(size, world // size): SequenceMesh.create(device.type, ulysses_size=size, ring_size=world // size)
@@ -197,7 +197,7 @@ def run(options: argparse.Namespace) -> None:
     rows: list[Row] = []
     if first:
         print("heads  tokens ulysses x ring   ms  predicted  over best  difference")
-    for count in heads:
+    for count in options.heads:
         for tokens in lengths:
             cell = measure(count, dim, tokens, {at: mesh for at, mesh in meshes.items() if at.ulysses <= count}, device,
                            options.rounds)  # fmt: skip

@@ -3,13 +3,16 @@
     torchrun --nproc-per-node 2 benchmarks/parallel/strong_scaling.py
     torchrun --nproc-per-node 8 benchmarks/parallel/strong_scaling.py --layouts 8x1 4x2 2x4 4x1 auto
 
-Wan with fused kernels in bf16-mixed with a fused AdamW, trained by a Trainer: one clip a step, at several lengths one
-after the other. A layout is Ulysses x ring; what it leaves of the GPUs is data parallelism. A step's time is what lies
-between the beginnings of two on the device, waits for the host included; the median of the steps of a length counts,
-on the slowest rank. A combination that the package refuses is a row with the reason.
+Wan with fused kernels in bf16-mixed with a fused AdamW, trained by a Trainer: one clip a step, all of one length. A
+layout is Ulysses x ring; what it leaves of the GPUs is data parallelism. A step's time is what lies between the
+beginnings of two on the device, waits for the host included; the median of the steps counts, on the slowest rank. A
+combination that the package refuses is a row with the reason.
 
 ``per_gpu_over_whole_clips`` is the tokens per second of a GPU that has its part of a clip over those of one that has a
-clip of its own, with all else the same but transport and schedule. ``--tiny`` tries the script on whatever there is.
+clip of its own, with all else the same but transport and schedule. ``over_best`` is a step's time over that in the best
+layout of as many ranks. ``--tiny`` tries the script on whatever there is.
+
+A call goes on with the rows of its output file. A cell that ended the process is left for last.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import json
 import os
 import statistics
 import sys
@@ -36,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import provenance
 from benchmarks.wan_training import WAN_1_3B
 from lightning_videoscale.injection import inject_fused_kernels
-from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import TransportName, what_lacks
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
 
@@ -46,14 +50,14 @@ MODELS = {
     "wan-1.3b": WAN_1_3B,
     "wan-14b-8": WAN_1_3B | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 8},
 }
-TINY = {"num_attention_heads": 8, "attention_head_dim": 16, "ffn_dim": 128, "num_layers": 2, "text_dim": 64}
+TINY = {"attention_head_dim": 16, "ffn_dim": 128, "num_layers": 2, "text_dim": 64}  # and a model's own heads
 MODES: dict[str, dict[str, Any]] = {
     "eager": {},
     "compiled": {"compile": True},
     "graphs": {"graphs": True},
 }
 STRATEGIES = {"ddp": SequenceParallelDDPStrategy, "fsdp2": SequenceParallelFSDP2Strategy}
-SKIPPED = 5  # steps of a length that warm up and capture
+BENCHMARK = "parallel/strong_scaling"
 Row = dict[str, Any]
 
 
@@ -62,26 +66,52 @@ class Cell(NamedTuple):
 
     Attributes:
         model: One of `MODELS`.
+        tokens: Of a clip.
         mode: One of `MODES`.
         strategy: One of `STRATEGIES`.
-        ulysses: Ranks of a Ulysses group; None: all GPUs share a clip as ``auto`` has it.
-        ring: Ranks of a ring; None likewise.
+        layout: Ulysses x ring, such as ``4x2``; ``auto``: all GPUs share a clip as the strategy divides them.
         transport: Of the exchange.
         schedule: Likewise.
     """
 
     model: str
+    tokens: int
     mode: str
     strategy: str
-    ulysses: int | None
-    ring: int | None
-    transport: str
-    schedule: str
+    layout: str
+    transport: TransportName
+    schedule: ScheduleSetting
 
     @property
     def alone(self) -> Cell:
         """A clip on each GPU, and all else the same."""
-        return self._replace(ulysses=1, ring=1, transport="collective", schedule="serial")
+        return self._replace(layout="1x1", transport="collective", schedule="serial")
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """Ranks of a Ulysses group and of a ring; None: left to the strategy."""
+        if self.layout == "auto":
+            return None, None
+        ulysses, ring = map(int, self.layout.split("x"))
+        return ulysses, ring
+
+
+class Clips(pl.LightningDataModule):
+    """As many clips as there are steps, all of one size; says how long they are, which ``auto`` chooses a layout by."""
+
+    def __init__(self, tokens: int, steps: int, tiny: bool) -> None:
+        super().__init__()
+        size = (2, 8, 8) if tiny else (FRAMES[tokens], *HEIGHT_WIDTH.get(tokens, (60, 104)))
+        self._tokens, self._sizes = tokens, torch.tensor([size] * steps)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(self._sizes), batch_size=1)
+
+    def clip_lengths(self) -> dict[int, int]:
+        return {self._tokens: len(self._sizes)}
+
+    def tokens_per_device(self) -> None:
+        return None
 
 
 class Flow(pl.LightningModule):
@@ -141,12 +171,15 @@ def strategy_of(cell: Cell, options: argparse.Namespace) -> Any:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if lacks := what_lacks(cell.transport, device):
         raise ValueError(f"transport={cell.transport!r}: {lacks}")
-    if "graphs" in MODES[cell.mode] and cell.ring not in (None, 1):
-        raise ValueError(f"no CUDA graph captures a ring of {cell.ring}")  # setup says so too, when ranks have met
+    ulysses, ring = cell.sizes
+    if "graphs" in MODES[cell.mode] and cell.strategy == "fsdp2":
+        raise ValueError("FSDP2 runs by no CUDA graphs")
+    if "graphs" in MODES[cell.mode] and ring not in (None, 1):
+        raise ValueError(f"no CUDA graph captures a ring of {ring}")  # setup says so too, when ranks have met
     memory = {"graphs_max_memory": 0.6} if "graphs" in MODES[cell.mode] else {}
     return STRATEGIES[cell.strategy](
-        ulysses_size=cell.ulysses,
-        ring_size=cell.ring,
+        ulysses_size=ulysses,
+        ring_size=ring,
         transport=cell.transport,
         schedule=cell.schedule,
         attention_backend="sdpa",
@@ -156,10 +189,9 @@ def strategy_of(cell: Cell, options: argparse.Namespace) -> Any:
     )
 
 
-def train(cell: Cell, strategy: Any, options: argparse.Namespace) -> tuple[dict[int, list[float]], dict[str, Any]]:
-    """The milliseconds of the steps that count, by tokens; and what ran: the layout, graphs, the peak of memory."""
-    count = SKIPPED + options.steps
-    sizes = [_size(tokens, options.tiny) for tokens in options.tokens for _ in range(count)]
+def train(cell: Cell, strategy: Any, options: argparse.Namespace) -> tuple[list[float], Row]:
+    """The milliseconds of the steps that count; and what ran: the layout, graphs, the peak of memory."""
+    count = options.warm_up + options.steps
     steps = Steps()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -168,28 +200,21 @@ def train(cell: Cell, strategy: Any, options: argparse.Namespace) -> tuple[dict[
         devices=dist.get_world_size(),
         strategy=strategy,
         precision="bf16-mixed",
-        use_distributed_sampler=False,  # all ranks have clips of the same sizes in the same order
-        max_steps=len(sizes),
+        use_distributed_sampler=False,  # all ranks have clips of the same size
+        max_steps=count,
         callbacks=[steps],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Flow(TINY if options.tiny else MODELS[cell.model])
-    trainer.fit(module, DataLoader(TensorDataset(torch.tensor(sizes)), batch_size=1))
-    times = steps.milliseconds()
+    module = Flow(MODELS[cell.model] | (TINY if options.tiny else {}))
+    trainer.fit(module, datamodule=Clips(cell.tokens, count, options.tiny))
+    times = _slowest(steps.milliseconds()[options.warm_up :])
     peak = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
-    by_tokens = {
-        tokens: _slowest(times[place * count + SKIPPED : (place + 1) * count])
-        for place, tokens in enumerate(options.tokens)
-    }
-    ran = {"ulysses": strategy.mesh.ulysses.size, "ring": strategy.mesh.ring.size, "dp": strategy.mesh.dp.size}
-    return by_tokens, ran | {"reserved_gib": round(peak, 2), "graphs": steps.counts}
-
-
-def _size(tokens: int, tiny: bool) -> tuple[int, int, int]:
-    return (2, 8, 8) if tiny else (FRAMES[tokens], *HEIGHT_WIDTH.get(tokens, (60, 104)))
+    ulysses, ring, dp = (getattr(strategy.mesh, axis).size for axis in ("ulysses", "ring", "dp"))
+    ran = {"gpus": dist.get_world_size(), "ulysses": ulysses, "ring": ring, "dp": dp, "sp": ulysses * ring}
+    return times, ran | {"reserved_gib": round(peak, 2), "graphs": steps.counts}
 
 
 def _slowest(times: list[float]) -> list[float]:
@@ -207,87 +232,118 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=["ddp"], choices=list(STRATEGIES))
     parser.add_argument("--layouts", nargs="+", help="such as 4x2: Ulysses x ring, or auto; left out, Ulysses alone")
     parser.add_argument("--transports", nargs="+", default=["collective"], choices=get_args(TransportName))
-    parser.add_argument("--schedules", nargs="+", default=["serial"], choices=get_args(ScheduleName))
+    parser.add_argument("--schedules", nargs="+", default=["serial"], choices=get_args(ScheduleSetting))
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing of every block")
-    parser.add_argument("--steps", type=int, default=12, help="that count, of each length")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps of a cell before; graphs are captured by three")
+    parser.add_argument("--steps", type=int, default=12, help="that count, of each cell")
+    parser.add_argument("--output", type=Path, help="file to write or to go on with; left out, one of our results")
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     parser.add_argument("--tiny", action="store_true", help="try the script with a small model")
     options = parser.parse_args()
+    if options.tiny:
+        options.warm_up, options.steps = 1, 2
     commit = options.commit or provenance.commit()
     output = options.output or provenance.path("parallel", "strong_scaling")
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo")
-    settings = {"dry_run": options.tiny, "steps": options.steps, "checkpointing": options.checkpointing}
-    rows: list[Row] = []
-    for cell in cells(options, dist.get_world_size()):
-        rows += measure(cell, rows, options)
+    settings = {
+        "dry_run": options.tiny,
+        "ranks": dist.get_world_size(),
+        "warm_up": options.warm_up,
+        "steps": options.steps,
+        "checkpointing": options.checkpointing,
+    }
+    rows = so_far(output, settings, parser)
+    dist.barrier()  # all have read the file before it is written
+
+    def write(rows: list[Row]) -> None:
         if dist.get_rank() == 0:
-            provenance.write(output, "parallel/strong_scaling", commit, settings, rows)
+            provenance.write(output, BENCHMARK, commit, settings, compared(rows))
+
+    for cell in missing(cells(options, dist.get_world_size()), rows):
+        rows = [row for row in rows if cell_of(row) != cell]
+        write([*rows, cell._asdict() | {"unfinished": True}])
+        rows.append(measure(cell, options))
+        write(rows)
+        if dist.get_rank() == 0:
+            print(rows[-1], flush=True)
     dist.destroy_process_group()
+
+
+def so_far(output: Path, settings: Row, parser: argparse.ArgumentParser) -> list[Row]:
+    """The rows of an output file, if there is one; ends the process if they are not of this code and these settings."""
+    if not output.exists():
+        return []
+    found = json.loads(output.read_text())
+    if other := provenance.differences(found, BENCHMARK, settings):
+        parser.error(f"{output} holds rows of other {', '.join(other)}: name another --output.")
+    rows: list[Row] = found["rows"]
+    return rows
 
 
 def cells(options: argparse.Namespace, gpus: int) -> list[Cell]:
     """Every combination, each after the one that has a clip on each GPU."""
     found: dict[Cell, None] = {}
-    for model, mode, strategy, layout, transport, schedule in itertools.product(
-        options.models, options.modes, options.strategies, options.layouts or [f"{gpus}x1"], options.transports,
-        options.schedules,
+    for combination in itertools.product(
+        options.models, options.tokens, options.modes, options.strategies, options.layouts or [f"{gpus}x1"],
+        options.transports, options.schedules,
     ):  # fmt: skip
-        ulysses, ring = (None, None) if layout == "auto" else map(int, layout.split("x"))
-        cell = Cell(model, mode, strategy, ulysses, ring, transport, schedule)
+        cell = Cell(*combination)
         found |= {cell.alone: None, cell: None}
     return list(found)
 
 
-def measure(cell: Cell, rows: list[Row], options: argparse.Namespace) -> list[Row]:
-    """The rows of a cell, one for each length, or one with the reason why it cannot run."""
-    asked = cell._asdict() | {"layout": "auto" if cell.ulysses is None else f"{cell.ulysses}x{cell.ring}"}
+def cell_of(row: Row) -> Cell:
+    return Cell(*(row[name] for name in Cell._fields))
+
+
+def missing(wanted: list[Cell], rows: list[Row]) -> list[Cell]:
+    """The cells that no row has, then those that were begun and ended the process."""
+    finished = {cell_of(row): "unfinished" not in row for row in rows}
+    return [cell for cell in wanted if cell not in finished] + [c for c in wanted if finished.get(c) is False]
+
+
+def measure(cell: Cell, options: argparse.Namespace) -> Row:
+    """The row of a cell, or one with the reason why it cannot run."""
     try:
         strategy = strategy_of(cell, options)
     except ValueError as error:  # on all ranks alike
-        found = [asked | {"refused": str(error)}]
-    else:
-        times, ran = train(cell, strategy, options)
-        found = [asked | ran | describe(tokens, steps) for tokens, steps in times.items()]
-        for row in found:
-            _compare(row, [*rows, *found])
+        return cell._asdict() | {"refused": str(error)}
+    times, ran = train(cell, strategy, options)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if dist.get_rank() == 0:
-        for row in found:
-            print(row, flush=True)
-    return found
-
-
-def describe(tokens: int, steps: list[float]) -> Row:
-    """What was measured of a length."""
-    quartiles = statistics.quantiles(steps, n=4) if len(steps) > 1 else [steps[0]] * 3
-    return {
-        "gpus": dist.get_world_size(),
-        "tokens": tokens,
-        "step_ms": round(statistics.median(steps), 3),
+    quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
+    figures = {
+        "step_ms": round(statistics.median(times), 3),
         "quartiles_ms": [round(quartiles[0], 3), round(quartiles[2], 3)],
     }
+    return cell._asdict() | ran | figures
 
 
-def _compare(row: Row, rows: list[Row]) -> None:
-    """Adds what a row is beside the clip on each GPU, and beside eager code."""
+def compared(rows: list[Row]) -> list[Row]:
+    """The rows, each beside the clip on each GPU, beside eager code, and beside the best layout of as many ranks."""
+    times = {cell_of(row): row["step_ms"] for row in rows if "step_ms" in row}
+    best: dict[tuple[Cell, int], float] = {}
+    for row in rows:
+        if "step_ms" in row:
+            place = cell_of(row)._replace(layout=""), row["sp"]
+            best[place] = min(row["step_ms"], best.get(place, row["step_ms"]))
 
-    def time(**changed: Any) -> float | None:
-        wanted = {name: row[name] for name in (*Cell._fields, "layout", "tokens")} | changed
-        found = [other["step_ms"] for other in rows if "step_ms" in other and wanted.items() <= other.items()]
-        return float(found[0]) if found else None
+    def beside(row: Row) -> Row:
+        if "step_ms" not in row:
+            return row
+        cell, ms = cell_of(row), row["step_ms"]
+        ratios = {"over_best": ms / best[cell._replace(layout=""), row["sp"]]}
+        if cell.alone in times:
+            ratios["per_gpu_over_whole_clips"] = times[cell.alone] / ms / row["sp"]
+        if (eager := cell._replace(mode="eager")) in times:
+            ratios["eager_over_this"] = times[eager] / ms
+        return row | {name: round(ratio, 4) for name, ratio in ratios.items()}
 
-    row["sp"] = row["ulysses"] * row["ring"]
-    alone = time(layout="1x1", ulysses=1, ring=1, transport="collective", schedule="serial")
-    if alone is not None:
-        row["per_gpu_over_whole_clips"] = round(alone / row["step_ms"] / row["sp"], 4)
-    if (eager := time(mode="eager")) is not None:
-        row["eager_over_this"] = round(eager / row["step_ms"], 4)
+    return [beside(row) for row in rows]
 
 
 if __name__ == "__main__":

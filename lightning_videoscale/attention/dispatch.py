@@ -13,7 +13,6 @@ whatever else watches ops.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_videoscale.attention.attend import attend, attend_backward, torch_attention
@@ -22,7 +21,7 @@ from lightning_videoscale.attention.choices import AttentionChoices
 from lightning_videoscale.attention.differentiable import attend_differentiably
 from lightning_videoscale.attention.op import attention_backward_op, attention_op
 from lightning_videoscale.attention.records import SDPA
-from lightning_videoscale.compat.torch.attention import Gradients
+from lightning_videoscale.compat.torch.attention import Gradients, with_gradient_in_order
 from lightning_videoscale.compat.torch.autograd import (
     dispatch_modes_active,
     function_transforms_active,
@@ -58,10 +57,10 @@ def attention(
         out = attention_op(query, key, value, mask, scale, False, choices.number)[0]
         return out
     name = choices.name_for(query, key, mask is not None, False)
-    if name == SDPA or function_transforms_active() or in_forward_mode():
-        if mask is None:
-            return F.scaled_dot_product_attention(query, key, value, scale=scale)
+    if function_transforms_active() or in_forward_mode():
         return torch_attention(query, key, value, scale, mask)
+    if name == SDPA:
+        return with_gradient_in_order(torch_attention(query, key, value, scale, mask))
     if _is_plain(query):
         return attend_differentiably(KERNELS[name], query, key, value, scale, mask)
     out = attention_op(query, key, value, mask, scale, False, choices.number)[0]

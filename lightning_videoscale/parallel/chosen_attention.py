@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_videoscale.attention import AttentionChoices, as_autocast, as_choices, attention
 from lightning_videoscale.compat.diffusers import KERNELS_OF_BACKENDS, own_attention_backend
 from lightning_videoscale.compat.patching import only_redirects
+from lightning_videoscale.compat.torch.attention import with_gradient_in_order
 from lightning_videoscale.parallel.plan import SplitPlan, matching_modules
 from lightning_videoscale.undo import Undo
 
@@ -107,9 +108,10 @@ class _Asking(TorchFunctionMode):
     ) -> Tensor:
         plain = attn_mask is None and not dropout_p and not is_causal
         if not plain or query.ndim != 4 or key.shape != value.shape or query.shape[:2] != key.shape[:2]:
-            return F.scaled_dot_product_attention(
+            out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+            return out if torch.compiler.is_compiling() else with_gradient_in_order(out)
         scale = scale if scale is not None else query.shape[3] ** -0.5
         query, key, value = as_autocast(query, key, value)
         return attention(self._choices, query, key, value, scale)

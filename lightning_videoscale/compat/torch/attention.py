@@ -101,6 +101,18 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def with_gradient_in_order(out: Tensor) -> Tensor:
+    """Has the gradient of what torch's own function returned lie with tokens first, whatever hands it over.
+
+    Where torch picks cuDNN, that is what the plans it keeps are then made for (`_OWN_PLANS`). A single block that joins
+    attention with its MLP, as Flux's does, hands over rows of a wider tensor, and a double block does not: with torch
+    2.11, diffusers' Flux ends in an illegal access of memory.
+    """
+    if out.is_cuda and out.requires_grad:
+        out.register_hook(_tokens_first)
+    return out
+
+
 def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """CuDNN's attention."""
     out, lse, *_ = _op("_scaled_dot_product_cudnn_attention")(q, k, v, bias, True, _OWN_PLANS, scale=scale)

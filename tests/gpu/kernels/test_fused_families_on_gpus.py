@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -86,6 +88,16 @@ def test_as_exact_in_float32(name: str, place: int, backend: BackendName) -> Non
     assert gradient_error(of_fused, exact) <= max(bound, 2 * gradient_error(of_eager, exact))
 
 
+def times_as_large(errors: list[float], of_eager: list[float]) -> tuple[float, float]:
+    """The geometric mean of the ratios of errors batch by batch, and what it is at least, two standard errors below.
+
+    Roundings that differ in the last bit of a few sums are enough for a ratio of one batch to be 0.5 or 2.
+    """
+    logs = [math.log(mine / theirs) for mine, theirs in zip(errors, of_eager, strict=True)]
+    below = 2 * stdev(logs) / len(logs) ** 0.5
+    return math.exp(mean(logs)), math.exp(mean(logs) - below)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "place"), CASES)
 def test_as_exact_in_bfloat16(name: str, place: int, backend: BackendName) -> None:
@@ -97,17 +109,20 @@ def test_as_exact_in_bfloat16(name: str, place: int, backend: BackendName) -> No
     exact = copy.deepcopy(eager).double()
     fused = copy.deepcopy(eager.cuda())
     inject_fused_kernels(fused, backend=backend)
-    of_gradients, of_outputs = {"eager": 0.0, "fused": 0.0}, {"eager": 0.0, "fused": 0.0}
+    outputs_off: dict[str, list[float]] = {"eager": [], "fused": []}
+    gradients_off: dict[str, list[float]] = {"eager": [], "fused": []}
     for batch in range(BATCHES):
         inputs = cast(inputs_of(name, place, batch), torch.bfloat16)
         right, exact_gradients = exactly(exact, inputs)
         for key, model in (("eager", eager), ("fused", fused)):
             with sdpa_kernel(SDPBackend.MATH):
                 outputs, gradients = run(model, on_gpu(inputs))
-            of_outputs[key] += sum(float((y - x).square().sum()) for y, x in zip(outputs, right, strict=True))
-            of_gradients[key] += distance(gradients, exact_gradients) ** 2
-    assert of_outputs["fused"] <= 1.05**2 * of_outputs["eager"]
-    own = (of_gradients["eager"] / BATCHES) ** 0.5
+            outputs_off[key].append(off(outputs, right))
+            gradients_off[key].append(distance(gradients, exact_gradients))
+    ratio, least = times_as_large(outputs_off["fused"], outputs_off["eager"])
+    assert least <= 1.05, ratio
+    own = mean(gradients_off["eager"])
     if own > TELLING:
         pytest.skip(f"gradients of {name} without kernels are {own:.0%} off in bfloat16")
-    assert of_gradients["fused"] <= 1.05**2 * of_gradients["eager"]
+    ratio, least = times_as_large(gradients_off["fused"], gradients_off["eager"])
+    assert least <= 1.05, ratio

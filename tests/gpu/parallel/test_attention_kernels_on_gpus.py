@@ -129,6 +129,20 @@ def test_cudnns_plans_fit_gradients_of_any_layout(first: str, number: int) -> No
             assert float((got.double() - expected).norm() / expected.norm()) <= 2e-2, order
 
 
+@pytest.mark.parametrize("number", range(2))
+def test_torchs_own_pick_takes_gradients_of_any_layout(number: int) -> None:
+    """Rows of a wider tensor first, as Flux's single blocks hand them over, or last."""
+    facts = case(queries=344 + 8 * number, keys=528)
+    problem = Problem.random(facts, 2)
+    wide = torch.cat([problem.cotangent.transpose(1, 2), problem.cotangent.transpose(1, 2)], 3)
+    cotangents = [problem.cotangent, wide[..., :128].transpose(1, 2), problem.cotangent.contiguous()]
+    for cotangent in cotangents[number:] + cotangents[:number]:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            mine = problem._replace(cotangent=cotangent).solve(by(AttentionChoices("auto")))
+        for got, expected in zip(mine, problem.exact(), strict=True):
+            assert float((got.double() - expected).norm() / expected.norm()) <= 2e-2
+
+
 @pytest.mark.parametrize("order", ["out", "grad"])
 def test_cudnns_backward_takes_outputs_of_any_layout(order: str) -> None:
     """A ring's merged output lies as the merge leaves it."""
