@@ -53,7 +53,9 @@ def hide_exchange(model: nn.Module, context: SequenceContext, plan: SplitPlan) -
                 check_heads(heads, context.mesh.ulysses.size)
                 if rule.in_one_call is not None:
                     undo.add(rule.in_one_call(module))
-                layer = _Layer(path, rule, streams_of[pattern], HeadPlacement(context, heads), module.forward)
+                streams = streams_of[pattern]
+                width = max(_widths(module, streams), default=None)
+                layer = _Layer(path, rule, streams, HeadPlacement(context, heads), module.forward, width)
                 if context.schedule != "auto" and not layer.is_method:
                     raise ValueError(f"schedule={context.schedule!r}: {layer.watched(module)}. Use schedule='serial'.")
                 undo.add(context.watch_schedules(partial(layer.watched, module)))
@@ -81,8 +83,14 @@ def _objection(attn: Any, described: Streams) -> str | None:
             return f"{change}, and only 'serial' calls norms over all heads"
     if getattr(attn, "residual_connection", False) or getattr(attn, "rescale_output_factor", 1) != 1:
         return "it adds its input to its output, or scales that"
-    widths = {getattr(getattr(attn, str(name)), "out_features", None) for p in described.values() for name in p.linears}
-    return f"its keys have other channels than its queries: {sorted(map(str, widths))}" if len(widths) > 1 else None
+    widths = _widths(attn, described)
+    return f"its keys have other channels than its queries: {sorted(widths)}" if len(widths) > 1 else None
+
+
+def _widths(attn: Any, described: Streams) -> set[int]:
+    """How many channels its projections make, as far as they say so: what a user wraps around a Linear may not."""
+    linears = [getattr(attn, str(name)) for projection in described.values() for name in projection.linears]
+    return {linear.out_features for linear in linears if hasattr(linear, "out_features")}
 
 
 @dataclass(eq=False)
@@ -95,6 +103,7 @@ class _Layer:
         described: Its streams.
         place: Where tokens and heads are.
         own: Its forward before this one.
+        width: Channels of its heads when it was split; None if none of its projections said.
         met: What stood against a call of it, which then ran by "serial"; None if nothing ever did.
         checked: Whether ranks have compared what they sent with what it returned.
     """
@@ -104,6 +113,7 @@ class _Layer:
     described: Streams
     place: HeadPlacement
     own: Any
+    width: int | None
     met: str | None = None
     checked: bool = False
 
@@ -115,6 +125,8 @@ class _Layer:
     def watched(self, attn: nn.Module) -> str | None:
         """Why the attention can only run by "serial", as far as this rank knows; None if it can run by others."""
         reason = self.met or _objection(attn, self.described)
+        if self.width is None:
+            reason = "none of its projections says how many channels it makes, as out_features of a Linear does"
         if not self.is_method:
             reason = "its forward was replaced by a function that does not take the module"
         return None if reason is None else f"{self.path}: {reason}"
@@ -131,13 +143,13 @@ class _Layer:
         tokens = [sum(context.lengths(group.streams)) for group in groups]
         largest = groups[tokens.index(max(tokens))].projection
         x = arguments.get(largest.tokens)
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or self.width is None:
             return "serial"
         shape = LayerShape.of(
             x,
             sum(tokens),
             self.place.heads,
-            getattr(attn, str(largest.linears[0])).out_features // self.place.heads,
+            self.width // self.place.heads,
             across_heads=largest.across_heads,
             apart=sum(tokens) - max(tokens),
             is_projected=getattr(attn, largest.output, None) is not None,
@@ -222,4 +234,5 @@ def _forward(layer: _Layer, serial: Callable[..., Any]) -> Callable[..., Any]:
             return serial(self, *args, **kwargs)
         return layer.run(self, arguments, by_slices=schedule == "sliced")
 
-    return forward
+    # What a user compiles around it breaks off here; "auto" is serial there, which compiles.
+    return forward if layer.place.context.schedule == "auto" else torch.compiler.disable(forward)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_videoscale.attention import AttentionChoices
@@ -24,6 +25,7 @@ OF_SELF = Projection(across_heads=True, rotary="rotary_emb", layout="bshd")
 """Of Wan's self-attention, which its kin have, too."""
 
 
+@torch.compiler.disable  # what a user compiles around it breaks off here
 def attend_hiding_exchange(
     attn: Any,
     hidden_states: Tensor,

@@ -136,7 +136,22 @@ HABITS = (
     ("cogvideox", "no biases"),
     ("ltx", "lora"),
     ("ltx", "fused, recomputed"),
+    ("hunyuan_video", "wrapped projections"),
+    ("wan", "wrapped projections"),
+    ("flux", "compiled blocks"),
 )
+
+
+class Wrapped(nn.Module):
+    """Around a Linear, without telling how many channels it makes."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns what the Linear does."""
+        return self.linear(x)  # type: ignore[no-any-return]
 
 
 def prepare(model: Any, habit: str) -> None:
@@ -162,6 +177,14 @@ def prepare(model: Any, habit: str) -> None:
     if habit == "no biases":
         for attention in attentions:
             attention.to_k.bias = attention.to_out[0].bias = None
+    if habit == "wrapped projections":
+        for attention in attentions:
+            for name in ("to_q", "to_k", "to_v", "add_k_proj"):
+                if isinstance(linear := getattr(attention, name, None), nn.Linear):
+                    setattr(attention, name, Wrapped(linear))
+    if habit == "compiled blocks":
+        for block in model.transformer_blocks:
+            block.compile(backend="aot_eager")
     if habit.startswith("fused,"):
         inject_fused_kernels(model, backend="reference", recompute_norms=True)
 

@@ -5,7 +5,7 @@ All else of the models is in float64: its rounding, which no schedule changes, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from statistics import geometric_mean, median
 from typing import Any, get_args
 
@@ -34,7 +34,8 @@ WIDE_NORMS = ("cogvideox", "consisid", "easyanimate")
 def with_attention_in_bfloat16(model: nn.Module) -> None:
     plan = find_plan(model)
     assert plan is not None
-    for module in (m for pattern in plan.attention for m in submodules(model, pattern).values()):  # type: ignore[union-attr]
+    patterns = plan.attention if isinstance(plan.attention, Mapping) else ("blocks.*.attn1",)  # of Wan's kin
+    for module in (m for pattern in patterns for m in submodules(model, pattern).values()):
         for parameter in module.parameters():
             parameter.data = parameter.data.type(torch.bfloat16)
         module.register_forward_pre_hook(_narrowed, with_kwargs=True)
