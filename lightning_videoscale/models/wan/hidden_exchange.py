@@ -25,7 +25,7 @@ OF_SELF = Projection(across_heads=True, rotary="rotary_emb", layout="bshd")
 """Of Wan's self-attention, which its kin have, too."""
 
 
-@torch.compiler.disable  # what a user compiles around it breaks off here
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # what a user compiles around it breaks off here
 def attend_hiding_exchange(
     attn: Any,
     hidden_states: Tensor,

@@ -71,7 +71,8 @@ class SequenceParallelWanAttention(HearsOfBackends):
                 )
             self._watched()
             way = {"by_slices": schedule == "sliced", "detach_bias": detach_bias}
-            return attend_hiding_exchange(attn, hidden_states, rotary_emb, self.context, self._choices, **way)
+            out: Tensor = attend_hiding_exchange(attn, hidden_states, rotary_emb, self.context, self._choices, **way)
+            return out
         return attend(attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias)
 
     def _schedule(self, attn: Any, hidden_states: Tensor) -> ScheduleName:
