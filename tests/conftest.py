@@ -33,6 +33,7 @@ LONGEST = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     # With `=`: pytest would take a folder that stands alone for one of ours, before it knows this option.
     parser.addoption("--diffusers", metavar="FOLDER", help="--diffusers=checkout, whose tests tests/upstream runs")
+    parser.addoption("--videos", metavar="FOLDER", help="--videos=folder of real clips, which are decoded, too")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

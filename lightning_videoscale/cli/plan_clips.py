@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from lightning_videoscale.cost.geometry import GEOMETRIES
+from lightning_videoscale.data.packing.on_the_way import already_packed
 from lightning_videoscale.data.planning import SampleTable
 from lightning_videoscale.data.planning.shapes import STANDARD_POLICY, Clips, ShapePolicy, standard_mix
 from lightning_videoscale.data.planning.windows import EpochWindows
+from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.index_table import IndexTable
 
@@ -64,6 +68,13 @@ def _of_windows(options: argparse.Namespace) -> PlanClips:
 
 
 def _index(options: argparse.Namespace) -> ShardIndex:
-    if not IndexTable(options.index).exists:
-        raise ValueError(f"No index at {options.index}: name the one that `videoscale index SHARDS` has written.")
-    return ShardIndex.load(options.index)
+    named: str = options.index
+    if IndexTable(Path(named)).exists:
+        return ShardIndex.load(Path(named))
+    try:
+        file = already_packed([named]).index_file
+    except ShardError as error:
+        raise ValueError(f"No index at {named}, and no shards that have one: {error}") from None
+    if not IndexTable(file).exists:
+        raise ValueError(f"{named} has no index yet. Run: videoscale index {shlex.quote(named)}")
+    return ShardIndex.load(file)

@@ -155,6 +155,21 @@ def test_an_index_is_planned_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert figures["samples"] == 50 and shards
 
 
+def test_shards_are_planned_on_by_their_index(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(tmp_path, 50)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--index", "*.tar"]) == 1
+    assert "videoscale index '*.tar'" in capsys.readouterr().err
+    assert main(["index", "*.tar"]) == 0
+    capsys.readouterr()
+    for named in ("*.tar", str(tmp_path)):
+        assert (
+            run(capsys, "--index", named, "--balance", "planned", "--dp-size", "2", "--m-mem", "160")["samples"] == 50
+        )
+
+
 def test_in_windows_the_figures_are_those_of_a_training_with_that_window(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +207,7 @@ def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, capsys: pytest
     assert main(["plan", "--shapes", str(tmp_path / "none.csv")]) == 1
     assert "none.csv" in capsys.readouterr().err
     assert main(["plan", "--index", str(tmp_path / "*.tar")]) == 1
-    assert "`videoscale index SHARDS`" in capsys.readouterr().err
+    assert "No shards found" in capsys.readouterr().err
     (tmp_path / "one.csv").write_text("source,width,height,fps,num_frames\na,640,480,25,100\n")
     assert main(["plan", "--shapes", str(tmp_path / "one.csv"), "--dp-size", "0"]) == 1
     assert "dp_size=0" in capsys.readouterr().err

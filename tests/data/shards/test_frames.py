@@ -21,8 +21,6 @@ from tests.data.command_line import Recipe
 from tests.data.films import film, numbered, numbers
 from tests.examples.footage import moving_square
 
-REAL = Path(__file__).parents[4] / "shared" / "data" / "videos"
-
 
 def _decode(data: bytes, *args: Any, **kwargs: Any) -> torch.Tensor:
     return decode_clip(io.BytesIO(data), *args, **kwargs)
@@ -243,17 +241,22 @@ def test_films_that_are_askew_or_stretched_beyond_measure_are_refused(
         probe(io.BytesIO(recipe.make(tmp_path).read_bytes()))
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="the real clips are not here")
-@pytest.mark.parametrize("path", sorted(REAL.glob("*.*")), ids=lambda path: path.stem)
-def test_real_clips(path: Path) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "real_clip" in metafunc.fixturenames:
+        folder = metafunc.config.getoption("--videos")
+        clips = sorted(Path(folder).glob("*.*")) if folder else []
+        metafunc.parametrize("real_clip", clips, ids=lambda clip: clip.stem)
+
+
+def test_real_clips(real_clip: Path) -> None:
     """Every eighth of second from 0.3 s on, against frames that are picked from the whole list by hand."""
-    with av.open(str(path)) as container:
+    with av.open(str(real_clip)) as container:
         frames = list(container.decode(video=0))
         stretched = int(frames[0].width * (container.streams.video[0].sample_aspect_ratio or 1))
-    footage = probe(io.BytesIO(path.read_bytes()))
+    footage = probe(io.BytesIO(real_clip.read_bytes()))
     assert (footage.num_frames, footage.height, footage.width) == (len(frames), frames[0].height, stretched)
     height, width = footage.height // 16 * 16, footage.width // 16 * 16
-    video = _decode(path.read_bytes(), 5, height, width, start=0.3, fps=8.0)
+    video = _decode(real_clip.read_bytes(), 5, height, width, start=0.3, fps=8.0)
     top, left = (footage.height - height) // 2, (footage.width - width) // 2
     for k in range(5):
         due = [frame for frame in frames if frame.time <= 0.3 + k / 8 + 0.25 / footage.fps]
