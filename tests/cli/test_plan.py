@@ -165,9 +165,8 @@ def test_shards_are_planned_on_by_their_index(
     assert main(["index", "*.tar"]) == 0
     capsys.readouterr()
     for named in ("*.tar", str(tmp_path)):
-        assert (
-            run(capsys, "--index", named, "--balance", "planned", "--dp-size", "2", "--m-mem", "160")["samples"] == 50
-        )
+        figures = run(capsys, "--index", named, "--balance", "planned", "--dp-size", "2", "--m-mem", "160")
+        assert figures["samples"] == 50
 
 
 def test_in_windows_the_figures_are_those_of_a_training_with_that_window(
