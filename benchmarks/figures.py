@@ -120,15 +120,20 @@ def attention_backends(result: Result) -> None:
 
 
 def strong_scaling(result: Result) -> None:
-    """Left a step of a clip that all GPUs share, right the throughput of a GPU beside one with a clip of its own."""
+    """Left a step of a clip that all GPUs share, right the throughput of a GPU beside one with a clip of its own.
+
+    On one GPU, right the throughput beside eager steps.
+    """
     _, panels = plt.subplots(1, 2, figsize=(10, 3.6))
-    rows = [row for row in result["rows"] if row.get("sp", 1) > 1]
+    shared = [row for row in result["rows"] if row.get("sp", 1) > 1]
+    rows = shared or result["rows"]
+    right = "per_gpu_over_whole_clips" if shared else "eager_over_this"
     varied = [name for name in _VARIED if len({row.get(name) for row in rows}) > 1]
     for setting in dict.fromkeys(tuple(row.get(name) for name in varied) for row in rows):
         mine = [row for row in rows if tuple(row.get(name) for name in varied) == setting]
         here = sorted(mine, key=lambda row: row["tokens"])
         tokens = [row["tokens"] for row in here]
-        for panel, name in zip(panels, ("step_ms", "per_gpu_over_whole_clips"), strict=True):
+        for panel, name in zip(panels, ("step_ms", right), strict=True):
             panel.plot(tokens, [row[name] for row in here], "o-", label=", ".join(map(str, setting)))
     lengths = sorted({row["tokens"] for row in rows})
     for panel in panels:
@@ -137,8 +142,9 @@ def strong_scaling(result: Result) -> None:
         panel.minorticks_off()
         panel.set_xlabel("tokens of the clip")
         panel.set_ylim(bottom=0)
-    panels[0].set(ylabel="ms", title="A step, one clip on all GPUs")
-    panels[1].set(ylabel="over a GPU with a clip of its own", title="Tokens per second of a GPU")
+    panels[0].set(ylabel="ms", title="A step, one clip on all GPUs" if shared else "A step")
+    beside = "a GPU with a clip of its own" if shared else "eager steps"
+    panels[1].set(ylabel=f"over {beside}", title="Tokens per second of a GPU")
     panels[1].axhline(1, color="gray", linewidth=0.8)
     panels[0].legend(fontsize=8)
 
