@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._functorch.config  # torch alone does not load it
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
