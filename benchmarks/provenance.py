@@ -51,8 +51,14 @@ def machine() -> dict[str, Any]:
 def path(room: str, name: str) -> Path:
     """The result file of a benchmark on this machine's GPUs, such as ``parallel/all_to_all-h200x4.json``."""
     gpus = torch.cuda.device_count()
-    gpu = torch.cuda.get_device_name().split()[-1].lower() + (f"x{gpus}" if gpus > 1 else "") if gpus else "cpu"
-    return RESULTS / room / f"{name}-{gpu}.json"
+    machine = model(torch.cuda.get_device_name()) + (f"x{gpus}" if gpus > 1 else "") if gpus else "cpu"
+    return RESULTS / room / f"{name}-{machine}.json"
+
+
+def model(device: str) -> str:
+    """A GPU's model as files are named by it: ``h100`` of "NVIDIA H100 80GB HBM3"."""
+    words = device.lower().split()
+    return next((word for word in words if any(map(str.isdigit, word))), words[-1])
 
 
 def write(path: Path, benchmark: str, commit: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:

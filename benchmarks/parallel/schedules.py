@@ -303,16 +303,17 @@ def main() -> None:
         transports["symmetric"] = SymmetricTransport.create(mesh, device, timedelta(minutes=1), PENDING["sliced"])
     kernel, heads = ("cudnn", HEADS) if device.type == "cuda" else ("sdpa", 8)
     cells, rows = TINY if arguments.tiny else CELLS, []
+    settings = {"dry_run": arguments.tiny, "dtype": "bfloat16", "attention_kernel": kernel, "warmup": WARM_UP}
+    settings |= {"repeats": REPEATS, "rounds": arguments.rounds, "head_dim": HEAD_DIM}
+    output = arguments.output or provenance.path("parallel", "schedules")
     for number in arguments.cells if arguments.cells is not None else range(len(cells)):
         batch, tokens = cells[number]
         layer = Layer(batch, tokens, heads, mesh, device, kernel)
         rows += measure(layer, transports, arguments.rounds, device)
+        if first:
+            provenance.write(output, "parallel/schedules", commit, settings, rows)
     slower = [row for row in rows if not row.get("holds", True)]
     if first:
-        settings = {"dry_run": arguments.tiny, "dtype": "bfloat16", "attention_kernel": kernel, "warmup": WARM_UP}
-        settings |= {"repeats": REPEATS, "rounds": arguments.rounds, "head_dim": HEAD_DIM}
-        output = arguments.output or provenance.path("parallel", "schedules")
-        provenance.write(output, "parallel/schedules", commit, settings, rows)
         print(f"written to {output}")
     dist.barrier()
     mesh.close()
