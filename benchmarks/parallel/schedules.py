@@ -13,6 +13,9 @@ Parts, in bf16, forward and backward:
 the next projection. Its backward is that of "sliced" but for the output's product. Variants take turns; ratios are
 taken round by round, and "alone, again" shows their spread.
 
+With ``--graphs``, all of them run as CUDA graphs, so that the host launches nothing: as steps of a training do under
+``graphs=``, and as the device alone would need.
+
 "auto" is the layer under the schedule that the package chooses for it, by a trial of its own. Forward and backward
 together, it may take 2 % longer than the best schedule, and the spread. Else the command fails.
 """
@@ -20,6 +23,7 @@ together, it may take 2 % longer than the best schedule, and the spread. Else th
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -53,7 +57,8 @@ from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads, gather_
 HEADS, HEAD_DIM = 40, 128
 CELLS = [(1, 4096), (1, 8192), (1, 16384), (1, 32768), (8, 2048)]  # batch size, tokens of a rank
 TINY = [(1, 32), (2, 16)]
-WARM_UP, REPEATS, ROUNDS = 2, 3, 10
+WARM_UP, FEWEST_REPEATS, ROUNDS = 2, 3, 10
+SECONDS = 1.0  # that each variant is timed for, at least
 WORSE = 0.02  # by which "auto" may be slower than the best schedule
 
 Run = Callable[[], Sequence[Tensor]]
@@ -182,6 +187,21 @@ class Layer:
         return lambda: torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True)
 
 
+def captured(run: Run, pool: Any) -> Run:
+    """The same as a CUDA graph."""
+    run()  # what it needs for the first time, it does not meet in the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="relaxed"):
+        run()
+
+    def replay() -> Sequence[Tensor]:
+        graph.replay()
+        return ()
+
+    return replay
+
+
 def choose(layer: Layer, transports: dict[str, Transport]) -> dict[str, ScheduleName]:
     """What "auto" runs, by transport, measured anew."""
     found = {}
@@ -266,7 +286,16 @@ def check(layer: Layer, transports: dict[str, Transport]) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 
-def measure(layer: Layer, transports: dict[str, Transport], rounds: int, device: torch.device) -> list[dict[str, Any]]:
+def repeats_of(runs: dict[str, Run], rounds: int, device: torch.device) -> int:
+    """How often a variant runs in a round; the same on all ranks."""
+    first = dict(list(runs.items())[:1])
+    taken = alternate(first, device=device, warm_up=WARM_UP, repeats=FEWEST_REPEATS, rounds=1)
+    return max(FEWEST_REPEATS, math.ceil(1e3 * SECONDS / rounds / next(iter(taken.values())).median))
+
+
+def measure(
+    layer: Layer, transports: dict[str, Transport], rounds: int, device: torch.device, by_graphs: bool
+) -> list[dict[str, Any]]:
     """All rows of a cell; they are shown as they come."""
     difference, chosen = check(layer, transports), choose(layer, transports)
     base = {"gpus": dist.get_world_size(), "batch_size": layer.x.shape[0], "s_local": layer.tokens}
@@ -275,7 +304,11 @@ def measure(layer: Layer, transports: dict[str, Transport], rounds: int, device:
         for direction in ("forward", "backward"):
             cell = base | {"heads": layer.heads, "part": part, "direction": direction}
             runs = variants(layer, part, direction, transports, chosen)
-            taken = alternate(runs, device=device, warm_up=WARM_UP, repeats=REPEATS, rounds=rounds)
+            if by_graphs:
+                pool = torch.cuda.graph_pool_handle()
+                runs = {name: captured(run, pool) for name, run in runs.items()}
+            repeats = repeats_of(runs, rounds, device)
+            taken = alternate(runs, device=device, warm_up=WARM_UP, repeats=repeats, rounds=rounds)
             mine = rows_of(taken, cell | {"difference": float(f"{difference:.2e}")})
             rows += mine
             if dist.get_rank() == 0:
@@ -288,6 +321,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs with gloo at other, tiny shapes")
     parser.add_argument("--cells", type=int, nargs="*", help="which of the cells, by number; all if left out")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--graphs", action="store_true", help="run everything as CUDA graphs, on GPUs")
     parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     arguments = parser.parse_args()
@@ -304,12 +338,14 @@ def main() -> None:
     kernel, heads = ("cudnn", HEADS) if device.type == "cuda" else ("sdpa", 8)
     cells, rows = TINY if arguments.tiny else CELLS, []
     settings = {"dry_run": arguments.tiny, "dtype": "bfloat16", "attention_kernel": kernel, "warmup": WARM_UP}
-    settings |= {"repeats": REPEATS, "rounds": arguments.rounds, "head_dim": HEAD_DIM}
-    output = arguments.output or provenance.path("parallel", "schedules")
+    settings |= {"seconds": SECONDS, "rounds": arguments.rounds, "head_dim": HEAD_DIM, "graphs": arguments.graphs}
+    output = arguments.output or provenance.path("parallel", f"schedules{'_by_graphs' * arguments.graphs}")
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one cannot be captured
     for number in arguments.cells if arguments.cells is not None else range(len(cells)):
         batch, tokens = cells[number]
         layer = Layer(batch, tokens, heads, mesh, device, kernel)
-        rows += measure(layer, transports, arguments.rounds, device)
+        rows += measure(layer, transports, arguments.rounds, device, arguments.graphs)
         if first:
             provenance.write(output, "parallel/schedules", commit, settings, rows)
     slower = [row for row in rows if not row.get("holds", True)]

@@ -74,7 +74,8 @@ class GraphedNetwork:
         entrances: Modules in front of which backward is cut.
         options: When to capture, and with how much memory.
         gather: Returns what all ranks that share the sequence hand in together. None: this rank has it alone.
-        kernels: Says which kernels of attention are chosen.
+        kernels: Tells, in one value, which kernels of attention and schedules of exchanges are chosen, and where
+            messages lie.
         log: Is told what is captured, and what is not and why.
 
     Attributes:
@@ -148,7 +149,7 @@ class GraphedNetwork:
             return self._eagerly("eager", args, kwargs)
         if (chosen := self._kernels()) != self._chosen:
             self._chosen = chosen
-            self.drop("kernels of attention were chosen anew")
+            self.drop("kernels or schedules were chosen anew, or messages lie elsewhere")
             self._kinds.clear()  # as on all ranks, which agree in the third call from here
         kind = self._kinds.setdefault(call.key, _Kind())
         kind.calls += 1

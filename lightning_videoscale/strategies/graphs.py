@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.graphs import GraphedNetwork, GraphOptions
 from lightning_videoscale.parallel import SequenceMesh
@@ -18,29 +17,20 @@ from lightning_videoscale.strategies.blocks import find_blocks
 from lightning_videoscale.undo import Undo
 
 
-def run_by_graphs(network: nn.Module, mesh: SequenceMesh, options: GraphOptions, choices: AttentionChoices) -> Undo:
+def run_by_graphs(
+    network: nn.Module, mesh: SequenceMesh, options: GraphOptions, kernels: Callable[[], Hashable]
+) -> Undo:
     """Has a network run by CUDA graphs where it can; see `GraphedNetwork`.
 
     Args:
         network: The network, split already.
         mesh: Whose ranks share the sequence.
         options: When, and with how much memory.
-        choices: What chooses the kernel of attention.
+        kernels: Tells, in one value, what a graph relies on beside the network: the same value, the same kernels.
 
     Returns:
         What takes it back.
-
-    Raises:
-        ValueError: If graphs are asked for and the mesh has rings, whose messages no graph was tried with.
     """
-    if mesh.ring.size > 1:
-        if options.mode is True:
-            raise ValueError(
-                f"graphs=True captures exchanges of Ulysses, and this mesh has rings of {mesh.ring.size} ranks. Take "
-                "ring_size=1, or leave out graphs=."
-            )
-        rank_zero_info(f"{type(network).__name__} runs without CUDA graphs: the mesh has rings.")
-        return Undo()
 
     def gather(mine: Any) -> list[Any]:
         everyone: list[Any] = [None] * mesh.sp.size
@@ -53,7 +43,7 @@ def run_by_graphs(network: nn.Module, mesh: SequenceMesh, options: GraphOptions,
         _entrances(network, options.segments),
         options,
         gather if mesh.sp.size > 1 else None,
-        lambda: choices.version,
+        kernels,
         rank_zero_info,
     )
     return Undo(graphed.drop, patch(network, "forward", graphed))

@@ -13,7 +13,7 @@ from lightning_videoscale.graphs import GraphOptions
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout import SequenceSizes, Size, SizeOfGroup, resolve_sizes
 from lightning_videoscale.parallel.schedules import ScheduleSetting
-from lightning_videoscale.parallel.transport import CAPTURABLE, COMPILABLE, TransportName
+from lightning_videoscale.parallel.transport import COMPILABLE, TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 
 
@@ -36,11 +36,6 @@ class SequenceParallelSettings:
     graphs: GraphOptions = field(default=GraphOptions(), kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.graphs.mode is not False and self.transport not in CAPTURABLE:
-            raise ValueError(
-                f"graphs={self.graphs.mode!r} cannot capture the exchanges of transport={self.transport!r}: take one "
-                f"of {CAPTURABLE}, or leave out graphs=."
-            )
         if self.transport not in get_args(TransportName):
             raise ValueError(f"transport={self.transport!r} is not one of {get_args(TransportName)}.")
         if self.compile and self.transport not in COMPILABLE:
@@ -65,9 +60,7 @@ class SequenceParallelSettings:
     @property
     def only_serial(self) -> str | None:
         """The setting beside which no other schedule than ``"serial"`` runs; None if there is none."""
-        if self.compile:
-            return f"compile={self.compile!r}"
-        return None if self.graphs.mode is False else f"graphs={self.graphs.mode!r}"
+        return f"compile={self.compile!r}" if self.compile else None
 
     def sizes(self, devices_per_node: int) -> SequenceSizes:
         """Returns the sizes that are known before the model is; one group spans the devices of a node by default.

@@ -101,8 +101,8 @@ def test_a_layer_by_pushes_equals_a_whole_one(lengths: Sequence[int], by_slices:
 class Noted:
     """An exchange with a peer that sends what it is sent, and notes when it does."""
 
-    def __init__(self, message: Tensor, events: list[str]) -> None:
-        self.message, self.events = message, events
+    def __init__(self, message: Tensor, pieces: Sequence[Tensor], events: list[str]) -> None:
+        self.message, self.pieces, self.events = message, pieces, events
 
     def send(self, *peers: int) -> None:
         self.events += [f"send {peer}" for peer in peers]
@@ -115,7 +115,10 @@ class Recorder:
         self.events: list[str] = []
 
     def open(self, message: Tensor, send: Any, receive: Any, axis: Any) -> Noted:
-        return Noted(message, self.events)
+        return Noted(message, message.split(send), self.events)
+
+    def begin(self, like: Tensor, send: Any, receive: Any, axis: Any) -> Noted:
+        return self.open(like.new_empty(sum(send)), send, receive, axis)
 
     def wait(self, pending: Noted) -> Tensor:
         self.events.append("wait")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -21,7 +21,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
 from lightning_videoscale.parallel import Axis, CollectiveTransport, SequenceMesh, SplitPlan
-from lightning_videoscale.parallel.transport.peer_watchdog import Awaited, missing_ranks
+from lightning_videoscale.parallel.transport.peer_watchdog import Taking, missing_ranks
 from lightning_videoscale.parallel.transport.rendezvous import RendezvousStore
 from lightning_videoscale.parallel.transport.slots import SlotLayout
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
@@ -63,16 +63,27 @@ class ThreadMemory:
         self._all_flags = flags
         self._world = world
 
-    def signal(self, rank: int, flag: int, value: int) -> None:
+    def signal(self, rank: int, flag: int) -> None:
         with self._world.changed:
-            self._all_flags[rank][flag] = value
+            self._all_flags[rank][flag] = 1
             self._world.changed.notify_all()
 
-    def wait(self, flag: int, value: int) -> None:
-        if flag >= len(self.flags) // 2 and not self._world.guard:
-            return
+    def take(self, flags: Sequence[int]) -> None:
+        heeded = [flag for flag in flags if flag < len(self.flags) // 2 or self._world.guard]
         with self._world.changed:
-            assert self._world.changed.wait_for(lambda: self.flags[flag] >= value, PATIENCE)
+            assert self._world.changed.wait_for(lambda: all(self.flags[flag] for flag in heeded), PATIENCE)
+            for flag in heeded:
+                self.flags[flag] = 0
+
+
+class Point:
+    """One of a stream."""
+
+    def __init__(self, reached: bool = True) -> None:
+        self.reached = reached
+
+    def query(self) -> bool:
+        return self.reached
 
 
 class Pushed:
@@ -83,7 +94,7 @@ class Pushed:
 class ThreadFabric:
     """A rank's own thread stands for its current stream, another for its side stream."""
 
-    failure = None
+    failure, is_capturing = None, False
 
     def __init__(self, world: World, rank: int, delays: random.Random | None = None) -> None:
         self._world, self._rank, self._delays = world, rank, delays
@@ -103,7 +114,11 @@ class ThreadFabric:
     def aside(self, work: Callable[[], None]) -> Pushed:
         return Pushed(self._side.submit(self._delayed, work))
 
-    def watched(self, what: str, memory: Any, awaited: Sequence[Awaited]) -> AbstractContextManager[None]:
+    def take(self, memory: Any, ranks: Mapping[int, int]) -> Taking:
+        memory.take(list(ranks))
+        return Taking(ranks, Point())
+
+    def watched(self, what: str, memory: Any, takings: Sequence[Taking]) -> AbstractContextManager[None]:
         return nullcontext()
 
     def close(self, axis: Axis) -> None:
@@ -194,27 +209,67 @@ def test_many_exchanges_of_uneven_sizes_with_delays(size: int) -> None:
 @pytest.mark.parametrize("guard", [True, False])
 def test_a_slot_is_not_reused_before_its_reader_is_done(guard: bool) -> None:
     """Rank 0 sends all it has and reads late; its peer is ready for the exchange that reuses the first slot."""
-    shape = [3, 2], [1, 2]
+    shape, count = ([3, 2], [1, 2]), 5 if guard else 4
 
-    def work(transport: SymmetricTransport, rank: int) -> tuple[bool, bool]:
+    def work(transport: SymmetricTransport, rank: int) -> tuple[bool, list[bool]]:
         axis = axis_of(rank, 2)
         tokens = [start(transport, axis, *shape, number) for number in (1, 2, 3, 4)]
+        assert transport._arena is not None
+        slot = transport._arena.memory.buffers[0][:16].view(torch.int64)  # rank 0's first, of two elements
         early = False
         if rank == 0:
-            assert transport._arena is not None
-            arrived = transport._arena.memory.flags[transport._arena.arrived(0, sender=1)]
             deadline = time.monotonic() + 0.3
-            while not (early := int(arrived) == 5) and time.monotonic() < deadline:
+            while not (early := bool((slot == element(5, 1, 0)).all())) and time.monotonic() < deadline:
                 time.sleep(0.001)
         results = [transport.wait(tokens[0])]
-        tokens.append(start(transport, axis, *shape, 5))
-        results += [transport.wait(token) for token in tokens[1:]]
-        return early, all(torch.equal(got, expected(axis, *shape, n)) for n, got in enumerate(results, 1))
+        if guard or rank == 1:
+            tokens.append(start(transport, axis, *shape, 5))
+        # Without the guard, a flag that was set twice is taken once, and the fifth message would be waited for in vain.
+        results += [transport.wait(token) for token in tokens[1:count]]
+        return early, [torch.equal(got, expected(axis, *shape, n)) for n, got in enumerate(results, 1)]
 
-    (early, right), (_, peer_is_right) = on_threads(2, work, guard)
+    (early, right), (_, of_peer) = on_threads(2, work, guard)
     assert early is not guard
-    assert right is guard  # without the guard, what rank 0 reads as the first message is the fifth
-    assert peer_is_right
+    assert right == [guard, *[True] * (count - 1)]  # without it, what rank 0 reads as the first message is the fifth
+    assert of_peer == [True] * count
+
+
+def test_exchanges_take_the_first_slot_that_is_free() -> None:
+    """So what a graph repeats takes the same slots as what peers run eagerly."""
+
+    def work(transport: SymmetricTransport, rank: int) -> list[int]:
+        axis, shape = axis_of(rank, 2), ([3, 2], [1, 2])
+
+        def begin() -> Any:
+            return start(transport, axis, *shape, 1)
+
+        first, second = begin(), begin()
+        slots = [first._slot, second._slot]
+        transport.wait(first)
+        slots += [(third := begin())._slot, (fourth := begin())._slot]
+        for pending in (second, third, fourth):
+            transport.wait(pending)
+        return [*slots, begin()._slot]
+
+    assert on_threads(2, work) == [[0, 1, 0, 2, 0]] * 2
+
+
+def test_pieces_are_read_where_they_lie_or_received_in_place() -> None:
+    def work(transport: SymmetricTransport, rank: int) -> tuple[list[float], list[float]]:
+        axis, like = axis_of(rank, 2), torch.empty(0)
+        exchange = transport.begin(like, [3, 2], [3, 3] if rank == 0 else [2, 2], axis)
+        for peer in (1 - rank, rank):
+            exchange.pieces[peer].copy_(torch.arange(3.0 - peer) + 10 * rank)
+            exchange.send(peer)
+        in_place = transport.wait(exchange)
+        assert exchange.pieces[rank].untyped_storage().data_ptr() == in_place.untyped_storage().data_ptr()
+        pending = transport.all_to_all(torch.full((4,), float(rank)), [2, 2], [2, 2], axis)
+        joined = transport.wait(pending, lambda pieces: torch.stack(list(pieces), 1).flatten())
+        return in_place.tolist(), joined.tolist()
+
+    first, second = on_threads(2, work)
+    assert first == ([0.0, 1.0, 2.0, 10.0, 11.0, 12.0], [0.0, 1.0, 0.0, 1.0])
+    assert second == ([0.0, 1.0, 10.0, 11.0], [0.0, 1.0, 0.0, 1.0])
 
 
 def test_memory_grows_with_the_largest_message_and_keeps_what_is_pending() -> None:
@@ -335,9 +390,10 @@ def test_collectives_refuse_a_piece_that_was_sent(ranks: Ranks) -> None:
 
 
 def test_who_is_missing() -> None:
-    awaited = [Awaited(0, 7, 4), Awaited(1, 7, 5), Awaited(2, 3, 6), Awaited(2, 3, 6)]
-    assert missing_ranks([7, 6, 2], awaited) == [5, 6]
-    assert missing_ranks([8, 7, 3], awaited) == []
+    flags = [1, 0, 0, 0]
+    takings = [Taking({3: 7}, Point()), Taking({0: 4, 1: 5}, Point(False)), Taking({2: 6}, Point(False))]
+    assert missing_ranks(flags, takings) == [5, 6]  # what was taken is cleared, as that of rank 7
+    assert missing_ranks([1, 1, 1, 0], takings) == []
 
 
 def unavailable() -> str:

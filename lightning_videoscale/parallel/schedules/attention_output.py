@@ -97,8 +97,8 @@ def attend_and_send(
         out: Tensor = _AttendAndSend.apply(  # type: ignore[no-untyped-call]
             (ulysses, _places(lengths), choices, scale, padded_rows, exchanges), query, key, value, mask
         )
-    batch, _, _, dim = query.shape
-    return out, lambda: joined_heads(ulysses.transport.wait(exchanges.pop()), ulysses, batch, dim)
+    batch = query.shape[0]
+    return out, lambda: joined_heads(exchanges.pop(), ulysses, batch)
 
 
 def project_output(

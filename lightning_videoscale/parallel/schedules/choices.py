@@ -55,6 +55,7 @@ class ScheduleChoices:
     Attributes:
         schedule: As it was asked for.
         table: What is chosen now.
+        version: Counts the tables by which a layer that has run, runs another schedule.
 
     Raises:
         ValueError: If there is no schedule of that name.
@@ -74,6 +75,7 @@ class ScheduleChoices:
             raise ValueError(f"schedule={schedule!r} is not one of {get_args(ScheduleSetting)}.")
         self.schedule: ScheduleSetting = schedule
         self.table = ScheduleTable({}, {}, None, None)
+        self.version = 0
         self._folder, self._machine, self._clock, self._log = folder, machine, clock, log
         self._seconds_of_key, self._seconds_left = seconds
         self._seconds_of_run = self._seconds_left
@@ -222,7 +224,8 @@ class ScheduleChoices:
         if objection is not None and objection != self.table.objection:
             self._say(f"Schedules: all layers run serial, as {objection}.")
         measured = {key: record.fastest for key, record in self._records.items()}
-        self.table = ScheduleTable(measured, self._before, self._machine, objection)
+        before, self.table = self.chosen, ScheduleTable(measured, self._before, self._machine, objection)
+        self.version += self.chosen != before
         self._report_changes()
 
     def _say(self, line: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lightning_videoscale.kernels.autograd import under_autocast
 from lightning_videoscale.parallel.transport import Exchange
-from lightning_videoscale.parallel.ulysses import Ulysses, times, unpack
+from lightning_videoscale.parallel.ulysses import Ulysses, times
 
 Linear = tuple[Tensor, Tensor | None]
 """Weight (out, in) and bias."""
@@ -91,14 +92,11 @@ def scatter_heads_of(source: HeadSource, batch: int, ulysses: Ulysses, *, by_sli
     source = source if by_slices else source.computed(batch)
     shares, axis, dim = ulysses.heads.out, ulysses.axis, source.head_dim
     send, receive = times(shares.by_heads, batch * dim), times(shares.by_tokens, batch * dim)
-    like = source.rows if source.result is None else source.result
-    message = like.new_empty(sum(send))
-    exchange = ulysses.transport.open(message, send, receive, axis)
-    pieces = message.split(send)
+    exchange = ulysses.transport.begin(source.rows if source.result is None else source.result, send, receive, axis)
     for peer in peers_of(ulysses):
-        source.write(shares.heads[0][peer], pieces[peer].view(source.rows.shape[0], -1))
+        source.write(shares.heads[0][peer], exchange.pieces[peer].view(source.rows.shape[0], -1))
         exchange.send(peer)
-    return Sent(exchange, [piece.view(source.rows.shape[0], -1, dim) for piece in pieces])
+    return Sent(exchange, [piece.view(source.rows.shape[0], -1, dim) for piece in exchange.pieces])
 
 
 def return_tokens(rows: Tensor, ulysses: Ulysses, batch: int) -> Callable[[], Tensor]:
@@ -111,12 +109,17 @@ def return_tokens(rows: Tensor, ulysses: Ulysses, batch: int) -> Callable[[], Te
     sizes = times(shares.by_tokens, batch * dim), times(shares.by_heads, batch * dim)
     message = rows.flatten()
     pending = ulysses.transport.all_to_all(message, *sizes, ulysses.axis)
-    return lambda: joined_heads(ulysses.transport.wait(pending), ulysses, batch, dim)
+    return lambda: joined_heads(pending, ulysses, batch)
 
 
-def joined_heads(message: Tensor, ulysses: Ulysses, batch: int, dim: int) -> Tensor:
-    """(B, s, H · D) of the message that has this rank's tokens, from every rank its heads."""
-    return unpack(message, batch, dim, ulysses.heads.out)[0].flatten(2)
+def joined_heads(pending: Any, ulysses: Ulysses, batch: int) -> Tensor:
+    """Waits for an exchange that brings this rank's tokens, from every rank its heads; (B, s, H · D)."""
+    tokens = ulysses.heads.out.tokens
+
+    def join(pieces: Sequence[Tensor]) -> Tensor:
+        return torch.cat([piece.view(tokens, batch, -1).transpose(0, 1) for piece in pieces], 2)
+
+    return ulysses.transport.wait(pending, join)
 
 
 def send_to_all(numbers: Tensor, ulysses: Ulysses, batch: int) -> Exchange:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.schedules import ScheduleName
+from lightning_videoscale.parallel.transport import Exchange, Join
 
 Run = Callable[[int], object]
 """Makes so many passes, and returns when the device is done with them."""
@@ -40,15 +43,21 @@ class Alone:
         """Returns zeros."""
         return message.new_zeros(sum(receive))
 
-    all_to_all = exchange
+    def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Exchange:
+        """As `open`."""
+        return self.open(message, send, receive, axis)
 
-    def open(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> _Unsent:
+    def open(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Exchange:
         """Returns what takes pieces and drops them."""
-        return _Unsent(message.new_zeros(sum(receive)))
+        return _Unsent(message.split(list(send)), message.new_zeros(sum(receive)).split(list(receive)))
 
-    def wait(self, pending: Tensor | _Unsent) -> Tensor:
+    def begin(self, like: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Exchange:
+        """As `open`."""
+        return self.open(like.new_empty(sum(send)), send, receive, axis)
+
+    def wait(self, pending: Any, join: Join | None = None) -> Tensor:
         """Returns what has arrived at once."""
-        return pending.received if isinstance(pending, _Unsent) else pending
+        return torch.cat(pending.received) if join is None else join(pending.received)
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
         """Returns zeros."""
@@ -57,7 +66,8 @@ class Alone:
 
 @dataclass(frozen=True)
 class _Unsent:
-    received: Tensor
+    pieces: Sequence[Tensor]
+    received: Sequence[Tensor]
 
     def send(self, *peers: int) -> None:
         """Sends nothing."""

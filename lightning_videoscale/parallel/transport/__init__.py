@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -19,11 +19,11 @@ from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.transport.collective import CollectiveTransport
 
 __all__ = [
-    "CAPTURABLE",
     "COMPILABLE",
     "DEFAULT_TRANSPORT",
     "CollectiveTransport",
     "Exchange",
+    "Join",
     "Transport",
     "TransportName",
     "create_transport",
@@ -35,12 +35,16 @@ TransportName = Literal["collective", "symmetric"]
 COMPILABLE: tuple[TransportName, ...] = ("collective",)
 """The transports whose messages `torch.compile` can trace."""
 
-CAPTURABLE: tuple[TransportName, ...] = ("collective",)
-"""The transports whose messages a CUDA graph can repeat."""
+Join = Callable[[Sequence[Tensor]], Tensor]
+"""Makes the result of an exchange of its pieces, 1-D, in the order of their senders; they are not to be kept."""
 
 
 class Exchange(Protocol):
-    """An all-to-all whose pieces are sent as they become ready, begun by `Transport.open`; for `Transport.wait`."""
+    """An all-to-all whose pieces are sent as they become ready, begun by `open` or `begin`; for `Transport.wait`."""
+
+    @property
+    def pieces(self) -> Sequence[Tensor]:
+        """What goes to each rank of the axis, 1-D, to be written before it is sent."""
 
     def send(self, *peers: int) -> None:
         """Sends the pieces for these positions on the axis, in this order; each once, this rank's own too."""
@@ -83,8 +87,13 @@ class Transport(Protocol):
     def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
         """Starts an `exchange` that other work may hide, and returns what `wait` takes, once."""
 
-    def wait(self, pending: Any) -> Tensor:
-        """Returns the result of `all_to_all`, or of `open` once all pieces are sent; the host does not wait."""
+    def wait(self, pending: Any, join: Join | None = None) -> Tensor:
+        """Returns the result of `all_to_all`, or of an exchange all of whose pieces are sent; the host does not wait.
+
+        Args:
+            pending: Returned by `all_to_all`, `open` or `begin`.
+            join: Reads each piece where it lies, which spares a copy; left out, they are one behind the other, 1-D.
+        """
 
     def open(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Exchange:
         """Begins an `exchange` of pieces that are written later; all ranks of the axis begin theirs in one order.
@@ -92,6 +101,16 @@ class Transport(Protocol):
         Args:
             message: As in `exchange`; a piece is not to be written to from when it is sent until the exchange is
                 finished.
+            send: As in `exchange`.
+            receive: As in `exchange`.
+            axis: The ranks that take part.
+        """
+
+    def begin(self, like: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Exchange:
+        """As `open`, with memory of the transport's own for the pieces; this rank's is the one that it receives.
+
+        Args:
+            like: Of the pieces' dtype and device.
             send: As in `exchange`.
             receive: As in `exchange`.
             axis: The ranks that take part.

@@ -5,7 +5,7 @@ Traced, they are functional collectives; run eagerly those take the host about t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +20,14 @@ from lightning_videoscale.parallel.mesh import Axis
 class _PendingWork(NamedTuple):
     work: dist.Work
     received: Tensor
+    sizes: Sequence[int]
 
 
 class CollectiveExchange:
     """A message that is sent with the last of its pieces; see `Exchange`."""
 
     def __init__(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> None:
+        self.pieces = message.split(list(send))
         self._message = message
         self._sizes = send, receive
         self._axis = axis
@@ -93,18 +95,22 @@ class CollectiveTransport:
             return traceable_all_to_all(message, receive, send, axis.group)
         return _started(message, send, receive, axis)
 
-    def wait(self, pending: Any) -> Tensor:
-        """Waits for the collective (on GPUs: makes the current stream wait, not the host)."""
+    def wait(self, pending: Any, join: Callable[[Sequence[Tensor]], Tensor] | None = None) -> Tensor:
+        """Waits for the collective (on GPUs: makes the current stream wait, not the host); traced, without ``join``."""
         if isinstance(pending, CollectiveExchange):
             pending = pending.pending
         if isinstance(pending, _PendingWork):
             pending.work.wait()
-            return pending.received
+            return pending.received if join is None else join(pending.received.split(list(pending.sizes)))
         return traceable_wait(pending)
 
     def open(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
         """See `Transport`; not traceable."""
         return CollectiveExchange(message, send, receive, axis)
+
+    def begin(self, like: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
+        """See `Transport`; this rank's own piece travels within the collective."""
+        return self.open(like.new_empty(sum(send)), send, receive, axis)
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
         """All-gathers along dim 0; uneven shards travel padded to the longest."""
@@ -122,7 +128,7 @@ class CollectiveTransport:
 def _started(message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> _PendingWork:
     received = message.new_empty(sum(receive))
     work = dist.all_to_all_single(received, message, *_sizes(send, receive), axis.group, async_op=True)
-    return _PendingWork(work, received)
+    return _PendingWork(work, received, receive)
 
 
 def _sizes(send: Sequence[int], receive: Sequence[int]) -> tuple[list[int] | None, list[int] | None]:

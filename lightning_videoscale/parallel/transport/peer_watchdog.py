@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,27 +30,33 @@ _MOST_FLAGS = 4096
 _log = logging.getLogger(__name__)
 
 
-class Awaited(NamedTuple):
-    """A flag and the number it must reach.
+class Taking(NamedTuple):
+    """Flags that a stream waits for at one point, all together, and then clears.
 
     Attributes:
-        flag: Index of the flag.
-        value: The number, a count of exchanges.
-        rank: Global rank of the peer that sets it.
+        ranks: By flag, the global rank of the peer that sets it.
+        taken: Recorded behind.
     """
 
-    flag: int
-    value: int
-    rank: int
+    ranks: Mapping[int, int]
+    taken: Recorded
+
+
+class Recorded(Protocol):
+    """A point of a stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has come there."""
 
 
 class _Flagged(Protocol):
     flags: Tensor
 
 
-def missing_ranks(flags: Sequence[int], awaited: Sequence[Awaited]) -> list[int]:
-    """Returns the global ranks that have not set a flag they should have, in order."""
-    return sorted({peer.rank for peer in awaited if flags[peer.flag] < peer.value})
+def missing_ranks(flags: Sequence[int], takings: Sequence[Taking]) -> list[int]:
+    """Returns the global ranks that have not set a flag that a stream still waits for, in order."""
+    waiting = [taking for taking in takings if not taking.taken.query()]
+    return sorted({rank for taking in waiting for flag, rank in taking.ranks.items() if not flags[flag]})
 
 
 @dataclass
@@ -59,7 +65,7 @@ class _Wait:
 
     what: str
     memory: weakref.ref[_Flagged]
-    awaited: Sequence[Awaited]
+    takings: Sequence[Taking]
     began: torch.cuda.Event
     ended: torch.cuda.Event
     since: float | None = None
@@ -83,19 +89,19 @@ class PeerWatchdog:
         return self._state.failure
 
     @contextmanager
-    def watched(self, what: str, memory: _Flagged, awaited: Sequence[Awaited]) -> Iterator[None]:
+    def watched(self, what: str, memory: _Flagged, takings: Sequence[Taking]) -> Iterator[None]:
         """Watches what the current stream is given inside.
 
         Args:
             what: Names the work in the message.
             memory: Holds this rank's flags, int32, on the device.
-            awaited: What the work waits for.
+            takings: What the work waits for; some may be added inside.
         """
         began, ended = torch.cuda.Event(), torch.cuda.Event()
         began.record()
         yield
         ended.record()
-        self._state.waits.append(_Wait(what, weakref.ref(memory), awaited, began, ended))
+        self._state.waits.append(_Wait(what, weakref.ref(memory), takings, began, ended))
         if self._thread is None:
             # The thread knows the state alone, so that it does not keep the watch, and the memory it reads, alive.
             self._thread = threading.Thread(target=self._state.run, name="peer-watchdog", daemon=True)
@@ -148,7 +154,7 @@ class _State:
 
     def _fail(self, wait: _Wait, memory: _Flagged) -> None:
         flags = self._read(memory.flags)
-        missing = missing_ranks(flags, wait.awaited) if flags is not None else "(the device does not tell which)"
+        missing = missing_ranks(flags, wait.takings) if flags is not None else "(the device does not tell which)"
         self.failure = (
             f"{wait.what} waited {self.timeout} for ranks {missing}, which did not come. See what they printed first."
         )

@@ -1,10 +1,12 @@
 """Where messages lie in the memory of the `symmetric` transport, and which flags guard them.
 
 `SlotLayout`  the places of all ranks' pieces within a slot, for one shape of message
-`Arena`   the ring of slots, and for each slot and peer the flags *arrived* and *released*
+`Arena`       the slots, and for each slot and peer the flags *arrived* and *released*
 """
 
 from __future__ import annotations
+
+from bisect import insort
 
 from torch import Tensor
 
@@ -43,34 +45,33 @@ class Arena:
         axis: The ranks.
         capacity: Bytes of a slot.
         memory: Holds slots and flags.
-        pending: Slots of exchanges that this rank has begun and not finished.
-        last_sent: ``last_sent[slot][reader]`` is the number of the exchange that this rank last sent there.
+        free: Slots that no exchange of this rank takes.
     """
 
     def __init__(self, axis: Axis, fabric: Fabric, slots: int, capacity: int) -> None:
         self.axis = axis
         self.capacity = capacity
         self.memory: Memory = fabric.allocate(slots * capacity, 2 * slots * axis.size, axis)
-        self.pending: set[int] = set()
-        self.last_sent = [[0] * axis.size for _ in range(slots)]
+        self.memory.flags[slots * axis.size :] = 1  # no slot has been written to
+        self.free = list(range(slots))
         self._slots = slots
-        self._count = 0
 
-    def begin(self) -> tuple[int, int]:
-        """Returns the number of the next exchange, counted from 1, and its slot.
+    def begin(self) -> int:
+        """Returns the first free slot, which hence depends on nothing but what is pending.
 
         Raises:
-            RuntimeError: If the slot's previous exchange is still pending.
+            RuntimeError: If none is free.
         """
-        number, slot = self._count + 1, self._count % self._slots
-        if slot in self.pending:
+        if not self.free:
             raise RuntimeError(
                 f"{self._slots} exchanges of the {self.axis.name} axis are pending, and no slot is free for another: "
                 "finish the oldest first, or create the transport with more slots."
             )
-        self.pending.add(slot)
-        self._count = number
-        return number, slot
+        return self.free.pop(0)
+
+    def finish(self, slot: int) -> None:
+        """Takes a slot back whose exchange this rank has finished."""
+        insort(self.free, slot)
 
     def piece(self, slot: int, layout: SlotLayout, sender: int, reader: int) -> Tensor:
         """The bytes of one piece, in the reader's memory."""

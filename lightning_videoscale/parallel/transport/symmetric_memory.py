@@ -7,9 +7,9 @@ Of torch's symmetric memory (`compat.torch.distributed`), allocation and the exc
 multicast operation. The handles are exchanged in process groups of this file's own, which have a `RendezvousStore` and
 no backend.
 
-A flag is a 32-bit number in a rank's memory. A peer sets it by a stream memory operation, which the driver orders after
-the copies before it, and the owner's stream waits for it without occupying a multiprocessor: no kernel spins, so none
-can keep the kernel from running that it waits for.
+A flag is a 32-bit number in a rank's memory, 1 if it is set and else 0. A peer sets it by a stream memory operation,
+which the driver orders after the copies before it, and the owner's stream waits for it without occupying a
+multiprocessor: no kernel spins, so none can keep the kernel from running that it waits for.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from __future__ import annotations
 import ctypes
 import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,27 @@ from lightning_videoscale.compat.torch.distributed import (
     unregister_group,
 )
 from lightning_videoscale.parallel.mesh import Axis
-from lightning_videoscale.parallel.transport.peer_watchdog import Awaited, PeerWatchdog
+from lightning_videoscale.parallel.transport.peer_watchdog import PeerWatchdog, Taking
 from lightning_videoscale.parallel.transport.rendezvous import RendezvousStore
 
 _GRANULE = 2 << 20  # the driver hands out such memory in pieces of 2 MiB
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 and _WRITE_VALUE_32
+
+
+class _Operation(ctypes.Structure):
+    """``CUstreamBatchMemOpParams`` of a wait or a write, which have the same fields; flags of 0 are "at least"."""
+
+    _fields_: ClassVar = [
+        ("kind", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64),
+    ]
+
+
+Operations = ctypes.Array[_Operation]
 
 
 class Finished(Protocol):
@@ -63,11 +80,11 @@ class Memory(Protocol):
     flags: Tensor
     nbytes: int
 
-    def signal(self, rank: int, flag: int, value: int) -> None:
+    def signal(self, rank: int, flag: int) -> None:
         """Sets a flag of ``rank`` once what the current stream holds so far is done."""
 
-    def wait(self, flag: int, value: int) -> None:
-        """Makes the current stream wait until this rank's flag is at least ``value``."""
+    def take(self, flags: Sequence[int]) -> None:
+        """Makes the current stream wait until all of these flags of this rank are set, and then clears them."""
 
 
 class Fabric(Protocol):
@@ -83,11 +100,18 @@ class Fabric(Protocol):
     def allocate(self, nbytes: int, flags: int, axis: Axis) -> Memory:
         """Returns ``nbytes`` of memory per rank and ``flags`` flags, all zero; collective over the axis."""
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being recorded."""
+
+    def take(self, memory: Memory, ranks: Mapping[int, int]) -> Taking:
+        """Has the current stream take flags of a memory; ``ranks`` are those that set them."""
+
     def aside(self, work: Callable[[], None]) -> Finished:
         """Runs ``work`` on the side stream, after what the current stream holds so far."""
 
-    def watched(self, what: str, memory: Memory, awaited: Sequence[Awaited]) -> AbstractContextManager[None]:
-        """Notes that the current stream's work inside depends on these flags, to name who is missing."""
+    def watched(self, what: str, memory: Memory, takings: Sequence[Taking]) -> AbstractContextManager[None]:
+        """Notes that the current stream's work inside waits for these, some added inside, to name who is missing."""
 
     def close(self, axis: Axis) -> None:
         """Waits until no rank of the axis uses the memory of another any more, so that it may be freed."""
@@ -121,14 +145,26 @@ class CudaMemory:
         self._addresses = [buffer.data_ptr() for buffer in whole]
         self._rank = axis.rank
         self._driver = driver
+        self._known: dict[tuple[str, tuple[int, ...]], Operations] = {}
 
-    def signal(self, rank: int, flag: int, value: int) -> None:
+    def signal(self, rank: int, flag: int) -> None:
         """See `Memory`."""
-        self._driver.write(self._addresses[rank] + 4 * flag, value)
+        self._driver.run(self._operations("signal", (self._addresses[rank] + 4 * flag,)))
 
-    def wait(self, flag: int, value: int) -> None:
+    def take(self, flags: Sequence[int]) -> None:
         """See `Memory`."""
-        self._driver.wait(self._addresses[self._rank] + 4 * flag, value)
+        mine = self._addresses[self._rank]
+        if flags:
+            self._driver.run(self._operations("take", tuple(mine + 4 * flag for flag in flags)))
+
+    def _operations(self, what: str, addresses: tuple[int, ...]) -> Operations:
+        """The same ones are run again and again, and take the host long to make."""
+        key = what, addresses
+        if key not in self._known:
+            set_each = [(_WRITE, address, 1) for address in addresses]
+            take_all = [(_WAIT, address, 1) for address in addresses] + [(_WRITE, address, 0) for address in addresses]
+            self._known[key] = StreamFlags.operations(set_each if what == "signal" else take_all)
+        return self._known[key]
 
 
 class CudaFabric:
@@ -189,6 +225,18 @@ class CudaFabric:
         # A new name after `close`: torch keeps the store of the first group of a name.
         return f"{self._token}/{self._generation}/{'-'.join(map(str, axis.ranks))}"
 
+    @property
+    def is_capturing(self) -> bool:
+        """See `Fabric`."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def take(self, memory: Memory, ranks: Mapping[int, int]) -> Taking:
+        """See `Fabric`."""
+        memory.take(list(ranks))
+        taken = torch.cuda.Event()
+        taken.record()
+        return Taking(ranks, taken)
+
     def aside(self, work: Callable[[], None]) -> Finished:
         """See `Fabric`."""
         self._side.wait_stream(torch.cuda.current_stream(self._device))
@@ -197,9 +245,9 @@ class CudaFabric:
         finished: torch.cuda.Event = self._side.record_event()
         return finished
 
-    def watched(self, what: str, memory: Memory, awaited: Sequence[Awaited]) -> AbstractContextManager[None]:
-        """See `Fabric`."""
-        return self._watch.watched(what, memory, awaited)
+    def watched(self, what: str, memory: Memory, takings: Sequence[Taking]) -> AbstractContextManager[None]:
+        """See `Fabric`; a graph's own waits are not watched."""
+        return nullcontext() if self.is_capturing else self._watch.watched(what, memory, takings)
 
     def close(self, axis: Axis) -> None:
         """See `Fabric`.
@@ -216,30 +264,31 @@ class CudaFabric:
 
 
 class StreamFlags:
-    """Writes of and waits for 32-bit numbers, in the order of the current stream (``cuStreamWriteValue32`` and kin)."""
+    """Writes of and waits for 32-bit numbers, in the order of the current stream (``cuStreamBatchMemOp``).
+
+    A stream that a CUDA graph records takes them, too.
+    """
 
     def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
-        self._write, self._wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
-        for function in (self._write, self._wait):
-            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-            function.restype = ctypes.c_int
-
-    def write(self, address: int, value: int) -> None:
-        """Writes once everything before it on the stream is done and visible to all devices."""
-        self._check(self._write(self._stream(), address, value, 0))
-
-    def wait(self, address: int, value: int) -> None:
-        """Waits for a number that is ``value`` or was counted up beyond it."""
-        self._check(self._wait(self._stream(), address, value, 0))
+        self._run = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+        self._run.restype = ctypes.c_int
 
     @staticmethod
-    def _stream() -> int:
-        return current_raw_stream(torch.cuda.current_device())
+    def operations(each: Sequence[tuple[int, int, int]]) -> Operations:
+        """Returns writes and waits, each with its address and number, as the driver takes them."""
+        made = (_Operation * len(each))()
+        for operation, (kind, address, value) in zip(made, each, strict=True):
+            operation.kind, operation.address, operation.value = kind, address, value
+        return made
 
-    @staticmethod
-    def _check(status: int) -> None:
-        if status:
+    def run(self, operations: Operations) -> None:
+        """Runs them in their order: a wait until the number is there or a larger one.
+
+        A write comes once everything before it on the stream is done and visible to all devices.
+        """
+        stream = current_raw_stream(torch.cuda.current_device())
+        if status := self._run(stream, len(operations), operations, 0):
             raise RuntimeError(f"The driver refused a stream memory operation with CUresult {status}.")
 
 
@@ -271,8 +320,7 @@ def what_lacks(device: torch.device) -> str:
         backend = symmetric_backend(device)
         flag, driver = torch.zeros(1, dtype=torch.int32, device=device), StreamFlags()
         with torch.cuda.device(device):  # drivers before CUDA 12 know the operations but refuse them by default
-            driver.write(flag.data_ptr(), 1)
-            driver.wait(flag.data_ptr(), 1)
+            driver.run(driver.operations([(_WRITE, flag.data_ptr(), 1), (_WAIT, flag.data_ptr(), 1)]))
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         return f"torch {torch.__version__} or the driver lacks what is needed ({type(error).__name__}: {error})"
     if backend not in (None, "CUDA"):

@@ -49,8 +49,6 @@ def objection_to_rings(settings: SequenceParallelSettings) -> str | None:
     """Returns why no ring may be chosen, or None. One that is named runs all the same."""
     if settings.compile and not ring_attention_is_traced():
         return "this torch compiles no ring without breaking the graph of a block"
-    if settings.graphs.mode is not False:
-        return "graphs= captures no ring"
     return None
 
 

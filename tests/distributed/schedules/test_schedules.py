@@ -216,7 +216,7 @@ def test_what_it_cannot_is_said(ranks: Ranks) -> None:
         assert "Linear" in found["another plan"] and "'sliced'" in found["another plan"]
 
 
-@pytest.mark.parametrize("other", [{"compile": True}, {"graphs": True}, {"schedule": "slices"}])
+@pytest.mark.parametrize("other", [{"compile": True}, {"schedule": "slices"}])
 def test_settings_that_do_not_go_together(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"schedule='slice"):
         SequenceParallelDDPStrategy(**({"schedule": "sliced"} | other))

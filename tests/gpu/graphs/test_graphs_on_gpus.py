@@ -214,14 +214,14 @@ class Losses(pl.Callback):
 
 
 def train(
-    graphs: bool, mesh: tuple[int, int], precision: Any, accumulate: int = 1
+    graphs: bool, mesh: tuple[int, int], precision: Any, accumulate: int = 1, **exchange: Any
 ) -> tuple[list[float], dict[str, int]]:
     """Losses of a run on a mesh of Ulysses and ring ranks, and how its calls ran."""
     torch.use_deterministic_algorithms(True)
     pl.seed_everything(1, verbose=False)
     module = RectifiedFlow(num_layers=4, num_attention_heads=4, attention_head_dim=64)
     inject_fused_kernels(module)
-    strategy = SequenceParallelDDPStrategy(*mesh, graphs=graphs, graphs_max_memory=0.5)
+    strategy = SequenceParallelDDPStrategy(*mesh, graphs=graphs, graphs_max_memory=0.5, **exchange)
     losses = Losses()
     counts: dict[str, int] = {}
 
@@ -259,3 +259,25 @@ def test_two_gpus_train_as_without_graphs(
     for (expected, _), (found, counts) in zip(eager, by_graphs, strict=True):
         assert found == expected
         assert counts["replayed"] == 10 * accumulate - 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("mesh", "exchange"),
+    [
+        ((1, 2), {}),
+        ((2, 1), {"transport": "symmetric"}),
+        ((2, 1), {"transport": "symmetric", "schedule": "sliced"}),
+        ((2, 1), {"transport": "symmetric", "schedule": "overlap"}),
+        ((2, 1), {"schedule": "sliced"}),
+        ((1, 2), {"transport": "symmetric"}),
+    ],
+    ids=str,
+)
+def test_graphs_repeat_every_exchange(gpu_ranks: Ranks, mesh: tuple[int, int], exchange: dict[str, Any]) -> None:
+    pool = gpu_ranks(2)
+    eager = pool.run(train, False, mesh, "bf16-mixed", 1, **exchange)
+    by_graphs = pool.run(train, True, mesh, "bf16-mixed", 1, **exchange)
+    for (expected, _), (found, counts) in zip(eager, by_graphs, strict=True):
+        assert found == expected
+        assert counts["replayed"] == 8
