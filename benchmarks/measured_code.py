@@ -22,6 +22,7 @@ MARK = "†"
 
 _KERNELS = ("csrc", "lightning_videoscale/kernels")
 _FUSED = (*_KERNELS, "lightning_videoscale/injection", "lightning_videoscale/models/wan")
+_FAMILIES = (*_KERNELS, "lightning_videoscale/injection", "lightning_videoscale/models")
 _PARALLEL = "lightning_videoscale/parallel"
 _EXCHANGE = tuple(f"{_PARALLEL}/{name}" for name in ("attention.py", "ring.py", "ulysses.py", "transport"))
 _SPLIT = tuple(f"{_PARALLEL}/{name}" for name in ("sharding.py", "split_hooks.py", "region_randomness.py"))
@@ -41,7 +42,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "data/loader": ("lightning_videoscale/data/loading", "lightning_videoscale/data/shards"),
     "data/plan": ("lightning_videoscale/data/planning",),
     "data/read_once": ("lightning_videoscale/data/loading", "lightning_videoscale/strategies/batches"),
-    "kernels/family_step": (*_KERNELS, "lightning_videoscale/injection", "lightning_videoscale/models"),
+    "kernels/family_step": _FAMILIES,
     "data/windows": ("lightning_videoscale/data/planning",),
     "node": ("lightning_videoscale",),
     "finetuning": ("examples/finetune_wan.py", "examples/configs", *_FUSED),
@@ -54,6 +55,13 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "parallel/all_to_all": (f"{_PARALLEL}/transport",),
     "parallel/attention_backends": ("lightning_videoscale/attention",),
     "parallel/attention_layer": (*_EXCHANGE, "lightning_videoscale/attention"),
+    "parallel/family_split": (
+        *_EXCHANGE,
+        *_SPLIT,
+        *_FAMILIES,
+        "lightning_videoscale/attention",
+        f"{_PARALLEL}/schedules",
+    ),
     "parallel/host_time": (_PARALLEL, *_FUSED, "lightning_videoscale/models/hunyuan_video"),
     "parallel/layouts": (*_EXCHANGE, "lightning_videoscale/attention", f"{_PARALLEL}/layout"),
     "parallel/loss_overlay": (*_EXCHANGE, *_SPLIT, "lightning_videoscale/models/wan"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -153,8 +153,30 @@ FAMILIES: dict[str, Family] = {
 TINY_SIZES = {"LTX-Video, 8 of 28 blocks": (2, 4, 4), "Flux, 4 of 19 and 8 of 38 blocks": (1, 4, 4)}
 
 
-def step(model: nn.Module, inputs: Inputs, attention: SDPBackend) -> None:
-    with sdpa_kernel(attention):
+def named(words: Sequence[str]) -> list[str]:
+    """The families whose names begin with one of these words."""
+    return [name for name in FAMILIES if any(name.startswith(each) for each in words)]
+
+
+def network(name: str, tiny: bool) -> nn.Module:
+    """A family's model, with the same weights in every process."""
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    with DEVICE:
+        model = family.cls(**{**family.config, **(family.tiny if tiny else {})})
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def latent(name: str, tiny: bool) -> tuple[int, int, int]:
+    """The size of its latent."""
+    return TINY_SIZES.get(name, (2, 4, 4)) if tiny else FAMILIES[name].size
+
+
+def step(model: nn.Module, inputs: Inputs, attention: SDPBackend | list[SDPBackend]) -> None:
+    """Forward and backward, by the first of these kernels of attention that can."""
+    with sdpa_kernel(attention, set_priority=True):
         model(**inputs, return_dict=False)[0].float().square().mean().backward()
     model.zero_grad(set_to_none=True)
 
@@ -188,13 +210,8 @@ def times(steps: Mapping[str, Callable[[], None]], rounds: int, repeats: int) ->
 def measure(name: str, options: argparse.Namespace) -> list[Row]:
     """One row per mode."""
     family = FAMILIES[name]
-    torch.manual_seed(0)
     torch._dynamo.reset()
-    with DEVICE:
-        model = family.cls(**{**family.config, **(family.tiny if options.tiny else {})})
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    size = TINY_SIZES.get(name, (2, 4, 4)) if options.tiny else family.size
+    model, size = network(name, options.tiny), latent(name, options.tiny)
     inputs = family.inputs(model, size)
     modes = {mode: variant(model, mode, "auto") for mode in options.modes}
     steps = {mode: partial(step, each, inputs, family.attention) for mode, each in modes.items()}
@@ -222,7 +239,7 @@ def main() -> None:
     settings = {"dtype": "bfloat16", "batch_size": 1}
     settings |= {"rounds": options.rounds, "repeats": options.repeats, "tiny": options.tiny}
     rows: list[Row] = []
-    for name in [name for name in FAMILIES if any(name.startswith(words) for words in options.models)]:
+    for name in named(options.models):
         rows += (mine := measure(name, options))
         provenance.write(output, "kernels/family_step", commit, settings, rows)
         for row in mine:
