@@ -40,7 +40,7 @@ from benchmarks.kernels.wan_step import DEVICE, free_cache, variant
 from benchmarks.timing import Times, alternate
 from lightning_videoscale.parallel import Axis, CollectiveTransport, SequenceMesh, Transport, parallelize
 from lightning_videoscale.parallel.schedules import PENDING, ScheduleName
-from lightning_videoscale.parallel.transport import create_transport
+from lightning_videoscale.parallel.transport import Join, create_transport
 
 SCHEDULES: tuple[ScheduleName, ...] = ("serial", "sliced")
 ALONE = "serial, none"
@@ -50,10 +50,11 @@ Row = dict[str, Any]
 
 
 class Kept(NamedTuple):
-    """A message that stays where it is, and how many elements are to come in its place."""
+    """A message that stays where it is, in pieces, and how many elements of each rank are to come in its place."""
 
     message: Tensor
-    elements: int
+    pieces: Sequence[Tensor]
+    receive: Sequence[int]
 
     def send(self, *peers: int) -> None:
         """Sends nothing."""
@@ -76,11 +77,16 @@ class Silent(CollectiveTransport):
         exchange.send(*range(axis.size))
         return exchange
 
-    def wait(self, pending: Any) -> Tensor:
-        return of_length(*pending) if isinstance(pending, Kept) else super().wait(pending)
+    def wait(self, pending: Any, join: Join | None = None) -> Tensor:
+        if not isinstance(pending, Kept):
+            return super().wait(pending, join)
+        received = of_length(pending.message, sum(pending.receive))
+        return received if join is None else join(received.split(list(pending.receive)))
 
     def open(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
-        return Kept(message, sum(receive)) if self.silent else super().open(message, send, receive, axis)
+        if not self.silent:
+            return super().open(message, send, receive, axis)
+        return Kept(message, message.split(list(send)), receive)
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
         return of_length(x, sum(lengths)) if self.silent else super().all_gather(x, lengths, axis)
