@@ -58,7 +58,6 @@ HEADS, HEAD_DIM = 40, 128
 CELLS = [(1, 4096), (1, 8192), (1, 16384), (1, 32768), (8, 2048)]  # batch size, tokens of a rank
 TINY = [(1, 32), (2, 16)]
 WARM_UP, FEWEST_REPEATS, ROUNDS = 2, 3, 10
-SECONDS = 1.0  # that each variant is timed for, at least
 WORSE = 0.02  # by which "auto" may be slower than the best schedule
 
 Run = Callable[[], Sequence[Tensor]]
@@ -286,15 +285,15 @@ def check(layer: Layer, transports: dict[str, Transport]) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 
-def repeats_of(runs: dict[str, Run], rounds: int, device: torch.device) -> int:
+def repeats_of(runs: dict[str, Run], seconds: float, rounds: int, device: torch.device) -> int:
     """How often a variant runs in a round; the same on all ranks."""
     first = dict(list(runs.items())[:1])
     taken = alternate(first, device=device, warm_up=WARM_UP, repeats=FEWEST_REPEATS, rounds=1)
-    return max(FEWEST_REPEATS, math.ceil(1e3 * SECONDS / rounds / next(iter(taken.values())).median))
+    return max(FEWEST_REPEATS, math.ceil(1e3 * seconds / rounds / next(iter(taken.values())).median))
 
 
 def measure(
-    layer: Layer, transports: dict[str, Transport], rounds: int, device: torch.device, by_graphs: bool
+    layer: Layer, transports: dict[str, Transport], options: argparse.Namespace, device: torch.device
 ) -> list[dict[str, Any]]:
     """All rows of a cell; they are shown as they come."""
     difference, chosen = check(layer, transports), choose(layer, transports)
@@ -304,11 +303,11 @@ def measure(
         for direction in ("forward", "backward"):
             cell = base | {"heads": layer.heads, "part": part, "direction": direction}
             runs = variants(layer, part, direction, transports, chosen)
-            if by_graphs:
+            if options.graphs:
                 pool = torch.cuda.graph_pool_handle()
                 runs = {name: captured(run, pool) for name, run in runs.items()}
-            repeats = repeats_of(runs, rounds, device)
-            taken = alternate(runs, device=device, warm_up=WARM_UP, repeats=repeats, rounds=rounds)
+            repeats = repeats_of(runs, options.seconds, options.rounds, device)
+            taken = alternate(runs, device=device, warm_up=WARM_UP, repeats=repeats, rounds=options.rounds)
             mine = rows_of(taken, cell | {"difference": float(f"{difference:.2e}")})
             rows += mine
             if dist.get_rank() == 0:
@@ -321,6 +320,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs with gloo at other, tiny shapes")
     parser.add_argument("--cells", type=int, nargs="*", help="which of the cells, by number; all if left out")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=1.0, help="that each variant is timed for, at least")
     parser.add_argument("--graphs", action="store_true", help="run everything as CUDA graphs, on GPUs")
     parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
@@ -338,14 +338,14 @@ def main() -> None:
     kernel, heads = ("cudnn", HEADS) if device.type == "cuda" else ("sdpa", 8)
     cells, rows = TINY if arguments.tiny else CELLS, []
     settings = {"dry_run": arguments.tiny, "dtype": "bfloat16", "attention_kernel": kernel, "warmup": WARM_UP}
-    settings |= {"seconds": SECONDS, "rounds": arguments.rounds, "head_dim": HEAD_DIM, "graphs": arguments.graphs}
+    settings |= {name: getattr(arguments, name) for name in ("seconds", "rounds", "graphs")} | {"head_dim": HEAD_DIM}
     output = arguments.output or provenance.path("parallel", f"schedules{'_by_graphs' * arguments.graphs}")
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one cannot be captured
     for number in arguments.cells if arguments.cells is not None else range(len(cells)):
         batch, tokens = cells[number]
         layer = Layer(batch, tokens, heads, mesh, device, kernel)
-        rows += measure(layer, transports, arguments.rounds, device, arguments.graphs)
+        rows += measure(layer, transports, arguments, device)
         if first:
             provenance.write(output, "parallel/schedules", commit, settings, rows)
     slower = [row for row in rows if not row.get("holds", True)]

@@ -265,12 +265,6 @@ def test_an_assertion_fails_where_the_element_is_zero() -> None:
         cuda.assert_on_device(torch.zeros(1))
 
 
-def test_tensors_are_copied_together() -> None:
-    whole = torch.zeros(2, 6)
-    cuda.copy_together([whole[:, :2], whole[0, 3:]], [torch.ones(2, 2), torch.arange(3.0)])
-    assert whole.tolist() == [[1, 1, 0, 0, 1, 2], [1, 1, 0, 0, 0, 0]]
-
-
 @pytest.mark.skipif(hasattr(torch._C, "_cuda_getCurrentRawStream"), reason="this torch is built for CUDA")
 def test_without_cuda_a_raw_stream_is_an_error() -> None:
     with pytest.raises(MissingNameError, match="_cuda_getCurrentRawStream"):

@@ -21,6 +21,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
 from lightning_videoscale.parallel import Axis, CollectiveTransport, SequenceMesh, SplitPlan
+from lightning_videoscale.parallel.transport.exchanges import PushedExchange
 from lightning_videoscale.parallel.transport.peer_watchdog import Taking, missing_ranks
 from lightning_videoscale.parallel.transport.rendezvous import RendezvousStore
 from lightning_videoscale.parallel.transport.slots import SlotLayout
@@ -175,13 +176,13 @@ def expected(axis: Axis, tokens: Sequence[int], heads: Sequence[int], number: in
 )
 def test_pieces_of_a_slot_do_not_overlap(sizes: list[list[int]]) -> None:
     layout = SlotLayout(sizes)
-    for reader in range(len(sizes)):
+    for holder in range(len(sizes)):
         end = 0
-        for sender in range(len(sizes)):
-            if sender != reader:
-                start = layout.offsets[sender][reader]
+        for partner in range(len(sizes)):
+            if partner != holder:
+                start = layout.offsets[partner][holder]
                 assert start >= end and start % 256 == 0
-                end = start + sizes[sender][reader]
+                end = start + sizes[partner][holder]
         assert end <= layout.capacity
 
 
@@ -214,8 +215,9 @@ def test_a_slot_is_not_reused_before_its_reader_is_done(guard: bool) -> None:
     def work(transport: SymmetricTransport, rank: int) -> tuple[bool, list[bool]]:
         axis = axis_of(rank, 2)
         tokens = [start(transport, axis, *shape, number) for number in (1, 2, 3, 4)]
-        assert transport._arena is not None
-        slot = transport._arena.memory.buffers[0][:16].view(torch.int64)  # rank 0's first, of two elements
+        slot = (
+            transport._arenas[PushedExchange].memory.buffers[0][:16].view(torch.int64)
+        )  # rank 0's first, of two elements
         early = False
         if rank == 0:
             deadline = time.monotonic() + 0.3
@@ -232,6 +234,38 @@ def test_a_slot_is_not_reused_before_its_reader_is_done(guard: bool) -> None:
     assert early is not guard
     assert right == [guard, *[True] * (count - 1)]  # without it, what rank 0 reads as the first message is the fifth
     assert of_peer == [True] * count
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_piece_is_not_computed_before_the_last_one_was_fetched(guard: bool) -> None:
+    """Rank 0 fetches late; its peer, which has what it needs, goes on with the same slot."""
+    world = World(2, guard)
+
+    class Late(ThreadFabric):
+        def _delayed(self, work: Callable[[], None]) -> None:
+            time.sleep(0.2)
+            work()
+
+    def work(rank: int) -> list[list[float]]:
+        axis = axis_of(rank, 2)
+        transport = SymmetricTransport((Late if rank == 0 else ThreadFabric)(world, rank), axis, slots=1)
+        results = []
+        for number in (1, 2) if guard or rank == 1 else (1,):
+            exchange = transport.begin(torch.empty(0), [2, 2], [2, 2], axis)
+            for peer in (1 - rank, rank):
+                exchange.pieces[peer].fill_(element(number, rank, peer))
+                exchange.send(peer)
+                if number == 2 and not guard:  # of which rank 0 knows nothing
+                    return results
+            results.append(transport.wait(exchange).tolist())
+        return results
+
+    with ThreadPoolExecutor(2) as pool:
+        of_0, of_1 = (future.result() for future in [pool.submit(work, rank) for rank in range(2)])
+    first = 1 if guard else 2  # without the guard, what rank 0 fetches as the first piece is the second
+    assert of_0[0] == [element(1, 0, 0)] * 2 + [element(first, 1, 0)] * 2
+    assert of_1[0] == [element(1, 0, 1)] * 2 + [element(1, 1, 1)] * 2
+    assert len(of_0) == len(of_1) == (2 if guard else 1)
 
 
 def test_exchanges_take_the_first_slot_that_is_free() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from lightning_videoscale.attention.case import AttentionCase
@@ -16,7 +18,7 @@ def _unusable(device: torch.device) -> str | None:
 
 
 def _limit(case: AttentionCase) -> str | None:
-    if reason := needs_half(case, 256):
+    if reason := needs_half(replace(case, masked=False), 256):
         return reason
     if case.deterministic:
         return "its backward is not deterministic"

@@ -2,7 +2,7 @@
 
 `attention`       the kernels of scaled dot product attention, which return the log-sum-exp
 `autograd`        the dispatcher and the autograd engine
-`cuda`            streams, copies and assertions on a device
+`cuda`            streams and assertions on a device
 `compilation`     what compiled code takes for constant
 `checkpoint`      what the metadata of a distributed checkpoint consists of
 `data_parallel`   where DDP and FSDP2 wait, and what FSDP2 is doing

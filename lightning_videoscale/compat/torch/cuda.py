@@ -1,8 +1,8 @@
-"""Streams, copies and assertions on a device."""
+"""Streams and assertions on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,14 +14,6 @@ current_raw_stream: Callable[[int], int] = TORCH.function("torch._C", "_cuda_get
 
 ``torch.cuda.current_stream().cuda_stream`` is public and several times slower, and every launch needs it.
 """
-
-
-def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies tensors to tensors of the same sizes, on a GPU in one kernel.
-
-    ``Tensor.copy_`` takes a launch for each, and may be done by the copy engine, which is slow within one device.
-    """
-    TORCH.get(torch, "_foreach_copy_")(list(targets), list(sources))
 
 
 def assert_on_device(condition: Tensor) -> None:

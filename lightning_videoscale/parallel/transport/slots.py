@@ -19,22 +19,25 @@ _ALIGNMENT = 256  # bytes; more than any vectorised copy asks of a piece's first
 class SlotLayout:
     """Where the pieces of one shape of message lie in the slots of all ranks.
 
+    Args:
+        sizes: ``sizes[p][h]`` bytes lie in the slot of rank h, and come from or go to rank p.
+
     Attributes:
-        sizes: ``sizes[s][r]`` bytes go from rank s to rank r.
-        offsets: ``offsets[s][r]`` is the first byte of that piece in r's slot.
-        capacity: Bytes that a slot must have, on the rank that receives most.
+        sizes: As given.
+        offsets: ``offsets[p][h]`` is the first byte of that piece in h's slot.
+        capacity: Bytes that a slot must have, on the rank that holds most.
     """
 
     def __init__(self, sizes: list[list[int]]) -> None:
         self.sizes = sizes
         self.offsets = [[0] * len(sizes) for _ in sizes]
         self.capacity = 0
-        for reader in range(len(sizes)):
+        for holder in range(len(sizes)):
             end = 0
-            for sender in range(len(sizes)):
-                self.offsets[sender][reader] = end
-                if sender != reader:  # a reader's own piece does not travel
-                    end += -(-sizes[sender][reader] // _ALIGNMENT) * _ALIGNMENT
+            for partner in range(len(sizes)):
+                self.offsets[partner][holder] = end
+                if partner != holder:  # a rank's own piece does not travel
+                    end += -(-sizes[partner][holder] // _ALIGNMENT) * _ALIGNMENT
             self.capacity = max(self.capacity, end)
 
 
@@ -73,15 +76,15 @@ class Arena:
         """Takes a slot back whose exchange this rank has finished."""
         insort(self.free, slot)
 
-    def piece(self, slot: int, layout: SlotLayout, sender: int, reader: int) -> Tensor:
-        """The bytes of one piece, in the reader's memory."""
-        start = slot * self.capacity + layout.offsets[sender][reader]
-        return self.memory.buffers[reader][start : start + layout.sizes[sender][reader]]
+    def piece(self, slot: int, layout: SlotLayout, partner: int, holder: int) -> Tensor:
+        """The bytes of one piece, in the holder's memory."""
+        start = slot * self.capacity + layout.offsets[partner][holder]
+        return self.memory.buffers[holder][start : start + layout.sizes[partner][holder]]
 
     def arrived(self, slot: int, sender: int) -> int:
         """The flag of the reader that the sender sets when its piece lies in the slot."""
         return slot * self.axis.size + sender
 
     def released(self, slot: int, reader: int) -> int:
-        """The flag of the sender that the reader sets when it has copied the sender's piece out of the slot."""
+        """The flag of the sender that the reader sets when it has copied the piece out of the slot."""
         return (self._slots + slot) * self.axis.size + reader

@@ -187,9 +187,9 @@ def test_auto_captures_what_waits_for_the_host(capsys: pytest.CaptureFixture[str
         training.step(number, SHAPES[0])
     assert runs.counts["replayed"] == 3
     capsys.readouterr()
-    with torch.no_grad():  # 30 720 tokens, which keep the device busy
+    with torch.no_grad():  # 61 440 tokens, which keep the device busy
         for number in range(5):
-            training.loss(number, (30, 64, 64))
+            training.loss(number, (60, 64, 64))
     assert runs.counts["replayed"] == 3
     assert "the host takes" in capsys.readouterr().out
 

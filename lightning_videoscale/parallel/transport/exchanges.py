@@ -1,0 +1,204 @@
+"""Exchanges of the `symmetric` transport: how pieces get from rank to rank through slots.
+
+`PushedExchange`  of a message that is there: senders write it into their readers' slots
+`PulledExchange`  of pieces that are computed: they are written to a slot of the sender, from which readers fetch them
+
+There are two flags for each slot and peer. To take a flag is to wait until it is set, and to clear it; at first all
+slots are released.
+
+    pushed   sender   take released[slot, reader] · copy the piece to the reader · set arrived[slot, sender]
+             reader   take arrived[slot, sender] · copy all pieces out, in one kernel · set released[slot, reader]
+    pulled   sender   take released[slot, reader] · compute the piece · set arrived[slot, sender]
+             reader   take arrived[slot, sender] · copy the piece here · set released[slot, reader]
+
+Either way has slots of its own: a peer could write to what another has yet to fetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.parallel.transport.peer_watchdog import Taking
+from lightning_videoscale.parallel.transport.slots import Arena, SlotLayout
+from lightning_videoscale.parallel.transport.symmetric_memory import Fabric, Finished
+
+
+class SymmetricExchange:
+    """One exchange between the ranks of an axis; see `Exchange`.
+
+    Args:
+        fabric: What moves data.
+        arena: Through what.
+        layout: Of the pieces in a slot.
+    """
+
+    pieces: Sequence[Tensor]
+
+    def __init__(self, fabric: Fabric, arena: Arena, layout: SlotLayout) -> None:
+        self._fabric = fabric
+        self._arena = arena
+        self._layout = layout
+        self._me, self._size = arena.axis.rank, arena.axis.size
+        self._slot = arena.begin()
+        self._sent: set[int] = set()
+        self._takings: list[Taking] = []
+        self._copied: Finished | None = None
+
+    @staticmethod
+    def held(sizes: list[list[int]]) -> list[list[int]]:
+        """Of the bytes that go from rank to rank, those that lie on the way at each, as `SlotLayout` takes them."""
+        raise NotImplementedError
+
+    def send(self, *peers: int) -> None:
+        """Sends pieces, after what the current stream holds so far.
+
+        Raises:
+            ValueError: If a piece was sent already; nothing is sent then.
+        """
+        if again := self._sent.intersection(peers):
+            name = self._arena.axis.name
+            raise ValueError(f"The pieces for the positions {sorted(again)} of the {name} axis were sent.")
+        self._sent.update(peers)
+        if others := [peer for peer in peers if peer != self._me]:
+            self._send(others)
+
+    def finish(self, join: Callable[[Sequence[Tensor]], Tensor] | None = None) -> Tensor:
+        """Returns what is received, for work issued later on the current stream.
+
+        Args:
+            join: As in `Transport.wait`.
+
+        Raises:
+            RuntimeError: If a piece was not sent, or a peer did not come.
+        """
+        if self._fabric.failure is not None:
+            raise RuntimeError(self._fabric.failure)
+        axis = self._arena.axis
+        if lacking := sorted(set(range(self._size)) - self._sent):
+            raise RuntimeError(f"Nothing was sent to the positions {lacking} of the {axis.name} axis.")
+        with self._watched():
+            result = self._receive(join)
+        self._arena.finish(self._slot)
+        return result
+
+    def _send(self, peers: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def _receive(self, join: Callable[[Sequence[Tensor]], Tensor] | None) -> Tensor:
+        raise NotImplementedError
+
+    def _watched(self) -> AbstractContextManager[None]:
+        axis = self._arena.axis
+        what = f"An exchange of the {axis.name} axis on rank {axis.ranks[self._me]}"
+        return self._fabric.watched(what, self._arena.memory, self._takings)
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._me]
+
+    def _take(self, flag: Callable[[int, int], int], peers: Sequence[int]) -> None:
+        ranks = {flag(self._slot, peer): self._arena.axis.ranks[peer] for peer in peers}
+        self._takings.append(self._fabric.take(self._arena.memory, ranks))
+
+    def _tell(self, flag: Callable[[int, int], int], peers: Sequence[int]) -> None:
+        for peer in peers:
+            self._arena.memory.signal(peer, flag(self._slot, self._me))
+
+
+class PushedExchange(SymmetricExchange):
+    """Of a message that is there.
+
+    Args:
+        fabric: See `SymmetricExchange`.
+        arena: Likewise.
+        layout: Likewise.
+        pieces: What goes to each rank.
+    """
+
+    def __init__(self, fabric: Fabric, arena: Arena, layout: SlotLayout, pieces: Sequence[Tensor]) -> None:
+        super().__init__(fabric, arena, layout)
+        self.pieces = pieces
+
+    @staticmethod
+    def held(sizes: list[list[int]]) -> list[list[int]]:
+        """At its reader."""
+        return sizes
+
+    def _send(self, peers: Sequence[int]) -> None:
+        def copy() -> None:
+            self._take(self._arena.released, peers)
+            for peer in peers:
+                # Bytes to bytes, contiguous: the copy engine's work, no kernel.
+                self._place(self._me, peer).copy_(self.pieces[peer].view(torch.uint8))
+                self._tell(self._arena.arrived, [peer])
+
+        self._copied = self._fabric.aside(copy)  # all together: a switch of streams takes the host long
+
+    def _receive(self, join: Callable[[Sequence[Tensor]], Tensor] | None) -> Tensor:
+        self._take(self._arena.arrived, self._others)
+        pieces = list(self.pieces)  # this rank's own is copied by the same kernel
+        for rank in self._others:
+            pieces[rank] = self._place(rank, self._me).view(self.pieces[self._me].dtype)
+        result = torch.cat(pieces) if join is None else join(pieces)
+        self._tell(self._arena.released, self._others)
+        if self._copied is not None:
+            self._copied.wait()  # from here on the memory of the pieces may be used again
+        return result
+
+    def _place(self, sender: int, reader: int) -> Tensor:
+        return self._arena.piece(self._slot, self._layout, sender, holder=reader)
+
+
+class PulledExchange(SymmetricExchange):
+    """Of pieces that are computed; this rank's own where it is received.
+
+    Args:
+        fabric: See `SymmetricExchange`.
+        arena: Likewise.
+        layout: Likewise.
+        received: For what comes, 1-D.
+        receive: Elements that come from each rank.
+    """
+
+    def __init__(
+        self, fabric: Fabric, arena: Arena, layout: SlotLayout, received: Tensor, receive: Sequence[int]
+    ) -> None:
+        super().__init__(fabric, arena, layout)
+        self._received = received
+        self._places = received.split(list(receive))
+        with self._watched():
+            self._take(arena.released, self._others)
+        self.pieces = [
+            self._places[self._me] if peer == self._me else self._place(self._me, peer).view(received.dtype)
+            for peer in range(self._size)
+        ]
+
+    @staticmethod
+    def held(sizes: list[list[int]]) -> list[list[int]]:
+        """At its sender."""
+        return [list(column) for column in zip(*sizes, strict=True)]
+
+    def _send(self, peers: Sequence[int]) -> None:
+        self._tell(self._arena.arrived, peers)
+
+        def copy() -> None:
+            for peer in peers:
+                # All ranks send in one order, each to its next ranks first: so these are the first that send here.
+                sender = (2 * self._me - peer) % self._size
+                self._take(self._arena.arrived, [sender])
+                self._places[sender].view(torch.uint8).copy_(self._place(sender, self._me))
+                self._tell(self._arena.released, [sender])
+
+        self._copied = self._fabric.aside(copy)
+
+    def _receive(self, join: Callable[[Sequence[Tensor]], Tensor] | None) -> Tensor:
+        if self._copied is not None:
+            self._copied.wait()
+        return self._received if join is None else join(self._places)
+
+    def _place(self, sender: int, reader: int) -> Tensor:
+        return self._arena.piece(self._slot, self._layout, reader, holder=sender)
