@@ -38,6 +38,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "data/compute_budgets": _PLANNING,
     "data/decode": tuple(f"lightning_videoscale/data/shards/{n}.py" for n in ("decoding", "film", "frames", "media")),
     "data/index_scale": tuple(f"lightning_videoscale/data/shards/{n}.py" for n in ("columns", "index", "index_table")),
+    "data/learning": (*_PLANNING, *_FUSED, *_EXCHANGE, *_SPLIT, "examples/rectified_flow.py"),
     "data/loader": ("lightning_videoscale/data/loading", "lightning_videoscale/data/shards"),
     "data/plan": ("lightning_videoscale/data/planning",),
     "data/read_once": ("lightning_videoscale/data/loading", "lightning_videoscale/strategies/batches"),
