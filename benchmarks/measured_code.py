@@ -32,6 +32,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "callbacks/clock_overhead": ("lightning_videoscale/timing",),
     "callbacks/recalibration": _PLANNING,
     "callbacks/recalibration_on_gpus": (*_PLANNING, "callbacks/budget_recalibrator.py", "lightning_videoscale/timing"),
+    "cost/longest": ("lightning_videoscale/cost", *_FUSED, *_EXCHANGE, *_SPLIT, "lightning_videoscale/strategies"),
     "cost/step_time_fit": ("lightning_videoscale/cost",),
     "cost/time_budget": ("lightning_videoscale/cost",),
     "data/balances": _PLANNING,
