@@ -186,6 +186,25 @@ def balances(result: Result) -> None:
     spreads.legend(fontsize=7)
 
 
+def learning(result: Result) -> None:
+    """The validation loss, left over samples and right over seconds; pale bands: from the best to the worst seed."""
+    _, panels = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
+    runs: dict[str, list[Any]] = {}
+    for row in result["rows"]:
+        others = ("" if row["fused"] else ", kernels off") + (f", sp = {row['sp']}" if row["sp"] > 1 else "")
+        runs.setdefault(row["balance"] + others, []).append(row)
+    for panel, over in zip(panels, ("samples", "seconds"), strict=True):
+        for name, rows in runs.items():
+            x = np.linspace(0, min(row[over][-1] for row in rows), 200)
+            losses = np.array([np.interp(x, row[over], row["losses"]) for row in rows])
+            (line,) = panel.plot(x, losses.mean(axis=0), linewidth=1, label=name)
+            panel.fill_between(x, losses.min(axis=0), losses.max(axis=0), color=line.get_color(), alpha=0.25)
+        panel.set(xlabel=over, yscale="log")
+    panels[0].set(ylabel="validation loss", title="Samples that were trained on")
+    panels[1].set(title="Seconds of training")
+    panels[0].legend(fontsize=8)
+
+
 def step_time_fit(result: Result) -> None:
     """Left seconds by tokens, measured and predicted, right the errors; filled: held out of the fit."""
     _, (seconds, errors) = plt.subplots(1, 2, figsize=(10, 3.8))
@@ -353,6 +372,7 @@ FIGURES: dict[str, Callable[[Result], None]] = {
     "parallel/attention_layer": attention_layer,
     "parallel/attention_backends": attention_backends,
     "parallel/strong_scaling": strong_scaling,
+    "data/learning": learning,
     "data/plan": plan,
     "cost/step_time_fit": step_time_fit,
     "data/balances": balances,

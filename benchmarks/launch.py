@@ -33,9 +33,14 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def finish(result: Any) -> None:
-    """Hands rank 0's result (JSON) to the process that launched this one; the last one counts."""
-    if os.environ["RANK"] == "0":
+def finish(result: Any, any_rank: bool = False) -> None:
+    """Hands a result (JSON) to the process that launched this one; the last one counts.
+
+    Args:
+        result: Of rank 0; that of others is left alone.
+        any_rank: Whether it counts from whichever rank it comes, as where one fails and the others wait for it.
+    """
+    if any_rank or os.environ["RANK"] == "0":
         Path(os.environ[_RESULT]).write_text(json.dumps(result))
 
 
