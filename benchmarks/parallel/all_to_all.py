@@ -104,8 +104,7 @@ def main() -> None:
     transport = SymmetricTransport.create(mesh, device, timedelta(seconds=60))
     rows = measure(mesh, transport)
     if mesh.ulysses.rank == 0:
-        gpu = torch.cuda.get_device_name().split()[-1].lower()
-        output = arguments.output or provenance.RESULTS / "parallel" / f"all_to_all-{gpu}x{mesh.ulysses.size}.json"
+        output = arguments.output or provenance.path("parallel", "all_to_all")
         settings = {
             "ranks": mesh.ulysses.size,
             "dtype": "bfloat16",

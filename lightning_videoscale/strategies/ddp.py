@@ -46,8 +46,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         activation_checkpointing: Keep only the inputs of every transformer block and compute the rest again in
             backward.
         compile: Compile every transformer block: True, or keyword arguments of ``torch.compile``.
-        transport: How Ulysses exchanges run: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (pushed by the GPUs'
-            copy engines, within a host).
+        transport: How Ulysses exchanges run: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (by the GPUs' copy
+            engines, within a host).
         schedule: When they run: ``"serial"``, after the projections; ``"overlap"`` or ``"sliced"``, beside them, which
             most families can; ``"auto"``, whichever was measured to be faster for a layer of its kind. See
             docs/schedules.md.

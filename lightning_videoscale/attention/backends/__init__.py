@@ -2,7 +2,7 @@
 
 | name | what it is | comes with |
 |---|---|---|
-| `cudnn` | cuDNN's, which builds a plan for every new shape | torch |
+| `cudnn` | cuDNN's, which takes masks and builds a plan for every new shape | torch |
 | `flash` | FlashAttention 2 as torch has it; on CPUs torch's flash kernel | torch |
 | `efficient` | memory-efficient attention, which takes masks and float32 | torch |
 | `math` | matrix products, a slice of the queries at a time; every dtype and head dim | this package |

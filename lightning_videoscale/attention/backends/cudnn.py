@@ -1,4 +1,4 @@
-"""cuDNN's attention, by torch."""
+"""cuDNN's attention, by torch; it takes masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory-efficient attention, by torch: the one fused kernel on GPUs for float32, and for masks."""
+"""Memory-efficient attention, by torch: the one fused kernel on GPUs for float32, and before Hopper for masks."""
 
 from __future__ import annotations
 
