@@ -103,7 +103,7 @@ def kernel_of_torch(case: AttentionCase) -> AttentionKernel:
     | device | dtype | kernel |
     |---|---|---|
     | CPU | all | flash |
-    | CUDA | bfloat16, float16 | cuDNN where torch would take it on Hopper or newer; else flash, and efficient with a mask |
+    | CUDA | bfloat16, float16 | cuDNN where torch would take it on Hopper or newer; else flash, with a mask efficient |
     | CUDA | float32 | efficient |
     | CUDA | float64, and head dims that are no multiple of 8 | matrix products |
 
