@@ -64,6 +64,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
         "lightning_videoscale/attention",
         f"{_PARALLEL}/schedules",
     ),
+    "parallel/graphs_on_mix": (*_EXCHANGE, *_SPLIT, *_FUSED, "lightning_videoscale/graphs"),
     "parallel/host_time": (_PARALLEL, *_FUSED, "lightning_videoscale/models/hunyuan_video"),
     "parallel/layouts": (*_EXCHANGE, "lightning_videoscale/attention", f"{_PARALLEL}/layout"),
     "parallel/loss_overlay": (*_EXCHANGE, *_SPLIT, "lightning_videoscale/models/wan"),

@@ -139,14 +139,14 @@ class PushedExchange(SymmetricExchange):
         self._copied = self._fabric.aside(copy)  # all together: a switch of streams takes the host long
 
     def _receive(self, join: Callable[[Sequence[Tensor]], Tensor] | None) -> Tensor:
+        if self._copied is not None:
+            self._copied.wait()  # first: even in one queue with the pushes, no wait keeps them from the peers
         self._take(self._arena.arrived, self._others)
         pieces = list(self.pieces)  # this rank's own is copied by the same kernel
         for rank in self._others:
             pieces[rank] = self._place(rank, self._me).view(self.pieces[self._me].dtype)
         result = torch.cat(pieces) if join is None else join(pieces)
         self._tell(self._arena.released, self._others)
-        if self._copied is not None:
-            self._copied.wait()  # from here on the memory of the pieces may be used again
         return result
 
     def _place(self, sender: int, reader: int) -> Tensor:

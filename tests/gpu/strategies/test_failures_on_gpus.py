@@ -18,10 +18,11 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-Case = tuple[str, str, str]
+Case = tuple[str, str, bool, str]
+"""Strategy, transport, whether peers wait in a replay, and what goes wrong."""
 CASES: list[Case] = [
-    *product(["ddp", "fsdp2"], ["collective", "symmetric"], ["raise", "kill", "hang"]),
-    *product(["ddp"], ["graphs"], ["raise", "kill"]),  # collectives whose peers wait in a replay
+    *product(["ddp", "fsdp2"], ["collective", "symmetric"], [False], ["raise", "kill", "hang"]),
+    *product(["ddp"], ["collective", "symmetric"], [True], ["raise", "kill"]),
 ]
 TIMEOUT = 15.0
 
@@ -30,29 +31,26 @@ TIMEOUT = 15.0
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Job]]:
     """All cases at once: they mostly wait."""
     started = {}
-    for strategy, transport, fault in CASES:
-        args = ["--strategy", strategy, "--fault", fault, "--rank", "1"]
-        args += ["--graphs"] if transport == "graphs" else ["--transport", transport]
-        args += ["--timeout", str(TIMEOUT), "--accelerator", "gpu"]
-        folder = tmp_path_factory.mktemp(f"{strategy}-{transport}-{fault}")
-        started[strategy, transport, fault] = Job(folder, "torchrun", *args)
+    for case in CASES:
+        strategy, transport, graphs, fault = case
+        args = ["--strategy", strategy, "--fault", fault, "--rank", "1", "--transport", transport]
+        args += ["--graphs"] * graphs + ["--timeout", str(TIMEOUT), "--accelerator", "gpu"]
+        started[case] = Job(tmp_path_factory.mktemp("-".join(map(str, case))), "torchrun", *args)
     yield started
     for job in started.values():
         job.end()
 
 
-def continue_from(folder: Path, strategy: str, transport: str) -> list[float]:
+def continue_from(folder: Path, strategy: str, transport: str, graphs: bool) -> list[float]:
     (last,) = (folder / "checkpoints").glob(f"step={FAILING_STEP}.ckpt")
-    graphs = transport == "graphs"
-    how = "collective" if graphs else transport
-    return train(strategy, None, Module(), start=last, transport=how, accelerator="gpu", graphs=graphs)
+    return train(strategy, None, Module(), start=last, transport=transport, accelerator="gpu", graphs=graphs)
 
 
-@pytest.mark.parametrize(("strategy", "transport", "fault"), CASES)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_failing_rank_ends_the_job(
-    gpu_ranks: Callable[[int], ProcessPool], jobs: dict[Case, Job], strategy: str, transport: str, fault: str
+    gpu_ranks: Callable[[int], ProcessPool], jobs: dict[Case, Job], case: Case
 ) -> None:
-    job = jobs[strategy, transport, fault]
+    job, (strategy, transport, graphs, fault) = jobs[case], case
     output, _ = job.wait(90)
     log = job.log.stat().st_mtime  # jobs are waited for one by one: the last words tell when each of them ended
     seconds = log - float(output.split("fails at ")[1].split()[0])
@@ -64,6 +62,6 @@ def test_a_failing_rank_ends_the_job(
         assert any(message in output for message in messages), output
     else:
         check_messages(output, fault, 1, TIMEOUT)
-    losses = gpu_ranks(2).run(continue_from, job.folder, strategy, transport)
+    losses = gpu_ranks(2).run(continue_from, job.folder, strategy, transport, graphs)
     assert [len(of_rank) for of_rank in losses] == [STEPS - FAILING_STEP] * 2
     assert losses[0] == pytest.approx(losses[1])
