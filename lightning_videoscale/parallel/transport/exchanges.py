@@ -172,6 +172,7 @@ class PulledExchange(SymmetricExchange):
         self._places = received.split(list(receive))
         with self._watched():
             self._take(arena.released, self._others)
+        self._takings = []  # what comes later, the stream does not wait for here
         self.pieces = [
             self._places[self._me] if peer == self._me else self._place(self._me, peer).view(received.dtype)
             for peer in range(self._size)
