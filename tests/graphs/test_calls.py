@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_videoscale.graphs import GraphOptions
 from lightning_videoscale.graphs.calls import NetworkCall, is_observed, read_call
-from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.models import tiny_wan
 
 
@@ -59,8 +58,3 @@ def test_what_follows_each_operation_sees_the_network_run() -> None:
 def test_options_are_checked(arguments: dict[str, Any], value: str) -> None:
     with pytest.raises(ValueError, match=value):
         GraphOptions(**arguments)
-
-
-def test_exchanges_of_the_symmetric_transport_cannot_be_captured() -> None:
-    with pytest.raises(ValueError, match="symmetric"):
-        SequenceParallelDDPStrategy(graphs=True, transport="symmetric")
