@@ -16,7 +16,7 @@ from lightning_videoscale.parallel.schedules.attention_output import attend_and_
 from lightning_videoscale.parallel.schedules.input_projections import Norm, project_heads
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads
-from tests.parallel.test_transport import axis_of, on_threads
+from tests.parallel.ranks_on_threads import axis_of, on_threads
 
 HEADS, DIM, BATCH, WIDTH = 7, 6, 2, 42
 

@@ -1,0 +1,131 @@
+"""Threads that stand for ranks and their streams, for the protocol of the symmetric transport."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.parallel import Axis
+from lightning_videoscale.parallel.transport.peer_watchdog import Taking
+from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
+
+PATIENCE = 20.0
+
+
+class World:
+    """What the ranks have in common: one lock, and what they bring to their meetings."""
+
+    def __init__(self, size: int, guard: bool = True) -> None:
+        self.size = size
+        self.guard = guard  # whether senders heed that a slot is in use
+        self.changed = threading.Condition()
+        self.meetings: dict[tuple[str, int], dict[int, Any]] = {}
+
+    def meet(self, what: str, count: int, rank: int, mine: Any) -> list[Any]:
+        with self.changed:
+            brought = self.meetings.setdefault((what, count), {})
+            brought[rank] = mine
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: len(brought) == self.size, PATIENCE)
+            return [brought[peer] for peer in range(self.size)]
+
+
+class ThreadMemory:
+    """Memory of which every thread can reach every part."""
+
+    def __init__(self, world: World, rank: int, buffers: list[Tensor], flags: list[Tensor]) -> None:
+        self.buffers = buffers
+        self.nbytes = buffers[rank].nbytes
+        self.flags = flags[rank]
+        self._all_flags = flags
+        self._world = world
+
+    def signal(self, rank: int, flag: int) -> None:
+        with self._world.changed:
+            self._all_flags[rank][flag] = 1
+            self._world.changed.notify_all()
+
+    def take(self, flags: Sequence[int]) -> None:
+        heeded = [flag for flag in flags if flag < len(self.flags) // 2 or self._world.guard]
+        with self._world.changed:
+            assert self._world.changed.wait_for(lambda: all(self.flags[flag] for flag in heeded), PATIENCE)
+            for flag in heeded:
+                self.flags[flag] = 0
+
+
+class Point:
+    """One of a stream."""
+
+    def __init__(self, reached: bool = True) -> None:
+        self.reached = reached
+
+    def query(self) -> bool:
+        return self.reached
+
+
+class Pushed:
+    def __init__(self, future: Future[None]) -> None:
+        self.wait = future.result
+
+
+class ThreadFabric:
+    """A rank's own thread stands for its current stream, another for its side stream."""
+
+    failure, is_capturing = None, False
+
+    def __init__(self, world: World, rank: int, delays: random.Random | None = None) -> None:
+        self._world, self._rank, self._delays = world, rank, delays
+        self._side = ThreadPoolExecutor(1)
+        self._agreements = self._allocations = 0
+
+    def agree(self, numbers: Sequence[int], axis: Axis) -> list[list[int]]:
+        self._agreements += 1
+        return self._world.meet("agree", self._agreements, self._rank, list(numbers))
+
+    def allocate(self, nbytes: int, flags: int, axis: Axis) -> ThreadMemory:
+        self._allocations += 1
+        mine = torch.full((nbytes,), 255, dtype=torch.uint8), torch.zeros(flags, dtype=torch.int32)
+        everyone = self._world.meet("allocate", self._allocations, self._rank, mine)
+        return ThreadMemory(self._world, self._rank, [data for data, _ in everyone], [flags for _, flags in everyone])
+
+    def aside(self, work: Callable[[], None]) -> Pushed:
+        return Pushed(self._side.submit(self._delayed, work))
+
+    def take(self, memory: Any, ranks: Mapping[int, int]) -> Taking:
+        memory.take(list(ranks))
+        return Taking(ranks, Point())
+
+    def watched(self, what: str, memory: Any, takings: Sequence[Taking]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self, axis: Axis) -> None:
+        self.agree([], axis)
+
+    def _delayed(self, work: Callable[[], None]) -> None:
+        if self._delays is not None and self._delays.random() < 0.3:
+            time.sleep(self._delays.random() * 0.002)
+        work()
+
+
+def axis_of(rank: int, size: int) -> Axis:
+    return Axis("ulysses", None, tuple(range(10, 10 + size)), rank)  # type: ignore[arg-type]  # no group to exchange by
+
+
+def on_threads(size: int, work: Callable[[SymmetricTransport, int], Any], guard: bool = True) -> list[Any]:
+    """Calls ``work(transport, rank)`` on a thread for each rank and returns the results by rank."""
+    world = World(size, guard)
+    transports = [
+        SymmetricTransport(ThreadFabric(world, rank, random.Random(rank)), axis_of(rank, size), slots=4)
+        for rank in range(size)
+    ]
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(work, transport, rank) for rank, transport in enumerate(transports)]
+        return [future.result() for future in futures]
