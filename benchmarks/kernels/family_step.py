@@ -174,9 +174,8 @@ def latent(name: str, tiny: bool) -> tuple[int, int, int]:
     return TINY_SIZES.get(name, (2, 4, 4)) if tiny else FAMILIES[name].size
 
 
-def step(model: nn.Module, inputs: Inputs, attention: SDPBackend | list[SDPBackend]) -> None:
-    """Forward and backward, by the first of these kernels of attention that can."""
-    with sdpa_kernel(attention, set_priority=True):
+def step(model: nn.Module, inputs: Inputs, attention: SDPBackend) -> None:
+    with sdpa_kernel(attention):
         model(**inputs, return_dict=False)[0].float().square().mean().backward()
     model.zero_grad(set_to_none=True)
 

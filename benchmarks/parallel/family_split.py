@@ -9,8 +9,7 @@ Transport "none" exchanges nothing: a rank goes on with what it would have sent.
 rank's share of heads and attention over all tokens. Under "serial" this is the compute alone that all rows are compared
 with, round by round. "none, again" is the same once more: how far it is from the first is the spread of a row.
 
-"sliced" attends by kernels that return a log-sum-exp. Beside a mask, as HunyuanVideo has one, this is the efficient
-kernel. "sliced" with "none" says what that and the slices cost, without the exchange.
+"sliced" with "none" says what the slices cost, without the exchange.
 
 ``--tiny`` tries the script with small models on whatever device there is.
 """
@@ -30,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -110,11 +108,6 @@ def split(
     return made
 
 
-def kernels(family: Family, schedule: str) -> list[SDPBackend]:
-    """By which a family attends: the first that can."""
-    return [family.attention, *([] if schedule == "serial" else [SDPBackend.EFFICIENT_ATTENTION])]
-
-
 def measure(
     name: str, mesh: SequenceMesh, transports: Mapping[str, Transport], options: argparse.Namespace
 ) -> list[Row]:
@@ -122,11 +115,9 @@ def measure(
     family, model, size = FAMILIES[name], network(name, options.tiny), latent(name, options.tiny)
     inputs, short = (family.inputs(model, each) for each in (size, latent(name, tiny=True)))
     steps = {
-        f"{schedule}, {carrier}": partial(
-            step, split(model, short, mesh, transport, schedule), inputs, kernels(family, schedule)
-        )
+        f"{schedule}, {way}": partial(step, split(model, short, mesh, transport, schedule), inputs, family.attention)
         for schedule in SCHEDULES
-        for carrier, transport in {Silent.name: Silent(), **transports}.items()
+        for way, transport in {Silent.name: Silent(), **transports}.items()
     }
     steps[f"{ALONE}, again"] = steps[ALONE]
     taken = alternate(steps, device=DEVICE, warm_up=WARM_UP, repeats=options.repeats, rounds=options.rounds)
@@ -149,7 +140,7 @@ def rows_of(taken: Mapping[str, Times], cell: Row, family: Family) -> list[Row]:
         rows.append(
             cell
             | {"schedule": schedule, "transport": transport}
-            | {"attention": [kernel.name for kernel in kernels(family, schedule)]}
+            | {"attention": family.attention.name}
             | {"median_ms": round(mine.median, 3)}
             | {"over_alone": round(mine.over(alone), 4), "spread": round(spread, 4)}
             | {"rounds_ms": [round(ms, 3) for ms in mine.rounds]}

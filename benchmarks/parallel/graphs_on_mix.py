@@ -26,12 +26,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
 from benchmarks.data.balance_figures import columns_of, row_of
-from benchmarks.data.balances import Record, budget_of, matrix_of, mix, table_of
+from benchmarks.data.balances import Record, budget_of, mix, table_of
 from benchmarks.data.sparse_shards import write_sparse_shards
 from benchmarks.launch import finish, launch, say, task_of_worker
+from benchmarks.suite import cost_of
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, trainer_with
 from lightning_videoscale import VideoDataModule
-from lightning_videoscale.cost import StepTimeModel, TransformerFlops
+from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 
@@ -115,14 +116,7 @@ def beside(row: Row, eager: Row) -> Row:
 
 def measure(shards: str, **task: Any) -> None:
     """Pairs of runs in one process group; after each, rank 0 writes what there is."""
-    module = module_of(task)
-    flops = TransformerFlops.from_config(module.transformer.config)
-    cost = (
-        StepTimeModel.analytic(flops, 1e9)
-        if task["tiny"]
-        else StepTimeModel.fit(matrix_of(module, shards, 0.2, task["tiny"]).measurements)
-    ).to_dict()
-    del module
+    cost = cost_of(shards, task)
     rows: list[Row] = []
     for number in range(1 + task["rounds"]):
         eager = train(shards, cost, task, graphs=False, deterministic=number == 0)
@@ -165,6 +159,7 @@ def main() -> None:
             settings=settings,
             output=str(output),
             commit=commit,
+            seconds=0.2,
             **{name: getattr(options, name) for name in ("ulysses", "steps", "rounds", "tiny")},
         )
     print(f"written to {output}")

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
-from lightning_videoscale.parallel.transport.collective import CollectiveTransport
+from lightning_videoscale.parallel.transport.collective import CollectiveTransport, Join
 
 __all__ = [
     "COMPILABLE",
@@ -34,9 +34,6 @@ TransportName = Literal["collective", "symmetric"]
 
 COMPILABLE: tuple[TransportName, ...] = ("collective",)
 """The transports whose messages `torch.compile` can trace."""
-
-Join = Callable[[Sequence[Tensor]], Tensor]
-"""Makes the result of an exchange of its pieces, 1-D, in the order of their senders; they are not to be kept."""
 
 
 class Exchange(Protocol):

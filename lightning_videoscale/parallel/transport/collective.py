@@ -16,6 +16,9 @@ from lightning_videoscale.compat.torch.distributed import traceable_all_to_all, 
 from lightning_videoscale.compat.torch.versions import all_gather_single
 from lightning_videoscale.parallel.mesh import Axis
 
+Join = Callable[[Sequence[Tensor]], Tensor]
+"""Makes the result of an exchange of its pieces, 1-D, in the order of their senders; they are not to be kept."""
+
 
 class _PendingWork(NamedTuple):
     work: dist.Work
@@ -95,7 +98,7 @@ class CollectiveTransport:
             return traceable_all_to_all(message, receive, send, axis.group)
         return _started(message, send, receive, axis)
 
-    def wait(self, pending: Any, join: Callable[[Sequence[Tensor]], Tensor] | None = None) -> Tensor:
+    def wait(self, pending: Any, join: Join | None = None) -> Tensor:
         """Waits for the collective (on GPUs: makes the current stream wait, not the host); traced, without ``join``."""
         if isinstance(pending, CollectiveExchange):
             pending = pending.pending

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from lightning_videoscale.parallel.transport.collective import Join
 from lightning_videoscale.parallel.transport.peer_watchdog import Taking
 from lightning_videoscale.parallel.transport.slots import Arena, SlotLayout
 from lightning_videoscale.parallel.transport.symmetric_memory import Fabric, Finished
@@ -66,7 +67,7 @@ class SymmetricExchange:
         if others := [peer for peer in peers if peer != self._me]:
             self._send(others)
 
-    def finish(self, join: Callable[[Sequence[Tensor]], Tensor] | None = None) -> Tensor:
+    def finish(self, join: Join | None = None) -> Tensor:
         """Returns what is received, for work issued later on the current stream.
 
         Args:
@@ -88,7 +89,7 @@ class SymmetricExchange:
     def _send(self, peers: Sequence[int]) -> None:
         raise NotImplementedError
 
-    def _receive(self, join: Callable[[Sequence[Tensor]], Tensor] | None) -> Tensor:
+    def _receive(self, join: Join | None) -> Tensor:
         raise NotImplementedError
 
     def _watched(self) -> AbstractContextManager[None]:
@@ -138,7 +139,7 @@ class PushedExchange(SymmetricExchange):
 
         self._copied = self._fabric.aside(copy)  # all together: a switch of streams takes the host long
 
-    def _receive(self, join: Callable[[Sequence[Tensor]], Tensor] | None) -> Tensor:
+    def _receive(self, join: Join | None) -> Tensor:
         if self._copied is not None:
             self._copied.wait()  # first: even in one queue with the pushes, no wait keeps them from the peers
         self._take(self._arena.arrived, self._others)
@@ -196,7 +197,7 @@ class PulledExchange(SymmetricExchange):
 
         self._copied = self._fabric.aside(copy)
 
-    def _receive(self, join: Callable[[Sequence[Tensor]], Tensor] | None) -> Tensor:
+    def _receive(self, join: Join | None) -> Tensor:
         if self._copied is not None:
             self._copied.wait()
         return self._received if join is None else join(self._places)

@@ -16,7 +16,7 @@ share of the sender (tokens) and a share of the receiver (heads): a shape that i
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
-from lightning_videoscale.parallel.transport.collective import CollectiveTransport
+from lightning_videoscale.parallel.transport.collective import CollectiveTransport, Join
 from lightning_videoscale.parallel.transport.exchanges import PulledExchange, PushedExchange, SymmetricExchange
 from lightning_videoscale.parallel.transport.slots import Arena, SlotLayout
 from lightning_videoscale.parallel.transport.symmetric_memory import CudaFabric, Fabric, why_unavailable
@@ -109,7 +109,7 @@ class SymmetricTransport(CollectiveTransport):
         exchange.send(*((axis.rank + step) % axis.size for step in range(1, axis.size + 1)))
         return exchange
 
-    def wait(self, pending: Any, join: Callable[[Sequence[Tensor]], Tensor] | None = None) -> Tensor:
+    def wait(self, pending: Any, join: Join | None = None) -> Tensor:
         """Makes the current stream wait for the pieces and copy them out of their slot."""
         return pending.finish(join) if isinstance(pending, SymmetricExchange) else super().wait(pending, join)
 
