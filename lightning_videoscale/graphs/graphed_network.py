@@ -52,6 +52,7 @@ class _Kind:
         objection: Why they stay eager.
         bytes: Memory that a pass keeps for backward.
         waits: The host's seconds for a forward, and the events around it on the device.
+        replayed: The events around a replay of a forward, until it is compared with the eager one.
         captured: The pass, once there is one.
         record: How the pass was split.
     """
@@ -61,6 +62,7 @@ class _Kind:
     objection: str | None = None
     bytes: int = 0
     waits: tuple[float, torch.cuda.Event, torch.cuda.Event] | None = None
+    replayed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     captured: CapturedPass | None = None
     record: SplitRecord | None = None
 
@@ -171,9 +173,10 @@ class GraphedNetwork:
         self.counts[count] += 1
         return self._forward(*args, **kwargs)
 
-    def _explain(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
+    def _explain(self, reason: str, about: str = "") -> None:
+        """Says once why a call stays eager: of the calls that are told ``about`` alike, of the first one."""
+        if (about or reason) not in self._said:
+            self._said.add(about or reason)
             self._log(f"{self._name} runs without CUDA graphs: {reason}.")
 
     def _inspected(
@@ -191,7 +194,7 @@ class GraphedNetwork:
             result = self._eagerly("eager", args, kwargs)
             seconds = time.perf_counter() - start
             end.record()
-            kind.waits = seconds, begin, end
+            kind.waits, kind.replayed = (seconds, begin, end), None
             return result
 
         result, seen = inspect_call(self._network, run, call, context, call.tensors[0].device)
@@ -211,9 +214,12 @@ class GraphedNetwork:
             kind.seen = kind.objection = None  # to be inspected anew
             self._note_change(where)
         if kind.captured is None and kind.seen is not None and kind.objection is None:
-            kind.objection = self._not_worth_it(kind, call) or self._too_large(kind, trained, device)
+            kind.objection = self._not_worth_it(kind, call)
             if kind.objection is not None:
-                self._explain(kind.objection)
+                self._explain(kind.objection, about="the host's share")  # else every long shape would have its line
+            elif (too_large := self._too_large(kind, trained, device)) is not None:
+                kind.objection = too_large
+                self._explain(too_large)
         can = kind.seen is not None and kind.objection is None and not self._tenancy.is_taken and not is_observed()
         if not all(self._gather(kind.captured is not None or can)):
             return
@@ -277,12 +283,34 @@ class GraphedNetwork:
     def _replayed(self, kind: _Kind, call: NetworkCall, context: SequenceContext | None) -> Any:
         assert kind.captured is not None
         self.counts["replayed"] += 1
-        if context is None or kind.record is None:
-            return replay(kind.captured, call.tensors, self._tenancy)
-        with context.randomness.held(call.tensors[0].device) as seed:
-            result = replay(kind.captured, call.tensors, self._tenancy)
+        with self._timed(kind, call):
+            if context is None or kind.record is None:
+                return replay(kind.captured, call.tensors, self._tenancy)
+            with context.randomness.held(call.tensors[0].device) as seed:
+                result = replay(kind.captured, call.tensors, self._tenancy)
         context.record = replace(kind.record, seed=seed or context.record.seed)
         return result
+
+    @contextmanager
+    def _timed(self, kind: _Kind, call: NetworkCall) -> Iterator[None]:
+        """Around a replay; says once what it gains, without waiting for the device."""
+        if kind.waits is None or kind.calls == EAGER_CALLS + 1:  # told already, or the first replay, which sets up
+            yield
+        elif kind.replayed is None:
+            kind.replayed = begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+        else:
+            if kind.replayed[1].query():
+                eager, by_graph = kind.waits[1:], kind.replayed
+                self._log(
+                    f"{self._name} with inputs {[tuple(x.shape) for x in call.tensors]}: forward takes "
+                    f"{by_graph[0].elapsed_time(by_graph[1]):.1f} ms by CUDA graphs, and took "
+                    f"{eager[0].elapsed_time(eager[1]):.1f} ms without."
+                )
+                kind.waits = None
+            yield
 
 
 def _done() -> None:

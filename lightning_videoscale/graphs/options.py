@@ -27,3 +27,22 @@ class GraphOptions:
             raise ValueError(f'graphs={self.mode!r} is neither True, False nor "auto".')
         if not 0 < self.max_memory <= 1:
             raise ValueError(f"graphs_max_memory={self.max_memory} is a share of the device's memory, between 0 and 1.")
+
+
+def no_graphs(mode: GraphMode, strategy: str) -> GraphOptions:
+    """Returns the options of a strategy that has its parameters elsewhere in every step.
+
+    Args:
+        mode: What the user asks for; ``"auto"`` is off.
+        strategy: For the message.
+
+    Raises:
+        ValueError: If it is True.
+    """
+    if mode is True:
+        raise ValueError(
+            f"graphs=True cannot hold under {strategy}: parameters are gathered to other memory in every step, and a "
+            "graph repeats what it did at the addresses of its capture. Leave it out, or take a strategy that keeps "
+            "parameters in place: ulysses_ddp, ulysses_deepspeed_stage_1 or ulysses_deepspeed_stage_2."
+        )
+    return GraphOptions()

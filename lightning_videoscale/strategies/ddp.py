@@ -69,7 +69,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
             ``"flash_attn_3"``, ``"flash_attn_4"``; one that cannot run is an error with the reason.
             ``torch.nn.attention.sdpa_kernel`` and diffusers' ``set_attention_backend`` override it.
         graphs: Run forward and backward of the networks by CUDA graphs, shape by shape, from the third call of a shape
-            on: True where that is possible, ``"auto"`` for those of them that wait for the host. See docs/graphs.md.
+            on: True where that is possible, ``"auto"`` for those of them that wait for the host, unless blocks are
+            compiled. See docs/graphs.md.
         graphs_max_memory: Share of a device's memory that graphs may take.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, with two other defaults:
@@ -99,7 +100,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         verify_plan: bool = True,
         save_frozen: bool | None = None,
         attention_backend: AttentionBackend = "auto",
-        graphs: GraphMode = False,
+        graphs: GraphMode = "auto",
         graphs_max_memory: float = 0.05,
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,

@@ -26,6 +26,7 @@ from lightning_videoscale.compat.lightning import (
     timeout_of,
 )
 from lightning_videoscale.compat.torch.distributed import set_timeout
+from lightning_videoscale.graphs import GraphMode, GraphOptions, no_graphs
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
 from lightning_videoscale.parallel.schedules import ScheduleSetting
@@ -67,14 +68,18 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         verify_plan: As for `SequenceParallelDDPStrategy`.
         save_frozen: As for `SequenceParallelDDPStrategy`.
         attention_backend: As for `SequenceParallelDDPStrategy`.
+        graphs: As for `SequenceParallelDDPStrategy`, under stages 1 and 2. Stage 3 gathers parameters to other memory
+            in every step: there ``"auto"`` is off.
+        graphs_max_memory: As for `SequenceParallelDDPStrategy`.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DeepSpeedStrategy``: offloading, bucket sizes, or a whole ``config``, which then
             says the stage.
 
     Raises:
         ModuleNotFoundError: If DeepSpeed is not installed.
-        ValueError: If ``config`` asks for DeepSpeed's own sequence parallelism. At the start of ``fit``, as
-            `SequenceParallelDDPStrategy` does, or if DeepSpeed runs on another kind of device than the Trainer.
+        ValueError: If ``config`` asks for DeepSpeed's own sequence parallelism, or ``graphs`` is True under stage 3.
+            At the start of ``fit``, as `SequenceParallelDDPStrategy` does, or if DeepSpeed runs on another kind of
+            device than the Trainer.
     """
 
     def __init__(
@@ -92,6 +97,8 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         verify_plan: bool = True,
         save_frozen: bool | None = None,
         attention_backend: AttentionBackend = "auto",
+        graphs: GraphMode = False,
+        graphs_max_memory: float = 0.05,
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
@@ -121,6 +128,9 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
                 verify_plan=verify_plan,
                 save_frozen=save_frozen,
                 attention_backend=attention_backend,
+                graphs=(
+                    no_graphs(graphs, "ZeRO stage 3") if self.zero_stage_3 else GraphOptions(graphs, graphs_max_memory)
+                ),
             )
         )
 

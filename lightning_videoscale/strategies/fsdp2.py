@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import optimizers_to_device, set_device_mesh, set_up_processes, timeout_of
+from lightning_videoscale.graphs import GraphMode, no_graphs
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
 from lightning_videoscale.parallel.schedules import ScheduleSetting
@@ -85,12 +86,13 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         verify_plan: As for `SequenceParallelDDPStrategy`.
         save_frozen: As for `SequenceParallelDDPStrategy`.
         attention_backend: As for `SequenceParallelDDPStrategy`.
+        graphs: False or ``"auto"``, which is the same here: parameters are gathered to other memory in every step.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
         timeout: As for `SequenceParallelDDPStrategy`.
 
     Raises:
-        ValueError: By the Trainer, if its precision is not supported. At the start of ``fit``, as
-            `SequenceParallelDDPStrategy` does, or if the devices do not form whole replicas, the model is sharded
+        ValueError: If ``graphs`` is True. By the Trainer, if its precision is not supported. At the start of ``fit``,
+            as `SequenceParallelDDPStrategy` does, or if the devices do not form whole replicas, the model is sharded
             already, a callback of Lightning's averages weights, or a LightningModule that optimizes manually has
             trainable parameters of its own rather than in a child.
         RuntimeError: As `SequenceParallelDDPStrategy` does.
@@ -112,6 +114,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         verify_plan: bool = True,
         save_frozen: bool | None = None,
         attention_backend: AttentionBackend = "auto",
+        graphs: GraphMode = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -131,6 +134,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             verify_plan=verify_plan,
             save_frozen=save_frozen,
             attention_backend=attention_backend,
+            graphs=no_graphs(graphs, type(self).__name__),
         )
         self._init_sequence_parallel(self._sharding)
         self._sharded: weakref.WeakSet[pl.LightningModule] = weakref.WeakSet()

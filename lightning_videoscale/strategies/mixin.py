@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -99,13 +100,13 @@ class SequenceParallelMixin(
             "attention": self.attention_choices.backend,
             "activation checkpointing": self._settings.activation_checkpointing,
             "compile": bool(self._settings.compile),
-            "graphs": self._settings.graphs.mode,
+            "graphs": self.graph_mode,
         }
 
     @property
     def graph_mode(self) -> GraphMode:
         """Whether networks run by CUDA graphs, see `RunsByGraphs`."""
-        return self._settings.graphs.mode
+        return self._settings.graphs_on(self.root_device).mode
 
     @property
     def steps_until_graphs(self) -> int:
@@ -218,8 +219,9 @@ class SequenceParallelMixin(
         transforms, self._transforms = self._transforms, []
         transform(module, transforms)
         self._complete_mesh(module)
+        settings = replace(self._settings, graphs=self._settings.graphs_on(self.root_device))
         return change_networks(
-            module, self.mesh, self.transport, self._settings, self.attention_choices, self.schedule_choices
+            module, self.mesh, self.transport, settings, self.attention_choices, self.schedule_choices
         )
 
     def trained_weights(self) -> TrainedWeights:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
+import torch
 import torch.distributed as dist
 
 from lightning_videoscale.attention import AttentionBackend
@@ -61,6 +62,11 @@ class SequenceParallelSettings:
     def only_serial(self) -> str | None:
         """The setting beside which no other schedule than ``"serial"`` runs; None if there is none."""
         return f"compile={self.compile!r}" if self.compile else None
+
+    def graphs_on(self, device: torch.device) -> GraphOptions:
+        """When graphs are used on a device; ``"auto"`` is off on CPUs, and for compiled blocks."""
+        is_off = self.graphs.mode == "auto" and (device.type != "cuda" or bool(self.compile))
+        return replace(self.graphs, mode=False) if is_off else self.graphs
 
     def sizes(self, devices_per_node: int) -> SequenceSizes:
         """Returns the sizes that are known before the model is; one group spans the devices of a node by default.

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_videoscale.injection import inject_fused_kernels
-from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelDeepSpeedStrategy
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips, RectifiedFlow
+from tests.distributed.zero import needs_deepspeed
 from tests.gpu.graphs.training import SHAPES, Training, both, draw, graphed, wan
 
 pytestmark = [
@@ -214,14 +215,18 @@ class Losses(pl.Callback):
 
 
 def train(
-    graphs: bool, mesh: tuple[int, int], precision: Any, accumulate: int = 1, **exchange: Any
+    graphs: bool, mesh: tuple[int, int], precision: Any, accumulate: int = 1, zero_stage: int = 0, **exchange: Any
 ) -> tuple[list[float], dict[str, int]]:
-    """Losses of a run on a mesh of Ulysses and ring ranks, and how its calls ran."""
+    """Losses of a run on a mesh of Ulysses and ring ranks, under DDP or a stage of ZeRO, and how its calls ran."""
     torch.use_deterministic_algorithms(True)
     pl.seed_everything(1, verbose=False)
     module = RectifiedFlow(num_layers=4, num_attention_heads=4, attention_head_dim=64)
     inject_fused_kernels(module)
-    strategy = SequenceParallelDDPStrategy(*mesh, graphs=graphs, graphs_max_memory=0.5, **exchange)
+    strategy: SequenceParallelDDPStrategy | SequenceParallelDeepSpeedStrategy
+    if zero_stage:
+        strategy = SequenceParallelDeepSpeedStrategy(zero_stage, *mesh, graphs=graphs, graphs_max_memory=0.5)
+    else:
+        strategy = SequenceParallelDDPStrategy(*mesh, graphs=graphs, graphs_max_memory=0.5, **exchange)
     losses = Losses()
     counts: dict[str, int] = {}
 
@@ -281,3 +286,16 @@ def test_graphs_repeat_every_exchange(gpu_ranks: Ranks, mesh: tuple[int, int], e
     for (expected, _), (found, counts) in zip(eager, by_graphs, strict=True):
         assert found == expected
         assert counts["replayed"] == 8
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_deepspeed
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize(("accumulate", "precision"), [(1, "bf16-mixed"), (2, "bf16-mixed"), (1, "32-true")])
+def test_zero_trains_as_without_graphs(gpu_ranks: Ranks, zero_stage: int, accumulate: int, precision: str) -> None:
+    pool = gpu_ranks(2)
+    eager = pool.run(train, False, (2, 1), precision, accumulate, zero_stage)
+    by_graphs = pool.run(train, True, (2, 1), precision, accumulate, zero_stage)
+    for (expected, _), (found, counts) in zip(eager, by_graphs, strict=True):
+        assert found == expected
+        assert counts["replayed"] == 10 * accumulate - 2
