@@ -2,12 +2,16 @@
 
     torchrun --nproc-per-node 2 benchmarks/parallel/host_time.py
 
-Tiny models on CPUs, so that computing takes next to nothing. A layer is half the difference between networks that
+Tiny models, so that computing takes next to nothing. A layer is half the difference between networks that
 differ in two. Counted are calls of Python functions and of functions in C, operations of torch (nested ones too), and
 nodes of the autograd graph. Timed is what the main thread computes, waiting for others left out; networks take turns.
 
 ``kernels`` is "reference", the plain PyTorch that stands for fused kernels on CPUs, or "empty": only results are
 allocated, as where a GPU is given one kernel to launch. What a GPU's driver and NCCL need to launch is in neither.
+
+On GPUs ``kernels`` is "cuda", and nothing is counted: the time is that until forward and then backward have returned,
+which is before the device has done the work. ``device_us`` is what the device needs for a step of the larger network,
+split: less than the host's, or it is not the host that was measured.
 """
 
 from __future__ import annotations
@@ -34,13 +38,16 @@ from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.kernels.reference import qk_norm_rope, rows
 from lightning_videoscale.parallel import SequenceMesh, parallelize
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HEADS, HEAD_DIM = (12, 128) if DEVICE == "cuda" else (4, 16)
 LAYERS = (6, 4)
 WARM_UP = 22  # calls, of which the first 20 compare what ranks are given
 Row = dict[str, Any]
 
 
 def wan(layers: int) -> tuple[nn.Module, dict[str, Any]]:
-    sizes = {"num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 128, "text_dim": 16, "freq_dim": 16}
+    sizes = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM, "ffn_dim": 128}
+    sizes |= {"text_dim": 16, "freq_dim": 16}
     channels = {"in_channels": 4, "out_channels": 4, "rope_max_seq_len": 32}
     model = WanTransformer3DModel(
         num_layers=layers, cross_attn_norm=True, qk_norm="rms_norm_across_heads", **sizes, **channels
@@ -55,7 +62,8 @@ def wan(layers: int) -> tuple[nn.Module, dict[str, Any]]:
 
 def hunyuan_video(layers: int) -> tuple[nn.Module, dict[str, Any]]:
     """Half of the layers have two streams, half one."""
-    sizes = {"num_attention_heads": 4, "attention_head_dim": 16, "mlp_ratio": 2.0, "rope_axes_dim": (8, 4, 4)}
+    axes = (HEAD_DIM // 2, HEAD_DIM // 4, HEAD_DIM // 4)
+    sizes = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM, "mlp_ratio": 2.0, "rope_axes_dim": axes}
     inputs = {"in_channels": 4, "out_channels": 4, "text_embed_dim": 8, "pooled_projection_dim": 8, "patch_size": 1}
     model = HunyuanVideoTransformer3DModel(
         num_layers=layers // 2, num_single_layers=layers // 2, num_refiner_layers=1, **sizes, **inputs
@@ -80,7 +88,8 @@ class Network:
     def __init__(self, family: str, layers: int, mesh: SequenceMesh | None) -> None:
         torch.manual_seed(0)
         self._model, self._inputs = FAMILIES[family](layers)
-        inject_fused_kernels(self._model)
+        inject_fused_kernels(self._model.to(DEVICE))
+        self._inputs = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in self._inputs.items()}
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         if mesh is not None:
@@ -89,19 +98,32 @@ class Network:
             self.forward().backward()
 
     def forward(self) -> Tensor:
-        output: Tensor = self._model(**self._inputs)[0]
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
+            output: Tensor = self._model(**self._inputs)[0]
         return output.sum()
 
     def seconds(self) -> tuple[float, float]:
-        """Of the main thread, forward and backward."""
-        begin = time.thread_time()
+        """Of the main thread, forward and backward; of a GPU's host, which computes backward in another thread."""
+        clock = time.thread_time
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+            clock = time.perf_counter
+        begin = clock()
         loss = self.forward()
-        between = time.thread_time()
+        between = clock()
         loss.backward()
-        return between - begin, time.thread_time() - between
+        return between - begin, clock() - between
+
+    def device_us(self) -> float:
+        """What a GPU needs for a step that it does not wait for: its kernels, one after the other."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.forward().backward()
+            torch.cuda.synchronize()
+        return float(sum(event.device_time for event in profile.events()))
 
     def counts(self) -> Row:
-        operations, backward_operations = [], []
+        operations: list[str] = []
+        backward_operations: list[str] = []
         with counted_operations(operations):
             loss = self.forward()
         with counted_operations(backward_operations):
@@ -194,7 +216,7 @@ def measure(family: str, what: str, mesh: SequenceMesh, options: argparse.Namesp
             for kind in ("split", "whole")
             for layers in LAYERS
         }
-        counts = {key: network.counts() for key, network in networks.items()}
+        counts = {key: network.counts() if DEVICE == "cpu" else {} for key, network in networks.items()}
         rounds = [turn(networks, options.repeats) for _ in range(options.rounds)]
     row: Row = {"family": family, "kernels": what}
     for name in counts["split", more]:
@@ -204,6 +226,8 @@ def measure(family: str, what: str, mesh: SequenceMesh, options: argparse.Namesp
         split, whole = ([r[kind][number] for r in rounds] for kind in ("split", "whole"))
         row[name] = summary(split, whole)
     totals = [[sum(r[kind]) for r in rounds] for kind in ("split", "whole")]
+    if DEVICE == "cuda":
+        row["device_us"] = round(networks["split", more].device_us(), 1)
     return row | {"both_us": summary(*totals)}
 
 
@@ -239,9 +263,12 @@ def main() -> None:
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
-    found = [measure(family, what, mesh, options) for family in options.families for what in ("reference", "empty")]
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    mesh = SequenceMesh.create(DEVICE, ulysses_size=dist.get_world_size())
+    compared = ("cuda",) if DEVICE == "cuda" else ("reference", "empty")
+    found = [measure(family, what, mesh, options) for family in options.families for what in compared]
     if dist.get_rank() == 0:
         for row in found:
             print(f"{row['family']}, {row['kernels']}")
@@ -250,7 +277,7 @@ def main() -> None:
                     print(f"  {name:22} split {value['split']:9.1f}  whole {value['whole']:9.1f}  {value['ratio']:.3f}")
         settings = {"ranks": dist.get_world_size(), "layers": LAYERS, "rounds": options.rounds}
         settings |= {"repeats": options.repeats, "load_average": round(os.getloadavg()[0], 1)}
-        output = options.output or provenance.RESULTS / "parallel/host_time-cpu.json"
+        output = options.output or provenance.path("parallel", "host_time")
         provenance.write(output, "parallel/host_time", commit, settings, found)
     mesh.close()
     dist.destroy_process_group()

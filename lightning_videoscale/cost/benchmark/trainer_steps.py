@@ -146,7 +146,10 @@ class RealSteps:
         """Memory that this process could use; None where there is no such limit."""
         if self._device.type != "cuda":
             return None
-        return float(torch.cuda.memory_reserved(self._device) + torch.cuda.mem_get_info(self._device)[0])
+        free = torch.cuda.mem_get_info(self._device)[0]
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        allowed = torch.cuda.get_per_process_memory_fraction(self._device) * total
+        return min(float(torch.cuda.memory_reserved(self._device) + free), allowed)
 
     def close(self) -> None:
         """Takes the clock off, and leaves optimizers without states as they were found."""

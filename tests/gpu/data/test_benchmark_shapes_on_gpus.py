@@ -76,7 +76,7 @@ def test_memory_that_runs_out_is_a_result(capped: Callable[[float], None]) -> No
     limit = (max(peak or 0.0 for peak in middle) + (largest.peak_bytes or 0.0)) / 2
     capped(limit)
     matrix, same = _benchmark(max_tokens=4 * 9216)
-    assert same
+    assert same and matrix.capacity_bytes == pytest.approx(limit)
     outcomes = {(row.samples, row.sequence_length): row.outcome for row in matrix.rows}
     assert "out_of_memory" in outcomes.values() and outcomes[1, 64] == "measured", (limit, matrix.rows)
     assert outcomes[1, 9216] == "measured", (limit, matrix.rows)  # what is smaller, after memory has run out
