@@ -70,7 +70,7 @@ def trainer_with(devices: int, tiny: bool, **settings: Any) -> pl.Trainer:
     """Data parallelism by our strategy with activation checkpointing, unless another is given; bf16-mixed; quiet."""
     default: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     if "strategy" not in settings:
-        default["strategy"] = SequenceParallelDDPStrategy(ulysses_size=1, activation_checkpointing=True)
+        default["strategy"] = SequenceParallelDDPStrategy(ulysses_size=1, activation_checkpointing=True, graphs=False)
     return pl.Trainer(
         accelerator="cpu" if tiny else "cuda",
         devices=devices,

@@ -211,7 +211,7 @@ def measure(strategy: str, steps: list[Step], frames: int, tiny: bool, folder: s
 def train(strategy: str, turns: TakingTurns, shape: tuple[int, int, int], tiny: bool, folder: str) -> None:
     """All steps of a schedule."""
     trainer = pl.Trainer(
-        strategy=STRATEGIES[strategy](ulysses_size=1, activation_checkpointing=True),
+        strategy=STRATEGIES[strategy](ulysses_size=1, activation_checkpointing=True, graphs=False),
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=1,
         precision="bf16-mixed",

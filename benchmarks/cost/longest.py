@@ -84,6 +84,7 @@ def trainer_of(cell: Cell, tiny: bool) -> pl.Trainer:
         ulysses_size=cell.gpus,
         activation_checkpointing=cell.checkpointing,
         attention_backend="sdpa",
+        graphs=False,
         timeout=timedelta(seconds=90),
     )
     callbacks = [TellsOutOfMemory(), *([FusedKernels()] if cell.fused else [])]

@@ -129,6 +129,7 @@ def train(frames: list[int], checkpointing: bool, transport: str, tiny: bool) ->
             ulysses_size=int(os.environ["WORLD_SIZE"]),
             activation_checkpointing=checkpointing,
             transport=transport,  # type: ignore[arg-type]
+            graphs=False,
             timeout=timedelta(seconds=90),
             gradient_as_bucket_view=True,  # else DDP keeps the gradients twice
         ),

@@ -110,7 +110,7 @@ def train(ring_size: int, ulysses_size: int, precision: str, steps: int, tiny: b
     torch.set_float32_matmul_precision("highest")
     record = Record()
     trainer = pl.Trainer(
-        strategy=SequenceParallelDDPStrategy(ulysses_size=ulysses_size, ring_size=ring_size),
+        strategy=SequenceParallelDDPStrategy(ulysses_size=ulysses_size, ring_size=ring_size, graphs=False),
         accelerator="cpu" if tiny else "cuda",
         devices=int(os.environ["WORLD_SIZE"]),
         precision=precision,

@@ -10,7 +10,8 @@ combination that the package refuses is a row with the reason.
 
 ``per_gpu_over_whole_clips`` is the tokens per second of a GPU that has its part of a clip over those of one that has a
 clip of its own, with all else the same but transport and schedule. ``over_best`` is a step's time over that in the best
-layout of as many ranks. ``--tiny`` tries the script on whatever there is.
+layout of as many ranks. ``mfu`` is the model's FLOPs, nothing computed twice, over what the data sheet promises.
+``--tiny`` tries the script on whatever there is.
 
 A call goes on with the rows of its output file. A cell that ended the process is left for last.
 """
@@ -39,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
 from benchmarks.wan_training import WAN_1_3B
+from lightning_videoscale.cost.flops import TransformerFlops, training_flops
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import TransportName, what_lacks
@@ -52,11 +54,12 @@ MODELS = {
 }
 TINY = {"attention_head_dim": 16, "ffn_dim": 128, "num_layers": 2, "text_dim": 64}  # and a model's own heads
 MODES: dict[str, dict[str, Any]] = {
-    "eager": {},
-    "compiled": {"compile": True},
+    "eager": {"graphs": False},
+    "compiled": {"compile": True, "graphs": False},
     "graphs": {"graphs": True},
 }
 STRATEGIES = {"ddp": SequenceParallelDDPStrategy, "fsdp2": SequenceParallelFSDP2Strategy}
+PEAK_FLOPS = {"h100": 989.4e12, "h200": 989.4e12}  # dense bfloat16 of NVIDIA's data sheets for SXM
 BENCHMARK = "parallel/strong_scaling"
 Row = dict[str, Any]
 
@@ -172,11 +175,7 @@ def strategy_of(cell: Cell, options: argparse.Namespace) -> Any:
     if lacks := what_lacks(cell.transport, device):
         raise ValueError(f"transport={cell.transport!r}: {lacks}")
     ulysses, ring = cell.sizes
-    if "graphs" in MODES[cell.mode] and cell.strategy == "fsdp2":
-        raise ValueError("FSDP2 runs by no CUDA graphs")
-    if "graphs" in MODES[cell.mode] and ring not in (None, 1):
-        raise ValueError(f"no CUDA graph captures a ring of {ring}")  # setup says so too, when ranks have met
-    memory = {"graphs_max_memory": 0.6} if "graphs" in MODES[cell.mode] else {}
+    memory = {"graphs_max_memory": 0.6} if cell.mode == "graphs" and cell.strategy == "ddp" else {}
     return STRATEGIES[cell.strategy](
         ulysses_size=ulysses,
         ring_size=ring,
@@ -214,6 +213,8 @@ def train(cell: Cell, strategy: Any, options: argparse.Namespace) -> tuple[list[
     peak = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
     ulysses, ring, dp = (getattr(strategy.mesh, axis).size for axis in ("ulysses", "ring", "dp"))
     ran = {"gpus": dist.get_world_size(), "ulysses": ulysses, "ring": ring, "dp": dp, "sp": ulysses * ring}
+    model = TransformerFlops.from_config(module.transformer.config)
+    ran["flops_per_gpu"] = training_flops(model, 1, cell.tokens, ulysses * ring)
     return times, ran | {"reserved_gib": round(peak, 2), "graphs": steps.counts}
 
 
@@ -316,11 +317,20 @@ def measure(cell: Cell, options: argparse.Namespace) -> Row:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
-    figures = {
-        "step_ms": round(statistics.median(times), 3),
+    milliseconds = statistics.median(times)
+    figures: Row = {
+        "step_ms": round(milliseconds, 3),
         "quartiles_ms": [round(quartiles[0], 3), round(quartiles[2], 3)],
     }
+    seconds = milliseconds / 1e3
+    figures["tokens_per_second_per_gpu"] = round(cell.tokens / ran["sp"] / seconds)
+    if (peak := PEAK_FLOPS.get(gpu_model())) is not None:
+        figures["mfu"] = round(ran["flops_per_gpu"] / seconds / peak, 4)
     return cell._asdict() | ran | figures
+
+
+def gpu_model() -> str:
+    return provenance.model(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
 
 
 def compared(rows: list[Row]) -> list[Row]:
