@@ -49,10 +49,11 @@ def balances(result: Result) -> None:
     _, (speeds, spreads) = plt.subplots(1, 2, figsize=(10, 3.6))
     colors = {"equal_token": "C2", "dual_constraint": "C1", "planned": "C0"}
     order = list(colors)  # bars are drawn from below
-    rows = sorted(result["rows"], key=lambda row: (-row["micro_batches"], order.index(row["balance"])))
+    rows = [row for row in result["rows"] if row.get("m_comp_of") != "common"]
+    rows.sort(key=lambda row: (-row["micro_batches"], -row.get("draw", 0), order.index(row["balance"])))
     for place, row in enumerate(rows):
         color, k = colors[row["balance"]], row["micro_batches"]
-        label = f"{row['balance']}, K = {k}"
+        label = f"{row['balance']}, K = {k}" + (f", draw {row['draw']}" if "draw" in row else "")
         speed, ceiling = row["tokens_per_second"] / 1e3, row["ceiling_tokens_per_second"] / 1e3
         speeds.barh(label, ceiling, color=color, alpha=0.25)
         speeds.barh(label, speed, color=color)
@@ -242,11 +243,41 @@ def predictions(result: Result) -> None:
     balance.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18))
 
 
+def replayed_balances(result: Result) -> None:
+    """Left the replayed throughput of measured steps beside their own, right what whole epochs are replayed to gain."""
+    _, (beside, gains) = plt.subplots(1, 2, figsize=(11, 3.8))
+    balances = ("equal_token", "dual_constraint", "planned")
+    for number, balance in enumerate(balances):
+        mine = [row for row in result["rows"] if row["kind"] == "check" and row["balance"] == balance]
+        measured, replayed = ([row[of]["tokens_per_second"] / 1e3 for row in mine] for of in ("measured", "replayed"))
+        beside.plot(measured, replayed, "o", color=f"C{number}", markerfacecolor="none", label=balance)
+    ends = np.array(beside.get_xlim())
+    beside.plot(ends, ends, color="gray", linewidth=0.8)
+    beside.fill_between(ends, 0.98 * ends, 1.02 * ends, color="gray", alpha=0.2, label="within 2 %")
+    beside.set(xlabel="measured thousand tokens per second", ylabel="replayed", title="The steps that were measured")
+    beside.legend(fontsize=7)
+    rows = [row for row in result["rows"] if row["kind"] == "replay" and row["m_comp_of"] == "own"]
+    longest, m_mem = min(((row["longest"], row["m_mem_over_longest"]) for row in rows), default=(0, 0))
+    rows = [row for row in rows if (row["longest"], row["m_mem_over_longest"]) == (longest, m_mem)]
+    ranks = sorted({row["ranks"] for row in rows})
+    for number, balance in enumerate(balances[1:], 1):
+        for k, line in ((1, "--"), (2, "-."), (4, ":")):
+            mine = [row for row in rows if (row["balance"], row["micro_batches"]) == (balance, k)]
+            if over := [[r["over_equal_token"] for r in mine if r["ranks"] == n] for n in ranks]:
+                style = {"color": f"C{number}", "linestyle": line, "marker": "o", "markerfacecolor": "none"}
+                gains.plot(ranks, [np.mean(each) for each in over], label=f"{balance}, K = {k}", **style)
+    gains.set_xscale("log", base=2)
+    gains.set_xticks(ranks, ranks)
+    gains.set(xlabel="data-parallel ranks", title=f"Replayed: tokens/s over equal_token, up to {longest} tokens")
+    gains.legend(fontsize=7, ncols=2)
+
+
 FIGURES: dict[str, Callable[[Result], None]] = PARALLEL | {
     "kernels/loss_overlay": kernels_loss_overlay,
     "kernels/row_ops": row_ops,
     "kernels/wan_step": wan_step,
     "predictions/scaling": predictions,
+    "predictions/replayed_balances": replayed_balances,
     "data/learning": learning,
     "data/plan": plan,
     "cost/step_time_fit": step_time_fit,
@@ -269,7 +300,8 @@ def main() -> None:
             machine = result["machine"]
             title = f"{machine['gpus']} x {machine['gpu'] or 'CPU'}, torch {machine['torch']}, {result['date']}"
             if result["settings"].get("kind") == "prediction":
-                title = f"predicted for {result['settings']['of']}, nothing of this is measured, {result['date']}"
+                note = result["settings"].get("note", "nothing of this is measured")
+                title = f"predicted for {result['settings']['of']}, {note}, {result['date']}"
             plt.suptitle(title, fontsize=8)
             plt.tight_layout()
             target = arguments.output / f"{file.parent.name}-{file.stem}.png"

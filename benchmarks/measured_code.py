@@ -71,6 +71,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "parallel/schedules": (*_EXCHANGE, "lightning_videoscale/attention", f"{_PARALLEL}/schedules"),
     "parallel/strong_scaling": (*_EXCHANGE, *_SPLIT, *_FUSED, *_DIVIDING, "lightning_videoscale/graphs"),
     "predictions/finetuning": (f"{_PARALLEL}/layout",),
+    "predictions/replayed_balances": _PLANNING,
     "predictions/scaling": (*_PLANNING, f"{_PARALLEL}/layout"),
     "strategies/background_checkpoints": ("lightning_videoscale/strategies/checkpoints",),
     "suite": (*_FUSED, *_PLANNING, "lightning_videoscale/attention"),

@@ -69,9 +69,10 @@ def tables(gpus: int, shapes: Path) -> Iterator[Table]:
     yield Table("layouts", "parallel/layouts", ("benchmarks/parallel/layouts.py", "--fit"), True)
     ranks = ("--shapes", str(shapes), "--ranks", str(gpus))
     yield Table("suite", "suite/today", ("benchmarks/suite.py", *ranks, "--steps", "16"))  # and four that warm up
-    # M_mem and M_comp are those of the predictions; a step of K = 4 takes 40 s.
-    budget = ("--m-mem", "2", "--m-comp", "1", "--micro-batches", "1", "4", "--max-steps", "20", "12")
-    yield Table("balances", "data/balances", ("benchmarks/data/balances.py", *ranks, "--layers", "30", *budget))
+    # Lengths, M_mem and M_comp are those of the predictions; a step of K = 4 takes 40 s.
+    budget = ("--longest", "75600", "--m-mem", "2", "--m-comp", "1", "--m-comp-of", "common")
+    steps = ("--draws", "0", "--micro-batches", "1", "4", "--steps", "18", "11")  # and those that warm up
+    yield Table("balances", "data/balances", ("benchmarks/data/balances.py", *ranks, *budget, *steps))
     yield from scaling(gpus)
     yield Table("parity", "node/parity", (*pytest, PARITY))
 

@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import provenance
 from benchmarks.data.balance_figures import columns_of, row_of
-from benchmarks.data.balances import Record, budget_of, matrix_of, mix, table_of
+from benchmarks.data.balance_mix import mix
+from benchmarks.data.balance_training import Record, budget_of, matrix_of, table_of
 from benchmarks.data.sparse_shards import write_sparse_shards
 from benchmarks.launch import finish, launch, say, task_of_worker
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, trainer_with

@@ -7,7 +7,8 @@ from typing import Any
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "data/balances": (
-        *("balance", "micro_batches", "steps", "tokens_per_second", "over_equal_token", "share_of_ceiling"),
+        *("balance", "micro_batches", "draw", "m_comp_of", "m_comp_over_longest", "steps"),
+        *("tokens_per_second", "over_equal_token", "share_of_ceiling", "behind_slowest_share"),
         *("cv_step_mean", "cv_step_median", "cv_step_p95", "compute_cv", "cost_cv", "b_s2_cv"),
     ),
     "node": ("table", "exit_code", "minutes", "tests", "skipped", "failures", "errors"),

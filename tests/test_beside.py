@@ -85,7 +85,10 @@ def test_two_gpus_are_as_the_checks_of_the_predictions_have_them() -> None:
 def test_balances_of_other_budgets_are_left_out() -> None:
     result = committed("data/balances")
     result["settings"] |= {"m_mem_over_longest": 4.0}
-    assert "Nothing was predicted: only budgets of" in "\n".join(page(result, PREDICTION))
+    assert "Nothing was predicted: only a mix of" in "\n".join(page(result, PREDICTION))
+    own = committed("data/balances")
+    own["rows"] = [row | {"m_comp_over_longest": 1.55} for row in own["rows"]]
+    assert list(balances(own, PREDICTION)) == []
 
 
 def test_a_pick_is_beside_the_fastest_of_as_many_ranks() -> None:

@@ -7,9 +7,11 @@ to all of them says, times what the nearest one took over its fit. So the clock 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,9 +38,14 @@ class ReplayedCosts:
     @classmethod
     def load(cls, file: Path = MEASURED) -> ReplayedCosts:
         """Reads the result of the benchmark."""
-        rows = [row for row in json.loads(file.read_text())["rows"] if row["outcome"] == "measured"]
+        return cls.of_rows(json.loads(file.read_text())["rows"])
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Mapping[str, Any]]) -> ReplayedCosts:
+        """Takes the rows of a `ShapeMatrix`; those that could not be measured are left out."""
+        measured = [row for row in rows if row["outcome"] == "measured"]
         names = ("samples", "sequence_length", "seconds", "spread")
-        samples, lengths, seconds, spreads = (np.array([row[name] for row in rows], np.float64) for name in names)
+        samples, lengths, seconds, spreads = (np.array([row[name] for row in measured], np.float64) for name in names)
         return cls(Points(samples, lengths, seconds, np.ones_like(seconds)), spreads)
 
     @cached_property

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from rectified_flow import RectifiedFlow
 
 from benchmarks import provenance
-from benchmarks.data.balances import budget_of
+from benchmarks.data.balance_training import budget_of
 from benchmarks.data.learning_clips import describe, prepare, unpack
 from benchmarks.data.learning_curves import judge
 from benchmarks.data.validation_curve import TIMES, Curve
@@ -95,7 +95,7 @@ def trainer_of(run: Run, task: Row, **settings: Any) -> pl.Trainer:
     return trainer_with(
         int(os.environ["WORLD_SIZE"]),
         task["tiny"],
-        strategy=SequenceParallelDDPStrategy(ulysses_size=run.sp, attention_backend="sdpa"),
+        strategy=SequenceParallelDDPStrategy(ulysses_size=run.sp, attention_backend="sdpa", graphs=False),
         callbacks=callbacks,
         **settings,
     )

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
 from benchmarks.data.balance_figures import columns_of, row_of
-from benchmarks.data.balances import Record, budget_of, mix, table_of
+from benchmarks.data.balance_mix import mix
+from benchmarks.data.balance_training import Record, budget_of, table_of
 from benchmarks.data.sparse_shards import write_sparse_shards
 from benchmarks.launch import finish, launch, say, task_of_worker
 from benchmarks.suite import cost_of

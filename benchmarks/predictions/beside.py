@@ -33,7 +33,8 @@ Result = dict[str, Any]
 Row = dict[str, Any]
 MODELS = {"wan-1.3b": WAN_1_3B, "wan-14b-8": WAN_14B_8}
 OFF = 0.1
-BUDGET = {"m_mem_over_longest": 2, "m_comp_over_longest": 1}  # of the predicted balances
+MIX = {"longest": 75_600, "m_mem_over_longest": 2, "strategy": "ulysses_ddp", "ulysses_size": 1}  # of what is simulated
+M_COMP = (1, None)  # likewise, over the longest sample; equal_token has none
 
 
 class Case(NamedTuple):
@@ -132,11 +133,11 @@ def balances(result: Result, prediction: Result) -> Iterator[Case]:
     """Balances.
 
     Raises:
-        ValueError: If they had other budgets than those that were simulated.
+        ValueError: If they had other lengths or budgets than those that were simulated.
     """
     settings = result["settings"]
-    if {name: settings.get(name, value) for name, value in BUDGET.items()} != BUDGET:
-        raise ValueError(f"only budgets of {BUDGET} were simulated, in multiples of the longest sample")
+    if {name: settings.get(name, value) for name, value in MIX.items()} != MIX:
+        raise ValueError(f"only a mix of {MIX} was simulated")
     checks = {row["case"]: row["predicted"] for row in prediction["rows"] if row["kind"] == "check"}
     simulated = {
         (row["ranks"], row["balance"], row["micro_batches"]): row
@@ -144,6 +145,8 @@ def balances(result: Result, prediction: Result) -> Iterator[Case]:
         if row["kind"] == "balance"
     }
     for row in result["rows"]:
+        if row.get("m_comp_over_longest", 1) not in M_COMP:
+            continue
         cell = f"{row['balance']}, K = {row['micro_batches']}"
         if (found := simulated.get((settings["ranks"], row["balance"], row["micro_batches"]))) is not None:
             efficiency, cv_step = found["efficiency"], found["cv_step"]

@@ -1,0 +1,106 @@
+"""What steps would take, by what their micro-batches were measured to take: a rank's sum, and the slowest rank's time.
+
+A micro-batch takes what `ReplayedCosts` says of its shape, with the noise that was measured. A step takes what the
+slowest rank does, by where ranks wait (`Waits`). Then comes what every step takes beside its micro-batches: the
+optimizer, and the exchange that nothing hides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from benchmarks.callbacks.replayed_costs import ReplayedCosts
+from benchmarks.data.balance_figures import Columns, Waits, slowest
+from lightning_videoscale.cost import StepTimeModel
+from lightning_videoscale.data.planning.epoch_plan import EpochPlan
+
+Row = Mapping[str, Any]
+
+
+class Replay(NamedTuple):
+    """A clock of steps.
+
+    Attributes:
+        costs: What micro-batches were measured to take.
+        step_time: What is planned with.
+        waits: Where ranks wait for each other.
+    """
+
+    costs: ReplayedCosts
+    step_time: StepTimeModel
+    waits: Waits = "steps"
+
+    def steps(
+        self,
+        samples: ArrayLike,
+        lengths: ArrayLike,
+        counts: ArrayLike,
+        overhead: float = 0.0,
+        draws: np.random.Generator | None = None,
+    ) -> Columns:
+        """What `columns_of` gives of a measured run.
+
+        Args:
+            samples: B of each micro-batch, (steps, ranks, micro-batches).
+            lengths: S likewise.
+            counts: Whether each is progress, likewise.
+            overhead: Seconds of a step beside its micro-batches.
+            draws: Of the noise; None: there is none.
+        """
+        b, s = np.asarray(samples, np.float64), np.asarray(lengths, np.float64)
+        seconds = self.costs.predict(b, s)
+        if draws is not None:
+            seconds = seconds * self.costs.noise(b, s, draws)
+        total = (slowest(seconds, self.waits) + overhead)[:, None, None] / seconds.shape[2]
+        total = np.broadcast_to(total, seconds.shape)
+        return {
+            "compute": seconds,
+            "wait": total - seconds,
+            "total": total,
+            "samples": b,
+            "sequence_length": s,
+            "predicted_cost": self.step_time.predict(b, s),
+            "counts": np.asarray(counts, np.float64),
+        }
+
+    def of_row(self, row: Row, overhead: float, draws: np.random.Generator | None = None) -> Columns:
+        """The steps that a row of `data/balances` has measured."""
+        return self.steps(row["samples"], row["sequence_lengths"], row["counts"], overhead, draws)
+
+    def of_plan(self, plan: EpochPlan, overhead: float, draws: np.random.Generator | None = None) -> Columns:
+        """The steps of a plan."""
+        samples, lengths = np.diff(plan.starts), plan.table.sequence_lengths[plan.shape_id]
+        grid = plan.grid
+        return self.steps(samples[grid], lengths[grid], ~plan.filler[grid], overhead, draws)
+
+    def overhead(self, rows: Sequence[Row], micro_batches: int, but: Row | None = None) -> float:
+        """Seconds of a step beside its micro-batches: the median of all runs but one with the fewest micro-batches.
+
+        There it hardly matters where ranks wait. Under FSDP2 every micro-batch has its exchange, under DDP a step.
+        """
+        others = [row for row in rows if row is not but]
+        fewest = min((row["micro_batches"] for row in others), default=1)
+        beside = [
+            np.array(row["step_seconds"]) - slowest(_measured(row), self.waits)
+            for row in others
+            if row["micro_batches"] == fewest
+        ]
+        times = micro_batches / fewest if self.waits == "slots" else 1.0
+        return times * float(np.median(np.concatenate(beside))) if beside else 0.0
+
+    def error_of_waits(self, row: Row, overhead: float) -> float:
+        """How far off steps are that are made of the very times of a run's micro-batches: where ranks wait, alone."""
+        made = slowest(_measured(row), self.waits) + overhead
+        return float(made.sum() / np.sum(row["step_seconds"]) - 1)
+
+    def drift(self, row: Row) -> float:
+        """Seconds that micro-batches took in a run, over those that the table has of them without noise."""
+        return float(_measured(row).sum() / self.of_row(row, 0.0)["compute"].sum())
+
+
+def _measured(row: Row) -> NDArray[np.float64]:
+    return np.array(row["micro_batch_seconds"], np.float64)
