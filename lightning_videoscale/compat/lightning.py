@@ -308,6 +308,16 @@ def waits_between_batches(trainer: pl.Trainer) -> list[Method]:
     return [Method(loop, name)] if hasattr(loop, name) else []
 
 
+def skip_waits_between_batches(trainer: pl.Trainer) -> None:
+    """Leaves out what rank 0 tells the others before every micro-batch: whether it was asked to end.
+
+    For a strategy whose ranks agree on that by themselves. Each would drain its device, and wait for rank 0 within a
+    step too.
+    """
+    for loop, name in waits_between_batches(trainer):
+        patch(loop, name, lambda: None)
+
+
 def limited_batches(batches: int, limit: int | float | None) -> int:
     """Returns how many of so many batches ``limit_train_batches`` leaves, as Lightning counts."""
     parse = LIGHTNING.get("lightning.pytorch.trainer.connectors.data_connector", "_parse_num_batches")

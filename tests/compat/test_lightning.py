@@ -169,8 +169,12 @@ def test_the_loop_tells_the_profiler_that_it_fetches() -> None:
 
 
 def test_where_ranks_wait_between_batches() -> None:
-    [method] = private.waits_between_batches(trainer())
+    runner = trainer(limit_train_batches=2)
+    [method] = private.waits_between_batches(runner)
     assert callable(getattr(*method))
+    private.skip_waits_between_batches(runner)
+    runner.fit(BoringModel())
+    assert runner.global_step == 2
 
 
 def test_a_function_is_called_before_each_batch_is_fetched() -> None:

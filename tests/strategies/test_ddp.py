@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -125,6 +127,41 @@ def fit_and_validate(ulysses_size: int) -> tuple[int, int, int, list[Any], list[
     topology = topology_of(runner)
     place = (topology.data_parallel_rank, topology.data_parallel_size, topology.sequence_parallel_size)
     return *place, module.seen, list(module.device_mesh.shape)
+
+
+class Staggered(Recorder):
+    """Rank 0's first micro-batch lasts until rank 1 has come to the last one of the same step."""
+
+    def __init__(self, folder: Path, micro_batches: int) -> None:
+        super().__init__()
+        self.folder, self.micro_batches = folder, micro_batches
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        step, micro_batch = divmod(batch_idx, self.micro_batches)
+        here = self.folder / str(step)
+        if dist.get_rank() == 1 and micro_batch == self.micro_batches - 1:
+            here.touch()
+        if dist.get_rank() == 0 and micro_batch == 0:
+            wait_until(here.exists, 30.0, f"rank 1 has not come to the end of step {step}: it waits for rank 0")
+        return super().training_step(batch, batch_idx)
+
+
+def wait_until(holds: Callable[[], bool], timeout: float, otherwise: str) -> None:
+    end = time.monotonic() + timeout
+    while not holds():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.01)
+
+
+def train_staggered(folder: Path) -> int:
+    runner = trainer(strategy(1), max_steps=2, accumulate_grad_batches=3)
+    runner.fit(Staggered(folder, 3), DataLoader(torch.arange(24.0), batch_size=2))
+    return runner.global_step
+
+
+def test_ranks_wait_for_each_other_once_a_step(ranks: Ranks, tmp_path: Path) -> None:
+    """Lightning lets all ranks wait for rank 0 before every micro-batch."""
+    assert ranks(2).run(train_staggered, tmp_path) == [2, 2]
 
 
 def test_a_group_shares_its_batch_and_its_random_numbers(ranks: Ranks) -> None:

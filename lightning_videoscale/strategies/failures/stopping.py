@@ -27,6 +27,7 @@ from lightning_videoscale.compat.lightning import (
     note_sigterm,
     replace_signal_handlers,
     scheduler_checkpoint,
+    skip_waits_between_batches,
 )
 from lightning_videoscale.strategies.failures.answering_store import AnsweringStore
 
@@ -165,6 +166,7 @@ class StopsOnSignals(_Parent):
             self._listens_to = trainer
             self._save_and_requeue = replace_signal_handlers(trainer, self._on_sigterm, self._on_requeue)
             before_each_batch(trainer, self._before_batch)
+            skip_waits_between_batches(trainer)
 
     def _on_sigterm(self) -> None:
         assert self._listens_to is not None
