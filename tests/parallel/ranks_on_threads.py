@@ -7,14 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_videoscale.parallel import Axis
+from lightning_videoscale.parallel.transport.draining import drain
 from lightning_videoscale.parallel.transport.peer_watchdog import Taking
+from lightning_videoscale.parallel.transport.rendezvous import Meetings
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 
 PATIENCE = 20.0
@@ -27,11 +31,12 @@ class World:
         self.size = size
         self.guard = guard  # whether senders heed that a slot is in use
         self.changed = threading.Condition()
-        self.meetings: dict[tuple[str, int], dict[int, Any]] = {}
+        self.store = dist.HashStore()
+        self.allocations: dict[int, dict[int, Any]] = {}
 
-    def meet(self, what: str, count: int, rank: int, mine: Any) -> list[Any]:
+    def meet(self, count: int, rank: int, mine: Any) -> list[Any]:
         with self.changed:
-            brought = self.meetings.setdefault((what, count), {})
+            brought = self.allocations.setdefault(count, {})
             brought[rank] = mine
             self.changed.notify_all()
             assert self.changed.wait_for(lambda: len(brought) == self.size, PATIENCE)
@@ -77,23 +82,27 @@ class Pushed:
 
 
 class ThreadFabric:
-    """A rank's own thread stands for its current stream, another for its side stream."""
+    """A rank's own thread stands for its current stream, another for its side stream.
+
+    What is submitted to `stream` stands for what the device has yet to do while the host goes on.
+    """
 
     failure, is_capturing = None, False
 
-    def __init__(self, world: World, rank: int, delays: random.Random | None = None) -> None:
+    def __init__(self, world: World, rank: int, delays: random.Random | None = None, timeout: float = PATIENCE) -> None:
         self._world, self._rank, self._delays = world, rank, delays
-        self._side = ThreadPoolExecutor(1)
-        self._agreements = self._allocations = 0
+        self._timeout = timedelta(seconds=timeout)
+        self.stream, self._side = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._meetings = Meetings("threads", self._timeout)
+        self._allocations = 0
 
-    def agree(self, numbers: Sequence[int], axis: Axis) -> list[list[int]]:
-        self._agreements += 1
-        return self._world.meet("agree", self._agreements, self._rank, list(numbers))
+    def agree(self, told: Any, axis: Axis, purpose: str) -> list[Any]:
+        return self._meetings.agree(told, axis, self._world.store, purpose)
 
     def allocate(self, nbytes: int, flags: int, axis: Axis) -> ThreadMemory:
         self._allocations += 1
         mine = torch.full((nbytes,), 255, dtype=torch.uint8), torch.zeros(flags, dtype=torch.int32)
-        everyone = self._world.meet("allocate", self._allocations, self._rank, mine)
+        everyone = self._world.meet(self._allocations, self._rank, mine)
         return ThreadMemory(self._world, self._rank, [data for data, _ in everyone], [flags for _, flags in everyone])
 
     def aside(self, work: Callable[[], None]) -> Pushed:
@@ -106,8 +115,24 @@ class ThreadFabric:
     def watched(self, what: str, memory: Any, takings: Sequence[Taking]) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def drain(self, release: Callable[[], None]) -> str | None:
+        return self.failure or drain(self._synchronize, release, self._timeout)
+
+    def renew(self) -> None:
+        self._meetings.renew()
+
+    def end(self) -> None:
+        """Ends the threads: what backward left on one is freed with it, and not when the interpreter is gone."""
+        self.stream.shutdown()
+        self._side.shutdown()
+
     def close(self, axis: Axis) -> None:
-        self.agree([], axis)
+        self.agree(None, axis, "to close the transport")
+        self.renew()
+
+    def _synchronize(self) -> None:
+        for queue in (self.stream, self._side):  # the stream fills the other
+            queue.submit(int).result()
 
     def _delayed(self, work: Callable[[], None]) -> None:
         if self._delays is not None and self._delays.random() < 0.3:
@@ -119,13 +144,20 @@ def axis_of(rank: int, size: int) -> Axis:
     return Axis("ulysses", None, tuple(range(10, 10 + size)), rank)  # type: ignore[arg-type]  # no group to exchange by
 
 
-def on_threads(size: int, work: Callable[[SymmetricTransport, int], Any], guard: bool = True) -> list[Any]:
+def on_threads(
+    size: int,
+    work: Callable[[Any, int], Any],
+    guard: bool = True,
+    kind: type[SymmetricTransport] = SymmetricTransport,
+    fabric: type[ThreadFabric] = ThreadFabric,
+    timeout: float = PATIENCE,
+) -> list[Any]:
     """Calls ``work(transport, rank)`` on a thread for each rank and returns the results by rank."""
     world = World(size, guard)
-    transports = [
-        SymmetricTransport(ThreadFabric(world, rank, random.Random(rank)), axis_of(rank, size), slots=4)
-        for rank in range(size)
-    ]
-    with ThreadPoolExecutor(size) as pool:
+    fabrics = [fabric(world, rank, random.Random(rank), timeout) for rank in range(size)]
+    transports = [kind(each, axis_of(rank, size), slots=4) for rank, each in enumerate(fabrics)]
+    with ExitStack() as ending, ThreadPoolExecutor(size) as pool:
+        for each in fabrics:
+            ending.callback(each.end)
         futures = [pool.submit(work, transport, rank) for rank, transport in enumerate(transports)]
         return [future.result() for future in futures]

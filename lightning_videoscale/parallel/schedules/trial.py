@@ -36,6 +36,9 @@ class Alone:
         """Its own name."""
         return self.name
 
+    def reset(self) -> None:
+        """Does nothing."""
+
     def close(self) -> None:
         """Does nothing."""
 

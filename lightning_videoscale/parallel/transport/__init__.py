@@ -68,6 +68,17 @@ class Transport(Protocol):
     def close(self) -> None:
         """Gives back memory and groups; collective over the axis. The next message takes them anew."""
 
+    def reset(self) -> None:
+        """Puts the ranks back in step after an exception in the middle of a step; all of them call it, whoever raised.
+
+        What was on its way is lost, and pending exchanges are forgotten. Drop what the ranks computed since the last
+        step that was whole: it may hold anything. A rank whose host still waits for its device cannot come here.
+
+        Raises:
+            RuntimeError: On every rank, if a device has failed or does not come to rest, with the ranks and reasons.
+            TimeoutError: With the ranks that did not call it.
+        """
+
     def exchange(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
         """All-to-all whose result work issued later on the current stream may read and write.
 

@@ -84,6 +84,9 @@ class CollectiveTransport:
     def close(self) -> None:
         """Does nothing: the groups are the mesh's."""
 
+    def reset(self) -> None:
+        """Does nothing: no state is kept between messages. A collective that some ranks began alone is not ended."""
+
     def exchange(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
         """``all_to_all_single``; NCCL runs it on the current stream, which spares the host two events."""
         if torch.compiler.is_compiling():

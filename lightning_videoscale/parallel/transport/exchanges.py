@@ -44,7 +44,7 @@ class SymmetricExchange:
         self._arena = arena
         self._layout = layout
         self._me, self._size = arena.axis.rank, arena.axis.size
-        self._slot = arena.begin()
+        self._slot = arena.begin(self)
         self._sent: set[int] = set()
         self._takings: list[Taking] = []
         self._copied: Finished | None = None
@@ -58,8 +58,10 @@ class SymmetricExchange:
         """Sends pieces, after what the current stream holds so far.
 
         Raises:
+            RuntimeError: If the exchange is not pending.
             ValueError: If a piece was sent already; nothing is sent then.
         """
+        self._check_pending()
         if again := self._sent.intersection(peers):
             name = self._arena.axis.name
             raise ValueError(f"The pieces for the positions {sorted(again)} of the {name} axis were sent.")
@@ -74,10 +76,11 @@ class SymmetricExchange:
             join: As in `Transport.wait`.
 
         Raises:
-            RuntimeError: If a piece was not sent, or a peer did not come.
+            RuntimeError: If a piece was not sent, a peer did not come, or the exchange is not pending.
         """
         if self._fabric.failure is not None:
             raise RuntimeError(self._fabric.failure)
+        self._check_pending()
         axis = self._arena.axis
         if lacking := sorted(set(range(self._size)) - self._sent):
             raise RuntimeError(f"Nothing was sent to the positions {lacking} of the {axis.name} axis.")
@@ -91,6 +94,13 @@ class SymmetricExchange:
 
     def _receive(self, join: Join | None) -> Tensor:
         raise NotImplementedError
+
+    def _check_pending(self) -> None:
+        if self._arena.pending.get(self._slot) is not self:
+            raise RuntimeError(
+                f"This exchange of the {self._arena.axis.name} axis, of slot {self._slot}, is not pending any more: "
+                "`wait` has finished it, or `reset` has forgotten it. Begin another one."
+            )
 
     def _watched(self) -> AbstractContextManager[None]:
         axis = self._arena.axis

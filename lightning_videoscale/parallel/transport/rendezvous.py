@@ -1,10 +1,71 @@
-"""Where ranks meet to exchange the handles of memory, whatever other groups each of them has met before."""
+"""Where ranks meet, from host to host.
+
+`Meetings`         to tell each other a few numbers
+`RendezvousStore`  to exchange the handles of memory, whatever other groups each of them has met before
+"""
 
 from __future__ import annotations
 
+import json
+import time
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, but missing from the type hints
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but missing from the type hints
+
+from lightning_videoscale.parallel.mesh import Axis
+
+
+class Meetings:
+    """What the ranks of an axis tell each other over the host's network, since the devices may be busy for long.
+
+    Ranks count their meetings, and those of one number meet.
+
+    Args:
+        token: A name that all ranks share and no other meetings have.
+        timeout: How long to wait for a peer.
+    """
+
+    def __init__(self, token: str, timeout: timedelta) -> None:
+        self._token = token
+        self._timeout = timeout
+        self._generation = self._number = 0
+
+    def name(self, axis: Axis) -> str:
+        """A name that the ranks of the axis share until `renew`."""
+        return f"{self._token}/{self._generation}/{'-'.join(map(str, axis.ranks))}"
+
+    def renew(self) -> None:
+        """Counts anew, under another name, so that ranks meet however often each of them came before."""
+        self._generation += 1
+        self._number = 0
+
+    def agree(self, told: Any, axis: Axis, store: Store, purpose: str) -> list[Any]:
+        """Returns what each rank of the axis tells, by rank.
+
+        Args:
+            told: What JSON can hold.
+            axis: The ranks.
+            store: One that they share.
+            purpose: What the meeting is for, in the message of the error.
+
+        Raises:
+            TimeoutError: With the ranks that did not come.
+        """
+        self._number += 1
+        place = PrefixStore(f"{self.name(axis)}/{self._number}", store)
+        place.set(str(axis.rank), json.dumps(told))
+        keys = [str(rank) for rank in range(axis.size)]
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while missing := [rank for rank, key in zip(axis.ranks, keys, strict=True) if not place.check([key])]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"Rank {axis.ranks[axis.rank]} waited {self._timeout} for ranks {missing} of the {axis.name} axis "
+                    f"{purpose}. See what those ranks printed first; all ranks must call the model equally often and "
+                    "with the same shapes, and all of them must call `reset` if one does."
+                )
+            time.sleep(0.0005)
+        return [json.loads(place.get(key)) for key in keys]
 
 
 class RendezvousStore(Store):

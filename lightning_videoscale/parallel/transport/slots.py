@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
-
 from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis
@@ -48,33 +46,46 @@ class Arena:
         axis: The ranks.
         capacity: Bytes of a slot.
         memory: Holds slots and flags.
-        free: Slots that no exchange of this rank takes.
+        pending: By slot, this rank's exchange that has it; kept here, so that what it writes to is not freed before.
     """
 
     def __init__(self, axis: Axis, fabric: Fabric, slots: int, capacity: int) -> None:
         self.axis = axis
         self.capacity = capacity
         self.memory: Memory = fabric.allocate(slots * capacity, 2 * slots * axis.size, axis)
-        self.memory.flags[slots * axis.size :] = 1  # no slot has been written to
-        self.free = list(range(slots))
+        self.pending: dict[int, object] = {}
         self._slots = slots
+        self.memory.flags[slots * axis.size :] = 1  # no slot has been written to
 
-    def begin(self) -> int:
-        """Returns the first free slot, which hence depends on nothing but what is pending.
+    def begin(self, exchange: object) -> int:
+        """Gives an exchange the first free slot, which hence depends on nothing but what is pending.
 
         Raises:
             RuntimeError: If none is free.
         """
-        if not self.free:
+        slot = next((slot for slot in range(self._slots) if slot not in self.pending), None)
+        if slot is None:
             raise RuntimeError(
                 f"{self._slots} exchanges of the {self.axis.name} axis are pending, and no slot is free for another: "
                 "finish the oldest first, or create the transport with more slots."
             )
-        return self.free.pop(0)
+        self.pending[slot] = exchange
+        return slot
 
     def finish(self, slot: int) -> None:
         """Takes a slot back whose exchange this rank has finished."""
-        insort(self.free, slot)
+        del self.pending[slot]
+
+    def release(self) -> None:
+        """Sets all flags of this rank, by no kernel: loading one may wait for a device that waits for a flag."""
+        for flag in range(len(self.memory.flags)):
+            self.memory.signal(self.axis.rank, flag)
+
+    def restart(self) -> None:
+        """Forgets all exchanges, on the current stream; no rank's device may have one on its way."""
+        self.pending.clear()
+        self.memory.flags[: self._slots * self.axis.size] = 0
+        self.memory.flags[self._slots * self.axis.size :] = 1
 
     def piece(self, slot: int, layout: SlotLayout, partner: int, holder: int) -> Tensor:
         """The bytes of one piece, in the holder's memory."""

@@ -16,9 +16,10 @@ share of the sender (tokens) and a share of the receiver (heads): a shape that i
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from lightning_videoscale.parallel.transport.collective import CollectiveTranspo
 from lightning_videoscale.parallel.transport.exchanges import PulledExchange, PushedExchange, SymmetricExchange
 from lightning_videoscale.parallel.transport.slots import Arena, SlotLayout
 from lightning_videoscale.parallel.transport.symmetric_memory import CudaFabric, Fabric, why_unavailable
+
+_WAYS: tuple[type[SymmetricExchange], ...] = PushedExchange, PulledExchange
 
 
 class SymmetricTransport(CollectiveTransport):
@@ -53,9 +56,10 @@ class SymmetricTransport(CollectiveTransport):
         self._layouts: dict[tuple[type[SymmetricExchange], tuple[int, ...], tuple[int, ...]], SlotLayout] = {}
         self._arenas: dict[type[SymmetricExchange], Arena] = {}
         self._captured: list[Arena] = []  # that graphs use
+        self._known: weakref.WeakSet[Arena] = weakref.WeakSet()  # replaced ones, too, while exchanges are pending there
 
     @classmethod
-    def create(cls, mesh: SequenceMesh, device: torch.device, timeout: timedelta, slots: int = 2) -> SymmetricTransport:
+    def create(cls, mesh: SequenceMesh, device: torch.device, timeout: timedelta, slots: int = 2) -> Self:
         """Returns a transport for the Ulysses groups of a mesh; see `create_transport`.
 
         Two slots let a rank send while a peer still reads; serial layers never have more than one exchange pending.
@@ -91,8 +95,57 @@ class SymmetricTransport(CollectiveTransport):
         """
         if self._arenas:
             self._fabric.close(self._axis)
+            for arena in self._known:
+                arena.pending.clear()  # what nobody has finished would keep the memory
             self._arenas.clear()
             self._captured.clear()
+
+    def reset(self) -> None:
+        """See `Transport`; collective over the Ulysses axis, and the host waits for the device.
+
+        Streams that wait for a peer are released. Memory stays where it is, and graphs that were captured stay valid.
+        What only some ranks have of sizes and memory, as the exception came in between, is dropped on all of them.
+
+        Raises:
+            RuntimeError: As in `Transport`; nothing is as before then, and the processes are to be ended.
+            TimeoutError: Likewise.
+        """
+        self._fabric.renew()
+        capacities = [self._arenas[way].capacity if way in self._arenas else 0 for way in _WAYS]
+        told = [list(self._sizes.values()), capacities]
+        everyone = self._fabric.agree(told, self._axis, "to call `reset` of the transport")
+        # All are here: nobody begins exchanges any more, nor computes on with what released streams make up.
+        arenas = list(self._known)
+        self._come_to_rest(arenas)
+        self._keep_common(everyone)
+        for arena in arenas:
+            arena.restart()
+        self._come_to_rest([])  # before any peer sets a flag anew
+
+    def _come_to_rest(self, arenas: Sequence[Arena]) -> None:
+        """Waits until no rank's device has work left, ending its waits for flags of these arenas."""
+
+        def release() -> None:
+            for arena in arenas:
+                arena.release()
+
+        axis = self._axis
+        reasons = self._fabric.agree(self._fabric.drain(release), axis, "to come to rest in `reset`")
+        if failed := {rank: reason for rank, reason in zip(axis.ranks, reasons, strict=True) if reason is not None}:
+            raise RuntimeError(
+                f"`reset` cannot put the ranks {axis.ranks} of the {axis.name} axis back in step: "
+                + "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
+                + ". End the processes, and go on from a checkpoint."
+            )
+
+    def _keep_common(self, everyone: Sequence[Any]) -> None:
+        """Drops what was agreed on or allocated by some ranks only, given the sizes and capacities of all."""
+        sizes, capacities = zip(*everyone, strict=True)
+        self._sizes = {shape: known for shape, known in self._sizes.items() if all(known in each for each in sizes)}
+        self._layouts.clear()  # found anew from sizes
+        for way, of_ranks in zip(_WAYS, zip(*capacities, strict=True), strict=True):
+            if len(set(of_ranks)) > 1:
+                self._arenas.pop(way, None)
 
     def exchange(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
         """Pushes the pieces and copies those of the peers out of their slot."""
@@ -159,6 +212,7 @@ class SymmetricTransport(CollectiveTransport):
         if arena is None or arena.capacity < layout.capacity:
             # Exchanges that are pending keep the arena they began in.
             arena = self._arenas[way] = Arena(self._axis, self._fabric, self._slots, layout.capacity)
+            self._known.add(arena)
         if self._fabric.is_capturing and arena not in self._captured:
             self._captured.append(arena)
         return self._fabric, arena, layout
@@ -168,7 +222,7 @@ class SymmetricTransport(CollectiveTransport):
         axis = self._axis
         if (send, receive) in self._sizes:
             return self._sizes[send, receive]
-        sizes = self._fabric.agree(send, axis)
+        sizes = self._fabric.agree(send, axis, "to tell the sizes of a message of a new shape")
         coming = tuple(theirs[axis.rank] for theirs in sizes)
         if coming != receive:
             raise RuntimeError(

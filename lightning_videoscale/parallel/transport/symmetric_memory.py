@@ -15,12 +15,10 @@ multiprocessor: no kernel spins, so none can keep the kernel from running that i
 from __future__ import annotations
 
 import ctypes
-import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,8 +35,9 @@ from lightning_videoscale.compat.torch.distributed import (
     unregister_group,
 )
 from lightning_videoscale.parallel.mesh import Axis
+from lightning_videoscale.parallel.transport.draining import drain
 from lightning_videoscale.parallel.transport.peer_watchdog import PeerWatchdog, Taking
-from lightning_videoscale.parallel.transport.rendezvous import RendezvousStore
+from lightning_videoscale.parallel.transport.rendezvous import Meetings, RendezvousStore
 
 _GRANULE = 2 << 20  # the driver hands out such memory in pieces of 2 MiB
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 and _WRITE_VALUE_32
@@ -94,8 +93,8 @@ class Fabric(Protocol):
     def failure(self) -> str | None:
         """Which peers did not come, once one did not."""
 
-    def agree(self, numbers: Sequence[int], axis: Axis) -> list[list[int]]:
-        """Returns the numbers that each rank of the axis gave, by rank; the host waits for them."""
+    def agree(self, told: Any, axis: Axis, purpose: str) -> list[Any]:
+        """Returns what each rank of the axis tells, by rank; the host waits for them. See `Meetings.agree`."""
 
     def allocate(self, nbytes: int, flags: int, axis: Axis) -> Memory:
         """Returns ``nbytes`` of memory per rank and ``flags`` flags, all zero; collective over the axis."""
@@ -112,6 +111,16 @@ class Fabric(Protocol):
 
     def watched(self, what: str, memory: Memory, takings: Sequence[Taking]) -> AbstractContextManager[None]:
         """Notes that the current stream's work inside waits for these, some added inside, to name who is missing."""
+
+    def drain(self, release: Callable[[], None]) -> str | None:
+        """Waits until this rank's device has done all it was given, or returns why it does not come to that.
+
+        Args:
+            release: Sets the flags that streams may wait for; called again and again, on a stream that is not stuck.
+        """
+
+    def renew(self) -> None:
+        """Has ranks meet however often each of them came before; all of them call it between the same meetings."""
 
     def close(self, axis: Axis) -> None:
         """Waits until no rank of the axis uses the memory of another any more, so that it may be freed."""
@@ -178,12 +187,13 @@ class CudaFabric:
 
     def __init__(self, device: torch.device, token: str, timeout: timedelta) -> None:
         self._device = device
-        self._token = token
         self._timeout = timeout
         self._driver = StreamFlags()
         self._side = torch.cuda.Stream(device, priority=-1)
+        # Of a priority that no stream has which may be stuck, see `PeerWatchdog`.
+        self._releasing = torch.cuda.Stream(device, priority=-3)
         self._watch = PeerWatchdog(device, timeout)
-        self._agreements = self._generation = 0
+        self._meetings = Meetings(token, timeout)
         self._groups: dict[str, tuple[RendezvousStore, dist.ProcessGroup]] = {}
 
     @property
@@ -191,39 +201,22 @@ class CudaFabric:
         """See `Fabric`."""
         return self._watch.failure
 
-    def agree(self, numbers: Sequence[int], axis: Axis) -> list[list[int]]:
-        """See `Fabric`; over the host's network, since the device may be busy for long.
+    def agree(self, told: Any, axis: Axis, purpose: str) -> list[Any]:
+        """See `Fabric`.
 
         Raises:
             TimeoutError: With the ranks that did not come.
         """
-        self._agreements += 1
-        store = PrefixStore(f"{self._name(axis)}/{self._agreements}", store_of(axis.group))
-        store.set(str(axis.rank), json.dumps(list(numbers)))
-        keys = [str(rank) for rank in range(axis.size)]
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while missing := [rank for rank, key in zip(axis.ranks, keys, strict=True) if not store.check([key])]:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"Rank {axis.ranks[axis.rank]} waited {self._timeout} for ranks {missing} of the {axis.name} axis "
-                    "to tell the sizes of a message of a new shape. See what those ranks printed first; all ranks must "
-                    "call the model equally often and with the same shapes."
-                )
-            time.sleep(0.0005)
-        return [json.loads(store.get(key)) for key in keys]
+        return self._meetings.agree(told, axis, store_of(axis.group), purpose)
 
     def allocate(self, nbytes: int, flags: int, axis: Axis) -> Memory:
         """See `Fabric`."""
-        name = self._name(axis)
+        name = self._meetings.name(axis)
         if name not in self._groups:
             store = RendezvousStore(PrefixStore(name, store_of(axis.group)), self._timeout)
             self._groups[name] = store, dist.ProcessGroup(store, axis.rank, axis.size)
             register_group(name, self._groups[name][1])
         return CudaMemory(nbytes, flags, axis, name, self._device, self._driver)
-
-    def _name(self, axis: Axis) -> str:
-        # A new name after `close`: torch keeps the store of the first group of a name.
-        return f"{self._token}/{self._generation}/{'-'.join(map(str, axis.ranks))}"
 
     @property
     def is_capturing(self) -> bool:
@@ -256,11 +249,25 @@ class CudaFabric:
             TimeoutError: With the ranks that did not come.
         """
         torch.cuda.synchronize(self._device)  # copies to peers, and the flags that tell them
-        self.agree([], axis)
+        self.agree(None, axis, "to close the transport")
+        self.renew()
+
+    def drain(self, release: Callable[[], None]) -> str | None:
+        """See `Fabric`."""
+
+        def release_beside() -> None:
+            if self._releasing.query():  # what was set before is set
+                with torch.cuda.stream(self._releasing):
+                    release()
+
+        return self.failure or drain(lambda: torch.cuda.synchronize(self._device), release_beside, self._timeout)
+
+    def renew(self) -> None:
+        """See `Fabric`."""
         for name in self._groups:
             unregister_group(name)
         self._groups.clear()
-        self._generation += 1
+        self._meetings.renew()  # torch keeps the store of the first group of a name
 
 
 class StreamFlags:
