@@ -37,6 +37,11 @@ def register(chooser: Chooser) -> int:
     return len(_choosers) - 1
 
 
+def chooser(number: int) -> Any:
+    """Returns what has a number."""
+    return _choosers[number]
+
+
 def _kernel(query: Tensor, key: Tensor, mask: Tensor | None, with_lse: bool, chooser: int) -> AttentionKernel:
     return _choosers[chooser].kernel_for(query, key, mask is not None, with_lse)
 

@@ -13,6 +13,7 @@ from lightning_videoscale.attention import AttentionBackend, AttentionChoices, a
 from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.ring import Ring, ring_attention
+from lightning_videoscale.parallel.ring_op import ring_attention_by_op
 from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
 from lightning_videoscale.parallel.ulysses import (
     HeadAssignment,
@@ -111,6 +112,8 @@ def attend_heads(
     scale: float,
     choices: AttentionChoices,
     mask: Tensor | None = None,
+    *,
+    number: int | None = None,
 ) -> Tensor:
     """Attends between the exchanges of Ulysses: alone, or with the other Ulysses groups in a ring.
 
@@ -125,6 +128,7 @@ def attend_heads(
         scale: Factor on the logits.
         choices: What chooses the kernel.
         mask: (B, keys of all ranks of ``mesh.sp``) bool, True where a key may be attended.
+        number: Of the group, if compiled code is to exchange by ops, see `parallel.schedules.ops`.
 
     Returns:
         (B, h, S, D).
@@ -133,7 +137,10 @@ def attend_heads(
         return attention(choices, query, repeat_heads(key, repeats), repeat_heads(value, repeats), scale, mask)
     size = mesh.ulysses.size
     keys = tuple(sum(key_lengths[first : first + size]) for first in range(0, mesh.sp.size, size))
-    return ring_attention(query, key, value, Ring(mesh.ring, keys, repeats, scale, transport, choices), mask)
+    ring = Ring(mesh.ring, keys, repeats, scale, transport, choices)
+    if number is not None and torch.compiler.is_compiling():
+        return ring_attention_by_op(query, key, value, ring, mask, number)
+    return ring_attention(query, key, value, ring, mask)
 
 
 def gather_mask(key_mask: Tensor, lengths: tuple[int, ...], mesh: SequenceMesh, transport: Transport) -> Tensor:

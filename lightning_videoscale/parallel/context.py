@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.attention import AttentionBackend, AttentionChoices, as_choices
 from lightning_videoscale.compat.torch.autograd import dispatch_modes_active, version_of
+from lightning_videoscale.parallel import group_numbers
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.region_randomness import RegionRandomness, RegionSeed
 from lightning_videoscale.parallel.schedules import ScheduleName, ScheduleSetting
@@ -151,6 +152,7 @@ class SequenceContext:
         schedule: In which order projections and exchanges run, see `parallel.schedules`; or what chooses it.
 
     Attributes:
+        number: Under which the ops of compiled code find it.
         choices: What chooses it.
         schedule: The schedule that was asked for.
         record: Of the forward pass whose layers run now, for the first time or recomputed in backward. It is replaced
@@ -174,6 +176,7 @@ class SequenceContext:
         schedule: ScheduleName | Schedules = "serial",
     ) -> None:
         self.mesh = mesh
+        self.number = group_numbers.number(self)
         self.schedule: ScheduleSetting = schedule if isinstance(schedule, str) else schedule.schedule
         self._schedules = None if isinstance(schedule, str) or schedule.schedule != "auto" else schedule
         self.choices = as_choices(attention_backend)
@@ -219,10 +222,13 @@ class SequenceContext:
             self.record = replace(self.record, wholes=(*self.record.wholes, (sliced, whole)))
 
     def schedule_of(self, layer: LayerShape) -> ScheduleName:
-        """Returns the schedule that runs a layer in this pass; the same when it is recomputed, and on all ranks."""
+        """Returns the schedule that runs a layer in this pass; the same when it is recomputed, and on all ranks.
+
+        Where one is chosen, compiled code is "serial": it would be compiled anew for each length and each choice.
+        """
         if self.schedule != "auto":
             return self.schedule
-        if self._schedules is None or self.record.schedules is None:
+        if self._schedules is None or self.record.schedules is None or torch.compiler.is_compiling():
             return "serial"
         return self._schedules.choose(layer, self.record.schedules)
 

@@ -30,7 +30,7 @@ from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.parallel.ulysses import repeat_heads, sum_heads
 
-_SECOND_DERIVATIVE = (
+SECOND_DERIVATIVE = (
     "Ring attention has no second derivative, as a penalty on gradients of inputs needs it. Take ring_size=1, and "
     "attention that has one: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
 )
@@ -87,13 +87,7 @@ if not ring_attention_is_traced():  # a graph break there, rather than gradients
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
-        so_far: tuple[Tensor, Tensor] | None = None
-        for owner, k, v in _blocks(key, value, ring):
-            k, v = repeat_heads(k, ring.repeats), repeat_heads(v, ring.repeats)
-            part = attention_part(ring.choices, query, k, v, ring.scale, _mask_of(owner, mask, ring))
-            so_far = part if so_far is None else _merge(so_far, part, mask is not None)
-        assert so_far is not None
-        out, lse = so_far[0].to(query.dtype), so_far[1]
+        out, lse = attend_to_blocks(query, key, value, mask, ring)
         ctx.ring, ctx.returns = ring, "slice"
         ctx.save_for_backward(query, key, value, mask, out, lse)
         return out
@@ -102,12 +96,25 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, mask, out, lse = ctx.saved_tensors
         with torch.no_grad():
-            gradients = _backward(grad_out, query, key, value, mask, out, lse, ctx.ring)
-        dq, dk, dv = without_second_derivative(gradients, (grad_out, query, key, value), _SECOND_DERIVATIVE)
+            gradients = gradients_of_blocks(grad_out, query, key, value, mask, out, lse, ctx.ring)
+        dq, dk, dv = without_second_derivative(gradients, (grad_out, query, key, value), SECOND_DERIVATIVE)
         return dq, dk, dv, None, None
 
 
-def _backward(
+def attend_to_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: Ring
+) -> tuple[Tensor, Tensor]:
+    """Returns output and log-sum-exp, see `ring_attention`."""
+    so_far: tuple[Tensor, Tensor] | None = None
+    for owner, k, v in _blocks(key, value, ring):
+        k, v = repeat_heads(k, ring.repeats), repeat_heads(v, ring.repeats)
+        part = attention_part(ring.choices, query, k, v, ring.scale, _mask_of(owner, mask, ring))
+        so_far = part if so_far is None else _merge(so_far, part, mask is not None)
+    assert so_far is not None
+    return so_far[0].to(query.dtype), so_far[1]
+
+
+def gradients_of_blocks(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -117,6 +124,7 @@ def _backward(
     lse: Tensor,
     ring: Ring,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key and value, given that of the output."""
     dq: Tensor | None = None
     gradient: Any = None  # of the block at hand, on its way here
     for owner, k, v in _blocks(key, value, ring):

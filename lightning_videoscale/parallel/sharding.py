@@ -145,6 +145,27 @@ def gather_inside(x: Tensor, dim: int, context: SequenceContext, streams: Sequen
     return _gathered(_GatherInside, x, dim, context, streams)
 
 
+def gradient_of_slices(
+    grad: Tensor, dim: int, context: SequenceContext, tables: Sequence[tuple[int, ...]], counts: Sequence[int]
+) -> Tensor:
+    """Returns the gradient of `gather_inside`, given that of what it returned.
+
+    Args:
+        grad: Of the tokens of all streams, one stream behind the other.
+        dim: The dim of the tokens.
+        context: The group.
+        tables: Of each stream, the tokens of each rank.
+        counts: Of each stream, its tokens, which may be fewer than those of the ranks together.
+    """
+    pieces = zip(grad.split(list(counts), dim), tables, strict=True)
+    sums = [
+        _SumOfSlices.apply(_padded(piece, dim, sum(table)), _SliceLayout(dim, table, context))  # type: ignore[no-untyped-call]
+        for piece, table in pieces
+        if any(table)
+    ]
+    return torch.cat(sums, dim)
+
+
 def _gathered(
     function: type[torch.autograd.Function], x: Tensor, dim: int, context: SequenceContext, streams: Sequence[str]
 ) -> Tensor:

@@ -147,11 +147,13 @@ class Ulysses:
         axis: The ranks.
         heads: Which heads they have.
         transport: How bytes travel.
+        number: Of the group, by which the ops of schedules find it; None where only eager code runs.
     """
 
     axis: Axis
     heads: HeadAssignment
     transport: Transport
+    number: int | None = None
 
 
 def scatter_heads(query: Tensor, key: Tensor, value: Tensor, ulysses: Ulysses) -> tuple[Tensor, Tensor, Tensor]:

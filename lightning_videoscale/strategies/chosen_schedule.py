@@ -21,7 +21,10 @@ class ChoosesSchedule(ChoosesAttention):
 
     def _say_schedule(self) -> None:
         if self._only_serial is not None:
-            rank_zero_info(f"schedule='auto' is 'serial', the only one that runs beside {self._only_serial}.")
+            rank_zero_info(
+                f"schedule='auto' is 'serial' beside {self._only_serial}, as blocks would be compiled anew for each "
+                "choice. Others run there by name."
+            )
 
     @override
     def _settle_choices(self) -> None:

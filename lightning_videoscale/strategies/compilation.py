@@ -16,7 +16,7 @@ CompileOptions = bool | Mapping[str, Any]
 """False, True, or keyword arguments of ``torch.compile``."""
 
 
-def compile_blocks(network: nn.Module, options: CompileOptions) -> Undo:
+def compile_blocks(network: nn.Module, options: CompileOptions, *, stays_compiled: bool = False) -> Undo:
     """Compiles the forward of every transformer block, in place and inside its hooks.
 
     Blocks of one class share their compiled code. Of split sequences, it is compiled once for the first length and once
@@ -30,6 +30,8 @@ def compile_blocks(network: nn.Module, options: CompileOptions) -> Undo:
     Args:
         network: What holds the blocks, see `find_blocks`.
         options: True, or keyword arguments of ``torch.compile``.
+        stays_compiled: Makes it an error where torch would run a block without compilation, as it was compiled too
+            often. So it must be where the two exchange other messages, as by other schedules than "serial".
 
     Returns:
         A function that takes it back.
@@ -38,4 +40,8 @@ def compile_blocks(network: nn.Module, options: CompileOptions) -> Undo:
     arguments = dict(options) if isinstance(options, Mapping) else {}
     if torch.cuda.is_available() and mix_order_reduction_is_wrong() and not {"mode", "options"} & arguments.keys():
         arguments["options"] = {"triton.mix_order_reduction": False}
-    return replace_forwards(blocks, lambda forward: with_integers_that_vary(torch.compile(forward, **arguments)))
+
+    def compiled(forward: Any) -> Any:
+        return with_integers_that_vary(torch.compile(forward, **arguments), stays_compiled=stays_compiled)
+
+    return replace_forwards(blocks, compiled)

@@ -88,7 +88,7 @@ def change_networks(
             )
         )
         if settings.compile:  # a checkpointed block runs its compiled forward a second time
-            undo.add(compile_blocks(network, settings.compile))
+            undo.add(compile_blocks(network, settings.compile, stays_compiled=schedules.schedule != "serial"))
         if settings.activation_checkpointing:
             undo.add(checkpoint_activations(network))
         if settings.graphs.mode is not False:

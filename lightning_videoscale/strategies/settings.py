@@ -46,10 +46,6 @@ class SequenceParallelSettings:
             )
         if self.schedule not in get_args(ScheduleSetting):
             raise ValueError(f"schedule={self.schedule!r} is not one of {get_args(ScheduleSetting)}.")
-        if self.schedule not in ("auto", "serial") and (why := self.only_serial) is not None:
-            raise ValueError(
-                f"schedule={self.schedule!r} was not tried with {why}: leave that out, or take schedule='serial'."
-            )
         if self.sp_size == "auto" and any(isinstance(size, int) for size in (self.ulysses_size, self.ring_size)):
             raise ValueError(
                 f"sp_size='auto' chooses all sizes, and ulysses_size={self.ulysses_size!r} and "
@@ -60,7 +56,7 @@ class SequenceParallelSettings:
 
     @property
     def only_serial(self) -> str | None:
-        """The setting beside which no other schedule than ``"serial"`` runs; None if there is none."""
+        """The setting beside which ``"auto"`` is ``"serial"``; None if there is none."""
         return f"compile={self.compile!r}" if self.compile else None
 
     def graphs_on(self, device: torch.device) -> GraphOptions:

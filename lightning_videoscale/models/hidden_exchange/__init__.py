@@ -10,6 +10,7 @@ kernels are those of any other schedule.
 - `layer`: the forward that takes the place of an attention's own.
 - `groups`: its streams, by the layers that project them.
 - `arguments`: what it is called with, of all tokens.
+- `whole`: the tokens of all ranks, of what each has a slice.
 - `view`: the attention as its own code then sees it.
 - `projections`, `outputs`: what is sent before and after.
 - `across_heads`: norms over all heads.

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lightning_videoscale.compat.torch.trees import tree_leaves
 from lightning_videoscale.models.hidden_exchange.groups import HeadPlacement, Streams
+from lightning_videoscale.models.hidden_exchange.whole import whole_of
 from lightning_videoscale.parallel import Projection, Split
 from lightning_videoscale.parallel.plan import Attention
 from lightning_videoscale.parallel.redirection import uneven
-from lightning_videoscale.parallel.sharding import gather_inside
 
 _TOKENS = {"sd": 0, "shd": 0, "bshd": 1, "bsc": 1, "matrices": 1, "bhsd": 2, "dict": 2, "complex": -2, "axes": 1}
 """By layout of rotary tables, the dim of tokens."""
@@ -59,14 +59,14 @@ def of_all_tokens(
         place: Where tokens and heads are.
         tokens: Some of the tokens, (B, s, C).
     """
-    whole, done = dict(arguments), set[tuple[str, int | None]]()
+    whole, done = dict(arguments), []
     for stream, projection in described.items():
         count = place.tokens(projection.tokens_of or (stream,))
         whole[projection.tokens] = tokens.new_zeros(()).expand(tokens.shape[0], count, 1)
         name = projection.rotary
         if name is None or arguments.get(name) is None or (name, projection.rotary_part) in done:
             continue
-        done.add((name, projection.rotary_part))
+        done.append((name, projection.rotary_part))
         if projection.across_heads:  # then they are rotated as they arrive
             whole[name] = None
         elif projection.rotary_part is None:
@@ -120,11 +120,7 @@ def _whole(x: Tensor, split: Split, place: HeadPlacement, *, keep: bool = True) 
     context, dim = place.context, split.dim % x.ndim
     if x.shape[dim] == 1 and context.lengths(split.streams)[context.mesh.sp.rank] != 1:
         return x  # the same for all tokens
-    found = context.record.find_whole(x) if keep else None
-    if found is None:
-        found = _gathered(x, dim, split.streams, place)
-        if keep:
-            context.keep_whole(x, found)
+    found = whole_of(x, dim, split.streams, context, keep=keep)
     parts = []
     for stream, part in zip(split.streams, _by_stream(found, dim, split.streams, place), strict=True):
         lengths, mesh = context.lengths((stream,)), context.mesh
@@ -132,14 +128,6 @@ def _whole(x: Tensor, split: Split, place: HeadPlacement, *, keep: bool = True) 
         start = sum(lengths[: mesh.ring.rank * mesh.ulysses.size])
         parts.append((F.pad(part, padding) if any(padding) else part).narrow(dim, start, place.tokens((stream,))))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _gathered(x: Tensor, dim: int, streams: tuple[str, ...], place: HeadPlacement) -> Tensor:
-    if x.is_complex():
-        return torch.view_as_complex(gather_inside(torch.view_as_real(x), dim, place.context, streams))
-    if x.dtype is torch.bool:
-        return gather_inside(x.to(torch.uint8), dim, place.context, streams).bool()
-    return gather_inside(x, dim, place.context, streams)
 
 
 def _by_stream(whole: Tensor, dim: int, streams: tuple[str, ...], place: HeadPlacement) -> list[Tensor]:

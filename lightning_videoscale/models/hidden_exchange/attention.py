@@ -10,7 +10,6 @@ from torch import Tensor
 from lightning_videoscale.attention import AttentionChoices, as_autocast
 from lightning_videoscale.models.hidden_exchange.groups import HeadPlacement
 from lightning_videoscale.parallel.attention import attend_heads
-from lightning_videoscale.parallel.plan import Attention
 from lightning_videoscale.parallel.redirection import AttentionPlace, RedirectedAttention, key_mask
 from lightning_videoscale.parallel.schedules.attention_output import attend_and_send
 
@@ -19,8 +18,7 @@ class AttendByHeads(RedirectedAttention):
     """Inside, the attention that is called has all tokens of the Ulysses group already, and this rank's heads.
 
     Args:
-        path: Of the module, for messages.
-        rule: What the plan says of it.
+        at: Where the module is, and what the plan says of it.
         place: Where tokens and heads are.
         by_torch: Whether the user set the backend that calls torch's function.
         by_slices: Whether what comes out is sent rank by rank, as soon as it is computed.
@@ -29,8 +27,8 @@ class AttendByHeads(RedirectedAttention):
         arriving: Waits for what became of this rank's tokens, (B, s, H · D), if it is on its way already.
     """
 
-    def __init__(self, path: str, rule: Attention, place: HeadPlacement, by_torch: bool, *, by_slices: bool) -> None:
-        super().__init__(AttentionPlace(path, rule, place.context, is_marked=False), by_torch)
+    def __init__(self, at: AttentionPlace, place: HeadPlacement, by_torch: bool, *, by_slices: bool) -> None:
+        super().__init__(at, by_torch)
         self._at, self._by_slices = place, by_slices
         self.arriving: Callable[[], Tensor] | None = None
 
@@ -91,4 +89,6 @@ class AttendByHeads(RedirectedAttention):
             size = mesh.ulysses.size
             groups = tuple(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
             mask = context.transport.all_gather(mask.T.to(torch.uint8).contiguous(), groups, mesh.ring).T.bool()
-        return attend_heads(q, k, v, mesh, lengths, (1,) * q.shape[1], context.transport, scale, choices, mask)
+        one = (1,) * q.shape[1]
+        number = context.number
+        return attend_heads(q, k, v, mesh, lengths, one, context.transport, scale, choices, mask, number=number)

@@ -68,7 +68,7 @@ class HeadPlacement(NamedTuple):
         """The exchange of the streams' heads."""
         axis, lengths = self.context.mesh.ulysses, self.lengths(streams)
         assigned = assign_heads(axis.rank, lengths, lengths, self.heads, self.heads)
-        return Ulysses(axis, assigned, self.context.transport)
+        return Ulysses(axis, assigned, self.context.transport, self.context.number)
 
     @property
     def mine(self) -> range:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -26,8 +25,8 @@ from lightning_videoscale.models.hidden_exchange.outputs import outputs
 from lightning_videoscale.models.hidden_exchange.projections import Arrived, project
 from lightning_videoscale.models.hidden_exchange.view import seen_by_heads
 from lightning_videoscale.parallel import SequenceContext, SplitPlan, check_heads
-from lightning_videoscale.parallel.plan import Attention, submodules
-from lightning_videoscale.parallel.redirection import exchanging_forward
+from lightning_videoscale.parallel.plan import submodules
+from lightning_videoscale.parallel.redirection import AttentionPlace, exchanging_forward
 from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.schedules.input_projections import norm_again
 from lightning_videoscale.parallel.schedules.table import LayerShape
@@ -55,7 +54,13 @@ def hide_exchange(model: nn.Module, context: SequenceContext, plan: SplitPlan) -
                     undo.add(rule.in_one_call(module))
                 streams = streams_of[pattern]
                 width = max(_widths(module, streams), default=None)
-                layer = _Layer(path, rule, streams, HeadPlacement(context, heads), module.forward, width)
+                layer = _Layer(
+                    AttentionPlace(path, rule, context, is_marked=False),
+                    streams,
+                    HeadPlacement(context, heads),
+                    module.forward,
+                    width,
+                )
                 if context.schedule != "auto" and not layer.is_method:
                     raise ValueError(f"schedule={context.schedule!r}: {layer.watched(module)}. Use schedule='serial'.")
                 undo.add(context.watch_schedules(partial(layer.watched, module)))
@@ -98,8 +103,8 @@ class _Layer:
     """Where an attention is, and what it does.
 
     Attributes:
-        path: The module's.
-        rule: What the plan says of it.
+        at: Where the module is, and what the plan says of it; compiled code of all layers is one, and never reads its
+            path.
         described: Its streams.
         place: Where tokens and heads are.
         own: Its forward before this one.
@@ -108,8 +113,7 @@ class _Layer:
         checked: Whether ranks have compared what they sent with what it returned.
     """
 
-    path: str
-    rule: Attention
+    at: AttentionPlace
     described: Streams
     place: HeadPlacement
     own: Any
@@ -129,14 +133,14 @@ class _Layer:
             reason = "none of its projections says how many channels it makes, as out_features of a Linear does"
         if not self.is_method:
             reason = "its forward was replaced by a function that does not take the module"
-        return None if reason is None else f"{self.path}: {reason}"
+        return None if reason is None else f"{self.at.path}: {reason}"
 
     def schedule(self, attn: Any, arguments: Mapping[str, Any]) -> ScheduleName:
         """Returns the schedule of a call; the same on all ranks that share the sequence."""
         context = self.place.context
         if context.schedule != "auto":
             return context.schedule
-        if (unknown := unknown_argument(arguments, self.described, self.rule)) is not None:
+        if (unknown := unknown_argument(arguments, self.described, self.at.rule)) is not None:
             self.met = unknown
             return "serial"
         groups = groups_of(self.described)
@@ -168,9 +172,9 @@ class _Layer:
             if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != mine:
                 shape = tuple(x.shape) if isinstance(x, Tensor) else x
                 return f"its {name} is {shape}, and this rank has {mine} tokens of {', '.join(streams)}."
-        if (unknown := unknown_argument(arguments, self.described, self.rule)) is not None:
+        if (unknown := unknown_argument(arguments, self.described, self.at.rule)) is not None:
             return f"{unknown}. Use schedule='serial'."
-        return uneven_mask(arguments, self.rule, by_values=context.on_exchange is not None)
+        return uneven_mask(arguments, self.at.rule, by_values=context.on_exchange is not None)
 
     def run(self, attn: nn.Module, arguments: dict[str, Any], *, by_slices: bool) -> Any:
         """Attends over the tokens of all ranks."""
@@ -178,34 +182,38 @@ class _Layer:
         detach_bias = arguments.pop("detach_bias", False)
         refusal = self.refusal(attn, arguments)
         if context.on_exchange is not None:
-            context.on_exchange(self.path, refusal)
+            context.on_exchange(self.at.path, refusal)
         if refusal is not None:
-            raise ValueError(f"{self.path} cannot attend over a split sequence: {refusal}")
+            raise ValueError(f"{self.at.path} cannot attend over a split sequence: {refusal}")
         groups = groups_of(self.described)
         arrived = [project(attn, group, self.described, arguments, place, by_slices=by_slices) for group in groups]
         received: dict[str, Tensor] = {}
         for group, each in zip(groups, arrived, strict=True):
             received |= each.by_linear(group, place)
         tokens = arguments[groups[0].projection.tokens]
-        whole = of_all_tokens(arguments, self.described, self.rule, place, tokens)
+        whole = of_all_tokens(arguments, self.described, self.at.rule, place, tokens)
         view = seen_by_heads(attn, self.described, len(place.mine), received)
         run: Callable[..., Any] = partial(self.own.__func__, view)
         if arrived[0].norm is not None and fused_block_of(attn) is not None:
             run = original_forward(view)  # the fused one would look for its norms
         by_torch = own_attention_backend(getattr(attn, "processor", None)) is not None
-        with ExitStack() as contexts:
-            for each in arrived:
-                contexts.enter_context(_again(attn, each, tokens.shape[0]))
-            attend = contexts.enter_context(AttendByHeads(self.path, self.rule, place, by_torch, by_slices=by_slices))
+        attend = AttendByHeads(self.at, place, by_torch, by_slices=by_slices)
+        with _again(attn, arrived[0], tokens.shape[0]), attend:  # of norms over all heads there is one group
             attended = run(**whole)
         attend.check_calls(type(attn).__name__)
         home = None if attend.arriving is None else attend.arriving()
-        check = home is not None and (context.on_exchange is not None or not self.checked)
+        check = home is not None and self._checks()
         settings = {"by_slices": by_slices, "detach_bias": detach_bias, "check": check}
         found = outputs(attn, attended, self.described, place, home, **settings)
         if check:
             self.checked = True
         return found
+
+    def _checks(self) -> bool:
+        """Whether what was sent is compared in this call; compiled code leaves it to the first call, which is eager."""
+        if torch.compiler.is_compiling():
+            return False
+        return self.place.context.on_exchange is not None or not self.checked
 
 
 def _again(attn: Any, arrived: Arrived, batch: int) -> Any:
@@ -234,5 +242,4 @@ def _forward(layer: _Layer, serial: Callable[..., Any]) -> Callable[..., Any]:
             return serial(self, *args, **kwargs)
         return layer.run(self, arguments, by_slices=schedule == "sliced")
 
-    # What a user compiles around it breaks off here; "auto" is serial there, which compiles.
-    return forward if layer.place.context.schedule == "auto" else torch.compiler.disable(forward)
+    return forward

@@ -58,5 +58,5 @@ def seen_by_heads(attn: nn.Module, described: Streams, heads: int, received: Map
 def _nothing_like(output: nn.Module) -> nn.Module:
     """Identities in the place of a projection and what follows it."""
     if isinstance(output, nn.ModuleList | nn.Sequential):
-        return nn.ModuleList(nn.Identity() for _ in output)
+        return nn.ModuleList([nn.Identity() for _ in output])  # no generator outlives a graph break
     return nn.Identity()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_videoscale.attention import AttentionChoices
@@ -25,7 +24,6 @@ OF_SELF = Projection(across_heads=True, rotary="rotary_emb", layout="bshd")
 """Of Wan's self-attention, which its kin have, too."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # what a user compiles around it breaks off here
 def attend_hiding_exchange(
     attn: Any,
     hidden_states: Tensor,
@@ -71,7 +69,8 @@ def attend_hiding_exchange(
             output = attend_and_project(query, key, parts.value, linear, ulysses, choices, scale)
         else:
             one = ulysses.heads.repeats
-            out = attend_heads(query, key, parts.value, mesh, lengths, one, context.transport, scale, choices)
+            transport, number = context.transport, context.number
+            out = attend_heads(query, key, parts.value, mesh, lengths, one, transport, scale, choices, number=number)
             output = project_output(out, linear, ulysses, by_slices=by_slices)
     if detach_bias and plain:  # there is no dropout then, either
         return output

@@ -76,8 +76,8 @@ class SequenceParallelWanAttention(HearsOfBackends):
         return attend(attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias)
 
     def _schedule(self, attn: Any, hidden_states: Tensor) -> ScheduleName:
-        if self.context.schedule == "serial":  # as under compilers, for which lengths would become constants
-            return "serial"
+        if self.context.schedule != "auto":
+            return self.context.schedule
         tokens, head_dim = sum(self.context.lengths()), attn.inner_dim // attn.heads
         layer = LayerShape.of(hidden_states, tokens, attn.heads, head_dim, across_heads=True)
         return self.context.schedule_of(layer)

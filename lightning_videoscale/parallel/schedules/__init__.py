@@ -15,6 +15,9 @@
 
 `input_projections`  of "overlap" and "sliced", what is before attention: projections, norms and rotation
 `attention_output`   of "sliced", attention itself; of both, the output projection
+`projecting`         what the former computes, `attending` what the latter does
+`projection_op`      the one as an op, by which compiled code calls it, see `ops`
+`output_ops`         the other
 `across_heads`       the norm of query and key over all heads, which then are on several ranks
 `messages`           the pieces that both send
 """
