@@ -38,6 +38,7 @@ def sequence_parallel_attention(
     transport: Transport | None = None,
     scale: float | None = None,
     attention_backend: AttentionBackend | AttentionChoices = "auto",
+    number: int | None = None,
 ) -> Tensor:
     """Bidirectional attention over a sequence of which every rank of ``mesh.sp`` holds a slice.
 
@@ -64,6 +65,8 @@ def sequence_parallel_attention(
         attention_backend: Which kernel computes the attention of each rank: one by name, or ``"auto"``, see
             `AttentionChoices`. By name and for ``"auto"`` all calls of the process share one; to have it measure, make
             one and call its ``settle`` between steps.
+        number: Of the `SequenceContext`, which a split model has: in compiled code a ring then runs in one piece. Left
+            out, it is traced.
 
     Returns:
         (B, s, H, D): attention output for this rank's tokens.
@@ -97,7 +100,8 @@ def sequence_parallel_attention(
         q, k, v = scatter_heads(q, k, v, ulysses)
     else:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = attend_heads(q, k, v, mesh, key_lengths, heads.repeats, transport, scale, as_choices(attention_backend), mask)
+    choices = as_choices(attention_backend)
+    out = attend_heads(q, k, v, mesh, key_lengths, heads.repeats, transport, scale, choices, mask, number=number)
     return gather_heads(out, ulysses) if ulysses is not None else out.transpose(1, 2)
 
 

@@ -198,6 +198,7 @@ class RedirectedAttention(TorchFunctionMode):
             transport=context.transport,
             scale=scale,
             attention_backend=choices,
+            number=context.number,
         ).transpose(1, 2)
 
     def _gathered(

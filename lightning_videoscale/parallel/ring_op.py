@@ -1,4 +1,4 @@
-"""`ring` as an op for compiled code of schedules that hide exchanges, see `schedules.ops`.
+"""`ring` as an op for compiled code of split models, see `schedules.ops`.
 
 Traced, the ring's backward begins with an exchange of keys and values that waits for no gradient. By the sizes of its
 messages a compiler decides whether that is the one of forward, is moved there or stays, and ranks may differ in it.

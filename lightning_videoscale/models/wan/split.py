@@ -99,6 +99,7 @@ class SequenceParallelWanAttention(HearsOfBackends):
             lengths=context.lengths(),
             transport=context.transport,
             attention_backend=self._choices,
+            number=context.number,
         )
 
 
