@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,14 @@ def finish(result: Any, any_rank: bool = False) -> None:
         Path(os.environ[_RESULT]).write_text(json.dumps(result))
 
 
-def launch(script: str, ranks: int, **task: Any) -> Any:
+def launch(script: str, ranks: int, gpus: Sequence[int] = (), **task: Any) -> Any:
     """Runs a script on ``ranks`` ranks of this machine and returns what rank 0 finished with.
+
+    Args:
+        script: Its file.
+        ranks: Processes.
+        gpus: Numbers of those that they see, as where another launch takes the others; empty means all.
+        **task: What `task_of_worker` returns there (JSON).
 
     Raises:
         RuntimeError: If rank 0 did not finish with anything.
@@ -53,9 +60,10 @@ def launch(script: str, ranks: int, **task: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         arguments, result = Path(folder) / "task.json", Path(folder) / "result.json"
         arguments.write_text(json.dumps(task))
+        seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script],
-            env=os.environ | {_TASK: str(arguments), _RESULT: str(result)},
+            env=os.environ | seen | {_TASK: str(arguments), _RESULT: str(result)},
         )
         if not result.exists():
             raise RuntimeError(f"{script} with {task} on {ranks} ranks ended with {done.returncode}; see above.")

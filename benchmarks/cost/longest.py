@@ -11,7 +11,8 @@ says how many tokens a cap of memory holds, with no share of it kept free. Then 
 to that cap, take three steps at 0.95 and at 1.05 of this length: ``as_predicted`` is where the first trains and the
 second is out of memory. What lies beside the allocator, such as the CUDA context, is not under the cap.
 
-Every finished cell is in the output file at once; a call goes on with the others. ``--tiny`` tries the script on CPUs,
+Cells of one GPU run two at a time, as only memory is measured. Every finished cell is in the output file at once; a
+call goes on with the others. ``--tiny`` tries the script on CPUs,
 where memory has no such end and nothing is predicted.
 """
 
@@ -22,8 +23,11 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -53,6 +57,7 @@ ROPE = {"rope_max_seq_len": 8192}  # frames that the rotary table has
 FITTED = {False: (1024, 2048, 3072, 4096), True: (2048, 4096, 8192, 12288)}  # tokens of a GPU, by checkpointing
 TINY_FITTED = (128, 256, 512)
 FACTORS = (0.95, 1.05)
+GPUS = 2
 STEPS = 3  # AdamW's states are made at the end of the first
 Row = dict[str, Any]
 
@@ -143,17 +148,38 @@ def work(cell: list[Any], tokens: int | None, **task: Any) -> None:
     finish(fit(Cell(*cell), **task) if tokens is None else attempt(Cell(*cell), tokens=tokens, **task))
 
 
-def measure(cell: Cell, **task: Any) -> Row:
-    """The row of a cell."""
+def measure(cell: Cell, gpus: list[int], **task: Any) -> Row:
+    """The row of a cell, on these GPUs."""
     say(str(cell))
-    row = cell._asdict() | launch(__file__, cell.gpus, cell=cell, tokens=None, **task)
+    row = cell._asdict() | launch(__file__, cell.gpus, gpus, cell=cell, tokens=None, **task)
     for factor in FACTORS:
         tokens = round(factor * row["predicted_tokens"] / TOKENS_PER_FRAME) * TOKENS_PER_FRAME
-        found = launch(__file__, cell.gpus, cell=cell, tokens=tokens, **task)
+        found = launch(__file__, cell.gpus, gpus, cell=cell, tokens=tokens, **task)
         row[f"at_{factor}"] = {"tokens": tokens} | found
     outcomes = [row[f"at_{factor}"]["outcome"] for factor in FACTORS]
     row["as_predicted"] = None if task["tiny"] else outcomes == ["trained", "out_of_memory"]
     return row
+
+
+def rows_of(cells: list[Cell], **task: Any) -> Iterator[Row]:
+    """The rows of cells, as they are finished: those of one GPU first, each GPU measuring one after the other."""
+    free: SimpleQueue[int] = SimpleQueue()
+    for gpu in range(GPUS):
+        free.put(gpu)
+
+    def alone(cell: Cell) -> Row:
+        gpu = free.get()
+        try:
+            return measure(cell, [gpu], **task)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(GPUS) as pool:
+        for done in as_completed([pool.submit(alone, cell) for cell in cells if cell.gpus == 1]):
+            yield done.result()
+    for cell in cells:
+        if cell.gpus > 1:
+            yield measure(cell, list(range(GPUS)), **task)
 
 
 def main() -> None:
@@ -186,11 +212,11 @@ def main() -> None:
         parser.error(f"{output} holds cells of other {', '.join(other)}: name another --output.")
     rows = done["rows"]
     found = {Cell(*(row[name] for name in Cell._fields)) for row in rows}
-    for cell in (CELLS[number] for number in options.cells):
-        if cell not in found:
-            rows.append(measure(cell, config=config, cap_bytes=options.cap_gib * GIB, tiny=options.tiny))
-            provenance.write(output, BENCHMARK, commit, settings, rows)
-            say(str(rows[-1]))
+    cells = [CELLS[number] for number in options.cells if CELLS[number] not in found]
+    for row in rows_of(cells, config=config, cap_bytes=options.cap_gib * GIB, tiny=options.tiny):
+        rows.append(row)
+        provenance.write(output, BENCHMARK, commit, settings, rows)
+        say(str(row))
     print(
         f"{len(rows)} of {len(CELLS)} cells are in {output}; as predicted: {sum(bool(r['as_predicted']) for r in rows)}"
     )
