@@ -21,7 +21,7 @@ from lightning_videoscale.parallel.transport import Exchange, Join
 Run = Callable[[int], object]
 """Makes so many passes, and returns when the device is done with them."""
 
-_SHORTEST_TURN = 2e-2  # seconds
+_SHORTEST_TURN = 0.1  # seconds: the host queues ahead as in training, and waits for the device but once in a turn
 _MOST_PASSES, _FEWEST_ROUNDS, _MOST_ROUNDS = 16, 3, 9
 
 
@@ -107,7 +107,7 @@ def time_in_turns(
     fit = int((seconds - of_round) / of_round)  # rounds of one pass
     if fit < _FEWEST_ROUNDS:
         return None
-    passes = max(1, min(_MOST_PASSES, fit // _FEWEST_ROUNDS, math.ceil(_SHORTEST_TURN / max(min(first), 1e-9))))
+    passes = max(1, min(_MOST_PASSES, fit // _MOST_ROUNDS, math.ceil(_SHORTEST_TURN / max(min(first), 1e-9))))
     rounds = min(_MOST_ROUNDS, fit // passes)
     turns: dict[ScheduleName, list[float]] = {name: [] for name in names}
     for number in range(rounds):

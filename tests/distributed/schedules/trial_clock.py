@@ -7,11 +7,11 @@ from itertools import accumulate, chain
 
 
 def clock_of(*trials: tuple[float, float, float]) -> Callable[[], float]:
-    """Passes take so many seconds, (serial, overlap, sliced), in one trial after the other.
+    """Turns take so many seconds, (serial, overlap, sliced), in one trial after the other.
 
     A trial asks for the time when it begins and before its turns, before and after each turn, and when it ends. There
     are a round before and nine rounds, of which every second one is the other way round. For so many, a round takes at
-    most 0.2 s, and a pass at least 0.02 s.
+    most 0.3 s. A turn is one pass where rounds take more than 0.15 s.
     """
 
     def of_trial(*there: float) -> list[float]:
