@@ -23,7 +23,7 @@ class GraphOptions:
     segments: int = 4
 
     def __post_init__(self) -> None:
-        if self.mode not in (True, False, "auto"):
+        if not isinstance(self.mode, bool) and self.mode != "auto":  # 1 equals True, and is not what others ask for
             raise ValueError(f'graphs={self.mode!r} is neither True, False nor "auto".')
         if not 0 < self.max_memory <= 1:
             raise ValueError(f"graphs_max_memory={self.max_memory} is a share of the device's memory, between 0 and 1.")
@@ -37,9 +37,9 @@ def no_graphs(mode: GraphMode, strategy: str) -> GraphOptions:
         strategy: For the message.
 
     Raises:
-        ValueError: If it is True.
+        ValueError: If it is True, or none of the modes.
     """
-    if mode is True:
+    if GraphOptions(mode).mode is True:
         raise ValueError(
             f"graphs=True cannot hold under {strategy}: parameters are gathered to other memory in every step, and a "
             "graph repeats what it did at the addresses of its capture. Leave it out, or take a strategy that keeps "

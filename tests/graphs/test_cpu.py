@@ -88,6 +88,13 @@ def test_no_graphs_where_parameters_move() -> None:
     assert trainer.strategy.steps_until_graphs == 0
 
 
+@pytest.mark.parametrize("strategy", [SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy])
+@pytest.mark.parametrize("mode", ["always", 1, None])
+def test_another_mode_is_refused_by_all_strategies(strategy: Callable[..., Any], mode: Any) -> None:
+    with pytest.raises(ValueError, match=rf"graphs={mode!r}.*True, False.*auto"):
+        strategy(graphs=mode)
+
+
 def zero_on_cpu() -> tuple[bool, int]:
     with deepspeed_on_cpu():
         with pytest.raises(ValueError, match="graphs=True cannot hold under ZeRO stage 3"):
