@@ -87,14 +87,9 @@ class BucketBudget(Budget):
     p: float = 2.0
 
     def __post_init__(self) -> None:
-        given: dict[str, Any] = {"m_mem": self.m_mem, "m_comp": self.m_comp, "p": self.p}
-        for name, value in given.items():
-            if (
-                not isinstance(value, int | float | np.number)
-                or not value > 0
-                or (name != "m_comp" and math.isinf(value))
-            ):
-                raise ValueError(f"BucketBudget({name}={value!r}): {name} must be a positive number.")
+        for name, value in (("m_mem", self.m_mem), ("m_comp", self.m_comp), ("p", self.p)):
+            if not value > 0 or (name != "m_comp" and math.isinf(value)):
+                raise ValueError(f"BucketBudget({name}={value}): {name} must be a positive number.")
 
     def room(self, sequence_length: int | float) -> float:
         """Returns M_comp / S^p. With it, `batch_size` is max(1, min(⌊M_mem / S⌋, ⌊M_comp / S^p⌋)), equation 2."""

@@ -61,6 +61,10 @@ class SequenceParallelSettings:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "save_frozen" and value is None):
                 raise TypeError(f"{name}={value!r} must be True or False.")
+        for name in ("ulysses_size", "ring_size", "sp_size"):
+            size: Any = getattr(self, name)
+            if not isinstance(size, int) and size not in (None, "auto"):
+                raise ValueError(f"{name}={size!r} must be a whole number, or 'auto'.")
         if not isinstance(self.compile, bool | Mapping):
             raise TypeError(
                 f"compile={self.compile!r} must be True, False or keyword arguments of torch.compile, such as "

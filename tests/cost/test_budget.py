@@ -55,8 +55,3 @@ def test_budgets_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
     (name, value), *_ = wrong.items()
     with pytest.raises(ValueError, match=f"{name}={value}"):
         BucketBudget(**({"m_mem": 1.0, "m_comp": 1.0} | wrong))
-
-
-def test_a_number_in_quotes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"m_mem='151200'"):
-        BucketBudget(m_mem="151200", m_comp=1.0)  # type: ignore[arg-type]

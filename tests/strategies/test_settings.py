@@ -32,6 +32,14 @@ def test_other_types(strategy: Any, wrong: dict[str, Any], message: str) -> None
         strategy(**wrong)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["ulysses_size", "ring_size", "sp_size"])
+@pytest.mark.parametrize("size", ["2", 2.0, "most"])
+def test_sizes_that_are_no_whole_numbers(strategy: Any, name: str, size: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name}={size!r}.*whole number.*'auto'"):
+        strategy(**{name: size})
+
+
 def test_what_fits_is_taken() -> None:
     for strategy in STRATEGIES:
         strategy(compile={"dynamic": False}, modules=["transformer"], save_frozen=None, timeout=timedelta(minutes=1))

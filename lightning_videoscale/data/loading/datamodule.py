@@ -131,9 +131,6 @@ class VideoDataModule(pl.LightningDataModule):
         check_settings(balance=balance, micro_batches=micro_batches, shard_window=shard_window,
                        min_diversity=min_diversity, window=window, loss_weighting=loss_weighting,
                        loss_normalization=loss_normalization)  # fmt: skip
-        workers: Any = num_workers
-        if not isinstance(workers, int) or workers < 0:
-            raise ValueError(f"num_workers={workers!r} must be a whole number of at least 0.")
         others = {"val_shards": val_shards, "predict_shards": predict_shards}
         self._shards = IndexedShards(shards, others, index, caption_key, captions)
         self._budget = RunBudget(budget, step_time)

@@ -37,14 +37,13 @@ def resolve_sizes(ulysses_size: Size, ring_size: Size, sp_size: int | None, usua
         usual: The group's size where nothing tells it, such as the devices of a node.
 
     Raises:
-        ValueError: If a size is no whole number or less than 1, they contradict each other, or nothing tells the
-            group's size.
+        ValueError: If a size is less than 1, they contradict each other, or nothing tells the group's size.
     """
     named = {"ulysses_size": ulysses_size, "ring_size": ring_size, "sp_size": sp_size}
-    if any(not isinstance(size, int) and size not in (None, "auto") for size in named.values()):
-        raise ValueError(f"{_listed(named)} must be whole numbers, or 'auto'.")
     if any(isinstance(size, int) and size < 1 for size in named.values()):
         raise ValueError(f"{_listed(named)} must all be at least 1.")
+    if any(isinstance(size, str) and size != "auto" for size in named.values()):
+        raise ValueError(f"{_listed(named)} must be numbers, or 'auto'.")
     group = sp_size if sp_size is not None else usual
     if isinstance(ulysses_size, int):
         if ring_size is None and sp_size is None:

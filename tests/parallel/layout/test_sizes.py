@@ -43,7 +43,6 @@ def test_sizes(ulysses: Any, ring: Any, sp: Any, expected: tuple[int, int | None
         (3, None, 4, "ulysses_size=3.*4 ranks of sp_size"),
         (2, 2, 8, "ulysses_size=2, ring_size=2, sp_size=8"),
         ("most", None, None, "'most'"),
-        (2.0, None, None, "ulysses_size=2.0.*whole"),
     ],
 )
 def test_sizes_that_contradict_each_other(ulysses: Any, ring: Any, sp: Any, words: str) -> None:
