@@ -50,7 +50,10 @@ def _from_config(options: argparse.Namespace) -> tuple[Any, Any, VideoDataModule
     # As `python script.py` does: a console script does not see the working directory, which jsonargparse leaves for
     # the folder of the config that it reads.
     sys.path.insert(0, os.getcwd())
-    config: Any = yaml.safe_load(options.config.read_text(encoding="utf-8"))
+    try:
+        config: Any = yaml.safe_load(options.config.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{options.config} is no YAML: {error}") from error
     if not isinstance(config, dict) or "model" not in config or "data" not in config:
         raise ValueError(f"{options.config} is no config of LightningCLI with trainer:, model: and data:.")
     named = {part: isinstance(config[part], dict) and "class_path" in config[part] for part in ("model", "data")}

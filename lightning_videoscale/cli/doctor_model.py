@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,29 @@ def _named(target: str) -> Any:
         raise ValueError(f"{target!r} is neither package.module:name nor a folder with a config.json of diffusers.")
     sys.path.insert(0, os.getcwd())  # as `python script.py` does
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{target} cannot be imported: {error}. It is looked for in {os.getcwd()} and among what is installed."
+        ) from error
+    try:
+        return getattr(found, name)
+    except AttributeError as error:
+        raise ValueError(f"{target} cannot be imported: {error}.{_near(name, dir(found))}") from error
+    except ImportError as error:  # of names that are imported when they are first asked for
         raise ValueError(f"{target} cannot be imported: {error}.") from error
 
 
+def _near(name: str, names: list[str]) -> str:
+    close = get_close_matches(name, names, n=3)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
 def _saved(folder: Path) -> Any:
+    if not (folder / "config.json").is_file():
+        inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+        hint = f" Its folders {inside} have one: name one of them." if inside else ""
+        raise ValueError(f"{folder} has no config.json of a transformer of diffusers.{hint}")
     try:
         import diffusers
 

@@ -58,7 +58,8 @@ def _heads(options: argparse.Namespace) -> tuple[int, int]:
             raise ValueError("--layout needs the model's heads: give --heads (and --head-dim), or --config.")
         return options.heads, options.head_dim
     try:
-        config = json.loads(options.config.read_text(encoding="utf-8"))
+        file = options.config / "config.json" if options.config.is_dir() else options.config
+        config = json.loads(file.read_text(encoding="utf-8"))
         return int(config["num_attention_heads"]), int(config["attention_head_dim"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 GraphMode = bool | Literal["auto"]
 
@@ -25,8 +25,9 @@ class GraphOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.mode, bool) and self.mode != "auto":  # 1 equals True, and is not what others ask for
             raise ValueError(f'graphs={self.mode!r} is neither True, False nor "auto".')
-        if not 0 < self.max_memory <= 1:
-            raise ValueError(f"graphs_max_memory={self.max_memory} is a share of the device's memory, between 0 and 1.")
+        share: Any = self.max_memory
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"graphs_max_memory={share!r} is a share of the device's memory, between 0 and 1.")
 
 
 def no_graphs(mode: GraphMode, strategy: str) -> GraphOptions:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import Any
 
 from torch.distributed.constants import default_pg_timeout
@@ -79,6 +82,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
             views of DDP's buckets (``gradient_as_bucket_view=True``) rather than kept twice.
 
     Raises:
+        TypeError: If an argument is unknown or of another type.
         ValueError: At the start of ``fit``, if the devices do not form whole groups, no network has a plan, a network
             has fewer attention heads than ``ulysses_size``, or ``sp_size="auto"`` cannot be told from the data.
         NotImplementedError: At the start of ``fit`` or in the first step, if the attention backend asked for cannot
@@ -106,6 +110,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout=timeout, **({"gradient_as_bucket_view": True} | kwargs))
+        _check_arguments(type(self), ddp_arguments(self))
         self._init_sequence_parallel(
             SequenceParallelSettings(
                 ulysses_size,
@@ -148,3 +153,12 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._create_mesh(self.num_processes, timeout_of(self))
+
+
+def _check_arguments(strategy: type, given: Mapping[str, Any]) -> None:
+    """Raises a ``TypeError`` that names what DistributedDataParallel would refuse later, in the middle of ``fit``."""
+    own, theirs = (set(inspect.signature(each).parameters) for each in (strategy, DistributedDataParallel))
+    for name in sorted(given.keys() - theirs):
+        close = get_close_matches(name, own | theirs, n=1)
+        hint = f" Did you mean {close[0]}=?" if close else ""
+        raise TypeError(f"{strategy.__name__} has no argument {name}={given[name]!r}.{hint}")

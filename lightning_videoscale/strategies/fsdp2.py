@@ -27,9 +27,9 @@ from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
-from lightning_videoscale.strategies.network_changes import split_plans
+from lightning_videoscale.strategies.network_changes import check_present, split_plans
 from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, check_precision
-from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.strategies.settings import SequenceParallelSettings, check_paths
 from lightning_videoscale.strategies.units import (
     apart,
     broadcast_from_first,
@@ -52,6 +52,13 @@ class _FSDP2Settings(SequenceParallelSettings):
 
     replicas: int
     shard_frozen: list[str] | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        replicas: Any = self.replicas
+        if not isinstance(replicas, int) or replicas < 1:
+            raise ValueError(f"replicas={replicas!r} must be a whole number of at least 1.")
+        check_paths("shard_frozen", self.shard_frozen)
 
 
 class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy):
@@ -190,6 +197,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     def _shard(self, module: pl.LightningModule) -> None:
         """Shards a LightningModule unit by unit, so that a device never holds the whole of it; collective."""
         wanted = self._sharding.shard_frozen or []
+        check_present("shard_frozen", wanted, module)
         paths = [*wanted, *split_plans(module, self.mesh, self._settings), *declared_networks(module)]
         networks = [
             path

@@ -65,6 +65,9 @@ class SequenceParallelMixin(
     """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
 
     def _init_sequence_parallel(self, settings: SequenceParallelSettings) -> None:
+        timeout: Any = timeout_of(self)
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout={timeout!r} must be a timedelta, such as datetime.timedelta(seconds=600).")
         self._init_mesh(settings)
         self._init_attention(settings.attention_backend)
         self._init_schedule(settings)

@@ -117,10 +117,7 @@ def split_plans(
     """
     modules = settings.modules
     if modules is not None:
-        missing = [path for path in modules if not _has_submodule(module, path)]
-        if missing:
-            children = [name for name, _ in module.named_children()]
-            raise ValueError(f"modules={modules} names {missing}, which the LightningModule lacks; it has {children}.")
+        check_present("modules", modules, module)
         return {_planned_part(module, path, settings.plan): settings.plan for path in modules}
     found = find_planned_modules(module)
     if mesh.sp.size > 1 and len(found) != 1:
@@ -157,6 +154,14 @@ def _refuse_compiled(module: nn.Module) -> None:
             f"These modules were compiled before the strategy could change them: {compiled}. Leave out "
             "torch.compile and set the strategy's compile=True."
         )
+
+
+def check_present(name: str, paths: list[str], module: nn.Module) -> None:
+    """Raises a ``ValueError`` if paths that the user gave as the argument ``name`` are not in the module."""
+    missing = [path for path in paths if not _has_submodule(module, path)]
+    if missing:
+        children = [child for child, _ in module.named_children()]
+        raise ValueError(f"{name}={paths} names {missing}, which the LightningModule lacks; it has {children}.")
 
 
 def _has_submodule(module: nn.Module, path: str) -> bool:

@@ -37,6 +37,7 @@ class SequenceParallelSettings:
     graphs: GraphOptions = field(default=GraphOptions(), kw_only=True)
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.transport not in get_args(TransportName):
             raise ValueError(f"transport={self.transport!r} is not one of {get_args(TransportName)}.")
         if self.compile and self.transport not in COMPILABLE:
@@ -53,6 +54,23 @@ class SequenceParallelSettings:
             )
         if self.plan is not None and (self.modules is None or len(self.modules) != 1):
             raise ValueError(f"plan= describes one network: name it with modules=[...] (got modules={self.modules}).")
+
+    def _check_types(self) -> None:
+        """What is given in Python; LightningCLI does this by itself. A string would else count as True."""
+        for name in ("activation_checkpointing", "verify_plan", "save_frozen"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "save_frozen" and value is None):
+                raise TypeError(f"{name}={value!r} must be True or False.")
+        for name in ("ulysses_size", "ring_size", "sp_size"):
+            size: Any = getattr(self, name)
+            if not isinstance(size, int) and size not in (None, "auto"):
+                raise ValueError(f"{name}={size!r} must be a whole number, or 'auto'.")
+        if not isinstance(self.compile, bool | Mapping):
+            raise TypeError(
+                f"compile={self.compile!r} must be True, False or keyword arguments of torch.compile, such as "
+                'compile={"mode": "max-autotune-no-cudagraphs"}.'
+            )
+        check_paths("modules", self.modules)
 
     @property
     def only_serial(self) -> str | None:
@@ -86,6 +104,13 @@ class SequenceParallelSettings:
             if any(value != values[0] for value in values):
                 listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
                 raise ValueError(f"The ranks were given different values of {name}= for the strategy: {listed}.")
+
+
+def check_paths(name: str, paths: Any) -> None:
+    """Raises a ``TypeError`` if paths of modules are no list of strings: a single string is none."""
+    if paths is not None and (isinstance(paths, str) or not all(isinstance(path, str) for path in paths)):
+        instead = f": {name}=[{paths!r}]" if isinstance(paths, str) else ""
+        raise TypeError(f"{name}={paths!r} must be a list of paths within the LightningModule{instead}.")
 
 
 def _comparable(value: Any) -> Any:

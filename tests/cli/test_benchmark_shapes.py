@@ -82,3 +82,9 @@ def test_what_is_missing_is_said(
     config.write_text(yaml.safe_dump(content))
     assert main(["benchmark-shapes", "--config", str(config)]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_what_is_no_yaml_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.yaml").write_text("trainer: [")
+    assert main(["benchmark-shapes", "--config", str(tmp_path / "train.yaml")]) == 1
+    assert "train.yaml is no YAML" in capsys.readouterr().err

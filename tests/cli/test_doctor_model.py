@@ -90,6 +90,7 @@ def test_what_cannot_be_split_is_said() -> None:
     [
         ("wan", "neither package.module:name nor a folder"),
         ("diffusers:Wan9", "cannot be imported"),
+        ("diffusers:WanTransformer3DModle", "Did you mean WanTransformer3DModel"),
         ("no_such_package:Wan", "cannot be imported"),
         (f"{__name__}:Refusing", "OSError: no weights here"),
         ("builtins:dict", "returns dict, which is no module"),
@@ -98,6 +99,12 @@ def test_what_cannot_be_split_is_said() -> None:
 def test_what_is_no_model_is_named(target: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", target]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_pipeline_in_place_of_its_transformer(tmp_path: Path) -> None:
+    tiny_wan().save_pretrained(tmp_path / "transformer")
+    with pytest.raises(ValueError, match=r"no config\.json.*\['transformer'\]"):
+        examine_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -41,6 +41,8 @@ def test_heads_from_a_config_and_lengths_from_clips(tmp_path: Path, capsys: pyte
     of_clips = run(capsys, "plan", "--layout", "--config", str(config), "--shapes", str(shapes), "--ranks", "4")
     assert (of_clips["heads"], of_clips["tokens"]) == (40, 32_760)
     assert run(capsys, "plan", "--layout", "--config", str(config), "--ranks", "4")["tokens"] == 32_760
+    folder = ("plan", "--layout", "--config", str(config.parent), "--ranks", "4")
+    assert run(capsys, *folder)["heads"] == 40
     # Ranks of two nodes keep Ulysses inside each.
     across = ("--ranks", "16", "--devices-per-node", "8")
     assert run(capsys, "plan", "--layout", "--config", str(config), *across)["chosen"] == {"ulysses": 8, "ring": 2}

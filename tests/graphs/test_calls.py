@@ -54,7 +54,10 @@ def test_what_follows_each_operation_sees_the_network_run() -> None:
     assert not is_observed()
 
 
-@pytest.mark.parametrize(("arguments", "value"), [({"mode": "always"}, "always"), ({"max_memory": 5.0}, "5.0")])
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [({"mode": "always"}, "always"), ({"max_memory": 5.0}, "5.0"), ({"max_memory": "30%"}, "30%")],
+)
 def test_options_are_checked(arguments: dict[str, Any], value: str) -> None:
     with pytest.raises(ValueError, match=value):
         GraphOptions(**arguments)

@@ -296,6 +296,11 @@ def _load(file: Any, name: str | Path, trusted: bool, mmap: bool = False) -> Any
             f"{name} holds objects that are not loaded without being told so ({error}). If you trust the file, call "
             "torch.serialization.add_safe_globals([...]) with them first."
         ) from error
+    except (RuntimeError, EOFError) as error:  # no file of torch.save, or a part of one
+        raise CheckpointError(
+            f"{name} is not a checkpoint, or is damaged: {str(error).partition(chr(10))[0]} A checkpoint of "
+            "lightning-videoscale is the folder that trainer.save_checkpoint or ModelCheckpoint wrote."
+        ) from error
 
 
 def _what_is(path: Path) -> str:

@@ -145,6 +145,12 @@ def test_metadata_cannot_run_code(tmp_path: Path) -> None:
         CheckpointFolder(tmp_path / "one.ckpt")
 
 
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "captions.csv").write_text("file,caption\n")
+    with pytest.raises(CheckpointError, match=r"captions\.csv.*trainer\.save_checkpoint"):
+        read_weights(tmp_path / "captions.csv")
+
+
 # -- killed while saving -------------------------------------------------------------------------------------------
 
 
