@@ -95,11 +95,7 @@ def known(kind: str, cls: type, own: Mapping[str, Any] | None = None) -> Any | N
 
 
 class AllFamilies(Mapping[str, _Value]):
-    """What all families say under one name, by its keys; read when it is first asked for anything.
-
-    Args:
-        kind: The name, such as ``"GEOMETRIES"``.
-    """
+    """What all families say under one name, such as ``"GEOMETRIES"``, by its keys; read when first asked for."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

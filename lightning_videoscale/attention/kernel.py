@@ -56,13 +56,7 @@ class AttentionKernel(NamedTuple):
 
 
 def needs_capability(device: torch.device, least: tuple[int, int], most: int | None = None) -> str | None:
-    """Returns why a device is no GPU of these generations, or None if it is.
-
-    Args:
-        device: The device.
-        least: The lowest compute capability.
-        most: The highest major version of it; any if left out.
-    """
+    """Returns why a device is no GPU of compute capability ``least`` up to major version ``most``, or None if it is."""
     if device.type != "cuda":
         return f"it runs on NVIDIA GPUs, and this is {device.type}"
     major, minor = torch.cuda.get_device_capability(device)

@@ -98,12 +98,7 @@ def _formula(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tens
 
 
 def check(run: Run, case: AttentionCase) -> tuple[float, ...]:
-    """Returns the relative errors of output and gradients, the largest of several runs.
-
-    Args:
-        run: What is checked.
-        case: Its kind of call; lengths and heads are those of the check.
-    """
+    """Returns the relative errors of output and gradients, the largest of several runs, at lengths of its own."""
     problem = Problem.random(replace(case, rows=6, queries=333, keys=517), batch=2)
     exact = problem.exact()
     worst = [0.0] * len(exact)

@@ -31,9 +31,6 @@ def register_autograd(
         differentiate: Called with the context and the gradient of every output; returns one per input.
         save_for_backward: Called with the context, the inputs and the output.
         returns_list: Whether the op returns ``Tensor[]``.
-
-    Returns:
-        The op.
     """
     namespace, short = name.split("::")
     op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), short).default

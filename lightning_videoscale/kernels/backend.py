@@ -62,10 +62,7 @@ class KernelBackends(NamedTuple):
 
 @functools.cache
 def resolve(device: int) -> KernelBackends:
-    """Returns what can run on a device of this process; asked once, it stays so.
-
-    Args:
-        device: Index of a GPU; -1 for the CPU.
+    """Returns what can run on a GPU of this index (-1: the CPU) in this process; asked once, it stays so.
 
     Raises:
         RuntimeError: If a CUDA graph is being captured, since kernels are tried out.

@@ -55,7 +55,7 @@ class RowCall(NamedTuple):
 
 
 class RowBackwardCall(NamedTuple):
-    """A call of a backward op.
+    """A call of a backward op; what is not described here is as in forward.
 
     Attributes:
         dh: Gradient of h, or of what else is made of x.
@@ -63,21 +63,9 @@ class RowBackwardCall(NamedTuple):
         h: What was normalised: h, or x without a residual. Without a norm, anything of its shape and dtype.
         branch: None where its gradient is that of the residual. Values count only where a gate is trained or the branch
             is normalised.
-        gate: As in forward, as are those that follow.
-        scale: Likewise.
-        weight: Likewise.
-        bias: Likewise.
-        gate_table: Likewise.
-        scale_table: Likewise.
-        shift_table: Likewise.
-        row_index: Likewise.
         mean: What forward kept; empty for "rms", None without a norm.
         rstd: What forward kept; None without a norm.
-        eps: As in forward, as are those that follow.
-        norm: Likewise; None where there is no dy.
-        gate_activation: Likewise.
-        branch_norm: Likewise.
-        backend: Likewise.
+        norm: None where there is no dy.
         needs: Whether the gradient of each of the first eleven of `RowCall` is wanted.
         bias_dtype: Of the branch's bias; None if its gradient is not wanted.
     """

@@ -28,10 +28,7 @@ from lightning_videoscale.undo import Undo
 
 
 def choices_of_diffusers(backend: str) -> AttentionChoices:
-    """Returns what computes attention as a backend of diffusers would.
-
-    Args:
-        backend: As diffusers' ``set_attention_backend`` takes it.
+    """Returns what computes attention as a backend of diffusers' ``set_attention_backend`` would.
 
     Raises:
         ValueError: If no kernel here is that backend's.
@@ -45,16 +42,7 @@ def choices_of_diffusers(backend: str) -> AttentionChoices:
 
 
 def choose_attention(model: nn.Module, plan: SplitPlan, choices: AttentionChoices) -> Undo:
-    """Makes a network's attention ask for its kernel.
-
-    Args:
-        model: The network, which runs whole on every rank.
-        plan: Its plan, which may name the modules that attend.
-        choices: What chooses.
-
-    Returns:
-        What takes it back.
-    """
+    """Makes a network, which runs whole, ask for its kernel in attention, where its plan says it attends."""
     if choices.leaves_all_to_torch:
         return Undo()
     named = plan.attention if isinstance(plan.attention, Mapping) else ()

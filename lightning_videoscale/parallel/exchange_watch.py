@@ -20,12 +20,7 @@ _END = "the end of its forward pass"
 
 
 class ExchangeWatch:
-    """Makes what one rank meets in a forward pass an error of all ranks.
-
-    Args:
-        split: The network.
-        group: The ranks that run the pass together; all ranks if left out.
-    """
+    """Makes what one rank of a group, or of all, meets in a forward pass an error of all of them."""
 
     def __init__(self, split: SplitNetwork, group: ProcessGroup | None = None) -> None:
         self._name, self._network, self._context, self._group = split.name, split.network, split.context, group

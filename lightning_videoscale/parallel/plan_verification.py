@@ -68,12 +68,6 @@ def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any
     Where a GPU has no room for the whole sequence, gradients are left out, or all. A network that draws random numbers
     is compared in eval mode.
 
-    Args:
-        split: The network.
-        args: What it is called with; equal on all ranks of a group.
-        kwargs: As ``args``, by name.
-        gradients: Whether to compare gradients, too.
-
     Raises:
         ValueError: On all ranks, if it mixes tokens where ranks have their own only, or the results differ.
     """
@@ -130,11 +124,6 @@ def check_exchanges(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[
 
     For plans whose values need no comparison. What is seen is what a user may have changed: another attention backend,
     a mask, a module that attends to its own tokens only.
-
-    Args:
-        split: The network.
-        args: What it is called with; equal on all ranks of the group.
-        kwargs: As ``args``, by name.
 
     Raises:
         ValueError: On all ranks of the group, naming the module.

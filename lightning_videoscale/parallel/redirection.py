@@ -36,15 +36,7 @@ _TORCH = as_choices("sdpa")
 
 
 def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceContext) -> Callable[[], None]:
-    """Makes a network's attention exchange over the group.
-
-    Args:
-        model: The network.
-        plan: Says which attention, see `SplitPlan.attention`.
-        context: The group and the tables of the pass.
-
-    Returns:
-        What takes it back.
+    """Makes a network's attention exchange over the group, as its plan says; returns what takes it back.
 
     Raises:
         ValueError: If the network has no module of a path in the plan, or too few heads.
@@ -104,12 +96,7 @@ def exchanging_forward(module: nn.Module, path: str, rule: Attention, context: S
 
 
 class RedirectedAttention(TorchFunctionMode):
-    """Inside, attention is over the tokens of all ranks; one call of it is expected.
-
-    Args:
-        place: Of the module that attends.
-        by_torch: Whether the user set the backend that calls torch's function.
-    """
+    """Inside, attention is over the tokens of all ranks; one call of it is expected."""
 
     def __init__(self, place: AttentionPlace, by_torch: bool) -> None:
         super().__init__()

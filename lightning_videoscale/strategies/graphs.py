@@ -20,17 +20,7 @@ from lightning_videoscale.undo import Undo
 def run_by_graphs(
     network: nn.Module, mesh: SequenceMesh, options: GraphOptions, kernels: Callable[[], Hashable]
 ) -> Undo:
-    """Has a network run by CUDA graphs where it can; see `GraphedNetwork`.
-
-    Args:
-        network: The network, split already.
-        mesh: Whose ranks share the sequence.
-        options: When, and with how much memory.
-        kernels: Tells, in one value, what a graph relies on beside the network: the same value, the same kernels.
-
-    Returns:
-        What takes it back.
-    """
+    """Has a split network run by CUDA graphs where it can; returns what takes it back. See `GraphedNetwork`."""
 
     def gather(mine: Any) -> list[Any]:
         everyone: list[Any] = [None] * mesh.sp.size

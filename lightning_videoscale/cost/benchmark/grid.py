@@ -20,13 +20,7 @@ _SWEEP = (1, 2, 3, 4, 6, 8)
 
 
 class Cell(NamedTuple):
-    """One micro-batch to measure.
-
-    Attributes:
-        shape: Of its samples.
-        sequence_length: Tokens S of one sample.
-        samples: Batch size B.
-    """
+    """A micro-batch to measure: B samples of a shape, of S tokens each."""
 
     shape: Shape
     sequence_length: int

@@ -267,14 +267,9 @@ STANDARD_POLICY = ShapePolicy(
 
 
 def standard_mix(clips: Clips, samples: int, seed: int = 0) -> Clips:
-    """Draws a list of samples from a table, each source with equal weight; `STANDARD_POLICY` gives them shapes.
+    """Draws N samples from a table, each source with equal weight; `STANDARD_POLICY` gives them shapes.
 
     "Every clip once" means every draw of this list once.
-
-    Args:
-        clips: The table.
-        samples: Length N of the list.
-        seed: Seed of the draws.
     """
     draws = SeededRandom(seed)
     sources, sizes = np.unique(clips.source, return_counts=True)

@@ -21,13 +21,7 @@ _FORWARD_THREADS, _BACKWARD_THREADS = 1024, 768
 
 
 class GeluKernels:
-    """The kernels for rows of one width and dtype, compiled, and how they are launched. Make it once for each.
-
-    Args:
-        columns: F.
-        dtype: Of x.
-        device: Index of the CUDA device.
-    """
+    """The kernels for rows of one width and dtype, compiled, and how they are launched. Make it once for each."""
 
     def __init__(self, columns: int, dtype: torch.dtype, device: int) -> None:
         macros = constants(columns, dtype)

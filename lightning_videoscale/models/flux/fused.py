@@ -154,16 +154,7 @@ def two_streams(
     of_text: list[Modulation],
     **named: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A block of two streams; returns text and image.
-
-    Args:
-        block: It.
-        hidden_states: The image, (B, S, D).
-        encoder_hidden_states: The text, (B, T, D).
-        of_image: The modulation of attention and feed-forward.
-        of_text: Likewise.
-        **named: Further arguments of the attention.
-    """
+    """Runs a block of two streams, image (B, S, D) and text (B, T, D); returns text and image."""
     image, text = (ResidualStream(block, x, rounding="eager") for x in (hidden_states, encoder_hidden_states))
     norm, of_context = (getattr(each, "norm", each) for each in (block.norm1, block.norm1_context))  # in adaptive ones
     attend_between(block.attn, (image, norm, of_image[0]), (text, of_context, of_text[0]), **named)

@@ -44,12 +44,7 @@ def groups_of(described: Streams) -> list[StreamGroup]:
 
 
 class HeadPlacement(NamedTuple):
-    """Where an attention's heads and tokens are.
-
-    Attributes:
-        context: The group of ranks, and how its tokens are split.
-        heads: Of the attention.
-    """
+    """Where an attention's heads and tokens are."""
 
     context: SequenceContext
     heads: int

@@ -47,16 +47,7 @@ def project(
     *,
     by_slices: bool,
 ) -> Arrived:
-    """Projects a group's tokens and exchanges them.
-
-    Args:
-        attn: The attention.
-        group: Some of its streams.
-        described: All of them.
-        arguments: What it was called with.
-        place: Where tokens and heads are.
-        by_slices: As for `project_heads`.
-    """
+    """Projects a group's tokens and exchanges them."""
     x = group.tokens(described, arguments)
     norm, projection = None, group.projection
     if projection.across_heads:

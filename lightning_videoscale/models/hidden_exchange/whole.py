@@ -16,16 +16,7 @@ from lightning_videoscale.parallel.sharding import gather_inside, gradient_of_sl
 
 
 def whole_of(x: Tensor, dim: int, streams: tuple[str, ...], context: SequenceContext, *, keep: bool) -> Tensor:
-    """Returns the tokens of all ranks, as the pass has noted them, or gathered.
-
-    Args:
-        x: Those of this rank.
-        dim: Of the tokens.
-        streams: Whose they are, one behind the other.
-        context: The group, and how its tokens are split.
-        keep: Whether other layers of the pass are given the same. Compiled code keeps nothing: it may write something
-            else where ``x`` was.
-    """
+    """Returns the tokens of all ranks, as the pass has noted them (``keep``: for other layers, too), or gathered."""
     if torch.compiler.is_compiling():
         lengths = [length for stream in streams for length in context.lengths((stream,))]
         counts = [context.record.tokens(stream) for stream in streams]

@@ -41,14 +41,7 @@ def ulysses_of(lengths: Sequence[int], heads: int, mine: int, tokens: int, numbe
 
 
 def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> str:
-    """Makes an op that computes as eager code does and keeps its place in the program; returns its full name.
-
-    Args:
-        name: Of the op.
-        schema: Its arguments and results.
-        run: What it computes.
-        fake: The same of tensors without values.
-    """
+    """Makes an op that computes as eager code does and keeps its place in the program; returns its full name."""
 
     def without_autocast(first: Any, *arguments: Any) -> Any:
         with torch.autocast(first.device.type, enabled=False):

@@ -56,12 +56,7 @@ class ScheduleRecord(NamedTuple):
 
 
 class ScheduleFile(MeasurementFile[ScheduleKey, ScheduleRecord]):
-    """The records of this machine and these versions, on disk.
-
-    Args:
-        device_name: Of the devices that are measured.
-        folder: Where the file is; by default the package's cache folder.
-    """
+    """The records of a kind of device and these versions, on disk."""
 
     def __init__(self, device_name: str, folder: Path | None = None) -> None:
         nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None

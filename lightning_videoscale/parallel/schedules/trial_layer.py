@@ -38,14 +38,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class TrialGroup:
-    """The ranks that share a sequence, and by what they compute and exchange.
-
-    Attributes:
-        mesh: Of the ranks.
-        transport: Of the exchange.
-        attention: What chooses the kernel of attention.
-        device: Of this rank.
-    """
+    """The ranks that share a sequence, and by what they compute and exchange."""
 
     mesh: SequenceMesh
     transport: Transport

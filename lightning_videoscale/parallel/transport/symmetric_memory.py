@@ -127,16 +127,7 @@ class Fabric(Protocol):
 
 
 class CudaMemory:
-    """See `Memory`; collective to create.
-
-    Args:
-        nbytes: Bytes of data on each rank.
-        flags: Number of flags on each rank.
-        axis: The ranks.
-        group: Name of a process group of these ranks that has a `RendezvousStore`.
-        device: This rank's GPU.
-        driver: Stream memory operations.
-    """
+    """See `Memory`; collective to create."""
 
     def __init__(
         self, nbytes: int, flags: int, axis: Axis, group: str, device: torch.device, driver: StreamFlags
@@ -177,13 +168,7 @@ class CudaMemory:
 
 
 class CudaFabric:
-    """See `Fabric`.
-
-    Args:
-        device: This rank's GPU.
-        token: A name that all ranks share and no other fabric has.
-        timeout: How long to wait for a peer.
-    """
+    """See `Fabric`."""
 
     def __init__(self, device: torch.device, token: str, timeout: timedelta) -> None:
         self._device = device

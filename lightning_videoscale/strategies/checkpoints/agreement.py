@@ -20,12 +20,7 @@ def all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def on_first(function: Callable[[], None], what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Calls a function on rank 0 while the others wait; collective.
-
-    Args:
-        function: What rank 0 does.
-        what: The same in words, for the message.
-        group: A group of all ranks; the default one if left out.
+    """Calls a function on rank 0, which ``what`` names for messages, while the others wait; collective.
 
     Raises:
         CheckpointError: On all ranks, if the function raised.

@@ -32,12 +32,7 @@ _SHORT = 0.05  # s of waiting that nobody needs to hear of
 
 
 class BackgroundSaves:
-    """Writes one checkpoint at a time in a thread; collective over all ranks to create, as are its methods.
-
-    Args:
-        device: That of this rank.
-        timeout: How long to wait for a checkpoint to be whole.
-    """
+    """Writes one checkpoint at a time in a thread; collective over all ranks to create, as are its methods."""
 
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
         self._device, self._timeout = device, timeout
@@ -47,12 +42,6 @@ class BackgroundSaves:
 
     def save(self, path: str, place: CheckpointPlace, tensors: dict[str, Any], rest: bytes) -> None:
         """Copies what this rank writes and returns; a checkpoint that is still being written is waited for first.
-
-        Args:
-            path: Its name for messages.
-            place: As for `write_checkpoint`.
-            tensors: As for `write_checkpoint`.
-            rest: As for `write_checkpoint`.
 
         Raises:
             CheckpointError: As `wait` does, of the checkpoint before.
@@ -117,12 +106,7 @@ class BackgroundSaves:
 
 
 class _Save(threading.Thread):
-    """A checkpoint that is being written.
-
-    Attributes:
-        has_written: Whether this rank has written its share.
-        error: What went wrong here; empty if nothing has.
-    """
+    """A checkpoint that is being written, whether this rank has written its share, and what went wrong here."""
 
     def __init__(
         self,

@@ -46,12 +46,7 @@ def frozen_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def fingerprints(parameters: Mapping[str, nn.Parameter], device: torch.device) -> dict[str, Fingerprint]:
-    """Returns the fingerprints of whole parameters, the same on all ranks, which share the work; collective.
-
-    Args:
-        parameters: The same on all ranks, in the same order.
-        device: That of this rank.
-    """
+    """Returns the fingerprints of whole parameters, the same on all ranks, which share the work; collective."""
     shares, mine = Shares(dist.get_world_size()), {}
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in parameters.items():
@@ -91,13 +86,7 @@ def without(checkpoint: dict[str, Any], left_out: Iterable[str], root: nn.Module
 
 
 def put_back(checkpoint: dict[str, Any], left_out: Mapping[str, Any], root: nn.Module, device: torch.device) -> None:
-    """Lets the model's own parameters stand where the checkpoint leaves them out; collective.
-
-    Args:
-        checkpoint: What is loaded; changed in place.
-        left_out: Fingerprints, as they were saved.
-        root: The LightningModule, set up.
-        device: That of this rank.
+    """Puts the model's own parameters in a checkpoint where it leaves them out, in place; collective.
 
     Raises:
         CheckpointError: If a parameter is missing in the model, or is not what it was in the run that saved.

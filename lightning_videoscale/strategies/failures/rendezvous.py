@@ -32,10 +32,7 @@ class Rendezvous:
         self._store = store_of(dist.group.WORLD)
 
     def wait(self, error: BaseException | None = None) -> None:
-        """Waits until all ranks are here.
-
-        Args:
-            error: What this rank failed with, for the others to raise too.
+        """Waits until all ranks are here, and has them raise the error, if any, that this rank failed with.
 
         Raises:
             RuntimeError: If a rank does not come, has left the job, or comes with an error.
