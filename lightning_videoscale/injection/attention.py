@@ -295,7 +295,7 @@ def project_out(attn: Any, attended: Tensor, *, detach_bias: bool) -> Tensor:
 def dispatched(
     processor: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, parallel: bool = True
 ) -> Tensor:
-    """Attends by diffusers with its processor's backend, and its context parallelism if ``parallel``; (B, S, H, D/H)."""
+    """Attends by diffusers with its processor's backend, and its sequence split if ``parallel``: (B, S, H, D/H)."""
     # From the processor's own module, since kernels of one's own are put in its place there.
     home: Any = sys.modules[type(processor).__module__]
     backend, parallel_config = dispatch_settings(processor)
