@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.compat.torch.autograd import unsafe_view
-from lightning_videoscale.kernels.autograd import NAMESPACE, refuse_second_derivative, register_autograd
+from lightning_videoscale.kernels.autograd import NAMESPACE, define_op, refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import choose
 from lightning_videoscale.kernels.modulation import as_rows, contiguous, gradient_rows, in_dtype, operand, row_map
 from lightning_videoscale.kernels.row_types import (
@@ -306,12 +306,9 @@ def _stand_in(like: Tensor, dtype: torch.dtype) -> Tensor:
 def _define(operation: str, outputs: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Defines an op and its backward; returns both."""
     name, backward = f"{NAMESPACE}::{operation}", f"{NAMESPACE}::{operation}_backward"
-    torch.library.define(name, f"{_SCHEMA} -> {outputs}")
-    torch.library.define(backward, _BACKWARD_SCHEMA)
-    torch.library.impl(name, "CompositeExplicitAutograd", functools.partial(_forward, operation))
-    torch.library.impl(backward, "CompositeExplicitAutograd", functools.partial(_backward, operation))
-    torch.library.register_fake(name, functools.partial(_forward_fake, operation))
-    torch.library.register_fake(backward, functools.partial(_backward_fake, operation))
+    of = functools.partial
+    define_op(name, f"{_SCHEMA} -> {outputs}", of(_forward, operation), of(_forward_fake, operation))
+    define_op(backward, _BACKWARD_SCHEMA, of(_backward, operation), of(_backward_fake, operation))
     op = register_autograd(name, functools.partial(_differentiate, operation), _save_for_backward)
     return op, refuse_second_derivative(backward, operation)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_videoscale.kernels.autograd import register_autograd
 from lightning_videoscale.parallel import SequenceContext
 from lightning_videoscale.parallel.group_numbers import group_of
-from lightning_videoscale.parallel.schedules.ops import define, refuse_second_derivative
+from lightning_videoscale.parallel.schedules.ops import define, define_backward
 from lightning_videoscale.parallel.sharding import gather_inside, gradient_of_slices
 
 
@@ -73,15 +73,11 @@ def _fake_backward(gradient: Tensor, dim: int, tokens: int, *_: Any) -> Tensor:
     return gradient.new_empty(*gradient.shape[:dim], tokens, *gradient.shape[dim + 1 :])
 
 
-_backward_op = register_autograd(
-    define(
-        "whole_of_backward",
-        "(Tensor gradient, int dim, SymInt tokens, SymInt[] lengths, SymInt[] counts, SymInt group) -> Tensor",
-        _run_backward,
-        _fake_backward,
-    ),
-    refuse_second_derivative,
-    lambda ctx, inputs, output: None,
+_backward_op = define_backward(
+    "whole_of_backward",
+    "(Tensor gradient, int dim, SymInt tokens, SymInt[] lengths, SymInt[] counts, SymInt group) -> Tensor",
+    _run_backward,
+    _fake_backward,
 )
 _op = register_autograd(
     define(
