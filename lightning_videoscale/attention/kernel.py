@@ -6,13 +6,13 @@ All return the log-sum-exp in natural logarithms. So the backward of any is righ
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_videoscale.attention.case import AttentionCase
+from lightning_videoscale.compat.names import installed_version
 from lightning_videoscale.compat.torch.attention import Gradients
 
 Forward = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
@@ -49,10 +49,7 @@ class AttentionKernel(NamedTuple):
     @property
     def version(self) -> str | None:
         """The installed version of its package, None without one."""
-        try:
-            return version(self.package)
-        except PackageNotFoundError:
-            return None
+        return installed_version(self.package)
 
 
 def needs_capability(device: torch.device, least: tuple[int, int], most: int | None = None) -> str | None:

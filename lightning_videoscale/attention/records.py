@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_videoscale.attention.backends import KERNELS
 from lightning_videoscale.attention.case import AttentionKey
 from lightning_videoscale.attention.trial import Timing
-from lightning_videoscale.choosing.kept import MeasurementFile, versions_of_torch
+from lightning_videoscale.measurement_file import MeasurementFile, versions_of_torch
 
 SDPA = "sdpa"
 """torch's own pick."""

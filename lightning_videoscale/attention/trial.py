@@ -124,7 +124,7 @@ def start(run: Run, case: AttentionCase) -> None:
     for odd in (0, 8):
         queries, keys = (-(-tokens // 128 + 1) * 128 + odd for tokens in (timed.queries, timed.keys))
         Problem.random(replace(timed, queries=queries, keys=keys), batch=1).solve(run)
-    _wait(case.device)
+    wait_for(case.device)
 
 
 def time_in_turns(
@@ -192,15 +192,16 @@ def shortened(case: AttentionCase) -> AttentionCase:
 
 def _timed(problem: Problem, run: Run, passes: int, device: torch.device) -> tuple[float, tuple[Tensor, ...]]:
     """Seconds of a pass, and its results."""
-    _wait(device)
+    wait_for(device)
     begin = time.perf_counter()
     for _ in range(passes):
         results = problem.solve(run)
-    _wait(device)
+    wait_for(device)
     return (time.perf_counter() - begin) / passes, results
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Returns when a device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -14,14 +14,7 @@ _FOLDS = 5
 
 
 class Points(NamedTuple):
-    """Measured costs, all of shape (points,) and float64.
-
-    Attributes:
-        samples: Batch sizes B.
-        lengths: Sequence lengths S.
-        seconds: Compute time of each.
-        weights: How much each counts, above zero.
-    """
+    """Measured costs, all of shape (points,) and float64: B, S, seconds, and weights, which are above zero."""
 
     samples: Vector
     lengths: Vector

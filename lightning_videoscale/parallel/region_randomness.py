@@ -20,12 +20,7 @@ from torch import Tensor
 
 
 class RegionSeed(NamedTuple):
-    """What one pass draws from in its region.
-
-    Attributes:
-        origin: Digest of the CPU generator's state outside.
-        seed: Of this rank's stream.
-    """
+    """What a pass draws from in its region: digest of the generator outside, and seed of this rank's stream."""
 
     origin: bytes
     seed: int

@@ -130,12 +130,7 @@ class ShapedClips(NamedTuple):
 
 
 class TablePart(NamedTuple):
-    """Some samples of a table.
-
-    Attributes:
-        rows: (n,) int64, ascending numbers of them.
-        total: Samples of the whole table.
-    """
+    """Some samples of a table of ``total``: their numbers, (n,) int64, ascending."""
 
     rows: NDArray[np.int64]
     total: int

@@ -16,12 +16,7 @@ Streams = Mapping[str, Projection]
 
 
 class StreamGroup(NamedTuple):
-    """Streams with the same projections, which one message carries together.
-
-    Attributes:
-        streams: Their names, in the attention's order.
-        projection: That of the first.
-    """
+    """Streams with the same projections, in the attention's order, which one message carries together."""
 
     streams: tuple[str, ...]
     projection: Projection

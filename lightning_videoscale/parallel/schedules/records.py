@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from typing_extensions import override
 
-from lightning_videoscale.choosing.kept import MeasurementFile, versions_of_torch
+from lightning_videoscale.measurement_file import MeasurementFile, versions_of_torch
 from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.schedules.table import ScheduleKey
 

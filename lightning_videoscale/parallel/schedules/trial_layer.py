@@ -71,12 +71,7 @@ class _Stream:
 
 
 class TrialLayer:
-    """Weights and inputs of a kind of layer.
-
-    Args:
-        key: The kind; a long sequence is shortened to one of which a pass takes tens of milliseconds.
-        group: Who runs it.
-    """
+    """Weights and inputs of a kind of layer, long ones shortened to a pass of tens of milliseconds."""
 
     def __init__(self, key: ScheduleKey, group: TrialGroup) -> None:
         self._key, self._group, self._scale = key, group, key.head_dim**-0.5

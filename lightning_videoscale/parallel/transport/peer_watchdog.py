@@ -31,12 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Taking(NamedTuple):
-    """Flags that a stream waits for at one point, all together, and then clears.
-
-    Attributes:
-        ranks: By flag, the global rank of the peer that sets it.
-        taken: Recorded behind.
-    """
+    """Flags, by the rank that sets each, that a stream waits for at one point together, clears, and records behind."""
 
     ranks: Mapping[int, int]
     taken: Recorded

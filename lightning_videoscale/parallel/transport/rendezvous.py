@@ -20,10 +20,6 @@ class Meetings:
     """What the ranks of an axis tell each other over the host's network, since the devices may be busy for long.
 
     Ranks count their meetings, and those of one number meet.
-
-    Args:
-        token: A name that all ranks share and no other meetings have.
-        timeout: How long to wait for a peer.
     """
 
     def __init__(self, token: str, timeout: timedelta) -> None:

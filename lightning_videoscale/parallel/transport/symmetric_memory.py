@@ -38,6 +38,7 @@ from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.transport.draining import drain
 from lightning_videoscale.parallel.transport.peer_watchdog import PeerWatchdog, Taking
 from lightning_videoscale.parallel.transport.rendezvous import Meetings, RendezvousStore
+from lightning_videoscale.ranks import gather_over_ranks
 
 _GRANULE = 2 << 20  # the driver hands out such memory in pieces of 2 MiB
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 and _WRITE_VALUE_32
@@ -289,12 +290,8 @@ def why_unavailable(axis: Axis, device: torch.device) -> list[str]:
 
     Collective over all ranks of the job; every rank gets every rank's reasons.
     """
-    facts: list[tuple[str, str, str]] = [("", "", "")] * dist.get_world_size()
-    dist.all_gather_object(facts, _facts(device))
-    reasons = _reasons(axis, device, facts)
-    everyone: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, reasons)
-    return [reason for theirs in everyone for reason in theirs]
+    reasons = _reasons(axis, device, gather_over_ranks(_facts(device)))
+    return [reason for theirs in gather_over_ranks(reasons) for reason in theirs]
 
 
 def _facts(device: torch.device) -> tuple[str, str, str]:

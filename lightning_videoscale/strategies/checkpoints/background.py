@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.parallel.mesh import host_group
-from lightning_videoscale.strategies.checkpoints.agreement import all_ranks
+from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.folder import write_checkpoint
 from lightning_videoscale.strategies.checkpoints.places import CheckpointPlace, remove
@@ -69,7 +69,7 @@ class BackgroundSaves:
         start = time.monotonic()
         save.join(self._timeout.total_seconds())
         waited = time.monotonic() - start
-        everyone = all_ranks((save.is_alive(), save.has_written, save.error))
+        everyone = gather_over_ranks((save.is_alive(), save.has_written, save.error))
         if waited > _SHORT:
             rank_zero_info(f"Waited {waited:.1f} s for the checkpoint {save.path} to be whole, {why}.")
         missing = [rank for rank, (unfinished, written, _) in enumerate(everyone) if unfinished and not written]
@@ -158,7 +158,7 @@ def own_share(tensors: dict[str, Any]) -> dict[str, Any]:
     Collective over all ranks.
     """
     mine = {name: value for name, value in _leaves(tensors) if not isinstance(value, DTensor)}
-    everyone = all_ranks(list(mine))
+    everyone = gather_over_ranks(list(mine))
     common = set(mine).intersection(*everyone)
     shares, rank = Shares(len(everyone)), dist.get_rank()
     others = {name for name in sorted(common) if shares.next(mine[name].numel()) != rank}

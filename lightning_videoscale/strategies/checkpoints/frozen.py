@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.deepspeed import full_numel, full_shape
+from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints.adapters import adapter_parameters
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.fingerprints import Fingerprint
@@ -55,9 +56,7 @@ def fingerprints(parameters: Mapping[str, nn.Parameter], device: torch.device) -
         whole = gather_parameter(parameter, device)
         if shares.next(full_numel(parameter)) == dist.get_rank():
             mine[name] = Fingerprint.of(whole, device)
-    everyone: list[dict[str, Fingerprint]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    found = {name: fingerprint for theirs in everyone for name, fingerprint in theirs.items()}
+    found = {name: fingerprint for theirs in gather_over_ranks(mine) for name, fingerprint in theirs.items()}
     return {name: found[first_names[parameter]] for name, parameter in parameters.items()}
 
 

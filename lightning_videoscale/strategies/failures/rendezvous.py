@@ -19,12 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Rendezvous:
-    """All ranks of the job, which come to the same call; needs no process group but the store of the default one.
-
-    Args:
-        call: What they all call, for messages.
-        timeout: How long to wait for a rank.
-    """
+    """All ranks of the job, which come to the same call; needs no process group but the store of the default one."""
 
     def __init__(self, call: str, timeout: timedelta) -> None:
         self._call, self._timeout = call, timeout.total_seconds()
