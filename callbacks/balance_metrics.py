@@ -51,12 +51,7 @@ class BalanceMetrics:
         self.sums: Counter[str] = Counter()
 
     def update(self, window: StepWindow, seconds: float) -> dict[str, float]:
-        """Adds some steps of all ranks and returns their figures by the names under which they are logged.
-
-        Args:
-            window: The steps.
-            seconds: Their wall-clock time.
-        """
+        """Adds steps of all ranks that took ``seconds`` of wall-clock time; returns their figures by logged name."""
         sums: dict[str, float] = {
             "cv_step": float(cv_step(window.work).sum()),
             "steps": window.steps,

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 class BalancePictures:
-    """Collects steps and draws them.
-
-    Args:
-        every_n_steps: Steps of a picture.
-    """
+    """Collects steps and draws a picture of every so many of them."""
 
     def __init__(self, every_n_steps: int) -> None:
         self._every_n_steps = every_n_steps
@@ -33,12 +29,7 @@ class BalancePictures:
         self._step = 0
 
     def add(self, window: StepWindow, step: int) -> None:
-        """Adds steps of all ranks.
-
-        Args:
-            window: The steps.
-            step: The number of the last of them.
-        """
+        """Adds steps of all ranks, up to the one of this number."""
         self._compute.append(window.per_step(window.column("compute")))
         self._wait.append(window.per_step(window.column("wait")))
         self._spreads.append(cv_step(window.work))
@@ -62,13 +53,7 @@ class BalancePictures:
 
 
 def draw_ranks(compute: Tensor, wait: Tensor, last_step: int) -> Figure:
-    """Draws a map with a row for every rank and a column for every step, of compute and of waiting time.
-
-    Args:
-        compute: Seconds, (ranks, steps).
-        wait: Likewise.
-        last_step: Number of the last step.
-    """
+    """Draws maps of compute and of waiting seconds, (ranks, steps): a row for every rank, a column for every step."""
     ranks, steps = compute.shape
     figure = _figure(11, min(9.0, max(2.6, 1.6 + 0.22 * ranks)))
     extent = (last_step - steps + 0.5, last_step + 0.5, ranks - 0.5, -0.5)
@@ -87,11 +72,7 @@ def draw_ranks(compute: Tensor, wait: Tensor, last_step: int) -> Figure:
 
 
 def draw_histogram(spreads: Tensor) -> Figure:
-    """Draws how often which CV_step occurred.
-
-    Args:
-        spreads: CV_step of every step, (steps,).
-    """
+    """Draws how often which CV_step occurred, of (steps,)."""
     figure = _figure(6, 3.2)
     axis = figure.subplots()
     percent, median = (spreads * 100).numpy(), float(spreads.median()) * 100

@@ -14,11 +14,7 @@ _Result = TypeVar("_Result")
 
 
 class BestEffort:
-    """Says what went wrong, once, and lets the training go on.
-
-    Args:
-        name: Who says it.
-    """
+    """Says what went wrong, once and in its owner's name, and lets the training go on."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -50,11 +50,7 @@ def device_memory(stats: Mapping[str, Any], free_bytes: float) -> DeviceMemory:
 
 
 class MemoryGauge:
-    """Reads one CUDA device's memory; neither reading nor resetting makes the device wait.
-
-    Args:
-        device: The CUDA device.
-    """
+    """Reads one CUDA device's memory; neither reading nor resetting makes the device wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -48,13 +48,7 @@ def frames_of(output: Any) -> np.ndarray:
 
 
 def write_video(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Writes an mp4 (H.264).
-
-    Args:
-        path: The file.
-        frames: uint8, (F, H, W, 3).
-        fps: Frames per second.
-    """
+    """Writes an mp4 (H.264) of uint8 frames (F, H, W, 3)."""
     import av
 
     height, width = frames.shape[1:3]
@@ -68,14 +62,7 @@ def write_video(path: Path, frames: np.ndarray, fps: float) -> None:
 
 
 def strip_of(frames: np.ndarray) -> np.ndarray:
-    """Returns up to eight frames of a video side by side, from first to last, at most 240 pixels high.
-
-    Args:
-        frames: uint8, (F, H, W, 3).
-
-    Returns:
-        uint8, (H', W', 3).
-    """
+    """Returns up to eight frames of a video, uint8 (F, H, W, 3), side by side, at most 240 pixels high."""
     from PIL import Image
 
     chosen = frames[np.linspace(0, len(frames) - 1, min(_FRAMES, len(frames))).round().astype(int)]

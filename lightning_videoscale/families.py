@@ -1,7 +1,8 @@
 """Which file of `models` knows a class: the table of model families, a line each.
 
 A file is imported when one of its classes is first met, so that the rooms below `models` need not import it. It says
-what is known of the family under these names, and leaves out what does not apply:
+what is known of the family under these names, and leaves out what does not apply; of a folder, the modules do that it
+names as its ``MODULES``:
 
 `SPLIT_PLANS`    by class path, what returns the `SplitPlan` of such a model
 `REFUSALS`       by class path, why such a model has no plan
@@ -89,24 +90,20 @@ def known(kind: str, cls: type, own: Mapping[str, Any] | None = None) -> Any | N
         file = FAMILIES.get(path, FAMILIES.get(base.__module__))
         if own is not None and path in own:
             return own[path]
-        if file is not None and path in (said := _said(file, kind)):
-            return said[path]
+        if file is not None and path in (entries := said(file, kind)):
+            return entries[path]
     return None
 
 
 class AllFamilies(Mapping[str, _Value]):
-    """What all families say under one name, by its keys; read when it is first asked for anything.
-
-    Args:
-        kind: The name, such as ``"GEOMETRIES"``.
-    """
+    """What all families say under one name, such as ``"GEOMETRIES"``, by its keys; read when first asked for."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
 
     @cached_property
     def _entries(self) -> dict[str, _Value]:
-        return {key: value for file in FAMILIES.values() for key, value in _said(file, self._kind).items()}
+        return {key: value for file in FAMILIES.values() for key, value in said(file, self._kind).items()}
 
     def __getitem__(self, key: str) -> _Value:
         return self._entries[key]
@@ -118,6 +115,11 @@ class AllFamilies(Mapping[str, _Value]):
         return len(self._entries)
 
 
-def _said(file: str, kind: str) -> Mapping[str, Any]:
-    said: Mapping[str, Any] = getattr(import_module(f"lightning_videoscale.models.{file}"), kind, {})
-    return said
+def said(file: str, kind: str) -> Mapping[str, Any]:
+    """Returns what a file of `models`, or the modules of a folder there, say under a name; empty for nothing."""
+    path = f"lightning_videoscale.models.{file}"
+    home = import_module(path)
+    found = dict(getattr(home, kind, {}))
+    for part in getattr(home, "MODULES", ()):
+        found |= getattr(import_module(f"{path}.{part}"), kind, {})
+    return found

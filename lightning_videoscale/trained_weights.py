@@ -83,11 +83,7 @@ def check_trained_weights(trainer: pl.Trainer) -> None:
 
 
 class ParameterWeights:
-    """Weights that are trained in the parameters themselves, whole or as ``DTensor``.
-
-    Args:
-        module: The LightningModule.
-    """
+    """Weights that are trained in the parameters themselves, whole or as ``DTensor``."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -80,14 +80,13 @@ def names_in_all(file: Path) -> set[str]:
 def long_signatures(source: str, public_ops: Set[str] = frozenset()) -> dict[str, int]:
     """Functions of a file with too many parameters, ``self`` not counted, and with how many.
 
-    Left out are public constructors, public ops, what implements an op of `torch.library`, whose parameters are those
+    Left out are public constructors, public ops, what implements an op, see `define_op`, whose parameters are those
     of the op's schema, and Triton's functions. A kernel's parameters are a schema too, as a CUDA kernel's are: each
     pointer, stride and constant is typed, specialised and passed by itself, and compiled code is found by them.
     """
     tree, found = ast.parse(source), {}
-    schemas = ("torch.library.impl", "torch.library.register_fake")
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in schemas]
-    exempt = public_ops | {ast.unparse(call.args[-1]) for call in calls}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "define_op"]
+    exempt = public_ops | {ast.unparse(arg) for call in calls for arg in call.args[-2:]}
     for owner in ast.walk(tree):
         is_public_class = isinstance(owner, ast.ClassDef) and not owner.name.startswith("_")
         for node in ast.iter_child_nodes(owner):
@@ -211,6 +210,6 @@ def kernel({many}, one_more): ...
 @functools.cache
 def cached({many}, one_more): ...
 
-torch.library.impl("library::op", "CPU", schema)
+define_op("library::op", "() -> ()", schema, fake)
 """
     assert long_signatures(source, {"op"}) == {"method": 13, "__init__": 13, "inner": 13, "cached": 13}

@@ -63,19 +63,7 @@ class AttentionKey(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """The facts of one call, by which a kernel can run it or not.
-
-    Attributes:
-        device: Of the tensors.
-        dtype: Of query, key and value.
-        head_dim: D.
-        rows: B · H.
-        queries: S.
-        keys: K.
-        masked: Whether keys are masked.
-        with_lse: Whether the log-sum-exp is needed.
-        deterministic: Whether `torch.use_deterministic_algorithms` is on.
-    """
+    """The facts of one call by which a kernel can run it or not: ``rows`` is B · H, ``queries`` S, ``keys`` K."""
 
     device: torch.device
     dtype: torch.dtype

@@ -26,8 +26,8 @@ from lightning_videoscale.attention.measuring import Measuring
 from lightning_videoscale.attention.names import AttentionBackend
 from lightning_videoscale.attention.op import register
 from lightning_videoscale.attention.records import SDPA, Record, RecordFile, slowest_of_ranks
-from lightning_videoscale.choosing.world import gather_over_world, of_first_rank, rank_in_world
 from lightning_videoscale.compat.torch.attention import sdpa_choice
+from lightning_videoscale.ranks import gather_over_ranks, of_first_rank, rank_in_world
 
 _SECONDS_OF_KEY = 2.0
 _SECONDS_OF_RUN = 20.0
@@ -226,7 +226,7 @@ class AttentionChoices:
             raise RuntimeError("AttentionChoices.settle comes after prepare(device), which all ranks call first.")
         if self.leaves_it_to_torch(self._device) or self.backend != "auto":
             return
-        asked_for = {key for wanted in gather_over_world(self._wanted) for key in wanted}
+        asked_for = {key for wanted in gather_over_ranks(self._wanted) for key in wanted}
         keys = sorted(key for key in asked_for if key not in self._records or self._records[key].late)
         self._wanted.clear()
         if not keys:
@@ -241,9 +241,9 @@ class AttentionChoices:
                 break
             begin = time.perf_counter()
             known = self._records.get(key)
-            records = gather_over_world(self._measuring.measure(key, known.late if known else usable, self._device))
+            records = gather_over_ranks(self._measuring.measure(key, known.late if known else usable, self._device))
             measured[key] = slowest_of_ranks(records).after(known)
-            self._seconds_left -= max(gather_over_world(time.perf_counter() - begin))
+            self._seconds_left -= max(gather_over_ranks(time.perf_counter() - begin))
             choice = measured[key].fastest(self._calls_per_shape)
             self._say(f"Attention of {key}: {measured[key].describe(choice)}.")
         self._records |= measured
@@ -259,7 +259,7 @@ class AttentionChoices:
         mine = {name: KERNELS[name].unusable(self._device) for name in self._names(self._device)}
         return {
             name: next((reasons[name] for reasons in every if reasons[name] is not None), None)
-            for every in [gather_over_world(mine)]
+            for every in [gather_over_ranks(mine)]
             for name in mine
         }
 

@@ -6,13 +6,13 @@ All return the log-sum-exp in natural logarithms. So the backward of any is righ
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_videoscale.attention.case import AttentionCase
+from lightning_videoscale.compat.names import installed_version
 from lightning_videoscale.compat.torch.attention import Gradients
 
 Forward = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
@@ -49,20 +49,11 @@ class AttentionKernel(NamedTuple):
     @property
     def version(self) -> str | None:
         """The installed version of its package, None without one."""
-        try:
-            return version(self.package)
-        except PackageNotFoundError:
-            return None
+        return installed_version(self.package)
 
 
 def needs_capability(device: torch.device, least: tuple[int, int], most: int | None = None) -> str | None:
-    """Returns why a device is no GPU of these generations, or None if it is.
-
-    Args:
-        device: The device.
-        least: The lowest compute capability.
-        most: The highest major version of it; any if left out.
-    """
+    """Returns why a device is no GPU of compute capability ``least`` up to major version ``most``, or None if it is."""
     if device.type != "cuda":
         return f"it runs on NVIDIA GPUs, and this is {device.type}"
     major, minor = torch.cuda.get_device_capability(device)

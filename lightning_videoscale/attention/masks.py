@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 def open_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Opens the samples of which no key may be attended, which kernels answer with NaN.
-
-    Args:
-        mask: (B, K) bool.
+    """Opens the samples of a mask (B, K) of which no key may be attended, which kernels answer with NaN.
 
     Returns:
         The mask with those samples wholly True, and (B,) bool that is True for them: their results are to be zeroed.

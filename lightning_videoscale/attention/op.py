@@ -15,9 +15,13 @@ from torch import Tensor
 
 from lightning_videoscale.attention.attend import attend, attend_backward
 from lightning_videoscale.attention.kernel import AttentionKernel
-from lightning_videoscale.kernels.autograd import NAMESPACE, register_autograd
+from lightning_videoscale.kernels.autograd import NAMESPACE, define_op, refuse_derivative, register_autograd
 
 _FORWARD, _BACKWARD = f"{NAMESPACE}::attention", f"{NAMESPACE}::attention_backward"
+_SECOND_DERIVATIVE = (
+    "Attention by a chosen kernel has no second derivative, as a penalty on gradients of inputs needs it. Call the "
+    "model inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has one and overrides attention_backend=."
+)
 
 
 class Chooser(Protocol):
@@ -46,7 +50,8 @@ def _kernel(query: Tensor, key: Tensor, mask: Tensor | None, with_lse: bool, cho
     return _choosers[chooser].kernel_for(query, key, mask is not None, with_lse)
 
 
-def _tokens_first(x: Tensor) -> Tensor:
+def tokens_first(x: Tensor) -> Tensor:
+    """Returns (B, H, S, D) that lies in memory with tokens before heads."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -55,7 +60,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     kernel = _kernel(query, key, mask, with_lse, chooser)
     out, lse = attend(kernel, query, key, value, scale, mask)
-    return _tokens_first(out), lse.contiguous()
+    return tokens_first(out), lse.contiguous()
 
 
 def _backward(
@@ -72,7 +77,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel = _kernel(query, key, mask, with_lse, chooser)
     dq, dk, dv = attend_backward(kernel, grad, query, key, value, out, lse, scale, mask)
-    return _tokens_first(dq), _tokens_first(dk), _tokens_first(dv)
+    return tokens_first(dq), tokens_first(dk), tokens_first(dv)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -80,12 +85,14 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty(batch, tokens, heads, dim).transpose(1, 2)
 
 
-def _forward_fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def forward_fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Shapes of output and log-sum-exp."""
     wide = torch.promote_types(query.dtype, torch.float32)
     return _like(query), query.new_empty(query.shape[:3], dtype=wide)
 
 
-def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes of the gradients of query, key and value."""
     return _like(query), _like(key), _like(value)
 
 
@@ -102,30 +109,23 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 
 
 def refuse_second_derivative(ctx: object, *gradients: Tensor) -> None:
-    """The derivative of attention's backward, which there is not.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    raise NotImplementedError(
-        "Attention by a chosen kernel has no second derivative, as a penalty on gradients of inputs needs it. Call the "
-        "model inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has one and overrides attention_backend=."
-    )
+    """Raises a `NotImplementedError`, in the place of the derivative of attention's backward."""
+    raise NotImplementedError(_SECOND_DERIVATIVE)
 
 
-torch.library.define(
+define_op(
     _FORWARD,
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, bool with_lse, SymInt chooser)"
     " -> (Tensor, Tensor)",
+    _forward,
+    forward_fake,
 )
-torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
-torch.library.register_fake(_FORWARD, _forward_fake)
-torch.library.define(
+define_op(
     _BACKWARD,
     "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? mask, float scale, "
     "bool with_lse, SymInt chooser) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    backward_fake,
 )
-torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
-torch.library.register_fake(_BACKWARD, _backward_fake)
-attention_backward_op = register_autograd(_BACKWARD, refuse_second_derivative, lambda ctx, inputs, output: None)
+attention_backward_op = refuse_derivative(_BACKWARD, _SECOND_DERIVATIVE)
 attention_op = register_autograd(_FORWARD, _differentiate, _save)

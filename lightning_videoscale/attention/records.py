@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_videoscale.attention.backends import KERNELS
 from lightning_videoscale.attention.case import AttentionKey
 from lightning_videoscale.attention.trial import Timing
-from lightning_videoscale.choosing.kept import MeasurementFile, versions_of_torch
+from lightning_videoscale.measurement_file import MeasurementFile, versions_of_torch
 
 SDPA = "sdpa"
 """torch's own pick."""
@@ -33,11 +33,7 @@ class Record(NamedTuple):
     late: tuple[str, ...] = ()
 
     def fastest(self, calls_per_shape: float) -> str:
-        """Returns the kernel that takes the least time over all calls of a shape, the first and longer one included.
-
-        Args:
-            calls_per_shape: How often a shape is expected to be computed in a run.
-        """
+        """Returns the kernel that takes the least time over all calls of a shape, the first and longer one included."""
 
         def cost(name: str) -> float:
             steady, first = self.timings[name]
@@ -82,12 +78,7 @@ def slowest_of_ranks(every: Iterable[Record]) -> Record:
 
 
 class RecordFile(MeasurementFile[AttentionKey, Record]):
-    """The records of this machine and these versions, on disk.
-
-    Args:
-        device_name: Of the device that is measured.
-        folder: Where the file is; by default the package's cache folder.
-    """
+    """The records of a device and these versions, on disk."""
 
     def __init__(self, device_name: str, folder: Path | None = None) -> None:
         packages = {kernel.package: kernel.version for kernel in KERNELS.values() if kernel.package != "torch"}

@@ -98,12 +98,7 @@ def _formula(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tens
 
 
 def check(run: Run, case: AttentionCase) -> tuple[float, ...]:
-    """Returns the relative errors of output and gradients, the largest of several runs.
-
-    Args:
-        run: What is checked.
-        case: Its kind of call; lengths and heads are those of the check.
-    """
+    """Returns the relative errors of output and gradients, the largest of several runs, at lengths of its own."""
     problem = Problem.random(replace(case, rows=6, queries=333, keys=517), batch=2)
     exact = problem.exact()
     worst = [0.0] * len(exact)
@@ -129,7 +124,7 @@ def start(run: Run, case: AttentionCase) -> None:
     for odd in (0, 8):
         queries, keys = (-(-tokens // 128 + 1) * 128 + odd for tokens in (timed.queries, timed.keys))
         Problem.random(replace(timed, queries=queries, keys=keys), batch=1).solve(run)
-    _wait(case.device)
+    wait_for(case.device)
 
 
 def time_in_turns(
@@ -197,15 +192,16 @@ def shortened(case: AttentionCase) -> AttentionCase:
 
 def _timed(problem: Problem, run: Run, passes: int, device: torch.device) -> tuple[float, tuple[Tensor, ...]]:
     """Seconds of a pass, and its results."""
-    _wait(device)
+    wait_for(device)
     begin = time.perf_counter()
     for _ in range(passes):
         results = problem.solve(run)
-    _wait(device)
+    wait_for(device)
     return (time.perf_counter() - begin) / passes, results
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Returns when a device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -57,11 +57,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def build_parser(args: list[str]) -> argparse.ArgumentParser:
-    """Returns the parser of all commands, with the arguments of the one that is called.
-
-    Args:
-        args: The command line.
-    """
+    """Returns the parser of all commands, with the arguments of the one that the command line calls."""
     parser = argparse.ArgumentParser(prog="videoscale", description="Tools around lightning-videoscale.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-videoscale')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")

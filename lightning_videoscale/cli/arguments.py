@@ -55,10 +55,6 @@ def share(text: str) -> float:
 def one_of(kind: str, text: str) -> str:
     """A name that model families know; not by ``choices``, which ``--help`` would read from all of them.
 
-    Args:
-        kind: What the name is of, such as ``"GEOMETRIES"``.
-        text: The name.
-
     Raises:
         argparse.ArgumentTypeError: If none knows it.
     """

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from packaging.version import Version
@@ -24,6 +23,7 @@ from lightning_videoscale.attention import KERNELS
 from lightning_videoscale.attention.kernel import needs_capability
 from lightning_videoscale.cli.doctor_model import examine_model
 from lightning_videoscale.cli.finding import Finding
+from lightning_videoscale.compat.names import installed_version
 from lightning_videoscale.compat.torch.versions import mix_order_reduction_is_wrong
 from lightning_videoscale.parallel.transport import what_lacks
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 def _packages() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for name in _REQUIRED:
-        found = _version(name)
+        found = installed_version(name)
         if found is not None:
             yield Finding(name, "ok", found)
         elif name == "triton" and not torch.cuda.is_available():
@@ -74,7 +74,7 @@ def _packages() -> Iterator[Finding]:
         else:
             yield Finding(name, "bad", "not installed", f"pip install {name}")
     for name, (purpose, extra) in _OPTIONAL.items():
-        found = _version(name)
+        found = installed_version(name)
         if found is not None:
             yield Finding(name, "ok", found)
         else:
@@ -82,7 +82,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _known_bad_packages() -> Iterator[Finding]:
-    lightning = _version("lightning")
+    lightning = installed_version("lightning")
     if lightning in ("2.6.2", "2.6.3"):
         yield Finding(
             "lightning",
@@ -97,7 +97,7 @@ def _known_bad_packages() -> Iterator[Finding]:
             f"{lightning} runs code from a checkpoint in load_from_checkpoint (GHSA-qqmf-gpg7-g8gw)",
             "pip install 'lightning>=2.6.6'",
         )
-    if lightning is not None and _version("pytorch-lightning") is not None:
+    if lightning is not None and installed_version("pytorch-lightning") is not None:
         yield Finding(
             "pytorch-lightning",
             "ok",
@@ -197,13 +197,6 @@ def _link_types() -> Iterator[str]:
 
 def _nccl() -> str:
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "missing"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _table(findings: list[Finding]) -> Table:

@@ -223,13 +223,7 @@ def _without_values(config: Mapping[str, Any]) -> Any:
 
 
 def _fill(model: nn.Module, network: _Network, prefix: str) -> None:
-    """Gives a model the network's weights; what the checkpoint leaves out it must hold, as it was.
-
-    Args:
-        model: With the adapters of the network.
-        network: The network.
-        prefix: What the model's names have before those in the network.
-    """
+    """Gives a model the network's weights; what the checkpoint leaves out it must hold, as it was."""
     held, saved = model.state_dict(), {f"{prefix}{name}": name for name in network.names()}
     then = {f"{prefix}{name}": fingerprint for name, fingerprint in network.left_out.items()}
     base = {name: held[name].to(_dtype(then[name].dtype)) for name in then if name in held}

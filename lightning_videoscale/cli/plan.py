@@ -48,12 +48,7 @@ _TRIED = {"efficiency": "mean/max", "cv_step": "CV_step", "diversity": "diversit
 
 
 class _Epoch(NamedTuple):
-    """What is shown of an epoch under one balance.
-
-    Attributes:
-        figures: Of all of its steps.
-        costs: (steps, ranks) predicted, of the epoch or of its first window that has steps.
-    """
+    """What is shown of an epoch under one balance: its figures, and predicted costs (steps, ranks)."""
 
     figures: PlanFigures
     costs: NDArray[np.float64]

@@ -62,13 +62,7 @@ def base_optimizer(optimizer: Any) -> Optimizer:
 
 
 def link_states(parameters: list[nn.Parameter], flat: Tensor, states: Any) -> None:
-    """Lets the parameters of a piece of stages 1 and 2 know their part of the base optimizer's states, as a step would.
-
-    Args:
-        parameters: Of the piece.
-        flat: The piece.
-        states: The base optimizer's ``state``.
-    """
+    """Lets the parameters of a piece of stages 1 and 2 know their part of the base optimizer's states."""
     link = DEEPSPEED.get("deepspeed.utils", "lazy_init_hp_params_optimizer_state")
     link(parameters, flat, states)
 

@@ -1,4 +1,7 @@
-"""Looks up private names of other packages: `Package`, and the error if one is gone, `MissingNameError`."""
+"""Looks up private names of other packages: `Package`, and the error if one is gone, `MissingNameError`.
+
+`installed_version` says which version of a package is installed.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,20 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 
+def installed_version(package: str) -> str | None:
+    """Returns the version of a package; None if it is not installed, as one that runs from a folder of sources."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 class MissingNameError(RuntimeError):
     """The installed version of a package lacks a private name that is needed now."""
 
 
 class Package(NamedTuple):
-    """A package whose private names we use.
-
-    Attributes:
-        name: As it is installed.
-        tried: The versions that its private names were read in.
-    """
+    """A package whose private names we use, as it is installed, and the versions that they were read in."""
 
     name: str
     tried: str
@@ -61,10 +67,7 @@ class Package(NamedTuple):
     def missing(self, owner: Any, name: str) -> MissingNameError:
         """Returns the error that says what is missing, what is installed and what would do."""
         where = owner if isinstance(owner, str) else f"{type(owner).__module__}.{type(owner).__qualname__}"
-        try:
-            installed = version(self.name)
-        except PackageNotFoundError:
-            installed = "(not installed)"
+        installed = installed_version(self.name) or "(not installed)"
         return MissingNameError(
             f"{where} has no {name} in {self.name} {installed}. It is private, and was tried with {self.name} "
             f"{self.tried}: install one of these."

@@ -16,12 +16,7 @@ _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
 class Method(NamedTuple):
-    """A method of one object.
-
-    Attributes:
-        owner: The object.
-        name: The method's name.
-    """
+    """A method of one object."""
 
     owner: Any
     name: str
@@ -29,11 +24,6 @@ class Method(NamedTuple):
 
 def patch(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Gives one object an attribute of its own, in front of its class's; other objects of the class keep theirs.
-
-    Args:
-        owner: The object, such as a module.
-        name: Of the attribute, such as ``"forward"``.
-        value: What takes its place.
 
     Returns:
         A function that takes it back. Of several patches of one attribute the last is taken back first.

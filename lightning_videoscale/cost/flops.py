@@ -49,6 +49,12 @@ class TransformerFlops:
         return cls(layers, width, ffn_width, cross_attention=not joint, checkpointing=checkpointing)
 
     @classmethod
+    def of_plain(cls, config: Mapping[str, Any], *, cross_attention: bool) -> TransformerFlops:
+        """Reads a configuration of blocks that are all alike, whose feed-forward's middle is four tokens wide."""
+        width = config["num_attention_heads"] * config["attention_head_dim"]
+        return cls(config["num_layers"], width, 4 * width, cross_attention)
+
+    @classmethod
     def of_module(cls, module: nn.Module) -> TransformerFlops:
         """Reads the configuration of the one transformer of diffusers that is trained in a module.
 

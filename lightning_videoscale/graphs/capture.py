@@ -70,11 +70,7 @@ class CapturedPass:
 
 
 class Recorder:
-    """Records graphs one behind the other, on a stream of its own and in one pool of memory.
-
-    Args:
-        device: Of the network.
-    """
+    """Records graphs one behind the other, on a stream of its own and in one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -148,14 +144,6 @@ def capture(
     region: Callable[[], AbstractContextManager[object]],
 ) -> CapturedPass:
     """Records a pass.
-
-    Args:
-        network: The network, whose parameters others take the place of meanwhile: `_fresh_parameters`.
-        forward: Its forward, which has run like this before.
-        call: The arguments.
-        entrances: Modules in front of which backward is cut.
-        recorder: Of all passes of the network.
-        region: Holds the random numbers of the split region, around forward.
 
     Raises:
         RuntimeError: If something in the pass cannot be captured.
@@ -262,11 +250,7 @@ def _record_backward(
 
 
 class _Cuts:
-    """Places where backward goes from one graph to the next.
-
-    Attributes:
-        reached: Called by the autograd engine when backward comes to one.
-    """
+    """Places where backward goes from one graph to the next."""
 
     def __init__(self) -> None:
         self.reached: Callable[[], None] = lambda: None

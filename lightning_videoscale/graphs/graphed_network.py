@@ -324,10 +324,6 @@ def _alone(mine: Any) -> list[Any]:
 def capture_together(attempt: Callable[[], object], gather: Callable[[Any], list[Any]]) -> str | None:
     """Captures on all ranks or on none; collective over those that gather.
 
-    Args:
-        attempt: Captures, or finds that it is done already.
-        gather: Returns what all ranks hand in, in their order.
-
     Returns:
         Why none shall replay, the same on all ranks; None if all can.
     """

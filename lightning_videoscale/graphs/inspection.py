@@ -17,13 +17,7 @@ from lightning_videoscale.parallel.context import SequenceContext
 
 
 class Inspection(NamedTuple):
-    """What was seen.
-
-    Attributes:
-        network: The network as it was.
-        objection: Why no graph can stand for the call; None if one can.
-        bytes: Memory that the pass has kept for backward.
-    """
+    """The network as it was, why no graph can stand for the call if so, and bytes that it keeps for backward."""
 
     network: Snapshot
     objection: str | None
@@ -33,20 +27,10 @@ class Inspection(NamedTuple):
 def inspect_call(
     network: nn.Module, run: Callable[[], Any], call: NetworkCall, context: SequenceContext | None, device: torch.device
 ) -> tuple[Any, Inspection]:
-    """Runs a call and looks for what a graph would not repeat.
+    """Runs a call and looks for what a graph would not repeat; returns the network's output, and what was seen.
 
     That is Python code which keeps something, numbers that are drawn on the host or outside of the split region, and
     inputs that are written to.
-
-    Args:
-        network: What is called.
-        run: Calls it.
-        call: With these arguments.
-        context: How the network is split, if it is.
-        device: Of the network.
-
-    Returns:
-        What the network returned, and what was seen.
     """
     before, versions = Snapshot(network), [version_of(x) for x in call.tensors]
     host, offset = _generators_of_host(), _drawn_on(device)

@@ -67,16 +67,7 @@ class Run:
 
 
 def replay(captured: CapturedPass, tensors: Sequence[Tensor], tenancy: Tenancy) -> Any:
-    """Computes a pass by its graphs.
-
-    Args:
-        captured: The pass.
-        tensors: Of the arguments.
-        tenancy: Of the pool, which nothing else holds.
-
-    Returns:
-        What the network returns.
-    """
+    """Computes a pass by its graphs, of the arguments' tensors; returns what the network returns."""
     for static, x in zip(captured.inputs, tensors, strict=True):
         static.copy_(x.detach())
     run = Run(captured, tenancy)

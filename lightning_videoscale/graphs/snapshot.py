@@ -29,9 +29,6 @@ class Snapshot:
 
     These are its modules' classes, attributes and hooks, and of tensors where they are and whether they train. Contents
     of tensors are left out: a graph reads them anew.
-
-    Args:
-        network: The network.
     """
 
     def __init__(self, network: nn.Module) -> None:

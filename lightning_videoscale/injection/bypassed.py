@@ -37,12 +37,7 @@ def has_readers(module: nn.Module) -> bool:
 
 
 def changed(module: nn.Module, *helpers: str) -> str | None:
-    """Returns what calling it, or its backward, does beyond what its class was written to do; None: nothing.
-
-    Args:
-        module: One that a fused forward does not call.
-        helpers: Methods of it that its forward calls.
-    """
+    """Returns what calling it, its backward or these methods do beyond what its class was written for, or None."""
     own, methods = module.__dict__, _METHODS + helpers
     for method in methods:
         if method in own:

@@ -22,7 +22,7 @@ from lightning_videoscale.injection.modulation import GroupedModulation
 from lightning_videoscale.injection.parts import Part, changed_part, object_to_parts
 
 
-def _supports_all(module: nn.Module) -> str | None:
+def _nothing(module: nn.Module) -> str | None:
     return None
 
 
@@ -60,6 +60,8 @@ class FusedBlock:
         gathers: Whether the new forward takes, beside ``self``, all arguments in one mapping by the original's names,
             with its defaults; for blocks that have very many.
         says_where_it_attends: Whether the new forward calls attention inside of `around_attention` alone.
+        change: Returns what else than ``parts`` has changed so that the original is called, None for nothing.
+        unless_given: An argument for the attention, such as an IP-adapter's, with which the original is called.
     """
 
     class_path: str
@@ -68,13 +70,15 @@ class FusedBlock:
     known_forwards: Collection[str] | None = field(default=None, hash=False)
     helpers: Mapping[str, str] = field(default_factory=dict, hash=False)
     parts: tuple[Part, ...] = ()
-    objection: Callable[[nn.Module], str | None] = _supports_all
+    objection: Callable[[nn.Module], str | None] = _nothing
     is_meant: Callable[[nn.Module], bool] = _every_one
     only_with: str | None = None
     last_linear: Callable[[Any], nn.Linear | str] | None = None
     branches: tuple[str, ...] = ()
     gathers: bool = False
     says_where_it_attends: bool = False
+    change: Callable[[nn.Module], str | None] = _nothing
+    unless_given: str | None = None
 
     def refusal(self, module: nn.Module) -> str | None:
         """Returns why ``module``, an instance of the named class, must be left as it is, or None."""
@@ -112,11 +116,6 @@ def unfused(module: nn.Module, change: str) -> Callable[..., Any]:
     return original_forward(module)
 
 
-def called_with(name: str, arguments: Mapping[str, Any]) -> str:
-    """Why a call with arguments for the attention, such as an IP-adapter's, is left to the original."""
-    return f"it was called with {name} {sorted(arguments)}"
-
-
 @functools.cache
 def fused_class(base: type[nn.Module], block: FusedBlock) -> type[nn.Module]:
     """Returns the subclass of ``base`` with the fused forward.
@@ -141,8 +140,9 @@ def fused_class(base: type[nn.Module], block: FusedBlock) -> type[nn.Module]:
         with around_attention(self):  # somewhere in it
             return super(fused, self).forward(*args, **kwargs)  # a call that Dynamo can trace
 
+    is_conditional = block.parts or block.unless_given is not None or block.change is not _nothing
     members = {
-        "forward": _unless_changed(forward, block) if block.parts else forward,
+        "forward": _unless_changed(forward, block) if is_conditional else forward,
         "_original_forward": original_forward,
         "_fused_block": block,
         "forward_says_where_it_attends": block.says_where_it_attends,
@@ -168,12 +168,15 @@ def _gathering(fused: Callable[..., Any], original: Callable[..., Any]) -> Calla
 
 
 def _unless_changed(fused: Callable[..., Any], block: FusedBlock) -> Callable[..., Any]:
-    """The fused forward, or the original where one of the block's parts has changed."""
-    parts = block.parts
+    """The fused forward, or the original where the block has changed or is called as only that can be."""
+    parts, other_change, name = block.parts, block.change, block.unless_given
+    place = -1 if name is None else list(inspect.signature(fused).parameters).index(name) - 1
 
     @functools.wraps(fused)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        change = changed_part(self, parts)
+        change = changed_part(self, parts) or other_change(self)
+        if name is not None and (given := args[place] if place < len(args) else kwargs.get(name)):
+            change = change or f"it was called with {name} {sorted(given)}"
         if change is None:
             return fused(self, *args, **kwargs)
         named = {name: _per_token(value) for name, value in kwargs.items()}

@@ -129,12 +129,7 @@ def of_adaptive_norm(norm: Any, temb: Tensor, branches: int, batch_size: int) ->
 
 
 def of_last_norm(embedded: Tensor, batch_size: int) -> Modulation:
-    """Returns the modulation of a norm behind which nothing comes back, as AdaLayerNormContinuous has it.
-
-    Args:
-        embedded: (B, 2 · D): scale and shift; B may be 1 for all.
-        batch_size: B.
-    """
+    """Returns AdaLayerNormContinuous' modulation, of (B or 1, 2 · D): scale and shift. Nothing comes back behind it."""
     scale, shift = embedded.unsqueeze(1).expand(batch_size, -1, -1).chunk(2, dim=-1)
     return Modulation(shift, scale, None)
 
@@ -174,12 +169,7 @@ def per_index(embedded: Tensor, index: Tensor, branches: int, batch_size: int) -
 
 
 def one_of_two(second: Tensor, batch_size: int) -> Tensor:
-    """Returns the entries of tokens, (B, S), among (2 · B): all samples' first ones and then all second ones.
-
-    Args:
-        second: (B or 1, S) booleans: whether a token has its sample's second entry.
-        batch_size: B.
-    """
+    """Of (B or 1, S) booleans, the entries (B, S) among (2 · B): all samples' first ones and then all second ones."""
     return (torch.arange(batch_size, device=second.device)[:, None] + batch_size * second).int()
 
 

@@ -16,17 +16,7 @@ from lightning_videoscale.kernels import gelu
 
 
 def side_by_side(block: Any, modulation: Modulation, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Runs a block of diffusers with ``norm``, ``proj_mlp``, ``act_mlp`` and ``proj_out``.
-
-    Args:
-        block: It.
-        modulation: Of its norm and its gate.
-        x: The stream, (B, S, D).
-        attend: The attention, of what the norm returns.
-
-    Returns:
-        The stream behind it.
-    """
+    """Runs a diffusers block with ``norm``, ``proj_mlp``, ``act_mlp`` and ``proj_out`` on its stream (B, S, D)."""
     stream = ResidualStream(block, x, rounding="eager")
     y = stream.norm(block.norm.norm, modulation)
     with stream.recomputed(y):

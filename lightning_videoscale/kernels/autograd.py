@@ -15,6 +15,14 @@ from lightning_videoscale.compat.torch.autograd import in_forward_mode, past_aut
 NAMESPACE = "lightning_videoscale"
 
 
+def define_op(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> str:
+    """Makes an op that computes by ``run``, and shapes alone by ``fake``; returns its name."""
+    torch.library.define(name, schema)
+    torch.library.impl(name, "CompositeExplicitAutograd", run)
+    torch.library.register_fake(name, fake)
+    return name
+
+
 def register_autograd(
     name: str,
     differentiate: Callable[..., Any],
@@ -31,9 +39,6 @@ def register_autograd(
         differentiate: Called with the context and the gradient of every output; returns one per input.
         save_for_backward: Called with the context, the inputs and the output.
         returns_list: Whether the op returns ``Tensor[]``.
-
-    Returns:
-        The op.
     """
     namespace, short = name.split("::")
     op: Callable[..., Any] = getattr(getattr(torch.ops, namespace), short).default
@@ -65,16 +70,23 @@ def register_autograd(
     return op
 
 
-def refuse_second_derivative(name: str, operation: str, *, returns_list: bool = True) -> Callable[..., Any]:
-    """Makes the gradient of an op that computes ``operation``'s gradients an error; returns the op."""
+def refuse_derivative(name: str, why: str, *, returns_list: bool = False) -> Callable[..., Any]:
+    """Makes the gradient of an op, as that of a backward, a `NotImplementedError` that says why; returns the op."""
 
     def refuse(ctx: object, *gradients: Tensor) -> None:
-        raise NotImplementedError(
-            f"{operation} has no second derivative. If you need one (a gradient penalty, for example), leave this "
-            "model without fused kernels."
-        )
+        raise NotImplementedError(why)
 
     return register_autograd(name, refuse, lambda ctx, inputs, output: None, returns_list=returns_list)
+
+
+def refuse_second_derivative(name: str, operation: str, *, returns_list: bool = True) -> Callable[..., Any]:
+    """As `refuse_derivative`, of an op that computes the gradients of an operation of this room."""
+    return refuse_derivative(
+        name,
+        f"{operation} has no second derivative. If you need one (a gradient penalty, for example), leave this "
+        "model without fused kernels.",
+        returns_list=returns_list,
+    )
 
 
 def refuse_forward_mode(operation: str, *inputs: object) -> None:

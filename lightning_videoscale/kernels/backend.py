@@ -21,9 +21,9 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
 
 from lightning_videoscale.kernels.arguments import check_choice
+from lightning_videoscale.ranks import gather_over_ranks, rank_in_world
 
 BackendName = Literal["auto", "cuda", "triton", "reference"]
 Kind = Literal["rows", "gelu", "heads"]
@@ -62,10 +62,7 @@ class KernelBackends(NamedTuple):
 
 @functools.cache
 def resolve(device: int) -> KernelBackends:
-    """Returns what can run on a device of this process; asked once, it stays so.
-
-    Args:
-        device: Index of a GPU; -1 for the CPU.
+    """Returns what can run on a GPU of this index (-1: the CPU) in this process; asked once, it stays so.
 
     Raises:
         RuntimeError: If a CUDA graph is being captured, since kernels are tried out.
@@ -105,11 +102,10 @@ def settle(backend: BackendName, device: torch.device | None = None) -> tuple[st
     if device is None:
         return "auto", "decided at the first call on a device"
     mine = resolve(torch.empty(0, device=device).get_device() if device.type == "cuda" else -1)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
+    every = gather_over_ranks(mine)
+    if len(every) > 1:
         mine = common(every)
-        if dist.get_rank() == 0:
+        if rank_in_world() == 0:
             _log.info("Kernels of %d ranks: %s.", len(every), mine)
     return mine.setting, str(mine)
 

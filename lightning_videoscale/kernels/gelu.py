@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.arguments import check_tensors
-from lightning_videoscale.kernels.autograd import NAMESPACE, refuse_second_derivative, register_autograd
+from lightning_videoscale.kernels.autograd import NAMESPACE, define_op, refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import BackendName, choose
 from lightning_videoscale.kernels.modulation import as_rows
 
@@ -144,14 +144,12 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx if needs_x else None, dbias[0] if needs_bias else None, None
 
 
-torch.library.define(_FORWARD, "(Tensor x, Tensor? bias, str backend) -> Tensor")
-torch.library.define(
+define_op(_FORWARD, "(Tensor x, Tensor? bias, str backend) -> Tensor", _forward, _forward_fake)
+define_op(
     _BACKWARD,
     "(Tensor dy, Tensor x, ScalarType? bias_dtype, bool again, str backend) -> Tensor[]",
+    _backward,
+    _backward_fake,
 )
-torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
-torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
-torch.library.register_fake(_FORWARD, _forward_fake)
-torch.library.register_fake(_BACKWARD, _backward_fake)
 _op = register_autograd(_FORWARD, _differentiate, _save_for_backward)
 _backward_op = refuse_second_derivative(_BACKWARD, "gelu")

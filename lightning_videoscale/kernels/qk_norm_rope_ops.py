@@ -12,10 +12,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.autograd import NAMESPACE, refuse_second_derivative, register_autograd
+from lightning_videoscale.kernels.autograd import (
+    NAMESPACE,
+    define_op,
+    refuse_derivative,
+    refuse_second_derivative,
+    register_autograd,
+)
 from lightning_videoscale.kernels.backend import choose
 from lightning_videoscale.kernels.head_types import (
     HeadBackend,
@@ -220,39 +225,33 @@ def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, *statistics: None) -> tuple
     return *wanted, None, None, None, None, *of_biases, *(None,) * (len(needed) - _TENSORS)
 
 
-def _refuse_derivative(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError("Sums over a row have no gradient of their own: qk_norm_rope_sharded exchanges them.")
-
-
-torch.library.define(
+define_op(
     _FORWARD,
     f"(Tensor q, Tensor k, {_AFFINE}, Tensor? cos, Tensor? sin, Tensor? q_rstd, Tensor? k_rstd,"
     f" Tensor? q_proj_bias, Tensor? k_proj_bias, float eps, {_VARIANT})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _forward_fake,
 )
-torch.library.define(
+define_op(
     _BACKWARD,
     f"(Tensor dq, Tensor dk, Tensor q, Tensor k, {_AFFINE}, Tensor? cos, Tensor? sin, {_STATISTICS},"
     f" Tensor? q_row_means, Tensor? k_row_means, {_VARIANT}, ScalarType? q_bias_dtype, ScalarType? k_bias_dtype)"
     " -> Tensor[]",
+    _backward,
+    _backward_fake,
 )
-torch.library.define(_SQUARE_SUMS, "(Tensor q, Tensor k, str backend) -> (Tensor, Tensor)")
-torch.library.define(
+define_op(_SQUARE_SUMS, "(Tensor q, Tensor k, str backend) -> (Tensor, Tensor)", _square_sums, _square_sums_fake)
+define_op(
     _GRADIENT_SUMS,
     "(Tensor dq, Tensor dk, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin,"
     " Tensor q_rstd, Tensor k_rstd, str layout, int start, str backend) -> (Tensor, Tensor)",
+    _gradient_sums,
+    _gradient_sums_fake,
 )
-torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
-torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
-torch.library.impl(_SQUARE_SUMS, "CompositeExplicitAutograd", _square_sums)
-torch.library.impl(_GRADIENT_SUMS, "CompositeExplicitAutograd", _gradient_sums)
-torch.library.register_fake(_FORWARD, _forward_fake)
-torch.library.register_fake(_BACKWARD, _backward_fake)
-torch.library.register_fake(_SQUARE_SUMS, _square_sums_fake)
-torch.library.register_fake(_GRADIENT_SUMS, _gradient_sums_fake)
 forward = register_autograd(_FORWARD, _differentiate, _save_for_backward)
 backward = refuse_second_derivative(_BACKWARD, "qk_norm_rope")
 square_sums, gradient_sums = (
-    register_autograd(name, _refuse_derivative, lambda ctx, inputs, output: None)
+    refuse_derivative(name, "Sums over a row have no gradient of their own: qk_norm_rope_sharded exchanges them.")
     for name in (_SQUARE_SUMS, _GRADIENT_SUMS)
 )

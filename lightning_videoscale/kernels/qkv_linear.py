@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_videoscale.kernels.arguments import check_tensors
 from lightning_videoscale.kernels.autograd import (
     NAMESPACE,
+    define_op,
     in_dtypes_of_forward,
     refuse_forward_mode,
     refuse_second_derivative,
@@ -99,10 +100,10 @@ def _sum_fake(dq: Tensor, q_weight: Tensor, *others: Tensor) -> Tensor:
 
 
 # An op, since a compiler would copy what addmm_ adds to.
-torch.library.define(
+define_op(
     _SUM_OF_PRODUCTS,
     "(Tensor dq, Tensor q_weight, Tensor dk, Tensor k_weight, Tensor dv, Tensor v_weight) -> Tensor",
+    _sum,
+    _sum_fake,
 )
-torch.library.impl(_SUM_OF_PRODUCTS, "CompositeExplicitAutograd", _sum)
-torch.library.register_fake(_SUM_OF_PRODUCTS, _sum_fake)
 _sum_of_products = refuse_second_derivative(_SUM_OF_PRODUCTS, "qkv_linear", returns_list=False)

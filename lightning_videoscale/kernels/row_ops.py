@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.compat.torch.autograd import unsafe_view
-from lightning_videoscale.kernels.autograd import NAMESPACE, refuse_second_derivative, register_autograd
+from lightning_videoscale.kernels.autograd import NAMESPACE, define_op, refuse_second_derivative, register_autograd
 from lightning_videoscale.kernels.backend import choose
 from lightning_videoscale.kernels.modulation import as_rows, contiguous, gradient_rows, in_dtype, operand, row_map
 from lightning_videoscale.kernels.row_types import (
@@ -55,7 +55,7 @@ class RowCall(NamedTuple):
 
 
 class RowBackwardCall(NamedTuple):
-    """A call of a backward op.
+    """A call of a backward op; what is not described here is as in forward.
 
     Attributes:
         dh: Gradient of h, or of what else is made of x.
@@ -63,21 +63,9 @@ class RowBackwardCall(NamedTuple):
         h: What was normalised: h, or x without a residual. Without a norm, anything of its shape and dtype.
         branch: None where its gradient is that of the residual. Values count only where a gate is trained or the branch
             is normalised.
-        gate: As in forward, as are those that follow.
-        scale: Likewise.
-        weight: Likewise.
-        bias: Likewise.
-        gate_table: Likewise.
-        scale_table: Likewise.
-        shift_table: Likewise.
-        row_index: Likewise.
         mean: What forward kept; empty for "rms", None without a norm.
         rstd: What forward kept; None without a norm.
-        eps: As in forward, as are those that follow.
-        norm: Likewise; None where there is no dy.
-        gate_activation: Likewise.
-        branch_norm: Likewise.
-        backend: Likewise.
+        norm: None where there is no dy.
         needs: Whether the gradient of each of the first eleven of `RowCall` is wanted.
         bias_dtype: Of the branch's bias; None if its gradient is not wanted.
     """
@@ -318,12 +306,9 @@ def _stand_in(like: Tensor, dtype: torch.dtype) -> Tensor:
 def _define(operation: str, outputs: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Defines an op and its backward; returns both."""
     name, backward = f"{NAMESPACE}::{operation}", f"{NAMESPACE}::{operation}_backward"
-    torch.library.define(name, f"{_SCHEMA} -> {outputs}")
-    torch.library.define(backward, _BACKWARD_SCHEMA)
-    torch.library.impl(name, "CompositeExplicitAutograd", functools.partial(_forward, operation))
-    torch.library.impl(backward, "CompositeExplicitAutograd", functools.partial(_backward, operation))
-    torch.library.register_fake(name, functools.partial(_forward_fake, operation))
-    torch.library.register_fake(backward, functools.partial(_backward_fake, operation))
+    of = functools.partial
+    define_op(name, f"{_SCHEMA} -> {outputs}", of(_forward, operation), of(_forward_fake, operation))
+    define_op(backward, _BACKWARD_SCHEMA, of(_backward, operation), of(_backward_fake, operation))
     op = register_autograd(name, functools.partial(_differentiate, operation), _save_for_backward)
     return op, refuse_second_derivative(backward, operation)
 

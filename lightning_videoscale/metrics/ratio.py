@@ -20,11 +20,7 @@ class Ratio(Metric):
     full_state_update = False
 
     def __init__(self, **kwargs: Any) -> None:
-        """Creates an empty metric.
-
-        Args:
-            **kwargs: `torchmetrics.Metric`'s own arguments (``sync_on_compute``, ``process_group``, ...).
-        """
+        """Creates an empty metric; ``**kwargs`` are `torchmetrics.Metric`'s own."""
         super().__init__(**kwargs)
         for name in self.sums:
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")

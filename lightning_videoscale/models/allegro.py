@@ -7,8 +7,7 @@ diffusers repeats them for each head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 from torch import nn
 
@@ -24,12 +23,7 @@ GEOMETRIES = {"allegro": ModelGeometry()}
 TRANSFORMERS = {"allegro": TransformerFlops(32, 2304, 9216)}
 
 
-def _flops(config: Mapping[str, Any]) -> TransformerFlops:
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    return TransformerFlops(config["num_layers"], width, 4 * width)
-
-
-FLOPS = {_MODEL: _flops}
+FLOPS = {_MODEL: partial(TransformerFlops.of_plain, cross_attention=True)}
 BLOCKS = {_MODEL: ("transformer_blocks.*",)}
 
 

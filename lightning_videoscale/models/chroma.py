@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
-from lightning_videoscale.injection.fused_block import called_with, unfused
 from lightning_videoscale.injection.modulation import Modulation, per_sample
 from lightning_videoscale.injection.norms import TRIED, without_labels
 from lightning_videoscale.injection.parts import Kind
@@ -74,10 +73,6 @@ def _double(
     attention_mask: Tensor | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if joint_attention_kwargs:
-        return unfused(self, called_with("joint_attention_kwargs", joint_attention_kwargs))(  # type: ignore[no-any-return]
-            hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_mask, joint_attention_kwargs
-        )
     of_image, of_text = (_modulations(part, 2, hidden_states) for part in (temb[:, :6], temb[:, 6:]))
     named = {"image_rotary_emb": image_rotary_emb, "attention_mask": _both_count(attention_mask)}
     return two_streams(self, hidden_states, encoder_hidden_states, of_image, of_text, **named)
@@ -91,9 +86,6 @@ def _single(
     attention_mask: Tensor | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> Tensor:
-    if joint_attention_kwargs:
-        original = unfused(self, called_with("joint_attention_kwargs", joint_attention_kwargs))
-        return original(hidden_states, temb, image_rotary_emb, attention_mask, joint_attention_kwargs)  # type: ignore[no-any-return]
     (modulation,) = _modulations(temb, 1, hidden_states)
     mask = _both_count(attention_mask)
     attend = partial(attended, self.attn, image_rotary_emb=image_rotary_emb, attention_mask=mask)

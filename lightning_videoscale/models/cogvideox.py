@@ -29,7 +29,7 @@ from lightning_videoscale.injection.attention import (
     rope_of,
 )
 from lightning_videoscale.injection.branch_bias import branch_and_bias
-from lightning_videoscale.injection.fused_block import FusedBlock, called_with, unfused
+from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import of_adaptive_norm
 from lightning_videoscale.injection.norms import LAYER_NORM, TRIED
 from lightning_videoscale.injection.parts import Kind, Part
@@ -57,12 +57,7 @@ TRANSFORMERS = {
 }
 
 
-def _flops(config: Mapping[str, Any]) -> TransformerFlops:
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    return TransformerFlops(config["num_layers"], width, 4 * width, cross_attention=False)
-
-
-FLOPS = {_COGVIDEOX: _flops, _CONSISID: _flops}
+FLOPS = dict.fromkeys((_COGVIDEOX, _CONSISID), partial(TransformerFlops.of_plain, cross_attention=False))
 
 BLOCKS = {_COGVIDEOX: ("transformer_blocks.*",), _CONSISID: ("transformer_blocks.*",)}
 
@@ -152,9 +147,6 @@ def _forward(
     image_rotary_emb: Any = None,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if attention_kwargs:
-        original = unfused(self, called_with("attention_kwargs", attention_kwargs))
-        return original(hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs)  # type: ignore[no-any-return]
     return _block(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=image_rotary_emb)
 
 
@@ -164,7 +156,7 @@ def _consisid_forward(
     return _block(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=image_rotary_emb)
 
 
-def _fused(class_path: str, forward: Any, known: str) -> FusedBlock:
+def _fused(class_path: str, forward: Any, known: str, unless_given: str | None = None) -> FusedBlock:
     norms = [(Part(name, _ADAPTIVE_NORM), Part(f"{name}.norm", LAYER_NORM)) for name in ("norm1", "norm2")]
     return FusedBlock(
         class_path=class_path,
@@ -172,12 +164,18 @@ def _fused(class_path: str, forward: Any, known: str) -> FusedBlock:
         what="fork_norm_modulate, gate_residual_norm_modulate, gate_residual of video and text",
         known_forwards={known: TRIED},
         parts=(*norms[0], *norms[1]),
+        unless_given=unless_given,
         branches=("attn1", "ff"),
     )
 
 
 _BLOCKS = (
-    _fused(f"{_HOME}.CogVideoXBlock", _forward, "caf579aef46f6f81-1ebbdcf9b40fbbee4a42806bf7a1b4d052498a8"),
+    _fused(
+        f"{_HOME}.CogVideoXBlock",
+        _forward,
+        "caf579aef46f6f81-1ebbdcf9b40fbbee4a42806bf7a1b4d052498a8",
+        unless_given="attention_kwargs",
+    ),
     _fused(
         f"{_HOME_OF_CONSISID}.ConsisIDBlock",
         _consisid_forward,

@@ -8,6 +8,7 @@ own length.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,12 +25,7 @@ GEOMETRIES = {"cogview4": ModelGeometry(temporal_stride=1, text_tokens=1024)}  #
 TRANSFORMERS = {"cogview4-6b": TransformerFlops(28, 4096, 16384, cross_attention=False)}
 
 
-def _flops(config: Mapping[str, Any]) -> TransformerFlops:
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    return TransformerFlops(config["num_layers"], width, 4 * width, cross_attention=False)
-
-
-FLOPS = {_MODEL: _flops}
+FLOPS = {_MODEL: partial(TransformerFlops.of_plain, cross_attention=False)}
 BLOCKS = {_MODEL: ("transformer_blocks.*",)}
 
 

@@ -7,6 +7,7 @@ the text, and later ones, if there are any, share the video's.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -23,12 +24,7 @@ GEOMETRIES = {"easyanimate-v5.1": ModelGeometry(text_tokens=256)}
 TRANSFORMERS = {"easyanimate-v5.1-12b": TransformerFlops(48, 3072, 12288, cross_attention=False)}
 
 
-def _flops(config: Mapping[str, Any]) -> TransformerFlops:
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    return TransformerFlops(config["num_layers"], width, 4 * width, cross_attention=False)
-
-
-FLOPS = {_MODEL: _flops}
+FLOPS = {_MODEL: partial(TransformerFlops.of_plain, cross_attention=False)}
 BLOCKS = {_MODEL: ("transformer_blocks.*",)}
 
 

@@ -29,7 +29,7 @@ from lightning_videoscale.injection.attention import (
     original_if_changed,
     rope_of,
 )
-from lightning_videoscale.injection.fused_block import FusedBlock, called_with, unfused
+from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import per_sample
 from lightning_videoscale.injection.norms import LAYER_NORM, RMS_NORM, TRIED
 from lightning_videoscale.injection.parts import Part
@@ -165,10 +165,6 @@ def _double(
     image_rotary_emb: Any = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if joint_attention_kwargs:
-        return unfused(self, called_with("joint_attention_kwargs", joint_attention_kwargs))(  # type: ignore[no-any-return]
-            hidden_states, encoder_hidden_states, temb_mod_img, temb_mod_txt, image_rotary_emb, joint_attention_kwargs
-        )
     modulations = (per_sample(each, 2, hidden_states.shape[0]) for each in (temb_mod_img, temb_mod_txt))
     return two_streams(self, hidden_states, encoder_hidden_states, *modulations, image_rotary_emb=image_rotary_emb)
 
@@ -183,16 +179,6 @@ def _single(
     split_hidden_states: bool = False,
     text_seq_len: int | None = None,
 ) -> Any:
-    if joint_attention_kwargs:
-        return unfused(self, called_with("joint_attention_kwargs", joint_attention_kwargs))(
-            hidden_states,
-            encoder_hidden_states,
-            temb_mod,
-            image_rotary_emb,
-            joint_attention_kwargs,
-            split_hidden_states,
-            text_seq_len,
-        )
     if encoder_hidden_states is not None:
         text_seq_len = encoder_hidden_states.shape[1]
         hidden_states = torch.cat([encoder_hidden_states, hidden_states], dim=1)
@@ -216,6 +202,7 @@ _BLOCKS = (
             "1d8b1c8a90f4381d-0bfb8733edb58580ef6c6e91b2a2fa1f3e6f6a983f1b4d40765aa96c00fe9584772262d7": TRIED
         },
         helpers=_SPLIT,
+        unless_given="joint_attention_kwargs",
         parts=tuple(Part(name, LAYER_NORM) for name in ("norm1", "norm1_context", "norm2", "norm2_context")),
     ),
     FusedBlock(
@@ -224,6 +211,7 @@ _BLOCKS = (
         what="fork_norm_modulate, gate_residual",
         known_forwards={"a6c28b5a9ab3f5f3-ace657e041b0fe2b87301e4fcce115": TRIED},
         helpers=_SPLIT,
+        unless_given="joint_attention_kwargs",
         parts=(Part("norm", LAYER_NORM),),
     ),
 )

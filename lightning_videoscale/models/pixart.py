@@ -6,8 +6,7 @@ tokens are refused, as diffusers repeats them for each head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 from torch import nn
 
@@ -23,12 +22,7 @@ GEOMETRIES = {"pixart": ModelGeometry(temporal_stride=1)}
 TRANSFORMERS = {"pixart": TransformerFlops(28, 1152, 4608)}
 
 
-def _flops(config: Mapping[str, Any]) -> TransformerFlops:
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    return TransformerFlops(config["num_layers"], width, 4 * width)
-
-
-FLOPS = {_MODEL: _flops}
+FLOPS = {_MODEL: partial(TransformerFlops.of_plain, cross_attention=True)}
 BLOCKS = {_MODEL: ("transformer_blocks.*",)}
 
 

@@ -27,7 +27,7 @@ from lightning_videoscale.injection.attention import (
     project_out,
     projected,
 )
-from lightning_videoscale.injection.fused_block import FusedBlock, called_with, unfused
+from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.methods import difference, replacement_of
 from lightning_videoscale.injection.modulation import Modulation, per_index, per_sample
 from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, LAYER_NORM, TRIED
@@ -46,12 +46,7 @@ GEOMETRIES = {"qwen-image": ModelGeometry(text_tokens=512)}
 TRANSFORMERS = {"qwen-image": TransformerFlops(60, 3072, 12288, cross_attention=False)}  # the class's defaults
 
 
-def _flops(config: Mapping[str, Any]) -> TransformerFlops:
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    return TransformerFlops(config["num_layers"], width, 4 * width, cross_attention=False)
-
-
-FLOPS = {_MODEL: _flops}
+FLOPS = {_MODEL: partial(TransformerFlops.of_plain, cross_attention=False)}
 
 BLOCKS = {_MODEL: ("transformer_blocks.*",)}
 
@@ -161,20 +156,6 @@ def _forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
     modulate_index: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    if joint_attention_kwargs:
-        why: str | None = called_with("joint_attention_kwargs", joint_attention_kwargs)
-    else:
-        why = _other_modulation(self)
-    if why is not None:
-        return unfused(self, why)(  # type: ignore[no-any-return]
-            hidden_states,
-            encoder_hidden_states,
-            encoder_hidden_states_mask,
-            temb,
-            image_rotary_emb,
-            joint_attention_kwargs,
-            modulate_index,
-        )
     of_image = _embedded(self.img_mod(temb), hidden_states, modulate_index)
     of_text = _embedded(self.txt_mod(temb.chunk(2)[0] if self.zero_cond_t else temb), encoder_hidden_states)
     image, text = (ResidualStream(self, x, rounding="eager") for x in (hidden_states, encoder_hidden_states))
@@ -216,6 +197,8 @@ _BLOCK = FusedBlock(
         "852ec44faf70ff4c-7f35dbfae7a9858e5a681e52d0c845b87c40ef898dd53dfbc64536adb1fa80dc47cca226cce2d7": TRIED,
     },
     parts=tuple(Part(name, LAYER_NORM) for name in ("img_norm1", "txt_norm1", "txt_norm2", "img_norm2")),
+    change=_other_modulation,
+    unless_given="joint_attention_kwargs",
     objection=_objection,
     branches=("attn", "img_mlp", "txt_mlp"),
 )

@@ -26,7 +26,7 @@ from lightning_videoscale.injection.attention import (
     projected,
 )
 from lightning_videoscale.injection.branch_bias import branch_and_bias
-from lightning_videoscale.injection.fused_block import FusedBlock, called_with, unfused
+from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import Modulation, of_adaptive_norm, of_last_norm
 from lightning_videoscale.injection.norms import (
     ADA_LAYER_NORM_CONTINUOUS,
@@ -133,8 +133,6 @@ def _forward(
     temb: Tensor,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    if (why := _unlike(self, joint_attention_kwargs)) is not None:
-        return unfused(self, why)(hidden_states, encoder_hidden_states, temb, joint_attention_kwargs)
     attention, feed_forward, *own = of_adaptive_norm(
         self.norm1, temb, 3 if self.use_dual_attention else 2, hidden_states.shape[0]
     )
@@ -156,10 +154,7 @@ def _forward(
     return text.end(), image.end()
 
 
-def _unlike(block: Any, joint_attention_kwargs: dict[str, Any] | None) -> str | None:
-    """Why a call is left to the original: IP-adapters and chunks of the feed-forward are its matter."""
-    if joint_attention_kwargs:
-        return called_with("joint_attention_kwargs", joint_attention_kwargs)
+def _change(block: Any) -> str | None:
     return None if chunk_of_feed_forward(block) is None else "its feed-forward was told to run in chunks"
 
 
@@ -183,6 +178,8 @@ _BLOCK = FusedBlock(
         Part("norm2_context", LAYER_NORM, optional=True),
         Part("norm2", LAYER_NORM),
     ),
+    change=_change,
+    unless_given="joint_attention_kwargs",
     branches=("attn", "attn2", "ff", "ff_context"),
 )
 FUSED_BLOCKS = {_BLOCK.class_path: _BLOCK}

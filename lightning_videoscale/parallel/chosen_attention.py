@@ -17,21 +17,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_videoscale.attention import AttentionChoices, as_autocast, as_choices, attention
 from lightning_videoscale.compat.diffusers import KERNELS_OF_BACKENDS, own_attention_backend
 from lightning_videoscale.compat.patching import only_redirects
 from lightning_videoscale.compat.torch.attention import with_gradient_in_order
 from lightning_videoscale.parallel.plan import SplitPlan, matching_modules
+from lightning_videoscale.parallel.redirection import RedirectingMode
 from lightning_videoscale.undo import Undo
 
 
 def choices_of_diffusers(backend: str) -> AttentionChoices:
-    """Returns what computes attention as a backend of diffusers would.
-
-    Args:
-        backend: As diffusers' ``set_attention_backend`` takes it.
+    """Returns what computes attention as a backend of diffusers' ``set_attention_backend`` would.
 
     Raises:
         ValueError: If no kernel here is that backend's.
@@ -45,16 +42,7 @@ def choices_of_diffusers(backend: str) -> AttentionChoices:
 
 
 def choose_attention(model: nn.Module, plan: SplitPlan, choices: AttentionChoices) -> Undo:
-    """Makes a network's attention ask for its kernel.
-
-    Args:
-        model: The network, which runs whole on every rank.
-        plan: Its plan, which may name the modules that attend.
-        choices: What chooses.
-
-    Returns:
-        What takes it back.
-    """
+    """Makes a network, which runs whole, ask for its kernel in attention, where its plan says it attends."""
     if choices.leaves_all_to_torch:
         return Undo()
     named = plan.attention if isinstance(plan.attention, Mapping) else ()
@@ -78,22 +66,12 @@ def _asking_forward(original: Callable[..., Any], choices: AttentionChoices) -> 
     return forward
 
 
-class _Asking(TorchFunctionMode):
+class _Asking(RedirectingMode):
     """Inside, attention that a chosen kernel can compute is computed by it."""
 
     def __init__(self, choices: AttentionChoices) -> None:
         super().__init__()
         self._choices = choices
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Calls the function, or attends in its place."""
-        if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **(kwargs or {}))
-        if func is Tensor.unflatten:
-            func = torch.unflatten  # the same, and traced inside a mode, where the method's super() is not
-        return func(*args, **(kwargs or {}))
 
     def _attend(
         self,

@@ -22,11 +22,7 @@ from lightning_videoscale.compat.torch.autograd import function_transforms_activ
 
 
 def refuse_transforms(what: str, tensors: Iterable[object]) -> None:
-    """Refuses to compute what exchanges between ranks have no derivative for.
-
-    Args:
-        what: Is computed, for the message.
-        tensors: On which it depends; others than tensors are ignored.
+    """Refuses to compute ``what``, of which exchanges between ranks have no derivative.
 
     Raises:
         NotImplementedError: Inside a transform of `torch.func`, and for tensors with a tangent.
@@ -58,24 +54,14 @@ def refuse_sharded_parameters(network: nn.Module | None) -> None:
 
 
 def without_second_derivative(gradients: tuple[Tensor, ...], inputs: tuple[Tensor, ...], what: str) -> Any:
-    """Returns gradients whose own gradient with respect to the inputs is an error.
-
-    Args:
-        gradients: Computed without recording.
-        inputs: What they were computed from.
-        what: Has no second derivative, and what to do, for the message.
-    """
+    """Returns gradients whose own gradient with respect to the inputs is an error."""
     if not torch.is_grad_enabled():
         return gradients
     return _Refusal.apply(what, len(gradients), *gradients, *inputs)  # type: ignore[no-untyped-call]
 
 
 def differentiable_once(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a backward an error where its gradients are to be differentiated again (``create_graph=True``).
-
-    Args:
-        what: Has no second derivative, and what to do, for the message.
-    """
+    """Makes a backward an error where its gradients are to be differentiated again (``create_graph=True``)."""
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)

@@ -15,17 +15,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from lightning_videoscale.parallel.trial_run import SplitNetwork
+from lightning_videoscale.ranks import gather_over_ranks
 
 _END = "the end of its forward pass"
 
 
 class ExchangeWatch:
-    """Makes what one rank meets in a forward pass an error of all ranks.
-
-    Args:
-        split: The network.
-        group: The ranks that run the pass together; all ranks if left out.
-    """
+    """Makes what one rank of a group, or of all, meets in a forward pass an error of all of them."""
 
     def __init__(self, split: SplitNetwork, group: ProcessGroup | None = None) -> None:
         self._name, self._network, self._context, self._group = split.name, split.network, split.context, group
@@ -102,8 +98,7 @@ class ExchangeWatch:
 
     def _agree(self, path: str, objection: str | None) -> list[tuple[int, str, str | None]]:
         """What every rank says."""
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, (path, objection), group=self._group)
+        everyone = gather_over_ranks((path, objection), self._group)
         if path == _END or len(set(everyone)) > 1 or objection is not None:
             self._over = True  # all ranks have heard the same, and none will ask again
         return [

@@ -24,6 +24,7 @@ from lightning_videoscale.parallel.exchange_watch import ExchangeWatch
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.token_mixing import TokenMixing
 from lightning_videoscale.parallel.trial_run import Rehearsal, SplitNetwork, eval_mode, rehearse, stage
+from lightning_videoscale.ranks import gather_over_ranks
 
 _BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-2}  # models compute norms and tables in float32, TF32 rounds
 _COARSE = 0.1
@@ -68,12 +69,6 @@ def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any
     Where a GPU has no room for the whole sequence, gradients are left out, or all. A network that draws random numbers
     is compared in eval mode.
 
-    Args:
-        split: The network.
-        args: What it is called with; equal on all ranks of a group.
-        kwargs: As ``args``, by name.
-        gradients: Whether to compare gradients, too.
-
     Raises:
         ValueError: On all ranks, if it mixes tokens where ranks have their own only, or the results differ.
     """
@@ -86,25 +81,25 @@ def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any
         with mixing.watching(network), ExchangeWatch(split).watching():
             on_slices = _attempt(split, args, kwargs, device, gradients, whole=False)
         assert on_slices is not None
-        everyone = _agree((mixing.found, _has_room(device, sp.size)))
+        everyone = gather_over_ranks((mixing.found, _has_room(device, sp.size)))
         found = [found for found, _ in everyone if found]  # or a dim that is as long as a slice by chance
         if gradients and on_slices.gradients is None:
             gradients, remark = False, "gradients left out, as checkpoints with use_reentrant=True give none"
         elif gradients and not all(room for _, room in everyone):
             gradients, remark = False, f"gradients left out, since {_NO_ROOM}"
         whole = _attempt(split, args, kwargs, device, gradients, whole=True)
-        if not all(_agree(whole is not None)):
+        if not all(gather_over_ranks(whole is not None)):
             _refuse_mixing(split.name, found)
             return PlanReport({}, 0.0, time.perf_counter() - started, f"since {_NO_ROOM}")
         assert whole is not None
         buffers = on_slices.buffers, whole.buffers
-        if any(_agree(whole.drew)):  # in the region, each rank draws its own
+        if any(gather_over_ranks(whole.drew)):  # in the region, each rank draws its own
             with eval_mode(network):
                 on_slices = _attempt(split, args, kwargs, device, gradients, whole=False)
                 whole = _attempt(split, args, kwargs, device, gradients, whole=True)
             assert on_slices is not None
             assert whole is not None
-            if any(_agree(whole.drew)):
+            if any(gather_over_ranks(whole.drew)):
                 _refuse_mixing(split.name, found)
                 return PlanReport({}, 0.0, time.perf_counter() - started, "as it draws random numbers in eval mode too")
             remark = f"{remark}{', ' if remark else ''}in eval mode, as it draws random numbers"
@@ -114,8 +109,8 @@ def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any
     }
     if whole.gradients is not None:
         errors |= _gradient_errors(on_slices.gradients or {}, whole.gradients, sp)
-    everyone = _agree(errors)
-    errors = {name: max(theirs.get(name, 0.0) for theirs in everyone) for theirs in everyone for name in theirs}
+    of_ranks = gather_over_ranks(errors)
+    errors = {name: max(theirs.get(name, 0.0) for theirs in of_ranks) for theirs in of_ranks for name in theirs}
     bound = _bound(device, on_slices.dtypes | whole.dtypes)
     report = PlanReport(errors, bound, time.perf_counter() - started, remark)
     if found and report.worst[1] > bound / 4:  # of what seems to mix tokens, less is believed to be rounding
@@ -130,11 +125,6 @@ def check_exchanges(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[
 
     For plans whose values need no comparison. What is seen is what a user may have changed: another attention backend,
     a mask, a module that attends to its own tokens only.
-
-    Args:
-        split: The network.
-        args: What it is called with; equal on all ranks of the group.
-        kwargs: As ``args``, by name.
 
     Raises:
         ValueError: On all ranks of the group, naming the module.
@@ -227,13 +217,6 @@ def _has_room(device: torch.device, times: int) -> bool:
     allocated = torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
     return (torch.cuda.max_memory_allocated(device) - allocated) * times <= free
-
-
-def _agree(mine: Any) -> list[Any]:
-    """What every rank says."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def _output_errors(split: list[Tensor], whole: list[Tensor]) -> dict[str, float]:

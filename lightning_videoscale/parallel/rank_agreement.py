@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_videoscale.compat.torch.trees import is_wrapper, keystr, tree_flatten_with_path
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.transport import Transport
+from lightning_videoscale.ranks import gather_over_ranks
 
 _FIRST = 20
 _INTERVAL = 211  # a prime, so that of several calls in a step each has its turn
@@ -76,8 +77,7 @@ class Agreement:
     def _explain(self, what: str, described: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Raises or warns on all ranks, by how far apart their values are."""
         ranks = list(self._axis.ranks)
-        everyone: list[dict[str, Any]] = [{}] * len(ranks)
-        dist.all_gather_object(everyone, described, self._axis.group)
+        everyone = gather_over_ranks(described, self._axis.group)
         apart: dict[str, float] = {}
         for name in sorted(set().union(*everyone)):
             seen = [theirs.get(name, "nothing") for theirs in everyone]

@@ -36,15 +36,7 @@ _TORCH = as_choices("sdpa")
 
 
 def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceContext) -> Callable[[], None]:
-    """Makes a network's attention exchange over the group.
-
-    Args:
-        model: The network.
-        plan: Says which attention, see `SplitPlan.attention`.
-        context: The group and the tables of the pass.
-
-    Returns:
-        What takes it back.
+    """Makes a network's attention exchange over the group, as its plan says; returns what takes it back.
 
     Raises:
         ValueError: If the network has no module of a path in the plan, or too few heads.
@@ -103,27 +95,29 @@ def exchanging_forward(module: nn.Module, path: str, rule: Attention, context: S
     return forward
 
 
-class RedirectedAttention(TorchFunctionMode):
-    """Inside, attention is over the tokens of all ranks; one call of it is expected.
-
-    Args:
-        place: Of the module that attends.
-        by_torch: Whether the user set the backend that calls torch's function.
-    """
-
-    def __init__(self, place: AttentionPlace, by_torch: bool) -> None:
-        super().__init__()
-        self.place, self._by_torch, self._calls = place, by_torch, 0
+class RedirectingMode(TorchFunctionMode):
+    """Inside, `_attend` takes the place of `scaled_dot_product_attention`."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls the function, or exchanges in its place."""
+        """Calls the function, or attends in its place."""
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
         if func is Tensor.unflatten:
             func = torch.unflatten  # the same, and traced inside a mode, where the method's super() is not
         return func(*args, **(kwargs or {}))
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class RedirectedAttention(RedirectingMode):
+    """Inside, attention is over the tokens of all ranks; one call of it is expected."""
+
+    def __init__(self, place: AttentionPlace, by_torch: bool) -> None:
+        super().__init__()
+        self.place, self._by_torch, self._calls = place, by_torch, 0
 
     def check_calls(self, name: str) -> None:
         """Refuses a module that attended otherwise, or more than once."""

@@ -20,12 +20,7 @@ from torch import Tensor
 
 
 class RegionSeed(NamedTuple):
-    """What one pass draws from in its region.
-
-    Attributes:
-        origin: Digest of the CPU generator's state outside.
-        seed: Of this rank's stream.
-    """
+    """What a pass draws from in its region: digest of the generator outside, and seed of this rank's stream."""
 
     origin: bytes
     seed: int
@@ -56,11 +51,7 @@ class RegionRandomness:
         self._passes = 0
 
     def enter(self, device: torch.device) -> RegionSeed | None:
-        """Begins this rank's own stream, and returns its seed; without effect inside the region (None).
-
-        Args:
-            device: Of the model.
-        """
+        """Begins this rank's own stream, and returns its seed; without effect inside the region (None)."""
         if self._outside is not None:
             return None
         origin = _digest(torch.get_rng_state())
@@ -75,10 +66,6 @@ class RegionRandomness:
         """Begins the stream of an earlier pass whose entrance is recomputed; without effect anywhere else in it.
 
         Checkpoints bring back the generators as they were, so at the entrance they are as outside.
-
-        Args:
-            device: Of the model.
-            seed: Of that pass.
         """
         if self._outside is None and _digest(torch.get_rng_state()) == seed.origin:
             self._begin(device, seed.seed)
@@ -106,14 +93,7 @@ class RegionRandomness:
 
     @contextmanager
     def held(self, device: torch.device) -> Iterator[RegionSeed | None]:
-        """All that runs inside is one region, of which `enter` and `leave` change nothing.
-
-        Args:
-            device: Of the model.
-
-        Yields:
-            As `enter` returns.
-        """
+        """All that runs inside is one region, of which `enter` and `leave` change nothing; yields what `enter` does."""
         seed, self._is_held = self.enter(device), True
         try:
             yield seed
@@ -124,11 +104,7 @@ class RegionRandomness:
 
     @contextmanager
     def put_back(self, device: torch.device) -> Iterator[None]:
-        """Afterwards all generators (torch's, NumPy's, Python's), and the next region's stream, are as before.
-
-        Args:
-            device: Of the model.
-        """
+        """Afterwards all generators (torch's, NumPy's, Python's), and the next region's stream, are as before."""
         torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
         device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         place = self._origin, self._passes

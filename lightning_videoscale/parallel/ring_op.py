@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_videoscale.attention.op import chooser
-from lightning_videoscale.kernels.autograd import register_autograd
+from lightning_videoscale.attention.op import backward_fake, chooser, forward_fake, tokens_first
+from lightning_videoscale.kernels.autograd import refuse_derivative, register_autograd
 from lightning_videoscale.parallel.group_numbers import group_of
 from lightning_videoscale.parallel.ring import SECOND_DERIVATIVE, Ring, attend_to_blocks, gradients_of_blocks
 from lightning_videoscale.parallel.schedules.ops import define
@@ -33,23 +32,9 @@ def _ring(scale: float, repeats: Sequence[int], chooser_number: int, lengths: Se
     return Ring(group.mesh.ring, tuple(lengths), tuple(repeats), scale, group.transport, choices)
 
 
-def _tokens_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _like(x: Tensor) -> Tensor:
-    batch, heads, tokens, dim = x.shape
-    return x.new_empty(batch, tokens, heads, dim).transpose(1, 2)
-
-
 def _run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
     out, lse = attend_to_blocks(query, key, value, mask, _ring(*how))
-    return _tokens_first(out), lse.contiguous()
-
-
-def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return _like(query), query.new_empty(query.shape[:3], dtype=wide)
+    return tokens_first(out), lse.contiguous()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
@@ -65,30 +50,21 @@ def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor
 def _run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     gradient, query, key, value, mask, out, lse, *how = arguments
     dq, dk, dv = gradients_of_blocks(gradient, query, key, value, mask, out, lse, _ring(*how))
-    return _tokens_first(dq), _tokens_first(dk.clone()), _tokens_first(dv.clone())  # which are of one message
-
-
-def _fake_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return _like(query), _like(key), _like(value)
-
-
-def _refuse(ctx: object, *gradients: Any) -> None:
-    raise NotImplementedError(SECOND_DERIVATIVE)
+    return tokens_first(dq), tokens_first(dk.clone()), tokens_first(dv.clone())  # which are of one message
 
 
 _GIVEN = "Tensor query, Tensor key, Tensor value, Tensor? mask"
 _HOW = "float scale, int[] repeats, SymInt chooser, SymInt[] lengths, SymInt group"
 
-_backward_op = register_autograd(
+_backward_op = refuse_derivative(
     define(
         "ring_attention_backward",
         f"(Tensor gradient, {_GIVEN}, Tensor out, Tensor lse, {_HOW}) -> (Tensor, Tensor, Tensor)",
         _run_backward,
-        _fake_backward,
+        backward_fake,
     ),
-    _refuse,
-    lambda ctx, inputs, output: None,
+    SECOND_DERIVATIVE,
 )
 _op = register_autograd(
-    define("ring_attention", f"({_GIVEN}, {_HOW}) -> (Tensor, Tensor)", _run, _fake), _differentiate, _save
+    define("ring_attention", f"({_GIVEN}, {_HOW}) -> (Tensor, Tensor)", _run, forward_fake), _differentiate, _save
 )

@@ -197,12 +197,7 @@ def _without_missing(x: Tensor, dim: int, tokens: int) -> Tensor:
 
 
 def whole_gradient(x: Tensor, context: SequenceContext) -> Tensor:
-    """Returns ``x``, whose gradient will be that of one rank, on every rank of the group.
-
-    Args:
-        x: The same tensor on all ranks of the group, before any `split`.
-        context: The group.
-    """
+    """Returns ``x``, not split yet, whose gradient will be that of one rank, on every rank of the group."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     same: Tensor = _WholeGradient.apply(x, context)  # type: ignore[no-untyped-call]

@@ -27,9 +27,6 @@ class TokenMixing(TorchFunctionMode):
     A tensor holds tokens if it was computed from a slice and has a slice's length along a dim. Text of every rank,
     which no slice went into, may be attended and mixed at will.
 
-    Args:
-        context: Of the split model; tells of the slices.
-
     Attributes:
         found: The calls, as "module path (class): what".
     """

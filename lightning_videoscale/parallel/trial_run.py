@@ -30,13 +30,7 @@ _MOST_ELEMENTS = 1 << 28  # of all gradients that are asked for
 
 
 class SplitNetwork:
-    """A network whose sequence is split, and that can run whole for a while.
-
-    Args:
-        network: The network, not yet wrapped.
-        plan: How it is split.
-        context: What its hooks and its attention share.
-    """
+    """A network whose sequence is split, and that can run whole for a while."""
 
     def __init__(self, network: nn.Module, plan: SplitPlan, context: SequenceContext) -> None:
         self.name = type(network).__name__  # FSDP2 makes another class of it

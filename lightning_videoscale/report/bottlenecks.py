@@ -52,13 +52,7 @@ class StepShares(NamedTuple):
 
 
 class Straggler(NamedTuple):
-    """The rank that is most often the last to arrive.
-
-    Attributes:
-        rank: Its number.
-        steps: Share of the steps in which it is, in [0, 1].
-        slowdown: Its compute time over that of a healthy rank for the same work, see `slowdowns_of`.
-    """
+    """The rank most often the last to arrive: in which share of the steps, and its slowdown, see `slowdowns_of`."""
 
     rank: int
     steps: float

@@ -52,9 +52,6 @@ def find_drift(windows: Sequence[Record]) -> Drift | None:
 
     Windows are few and differ by the shapes in them. So a fall counts only if it is large, beyond what their scatter
     explains, and nearly all windows before it were faster than the median one after it, and the other way round.
-
-    Args:
-        windows: `window` records, in order; those that do not tell their tokens are left out.
     """
     told = [window for window in windows if window["tokens"] and window["seconds"]]
     rates = np.array([window["tokens"] / window["seconds"] for window in told], np.float64)

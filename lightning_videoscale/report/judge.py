@@ -37,13 +37,7 @@ class Advice(NamedTuple):
 
 
 def advice_on_bottleneck(name: Name, straggler: Straggler, on_gpu: bool) -> str:
-    """Returns what to try against what costs the most.
-
-    Args:
-        name: What it is.
-        straggler: The rank that is most often the last.
-        on_gpu: Whether the ranks are GPUs.
-    """
+    """Returns what to try against what costs the most."""
     is_slow = straggler.steps > 0.8 and straggler.slowdown >= SLOW
     advice: dict[Name, str] = {
         "data": (

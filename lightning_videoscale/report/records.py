@@ -7,13 +7,13 @@ user's module.
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_videoscale.compat.names import installed_version
 from lightning_videoscale.cost.spread import compute_cv, cv_step
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.data.planning import BucketPlanner
@@ -151,12 +151,9 @@ def _machine(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
+    installed = {package: installed_version(package) for package in _PACKAGES}
     versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    versions |= {package: version for package, version in installed.items() if version is not None}
     if torch.cuda.is_available():
         versions["cuda"] = str(torch.version.cuda)
     return versions

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_videoscale.compat.torch.modules import buffers_of, non_persistent_buffers
+from lightning_videoscale.ranks import gather_over_ranks
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Parent
@@ -57,8 +58,7 @@ class SharedBuffers(_Parent):
             if buffer is not None and name not in non_persistent_buffers(module)
             if not (isinstance(buffer, DTensor) or buffer.is_meta)
         }
-        everyone: list[dict[tuple[str, str], str]] = [{}] * self.world_size
-        dist.all_gather_object(everyone, {name: f"{x.dtype} {tuple(x.shape)}" for name, x in persistent.items()})
+        everyone = gather_over_ranks({name: f"{x.dtype} {tuple(x.shape)}" for name, x in persistent.items()})
         for name in everyone[0]:
             if any(theirs.get(name) != everyone[0][name] for theirs in everyone):
                 continue

@@ -13,10 +13,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_videoscale.parallel.mesh import host_group
+from lightning_videoscale.ranks import gather_over_ranks
 
 
 class CallAgreement:
@@ -65,8 +65,7 @@ class CallAgreement:
         return uncompiled
 
     def _compare(self, mine: str) -> None:
-        everyone: list[str] = [""] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
+        everyone = gather_over_ranks(mine, self._group)
         if len(set(everyone)) == 1:
             return
         places = {where: [rank for rank, theirs in enumerate(everyone) if theirs == where] for where in everyone}

@@ -56,24 +56,13 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
 
     Args:
         stage: 1, 2 or 3.
-        ulysses_size: As for `SequenceParallelDDPStrategy`.
-        ring_size: As for `SequenceParallelDDPStrategy`.
-        modules: As for `SequenceParallelDDPStrategy`.
-        plan: As for `SequenceParallelDDPStrategy`.
-        activation_checkpointing: As for `SequenceParallelDDPStrategy`.
-        compile: As for `SequenceParallelDDPStrategy`.
-        transport: As for `SequenceParallelDDPStrategy`.
-        schedule: As for `SequenceParallelDDPStrategy`.
-        sp_size: As for `SequenceParallelDDPStrategy`.
-        verify_plan: As for `SequenceParallelDDPStrategy`.
-        save_frozen: As for `SequenceParallelDDPStrategy`.
-        attention_backend: As for `SequenceParallelDDPStrategy`.
         graphs: As for `SequenceParallelDDPStrategy`, under stages 1 and 2. Stage 3 gathers parameters to other memory
             in every step: there ``"auto"`` is off.
-        graphs_max_memory: As for `SequenceParallelDDPStrategy`.
         timeout: How long a collective may wait for a rank that does not come.
         **kwargs: As for Lightning's ``DeepSpeedStrategy``: offloading, bucket sizes, or a whole ``config``, which then
             says the stage.
+
+    Other arguments are as for `SequenceParallelDDPStrategy`.
 
     Raises:
         ModuleNotFoundError: If DeepSpeed is not installed.

@@ -78,24 +78,13 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     bfloat16 and the results are those of DDP (see `precision`); gradients are always averaged in float32 or more.
 
     Args:
-        ulysses_size: As for `SequenceParallelDDPStrategy`.
-        ring_size: As for `SequenceParallelDDPStrategy`.
-        modules: As for `SequenceParallelDDPStrategy`.
-        plan: As for `SequenceParallelDDPStrategy`.
-        activation_checkpointing: As for `SequenceParallelDDPStrategy`.
-        compile: As for `SequenceParallelDDPStrategy`.
         replicas: Copies of the model, each sharded over ``world size / replicas`` neighbouring ranks (hybrid sharding).
             With one copy per node, parameters are gathered inside the nodes and only gradients cross them.
         shard_frozen: Paths of frozen networks to shard too, such as a large text encoder.
-        transport: As for `SequenceParallelDDPStrategy`.
-        schedule: As for `SequenceParallelDDPStrategy`.
-        sp_size: As for `SequenceParallelDDPStrategy`.
-        verify_plan: As for `SequenceParallelDDPStrategy`.
-        save_frozen: As for `SequenceParallelDDPStrategy`.
-        attention_backend: As for `SequenceParallelDDPStrategy`.
         graphs: False or ``"auto"``, which is the same here: parameters are gathered to other memory in every step.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
-        timeout: As for `SequenceParallelDDPStrategy`.
+
+    Other arguments are as for `SequenceParallelDDPStrategy`.
 
     Raises:
         ValueError: If ``graphs`` is True. By the Trainer, if its precision is not supported. At the start of ``fit``,

@@ -16,10 +16,6 @@ def seed_generators(seed: int, *place: int | str) -> None:
     Ranks that name the same place draw the same numbers afterwards, whatever any of them drew before; different
     places are independent streams. That is what keeps noise, timesteps and dropped captions equal on the ranks that
     share a batch, and makes a resumed run draw what an uninterrupted one would have drawn.
-
-    Args:
-        seed: The run's seed, any non-negative integer.
-        place: Where the run is, such as the stage, the data-parallel rank, the epoch and the batch.
     """
     words = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in place]
     torch_seed, python_seed, numpy_seed = np.random.SeedSequence([seed, *words]).generate_state(3, np.uint64).tolist()

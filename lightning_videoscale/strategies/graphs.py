@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from functools import partial
 
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.graphs import GraphedNetwork, GraphOptions
 from lightning_videoscale.parallel import SequenceMesh
+from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.blocks import find_blocks
 from lightning_videoscale.undo import Undo
 
@@ -20,29 +20,13 @@ from lightning_videoscale.undo import Undo
 def run_by_graphs(
     network: nn.Module, mesh: SequenceMesh, options: GraphOptions, kernels: Callable[[], Hashable]
 ) -> Undo:
-    """Has a network run by CUDA graphs where it can; see `GraphedNetwork`.
-
-    Args:
-        network: The network, split already.
-        mesh: Whose ranks share the sequence.
-        options: When, and with how much memory.
-        kernels: Tells, in one value, what a graph relies on beside the network: the same value, the same kernels.
-
-    Returns:
-        What takes it back.
-    """
-
-    def gather(mine: Any) -> list[Any]:
-        everyone: list[Any] = [None] * mesh.sp.size
-        dist.all_gather_object(everyone, mine, group=mesh.sp.group)
-        return everyone
-
+    """Has a split network run by CUDA graphs where it can; returns what takes it back. See `GraphedNetwork`."""
     graphed = GraphedNetwork(
         network,
         network.forward,
         _entrances(network, options.segments),
         options,
-        gather if mesh.sp.size > 1 else None,
+        partial(gather_over_ranks, group=mesh.sp.group) if mesh.sp.size > 1 else None,
         kernels,
         rank_zero_info,
     )

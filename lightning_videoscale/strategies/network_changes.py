@@ -36,10 +36,6 @@ ModelTransform = Callable[[nn.Module], None]
 def transform(module: nn.Module, transforms: Sequence[ModelTransform]) -> None:
     """Makes the changes to a LightningModule that come before its sequence is split; they are not taken back.
 
-    Args:
-        module: The LightningModule, built and not wrapped.
-        transforms: Such as an injection of kernels, in this order.
-
     Raises:
         ValueError: If a part is compiled already.
     """
@@ -56,18 +52,7 @@ def change_networks(
     choices: AttentionChoices,
     schedules: ScheduleChoices,
 ) -> Undo:
-    """Splits the networks of a LightningModule, compiles and checkpoints their blocks, in place.
-
-    Args:
-        module: The LightningModule, transformed and not wrapped.
-        mesh: Whose ranks share the sequence.
-        transport: Of the exchange.
-        settings: What to split, and whether to compile, to checkpoint and to run by graphs.
-        choices: What chooses the kernel of attention.
-        schedules: What chooses the schedule of the exchange.
-
-    Returns:
-        Takes back everything.
+    """Splits the networks of a LightningModule, compiles and checkpoints their blocks; returns what takes all back.
 
     Raises:
         ValueError: If it is unclear what to split.

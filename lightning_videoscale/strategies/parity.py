@@ -44,14 +44,11 @@ class ParityReport:
 
 
 def loss_and_gradients(module: pl.LightningModule, step: Callable[[], Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """Runs a step and its backward, and takes the gradients away; collective over all ranks.
+    """Runs a step and its backward, and takes the gradients, averaged and whole, away to the CPU; collective.
 
     Args:
         module: The LightningModule; its parameters must have no gradients yet and have none afterwards.
         step: Returns the loss.
-
-    Returns:
-        The loss, and on the CPU the whole gradient of every parameter that has one, averaged over all ranks.
     """
     with _nothing_logged(module):
         loss = step()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 
 from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.graphs import GraphOptions
@@ -15,6 +14,7 @@ from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout import SequenceSizes, Size, SizeOfGroup, resolve_sizes
 from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import COMPILABLE, TransportName
+from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.compilation import CompileOptions
 
 
@@ -97,8 +97,7 @@ class SequenceParallelSettings:
         Collective over all ranks. Ranks that disagree would otherwise wait for each other in different collectives.
         """
         mine = {field.name: _comparable(getattr(self, field.name)) for field in fields(self)}
-        everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        everyone = gather_over_ranks(mine)
         for name in mine:
             values = [theirs[name] for theirs in everyone]
             if any(value != values[0] for value in values):

@@ -37,10 +37,6 @@ def check_weight_averaging(trainer: pl.Trainer, strategy: str) -> None:
     under ZeRO-3 these are empty, and under ZeRO-1 and 2 the float32 copies, which are what is trained and saved, never
     receive it.
 
-    Args:
-        trainer: The Trainer, whose callbacks are looked at.
-        strategy: Name of the strategy, for the message.
-
     Raises:
         ValueError: If it is about to fit with one of Lightning's callbacks for weight averaging.
     """

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_videoscale import measurement_file
 from lightning_videoscale.attention.records import SDPA, Record, RecordFile, slowest_of_ranks
-from lightning_videoscale.choosing import kept
 from tests.attention.cases import key, record
 
 
@@ -88,7 +88,7 @@ def test_of_several_that_add_at_once_nothing_is_lost(tmp_path: Path) -> None:
 def test_a_file_that_another_process_holds_is_not_waited_for_long(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "_PATIENCE", 0.2)
+    monkeypatch.setattr(measurement_file, "_PATIENCE", 0.2)
     file = RecordFile("cpu", tmp_path)
     with file.path.with_suffix(".lock").open("w") as held, caplog.at_level(logging.WARNING):
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 from lightning_videoscale.cli import doctor, main
 from lightning_videoscale.cli.doctor import examine
+from lightning_videoscale.compat.names import installed_version
 
 
 def findings(subject: str) -> list[tuple[str, str, str]]:
@@ -22,14 +23,9 @@ def findings(subject: str) -> list[tuple[str, str, str]]:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
     """Lets packages have other versions than they do."""
-
-    def version(package: str) -> str:
-        found = versions[package] if package in versions else metadata.version(package)
-        if found is None:
-            raise metadata.PackageNotFoundError(package)
-        return found
-
-    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(
+        doctor, "installed_version", lambda name: versions[name] if name in versions else installed_version(name)
+    )
 
 
 def test_the_versions_in_use_are_told() -> None:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_videoscale import models
 from lightning_videoscale.cost import TRANSFORMERS, TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.families import FAMILIES, known
+from lightning_videoscale.families import FAMILIES, known, said
 from tests.models import tiny_wan
 
 BY_CLASS = ("SPLIT_PLANS", "REFUSALS", "FUSED_BLOCKS", "FLOPS")
-
-
-def said(file: str, kind: str) -> dict[str, Any]:
-    entries: dict[str, Any] = getattr(import_module(f"lightning_videoscale.models.{file}"), kind, {})
-    return entries
 
 
 def test_every_file_has_its_line() -> None:

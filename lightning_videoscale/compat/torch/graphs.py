@@ -29,11 +29,7 @@ class _Memory:
 
 
 def alias(x: Tensor) -> Tensor:
-    """Returns a tensor over the memory of ``x`` that does not keep it from being reused.
-
-    Args:
-        x: A strided tensor on a GPU.
-    """
+    """Returns a tensor over the memory of a strided ``x`` on a GPU that does not keep it from being reused."""
     if x.numel() == 0:
         return torch.empty_like(x, requires_grad=False)
     elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -24,12 +24,7 @@ def copied_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]
 
 
 def reordered_loader(loader: DataLoader[Any], order: Iterable[Any]) -> DataLoader[Any]:
-    """Returns a copy of a loader that reads in another order, with workers of its own.
-
-    Args:
-        loader: What reads.
-        order: Indices of samples, or of the samples of each batch where the loader has a batch sampler.
-    """
+    """Returns a copy of a loader, with own workers, that reads samples, or a batch sampler's, in this order."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     return copied_loader(loader, _iterator=None, **{name: order})
 

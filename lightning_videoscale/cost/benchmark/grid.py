@@ -20,13 +20,7 @@ _SWEEP = (1, 2, 3, 4, 6, 8)
 
 
 class Cell(NamedTuple):
-    """One micro-batch to measure.
-
-    Attributes:
-        shape: Of its samples.
-        sequence_length: Tokens S of one sample.
-        samples: Batch size B.
-    """
+    """A micro-batch to measure: B samples of a shape, of S tokens each."""
 
     shape: Shape
     sequence_length: int
@@ -47,7 +41,6 @@ def spread_over_shapes(
     sequence_lengths: Sequence[int],
     max_shapes: int = 12,
     max_tokens: int | None = None,
-    long_from: int = LONG,
 ) -> list[Cell]:
     """Chooses shapes evenly over the logarithm of their length, the shortest and the longest among them.
 
@@ -60,7 +53,6 @@ def spread_over_shapes(
         sequence_lengths: Tokens of one sample of each.
         max_shapes: Sequence lengths to measure at most.
         max_tokens: Tokens B * S to measure at most; None: those of two samples of the longest shape.
-        long_from: Tokens from which on a sequence is long.
 
     Returns:
         Cells by rising tokens. One sample of every chosen shape is among them, whatever ``max_tokens`` says.
@@ -75,7 +67,7 @@ def spread_over_shapes(
     wanted = np.geomspace(lengths[0], lengths[-1], min(max_shapes, len(lengths)))
     chosen = sorted({int(lengths[np.argmin(np.abs(np.log(lengths / s)))]) for s in wanted})
     limit = max_tokens if max_tokens is not None else 2 * chosen[-1]
-    cells = [Cell(by_length[s], s, b) for s in chosen for b in _batch_sizes(s, limit // s, s >= long_from)]
+    cells = [Cell(by_length[s], s, b) for s in chosen for b in _batch_sizes(s, limit // s, s >= LONG)]
     return sorted(cells, key=lambda cell: (cell.tokens, cell.sequence_length))
 
 

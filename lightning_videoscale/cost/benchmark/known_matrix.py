@@ -18,12 +18,6 @@ def known_matrix(
 ) -> tuple[ShapeMatrix | None, str]:
     """Finds what was measured, the same on all ranks; collective where there is a Trainer.
 
-    Args:
-        trainer: Whose training it shall hold for; None: nobody knows.
-        named: File that was asked for.
-        beside_index: File that is taken where none was asked for, if it is of the Trainer's setting.
-        measure: Measures under the Trainer, where there is neither.
-
     Returns:
         The matrix, and where it comes from; None, and why there is none.
 

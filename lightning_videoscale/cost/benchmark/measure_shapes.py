@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from lightning_videoscale.compat.names import installed_version
 from lightning_videoscale.cost.benchmark.grid import Batch, Cell, SyntheticBatches
 from lightning_videoscale.cost.benchmark.growing_matrix import GrowingMatrix
 from lightning_videoscale.cost.benchmark.ranks import Ranks
@@ -105,16 +105,8 @@ def provenance_of(trainer: pl.Trainer) -> dict[str, Any]:
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
         "parameters": sum(p.numel() for p in module.parameters()),
         "cuda": torch.version.cuda,
-        **{name: _version(name) for name in ("lightning-videoscale", "torch", "lightning")},
+        **{name: installed_version(name) for name in ("lightning-videoscale", "torch", "lightning")},
     }
-
-
-def _version(package: str) -> str | None:
-    """None where it runs from a folder of sources, which nobody has installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _measure(

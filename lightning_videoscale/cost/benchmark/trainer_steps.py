@@ -29,9 +29,6 @@ class RealSteps:
 
     Made by `real_steps`. No optimizer's step is taken but one, before which the weights are kept and after which they
     are put back: an optimizer makes its states in its first step, and without them the peaks would be too low.
-
-    Args:
-        trainer: A Trainer whose model is wrapped.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -162,9 +159,6 @@ def real_steps(trainer: pl.Trainer) -> Iterator[RealSteps]:
     """Steps outside of the Trainer's loop; weights, buffers, optimizers, modes and random numbers are as before after.
 
     The Trainer's callbacks see nothing of them, and what the module logs goes nowhere.
-
-    Args:
-        trainer: A Trainer whose model is wrapped, not in the middle of a step.
 
     Raises:
         ValueError: If the module optimizes manually: its steps cannot be taken without changing it.

@@ -47,13 +47,7 @@ class RefusedSample(NamedTuple):
 
 
 class EncodeReport(NamedTuple):
-    """What one rank did.
-
-    Attributes:
-        written: Pieces that it made in this run.
-        found: Pieces that were there already, whoever made them.
-        refused: What was left out of the pieces that this run made.
-    """
+    """What one rank did: pieces that it made or found there already, and what it left out of those it made."""
 
     written: int
     found: int

@@ -10,12 +10,7 @@ T = TypeVar("T")
 
 
 class InBackground(Generic[T]):
-    """Begins to make something in a thread, which ends with the process whatever it does.
-
-    Args:
-        make: Makes it. Plans are made by numpy, which leaves other threads the interpreter.
-        what: What it is, for the message of an error.
-    """
+    """Begins to make something, named for messages, in a thread, which ends with the process whatever it does."""
 
     def __init__(self, make: Callable[[], T], what: str) -> None:
         self._make, self._what = make, what

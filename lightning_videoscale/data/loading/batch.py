@@ -24,11 +24,6 @@ def collate(samples: Sequence[dict[str, Any]], sample_ids: list[str], meta: Batc
 
     Tensors of equal shape and dtype are stacked, anything else becomes a list; a sample that lacks a member which
     another has contributes None. Latents are brought to float32.
-
-    Args:
-        samples: Per sample, its members by name in the batch.
-        sample_ids: Their identities.
-        meta: The plan's word about them.
     """
     return batch_of(columns_of(samples), sample_ids, meta)
 
@@ -41,12 +36,7 @@ def columns_of(samples: Sequence[dict[str, Any]]) -> Columns:
 
 
 def joined(parts: Sequence[Columns], pin: bool = False) -> Columns:
-    """Puts the samples of several parts below each other, as if they had been read at once.
-
-    Args:
-        parts: In the order of their samples.
-        pin: Whether tensors are put into page-locked memory, where they must be copied anyway.
-    """
+    """Puts the samples of parts below each other as if read at once, in page-locked memory if asked for."""
     if len(parts) == 1:
         return pinned(parts[0]) if pin else parts[0]
     names = dict.fromkeys(name for part in parts for name in part)

@@ -57,12 +57,7 @@ def warn_of_captions(index: ShardIndex) -> None:
 
 
 def warn_of_shapeless(index: ShardIndex, shapeless: int, first: int) -> None:
-    """Names samples that are too small to be trained on.
-
-    Args:
-        index: All samples.
-        shapeless: How many of them are too small.
-        first: The first that is; of no meaning where none is.
+    """Names samples that are too small to be trained on, of which ``first`` is the first.
 
     Raises:
         ValueError: If all of them are.

@@ -82,11 +82,7 @@ class IndexedShards:
         return (self._found or self._pack(workers=1)).index_file
 
     def build(self, workers: int) -> None:
-        """Packs folders, looks at what the kept table does not know yet, and keeps it; a warning where it cannot.
-
-        Args:
-            workers: Processes that look.
-        """
+        """Packs folders, looks by worker processes at what the kept table lacks, and keeps it, or warns."""
         found = self._pack(workers)
         try:
             build_index(found.shards, self.file, workers=workers, progress=True, caption_key=self._caption_key)

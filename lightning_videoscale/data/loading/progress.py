@@ -59,10 +59,6 @@ class Progress:
     def resume(cls, planner: BucketPlanner, state: Mapping[str, Any]) -> Progress:
         """Goes on from a state; at the next epoch, where nothing of its own is left.
 
-        Args:
-            planner: How to plan from now on.
-            state: What `state_dict` returned, maybe under another planner.
-
         Raises:
             ValueError: If the state is of another version.
         """
@@ -95,12 +91,7 @@ class Progress:
         return planned(done, whole_steps * planner.micro_batches)._or_next(planner)
 
     def replan(self, planner: BucketPlanner, micro_batches: int) -> Progress | None:
-        """The same epoch with another plan, from the first step on that is not begun; None where nothing is left.
-
-        Args:
-            planner: Plans for as many ranks and micro-batches per step.
-            micro_batches: What any rank has begun of this epoch.
-        """
+        """The same epoch with another plan, from the first step on that is not begun; None where nothing is left."""
         steps = -(-max(self.done - self.counted, micro_batches - self.counted) // self.micro_batches)
         done = self.plan.done_after(steps)
         if done.all() and self.plan.ends_epoch:
@@ -110,11 +101,7 @@ class Progress:
         return Progress(self.epoch, plan, done, counted, trained_as=self.trained_as)._or_next(planner)
 
     def next_window(self, planner: BucketPlanner) -> Progress:
-        """The place where this plan's last step is done: the beginning of the next window, with what this one leaves.
-
-        Args:
-            planner: Plans for as many ranks and micro-batches per step; of an epoch that does not end with this plan.
-        """
+        """The place where this plan's last step is done: the next window's beginning, with what this one leaves."""
         return self._next(planner)._or_next(planner)
 
     def _next(self, planner: BucketPlanner) -> Progress:

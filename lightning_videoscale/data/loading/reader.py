@@ -76,11 +76,7 @@ class MicroBatchReader(Dataset[Batch]):
         return ReadPart(part, [number for number, _ in found], columns_of([sample for _, sample in found]), problem)
 
     def together(self, parts: Sequence[ReadPart], pin: bool = False) -> Batch:
-        """Makes a batch of all parts of a micro-batch.
-
-        Args:
-            parts: In order.
-            pin: Whether its tensors are put into page-locked memory.
+        """Makes a batch of all parts of a micro-batch, in order; with ``pin`` in page-locked memory.
 
         Raises:
             ShardError: If nothing of it could be read, nor any of many others of its shape.

@@ -99,9 +99,6 @@ class RunBudget:
     def tokens_per_device(self, beside_index: Path) -> float | None:
         """How many tokens a device holds: M_mem as given, or that of a measured matrix over its ranks of a sequence.
 
-        Args:
-            beside_index: Where a matrix may lie, if none was named.
-
         Returns:
             None where neither is there, or the matrix has no peaks.
         """

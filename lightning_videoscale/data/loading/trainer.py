@@ -81,12 +81,7 @@ def apply_loss_weights(trainer: pl.Trainer) -> None:
 
 
 def announce_shapes(trainer: pl.Trainer, sampler: PlannedSampler) -> None:
-    """Tells the strategy how often shapes come in the run, where it asks for that.
-
-    Args:
-        trainer: The Trainer.
-        sampler: Of an epoch; the others are taken for alike, and so are its windows.
-    """
+    """Tells the strategy, where it asks, how often shapes come in the run, by one epoch's sampler."""
     plan = sampler.plan
     if not isinstance(trainer.strategy, ExpectsShapes) or not plan.grid.size:
         return
@@ -194,11 +189,6 @@ def replan(trainer: pl.Trainer, sampler: PlannedSampler, planner: BucketPlanner)
 
     Ranks read ahead, each a little differently. A new plan begins with the first step that no rank has begun to read,
     so that every rank trains both plans' steps whole, and every sample of the epoch exactly once.
-
-    Args:
-        trainer: The Trainer that trains on the sampler's micro-batches.
-        sampler: Of this rank.
-        planner: Equal on all ranks.
 
     Raises:
         ValueError: On every rank, if any has planned another plan than rank 0.

@@ -61,12 +61,7 @@ class LeftOut(NamedTuple):
 
 
 class WorkerLedger:
-    """Figures and left-out samples of all workers of one reader, the main process among them.
-
-    Args:
-        samples: Samples of the index.
-        shards: Shards of it.
-    """
+    """Figures and left-out samples of all workers of one reader, the main process among them."""
 
     def __init__(self, samples: int, shards: int) -> None:
         self._samples = samples

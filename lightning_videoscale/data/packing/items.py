@@ -43,11 +43,7 @@ class Content(NamedTuple):
 
 
 class Source(Protocol):
-    """A folder that is packed.
-
-    Attributes:
-        ignored: How many files of other kinds it holds, by extension.
-    """
+    """A folder that is packed."""
 
     ignored: Mapping[str, int]
 

@@ -21,12 +21,7 @@ from lightning_videoscale.data.shards.media import IMAGE_SUFFIXES, VIDEO_SUFFIXE
 
 
 class FolderListing(NamedTuple):
-    """The files of a folder and of the folders in it, as POSIX paths from it, sorted.
-
-    Attributes:
-        media: Videos and images.
-        others: The rest.
-    """
+    """The files of a folder and of the folders in it, as POSIX paths from it, sorted."""
 
     media: list[str]
     others: list[str]

@@ -81,10 +81,6 @@ def cut(
 def whole_steps(batches: Batches, slots: int) -> tuple[Batches, NDArray[np.int64]]:
     """Leaves out the micro-batches that make no whole step: those that are to be trained last.
 
-    Args:
-        batches: The micro-batches.
-        slots: Those of an optimizer step over all ranks.
-
     Returns:
         The others; and what was in those that are left out, ascending positions in the stream.
     """

@@ -11,11 +11,7 @@ ENOUGH = 0.8
 
 
 def diversity(shape_id: NDArray[np.int64]) -> float:
-    """Different shapes in a step over how many as many random micro-batches would have, the mean over steps.
-
-    Args:
-        shape_id: (steps, slots) shapes of the micro-batches.
-    """
+    """Different shapes in a step over how many random ones would have, mean over steps; of ids (steps, slots)."""
     return float(distinct(shape_id).mean() / distinct_at_random(np.bincount(shape_id.ravel()), shape_id.shape[1]))
 
 
@@ -26,11 +22,6 @@ def distinct(shape_id: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def distinct_at_random(counts: NDArray[np.int64], slots: int) -> float:
-    """How many shapes a step would have if its micro-batches were drawn at random, without replacement.
-
-    Args:
-        counts: (shapes,) micro-batches of each shape.
-        slots: Micro-batches of a step.
-    """
+    """How many shapes a step of ``slots`` micro-batches drawn from (shapes,) counts would have, without replacement."""
     none = hypergeom.pmf(0, counts.sum(), counts, slots)  # the chance that none of them has a shape
     return float((1 - none).sum())

@@ -33,12 +33,7 @@ class StepSpreads(NamedTuple):
 
     @classmethod
     def of(cls, plan: EpochPlan, cost: NDArray[np.float64] | None = None) -> StepSpreads:
-        """Computes them.
-
-        Args:
-            plan: The plan.
-            cost: (M,) what each micro-batch costs; None: what the plan predicts.
-        """
+        """Computes them by the cost (M,) of each micro-batch, by default the predicted one."""
         lengths = plan.table.sequence_lengths[plan.shape_id]
         loads = np.diff(plan.starts) * lengths * lengths
         load, by_rank = (

@@ -51,13 +51,7 @@ class SeededRandom:
 
 
 class RandomOfRows:
-    """Random numbers for some rows of a table: those that they have where all rows draw.
-
-    Args:
-        draws: What the rows draw from.
-        rows: (n,) ascending numbers of them.
-        total: How many rows the table has.
-    """
+    """Random numbers for rows (n,), ascending, of a table of ``total``: those that they have where all rows draw."""
 
     def __init__(self, draws: SeededRandom, rows: NDArray[np.int64], total: int) -> None:
         self._draws, self._rows, self._total = draws, rows, total

@@ -130,12 +130,7 @@ class ShapedClips(NamedTuple):
 
 
 class TablePart(NamedTuple):
-    """Some samples of a table.
-
-    Attributes:
-        rows: (n,) int64, ascending numbers of them.
-        total: Samples of the whole table.
-    """
+    """Some samples of a table of ``total``: their numbers, (n,) int64, ascending."""
 
     rows: NDArray[np.int64]
     total: int
@@ -267,14 +262,9 @@ STANDARD_POLICY = ShapePolicy(
 
 
 def standard_mix(clips: Clips, samples: int, seed: int = 0) -> Clips:
-    """Draws a list of samples from a table, each source with equal weight; `STANDARD_POLICY` gives them shapes.
+    """Draws N samples from a table, each source with equal weight; `STANDARD_POLICY` gives them shapes.
 
     "Every clip once" means every draw of this list once.
-
-    Args:
-        clips: The table.
-        samples: Length N of the list.
-        seed: Seed of the draws.
     """
     draws = SeededRandom(seed)
     sources, sizes = np.unique(clips.source, return_counts=True)

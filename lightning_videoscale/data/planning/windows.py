@@ -58,12 +58,7 @@ class ManyClips(Protocol):
 
 
 class WindowContent(NamedTuple):
-    """What of a window is planned.
-
-    Attributes:
-        table: Its samples, each once.
-        stream: (draws,) the row of the table that each draw is.
-    """
+    """What of a window is planned: its samples, each once, and (draws,) the row of the table that each draw is."""
 
     table: SampleTable
     stream: NDArray[np.int64]

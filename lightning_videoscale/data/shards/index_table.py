@@ -132,11 +132,7 @@ class IndexTable:
 
 
 class TableWriter:
-    """Makes shards the index, one after the other.
-
-    Args:
-        table: Where it is kept.
-    """
+    """Makes shards the index, one after the other."""
 
     def __init__(self, table: IndexTable) -> None:
         self._table = table

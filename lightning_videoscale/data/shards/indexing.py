@@ -282,11 +282,7 @@ def _both(url: str) -> tuple[Shard, Shard]:
 
 
 class _Journal:
-    """What a build has found and no part of the table holds yet, as lines in a file; it stays where the build fails.
-
-    Args:
-        table: What is built.
-    """
+    """What a build has found and no part of the table holds yet, as lines in a file; it stays where the build fails."""
 
     def __init__(self, table: IndexTable) -> None:
         self._folder = table.folder.parent

@@ -32,11 +32,7 @@ class TensorEntry(NamedTuple):
 
 
 def read_header(data: bytes, size: int) -> dict[str, TensorEntry]:
-    """Reads what a file holds.
-
-    Args:
-        data: The first bytes of the file, `HEADER_LIMIT` of them or all.
-        size: Bytes of the whole file.
+    """Reads what a file of ``size`` bytes holds, by its first `HEADER_LIMIT` bytes.
 
     Raises:
         ValueError: If this is no safetensors file, or is damaged.

@@ -29,13 +29,7 @@ _REMOTE_TRUST = 60.0
 
 
 class Cut(NamedTuple):
-    """What the plan wants of a video or an image.
-
-    Attributes:
-        shape: Frames, height and width of the pixels.
-        start: Seconds from the first frame.
-        fps: Frames per second; the clip's own rate is used where it has fewer.
-    """
+    """What the plan wants of a clip: frames, height and width; seconds from its start; frames per second at most."""
 
     shape: ClipShape
     start: float = 0.0
@@ -83,11 +77,7 @@ class OpenShards:
 
 
 class SampleReader:
-    """Reads and decodes samples of an index.
-
-    Args:
-        index: Says where they lie.
-    """
+    """Reads and decodes samples of an index."""
 
     def __init__(self, index: ShardIndex) -> None:
         self.index = index

@@ -150,12 +150,7 @@ class ReadingTime(threading.local):
 
 
 class TimedShard:
-    """A shard whose reads add to a thread's `ReadingTime`.
-
-    Args:
-        shard: The shard.
-        time: What they add to.
-    """
+    """A shard whose reads add to a thread's `ReadingTime`."""
 
     def __init__(self, shard: Shard, time: ReadingTime) -> None:
         self.url = shard.url

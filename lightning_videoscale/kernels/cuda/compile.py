@@ -72,7 +72,7 @@ def cached(path: Path, make: Callable[[], bytes], timeout: float) -> bytes:
             with file_lock(path.with_suffix(".lock"), timeout, "compiling a CUDA kernel"):
                 if not path.exists():
                     made = make()
-                    _write(path, made)
+                    write_whole(path, made)
         return path.read_bytes()
     except TimeoutError:
         raise
@@ -155,12 +155,13 @@ def _compile(source: str, constants: Mapping[str, str | int], arch: str) -> byte
     return bytes(code)
 
 
-def _write(path: Path, data: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, delete=False) as file:
-        try:
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that others find whole or not at all; what fails leaves nothing behind."""
+    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    try:
+        with open(descriptor, "wb") as file:
             file.write(data)
-            file.flush()
-        except OSError:
-            os.unlink(file.name)
-            raise
-    os.replace(file.name, path)
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise

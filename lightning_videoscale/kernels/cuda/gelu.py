@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels.cuda.launch import load
+from lightning_videoscale.kernels.cuda.launch import address_of, load, rows_at
 from lightning_videoscale.kernels.cuda.row_variant import TYPES
 from lightning_videoscale.kernels.gelu import GeluVariant
 
@@ -21,13 +21,7 @@ _FORWARD_THREADS, _BACKWARD_THREADS = 1024, 768
 
 
 class GeluKernels:
-    """The kernels for rows of one width and dtype, compiled, and how they are launched. Make it once for each.
-
-    Args:
-        columns: F.
-        dtype: Of x.
-        device: Index of the CUDA device.
-    """
+    """The kernels for rows of one width and dtype, compiled, and how they are launched. Make it once for each."""
 
     def __init__(self, columns: int, dtype: torch.dtype, device: int) -> None:
         macros = constants(columns, dtype)
@@ -79,7 +73,7 @@ def forward(x: Tensor) -> Tensor:
     """See `GeluBackend.forward`."""
     (n, f), y = x.shape, x.new_empty(x.shape)
     kernels = _kernels(f, x.dtype, x.get_device())
-    kernels.forward(kernels.grid(n, backward=False), kernels.block, *_rows(x), y.data_ptr(), n, f)
+    kernels.forward(kernels.grid(n, backward=False), kernels.block, *rows_at(x), y.data_ptr(), n, f)
     return y
 
 
@@ -90,18 +84,12 @@ def backward(dy: Tensor, x: Tensor, *, sums: bool, again: bool) -> tuple[Tensor,
     grid = kernels.grid(n, backward=True)
     y = x.new_empty(x.shape) if again else None
     parts = x.new_empty((grid[1], f), dtype=torch.float32) if sums else None
-    kernels.backward(grid, kernels.block, *_rows(dy), *_rows(x), dx.data_ptr(), _address(y), _address(parts), n, f)
+    kernels.backward(
+        grid, kernels.block, *rows_at(dy), *rows_at(x), dx.data_ptr(), address_of(y), address_of(parts), n, f
+    )
     if parts is None:
         return dx, None, y
     total = x.new_empty(f, dtype=torch.float32)
     columns = -(-f // _FINALIZE_COLUMNS)
     kernels.finalize((columns, 1, 1), _FINALIZE_BLOCK, parts.data_ptr(), total.data_ptr(), grid[1], f)
     return dx, total, y
-
-
-def _rows(x: Tensor) -> tuple[int, int]:
-    return x.data_ptr(), x.stride(0) * x.element_size()
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()

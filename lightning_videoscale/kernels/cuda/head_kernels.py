@@ -59,13 +59,7 @@ def stage_bytes(variant: HeadVariant) -> int:
 
 
 class HeadKernels:
-    """One variant, compiled, and how it is launched. Make it once per variant.
-
-    Args:
-        variant: The variant.
-        device: Index of the CUDA device.
-        tuning: By default what `tuning_for` says.
-    """
+    """One variant, compiled, and how it is launched. Make it once per variant."""
 
     def __init__(self, variant: HeadVariant, device: int, tuning: HeadTuning | None = None) -> None:
         tuning = tuning or device_tuning(variant, device)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_videoscale.compat.torch.cuda import current_raw_stream
 from lightning_videoscale.kernels.capture import is_capturing, not_while_capturing
@@ -173,3 +174,13 @@ def arch(device: int) -> str:
     """Architecture of a device, such as "sm_90"."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def address_of(x: Tensor | None) -> int:
+    """Returns the pointer that a kernel takes for a tensor, or for none."""
+    return 0 if x is None else x.data_ptr()
+
+
+def rows_at(x: Tensor | None) -> tuple[int, int]:
+    """Returns the pointer and the bytes from row to row that a kernel takes for (N, …), or for none."""
+    return (0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.element_size())

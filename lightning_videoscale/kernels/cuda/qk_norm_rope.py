@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels.cuda.head_kernels import HeadKernels, device_tuning, too_wide
-from lightning_videoscale.kernels.cuda.launch import Kernel, load
+from lightning_videoscale.kernels.cuda.launch import Kernel, address_of, load, rows_at
 from lightning_videoscale.kernels.cuda.row_variant import TYPES
 from lightning_videoscale.kernels.head_types import (
     HeadVariant,
@@ -181,8 +181,8 @@ def _side(
     dx_parts: Tensor | None = None,
 ) -> tuple[int, ...]:
     """The members of the struct Side."""
-    addresses = (_address(t) for t in (out, side.weight, side.bias, mean, rstd, of_rows, parts, dx_parts))
-    return (*_source(x), *_source(dy), *addresses, x.shape[0], side.x.shape[1])
+    addresses = (address_of(t) for t in (out, side.weight, side.bias, mean, rstd, of_rows, parts, dx_parts))
+    return (*rows_at(x), *rows_at(dy), *addresses, x.shape[0], side.x.shape[1])
 
 
 def _aligned(side: Side) -> Side:
@@ -201,11 +201,3 @@ def _at_16_bytes(x: Tensor) -> Tensor:
 def _rows(sides: tuple[Side, Side]) -> tuple[int, int]:
     q, k = (side.x.shape[0] * side.x.shape[1] for side in sides)
     return q, k
-
-
-def _source(x: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.element_size())
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()

@@ -19,14 +19,7 @@ _FINALIZE_TUNING = RowTuning(threads=32, stages=2, rows=1, blocks=1, bulk=False)
 
 
 class RowKernels:
-    """One direction of a variant, compiled, and how it is launched. Make it once per variant.
-
-    Args:
-        variant: The variant.
-        direction: Forward or backward.
-        device: Index of the CUDA device.
-        tuning: By default what `tuning_for` says.
-    """
+    """One direction of a variant, compiled, and how it is launched. Make it once per variant."""
 
     def __init__(self, variant: RowVariant, direction: Direction, device: int, tuning: RowTuning | None = None) -> None:
         properties = torch.cuda.get_device_properties(device)

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from lightning_videoscale.kernels.cuda.launch import address_of, rows_at
 from lightning_videoscale.kernels.cuda.row_kernels import RowKernels, device_tuning, too_wide
 from lightning_videoscale.kernels.cuda.row_variant import TYPES, Direction
 from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowInputs, RowMap, RowOutputs, RowVariant
@@ -57,17 +58,17 @@ def run_forward(kernels: RowKernels, variant: RowVariant, inputs: RowInputs) -> 
     kernels.kernel(
         (blocks, 1, 1),
         kernels.block,
-        *_source(x),
-        *_source(branch),
+        *rows_at(x),
+        *rows_at(branch),
         *_view(gate),
         *_view(scale),
         *_view(shift),
-        _address(weight),
-        _address(bias),
-        _address(h),
-        _address(y),
-        _address(mean),
-        _address(rstd),
+        address_of(weight),
+        address_of(bias),
+        address_of(h),
+        address_of(y),
+        address_of(mean),
+        address_of(rstd),
         *_order_arguments(order, n, rows, run),
         eps,
     )
@@ -99,20 +100,20 @@ def run_backward(
     kernels.kernel(
         (blocks, 1, 1),
         kernels.block,
-        *_source(dy),
-        *_source(h),
-        *_source(dh),
-        *_source(branch),
+        *rows_at(dy),
+        *rows_at(h),
+        *rows_at(dh),
+        *rows_at(branch),
         *_view(gate),
         *_view(scale),
-        _address(weight),
-        _address(bias),
-        _address(mean),
-        _address(rstd),
-        _address(dx),
-        _address(dbranch),
-        *map(_address, of_rows),
-        _address(parts),
+        address_of(weight),
+        address_of(bias),
+        address_of(mean),
+        address_of(rstd),
+        address_of(dx),
+        address_of(dbranch),
+        *map(address_of, of_rows),
+        address_of(parts),
         *order_arguments,
         eps,
         cluster=cluster,
@@ -130,17 +131,17 @@ def run_backward(
     kernels.finalize(
         (-(-d // _FINALIZE_COLUMNS), shares, 1),
         _FINALIZE_BLOCK,
-        _address(parts),
+        address_of(parts),
         *_view(gate),
         *_view(scale),
-        _address(weight),
-        _address(bias),
-        _address(dgate),
-        _address(dscale),
-        _address(dshift),
-        _address(dweight),
-        _address(dbias),
-        _address(dbranch_bias),
+        address_of(weight),
+        address_of(bias),
+        address_of(dgate),
+        address_of(dscale),
+        address_of(dshift),
+        address_of(dweight),
+        address_of(dbias),
+        address_of(dbranch_bias),
         *order_arguments,
         blocks // cluster,
     )
@@ -202,15 +203,7 @@ def _order_arguments(order: tuple[Tensor, Tensor] | None, n: int, rows: RowMap, 
     return (*addresses, n, rows.rows_per_group, rows.groups, run)
 
 
-def _source(x: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.element_size())
-
-
 def _view(operand: Operand | None) -> tuple[int, int, int]:
     if operand is None:
         return 0, 0, 0
-    return operand.values.data_ptr(), _address(operand.table), operand.values.stride(0)
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+    return operand.values.data_ptr(), address_of(operand.table), operand.values.stride(0)

@@ -25,7 +25,7 @@ from lightning_videoscale.injection.attention import (
     projected,
     rope_of,
 )
-from lightning_videoscale.injection.fused_block import FusedBlock, called_with, unfused
+from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import Modulation, of_adaptive_norm
 from lightning_videoscale.injection.norms import (
     ADA_LAYER_NORM_ZERO,
@@ -86,19 +86,7 @@ def attend_to_both(
     *,
     detach_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """An attention of two streams, text first, with projections of their own.
-
-    Args:
-        attn: It.
-        image: (B, S, D).
-        text: (B, T, D).
-        tables: Of all tokens, text first.
-        exchange: As `attend_jointly` has it.
-        detach_bias: As `project_out` has it, of the image's branch.
-
-    Returns:
-        The branch of the image and that of the text.
-    """
+    """Attends over image (B, S, D) and text (B, T, D), whose tables come first; returns the branch of each."""
     length = text.shape[1]
     of_text = of_image = None
     if tables is not None:
@@ -118,9 +106,6 @@ def _double(
     image_rotary_emb: Any = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if joint_attention_kwargs:
-        original = unfused(self, called_with("joint_attention_kwargs", joint_attention_kwargs))
-        return original(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)  # type: ignore[no-any-return]
     batch_size = hidden_states.shape[0]
     of_image = of_adaptive_norm(self.norm1, temb, 2, batch_size)
     of_text = of_adaptive_norm(self.norm1_context, temb, 2, batch_size)
@@ -135,9 +120,6 @@ def _single(
     image_rotary_emb: Any = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if joint_attention_kwargs:
-        original = unfused(self, called_with("joint_attention_kwargs", joint_attention_kwargs))
-        return original(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)  # type: ignore[no-any-return]
     length = encoder_hidden_states.shape[1]
     joined = torch.cat([encoder_hidden_states, hidden_states], dim=1)
     (modulation,) = of_adaptive_norm(self.norm, temb, 1, joined.shape[0])
@@ -154,16 +136,7 @@ def two_streams(
     of_text: list[Modulation],
     **named: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A block of two streams; returns text and image.
-
-    Args:
-        block: It.
-        hidden_states: The image, (B, S, D).
-        encoder_hidden_states: The text, (B, T, D).
-        of_image: The modulation of attention and feed-forward.
-        of_text: Likewise.
-        **named: Further arguments of the attention.
-    """
+    """Runs a block of two streams, image (B, S, D) and text (B, T, D); returns text and image."""
     image, text = (ResidualStream(block, x, rounding="eager") for x in (hidden_states, encoder_hidden_states))
     norm, of_context = (getattr(each, "norm", each) for each in (block.norm1, block.norm1_context))  # in adaptive ones
     attend_between(block.attn, (image, norm, of_image[0]), (text, of_context, of_text[0]), **named)
@@ -190,6 +163,7 @@ def double_block(class_path: str, forward: Any, known: str, norm: Kind) -> Fused
         forward=forward,
         what="fork_norm_modulate, gate_residual_norm_modulate, gate_residual of image and text",
         known_forwards={known: TRIED},
+        unless_given="joint_attention_kwargs",
         parts=(
             Part("norm1", norm),
             Part("norm1.norm", LAYER_NORM),
@@ -209,6 +183,7 @@ def single_block(class_path: str, forward: Any, known: str, norm: Kind) -> Fused
         forward=forward,
         what="fork_norm_modulate, gate_residual; gelu",
         known_forwards={known: TRIED},
+        unless_given="joint_attention_kwargs",
         parts=(Part("norm", norm), Part("norm.norm", LAYER_NORM)),
     )
 

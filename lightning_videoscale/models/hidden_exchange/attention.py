@@ -17,12 +17,6 @@ from lightning_videoscale.parallel.schedules.attention_output import attend_and_
 class AttendByHeads(RedirectedAttention):
     """Inside, the attention that is called has all tokens of the Ulysses group already, and this rank's heads.
 
-    Args:
-        at: Where the module is, and what the plan says of it.
-        place: Where tokens and heads are.
-        by_torch: Whether the user set the backend that calls torch's function.
-        by_slices: Whether what comes out is sent rank by rank, as soon as it is computed.
-
     Attributes:
         arriving: Waits for what became of this rank's tokens, (B, s, H · D), if it is on its way already.
     """

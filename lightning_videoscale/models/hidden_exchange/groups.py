@@ -16,12 +16,7 @@ Streams = Mapping[str, Projection]
 
 
 class StreamGroup(NamedTuple):
-    """Streams with the same projections, which one message carries together.
-
-    Attributes:
-        streams: Their names, in the attention's order.
-        projection: That of the first.
-    """
+    """Streams with the same projections, in the attention's order, which one message carries together."""
 
     streams: tuple[str, ...]
     projection: Projection
@@ -44,12 +39,7 @@ def groups_of(described: Streams) -> list[StreamGroup]:
 
 
 class HeadPlacement(NamedTuple):
-    """Where an attention's heads and tokens are.
-
-    Attributes:
-        context: The group of ranks, and how its tokens are split.
-        heads: Of the attention.
-    """
+    """Where an attention's heads and tokens are."""
 
     context: SequenceContext
     heads: int

@@ -18,12 +18,7 @@ _JOINED = {"to_q": "to_qkv", "add_q_proj": "to_added_qkv"}
 
 
 class Arrived(NamedTuple):
-    """What a group's projections made.
-
-    Attributes:
-        heads: Of this rank, of all tokens.
-        norm: What queries and keys went through; None if their norms are left to the attention.
-    """
+    """This rank's heads of all tokens, and the norm that queries and keys went through, if not the attention's own."""
 
     heads: Heads
     norm: Norm | None
@@ -47,16 +42,7 @@ def project(
     *,
     by_slices: bool,
 ) -> Arrived:
-    """Projects a group's tokens and exchanges them.
-
-    Args:
-        attn: The attention.
-        group: Some of its streams.
-        described: All of them.
-        arguments: What it was called with.
-        place: Where tokens and heads are.
-        by_slices: As for `project_heads`.
-    """
+    """Projects a group's tokens and exchanges them."""
     x = group.tokens(described, arguments)
     norm, projection = None, group.projection
     if projection.across_heads:

@@ -11,21 +11,12 @@ from torch import Tensor
 from lightning_videoscale.kernels.autograd import register_autograd
 from lightning_videoscale.parallel import SequenceContext
 from lightning_videoscale.parallel.group_numbers import group_of
-from lightning_videoscale.parallel.schedules.ops import define, refuse_second_derivative
+from lightning_videoscale.parallel.schedules.ops import define, define_backward
 from lightning_videoscale.parallel.sharding import gather_inside, gradient_of_slices
 
 
 def whole_of(x: Tensor, dim: int, streams: tuple[str, ...], context: SequenceContext, *, keep: bool) -> Tensor:
-    """Returns the tokens of all ranks, as the pass has noted them, or gathered.
-
-    Args:
-        x: Those of this rank.
-        dim: Of the tokens.
-        streams: Whose they are, one behind the other.
-        context: The group, and how its tokens are split.
-        keep: Whether other layers of the pass are given the same. Compiled code keeps nothing: it may write something
-            else where ``x`` was.
-    """
+    """Returns the tokens of all ranks, as the pass has noted them (``keep``: for other layers, too), or gathered."""
     if torch.compiler.is_compiling():
         lengths = [length for stream in streams for length in context.lengths((stream,))]
         counts = [context.record.tokens(stream) for stream in streams]
@@ -82,15 +73,11 @@ def _fake_backward(gradient: Tensor, dim: int, tokens: int, *_: Any) -> Tensor:
     return gradient.new_empty(*gradient.shape[:dim], tokens, *gradient.shape[dim + 1 :])
 
 
-_backward_op = register_autograd(
-    define(
-        "whole_of_backward",
-        "(Tensor gradient, int dim, SymInt tokens, SymInt[] lengths, SymInt[] counts, SymInt group) -> Tensor",
-        _run_backward,
-        _fake_backward,
-    ),
-    refuse_second_derivative,
-    lambda ctx, inputs, output: None,
+_backward_op = define_backward(
+    "whole_of_backward",
+    "(Tensor gradient, int dim, SymInt tokens, SymInt[] lengths, SymInt[] counts, SymInt group) -> Tensor",
+    _run_backward,
+    _fake_backward,
 )
 _op = register_autograd(
     define(

@@ -88,9 +88,10 @@ def _last_linear(attn: Any) -> nn.Linear | str:
     return "out_layer has no bias" if attn.out_layer.bias is None else attn.out_layer
 
 
-FUSED_ATTENTION = replace(
+_ATTENTION = replace(
     fused_attention(
         _PROCESSOR, _forward, f"{HOME}.Kandinsky5Attention", {"d168e3b2dc70a885-c1fbb2a61e991e8c6c515": TRIED}
     ),
     last_linear=_last_linear,
 )
+FUSED_BLOCKS = {_ATTENTION.class_path: _ATTENTION}

@@ -45,7 +45,7 @@ def _fused(name: str, forward: Any, known: str, norms: tuple[str, ...], attentio
     )
 
 
-FUSED_BLOCKS = (
+_BLOCKS = (
     _fused(
         "Kandinsky5TransformerEncoderBlock",
         _text,
@@ -61,3 +61,4 @@ FUSED_BLOCKS = (
         ("self_attention", "cross_attention"),
     ),
 )
+FUSED_BLOCKS = {block.class_path: block for block in _BLOCKS}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -29,12 +28,7 @@ GEOMETRIES = {"ltx-video": _PATCHES, "ltx-2": _PATCHES}
 TRANSFORMERS = {"ltx-video": TransformerFlops(28, 2048, 8192), "ltx-2": TransformerFlops(48, 4096, 16384)}
 
 
-def _flops(config: Mapping[str, Any]) -> TransformerFlops:
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    return TransformerFlops(config["num_layers"], width, 4 * width)
-
-
-FLOPS = {_LTX: _flops, _LTX2: _flops}
+FLOPS = dict.fromkeys((_LTX, _LTX2), partial(TransformerFlops.of_plain, cross_attention=True))
 
 BLOCKS = {_LTX: ("transformer_blocks.*",), _LTX2: ("transformer_blocks.*",)}
 

@@ -87,9 +87,10 @@ def _attend_by_sample(query: Tensor, key: Tensor, value: Tensor, text_mask: Tens
     return torch.cat(attended)
 
 
-FUSED_ATTENTION = fused_attention(
+_ATTENTION = fused_attention(
     _DIFFUSERS,
     _forward,
     "diffusers.models.attention_processor.MochiAttention",
     {"c9baeb7e9195bd12-42a779": TRIED},
 )
+FUSED_BLOCKS = {_ATTENTION.class_path: _ATTENTION}

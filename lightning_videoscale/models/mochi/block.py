@@ -76,7 +76,7 @@ def _embedded_last(norm: Any, temb: Tensor, x: Tensor) -> Modulation:
 
 _RMS = ("norm1.norm", "norm2.norm", "norm3.norm", "norm4.norm")
 _RMS_OF_TEXT = ("norm2_context.norm", "norm3_context.norm", "norm4_context.norm", "norm1_context.norm.norm")
-FUSED_BLOCK = FusedBlock(
+_BLOCK = FusedBlock(
     class_path=f"{_HOME}.MochiTransformerBlock",
     forward=_forward,
     what="fork_norm_modulate, gate_residual_norm_modulate, gate_residual of video and text, with their branches' norms",
@@ -92,3 +92,4 @@ FUSED_BLOCK = FusedBlock(
     ),
     branches=("attn1",),
 )
+FUSED_BLOCKS = {_BLOCK.class_path: _BLOCK}

@@ -40,12 +40,7 @@ def _timesteps_forward(
 
 
 def fused_timesteps(class_path: str, block: str) -> FusedBlock:
-    """Returns the replacement of an embedding that is Wan's, whatever its class is called.
-
-    Args:
-        class_path: Of the embedding.
-        block: Of the blocks that read it.
-    """
+    """Returns the replacement of an embedding that is Wan's, whatever its class is called."""
     return FusedBlock(
         class_path=class_path,
         forward=_timesteps_forward,

@@ -19,7 +19,7 @@ import torch
 
 from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.attention.case import device_name
-from lightning_videoscale.choosing.world import gather_over_world, of_first_rank, rank_in_world
+from lightning_videoscale.attention.trial import wait_for
 from lightning_videoscale.parallel.layout.machines import Machine, machine_of
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.schedules import ScheduleName, ScheduleSetting
@@ -34,6 +34,7 @@ from lightning_videoscale.parallel.schedules.table import (
 from lightning_videoscale.parallel.schedules.trial import Alone, time_in_turns
 from lightning_videoscale.parallel.schedules.trial_layer import TrialGroup, TrialLayer
 from lightning_videoscale.parallel.transport import Transport
+from lightning_videoscale.ranks import gather_over_ranks, of_first_rank, rank_in_world
 
 _SECONDS_OF_KEY = 3.0
 _SECONDS_OF_RUN = 30.0
@@ -155,7 +156,7 @@ class ScheduleChoices:
         """
         if self._group is None:
             return
-        asked = {key for keys in gather_over_world(self._asked) for key in keys} - self._met
+        asked = {key for keys in gather_over_ranks(self._asked) for key in keys} - self._met
         self._asked.clear()
         objection = self._common_objection()
         unknown = (asked | self._unmeasured) - self._records.keys()
@@ -187,7 +188,7 @@ class ScheduleChoices:
             begin = self._clock()
             with torch.inference_mode(False):  # a user may settle after a validation
                 record = self._measure(key, begin)
-            self._seconds_left -= max(gather_over_world(self._clock() - begin))
+            self._seconds_left -= max(gather_over_ranks(self._clock() - begin))
             if record is None:  # what is compiled and started the first time, is so the next time
                 late.add(key)
             else:
@@ -198,7 +199,7 @@ class ScheduleChoices:
         """The same record on all ranks; None if there was too little time."""
         assert self._group is not None
         layer, reason = _rehearsed(key, self._group)
-        reasons = {rank: each for rank, each in enumerate(gather_over_world(reason)) if each is not None}
+        reasons = {rank: each for rank, each in enumerate(gather_over_ranks(reason)) if each is not None}
         if reasons or layer is None:
             return ScheduleRecord({}, {}, "; ".join(f"rank {rank}: {each}" for rank, each in reasons.items()))
         if self._group.attention.is_prepared:
@@ -208,17 +209,17 @@ class ScheduleChoices:
         def repeated(run: Callable[[Transport], Any], passes: int) -> None:
             for _ in range(passes):
                 run(transport)
-            _wait(device)
+            wait_for(device)
 
         runs = {name: partial(repeated, run) for name, run in layer.runs().items()}
-        left = self._seconds_of_key - max(gather_over_world(self._clock() - begin))
+        left = self._seconds_of_key - max(gather_over_ranks(self._clock() - begin))
         turns = time_in_turns(runs, left, self._clock, _slowest)
         return None if turns is None else ScheduleRecord.of_turns(turns)
 
     def _common_objection(self) -> str | None:
         """What stands against other schedules on some rank; None if nothing does on any. Collective."""
         mine = next((reason for each in self._objections if (reason := each()) is not None), None)
-        return next((reason for reason in gather_over_world(mine) if reason is not None), None)
+        return next((reason for reason in gather_over_ranks(mine) if reason is not None), None)
 
     def _renew(self, objection: str | None) -> None:
         if objection is not None and objection != self.table.objection:
@@ -279,8 +280,8 @@ def as_schedules(schedule: ScheduleSetting | ScheduleChoices, log: Callable[[str
 
 def _place_of(group: TrialGroup) -> LayerPlacement:
     """Where layers run; collective over all ranks, so that all say the same."""
-    names = gather_over_world(socket.gethostname())
-    hosts = max(gather_over_world(len({names[rank] for rank in group.mesh.ulysses.ranks})))
+    names = gather_over_ranks(socket.gethostname())
+    hosts = max(gather_over_ranks(len({names[rank] for rank in group.mesh.ulysses.ranks})))
     sizes = group.mesh.ulysses.size, group.mesh.ring.size
     return of_first_rank(LayerPlacement(device_name(group.device), group.transport.name, *sizes, hosts))
 
@@ -291,16 +292,11 @@ def _rehearsed(key: ScheduleKey, group: TrialGroup) -> tuple[TrialLayer | None, 
         layer = TrialLayer(key, group)
         for run in layer.runs().values():
             run(Alone())
-        _wait(group.device)
+        wait_for(group.device)
     except Exception as error:  # out of memory, or a kernel that does not run here: peers must not wait for it
         return None, f"{type(error).__name__}: {error}"
     return layer, None
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _slowest(mine: Sequence[float]) -> list[float]:
-    return [max(each) for each in zip(*gather_over_world(list(mine)), strict=True)]
+    return [max(each) for each in zip(*gather_over_ranks(list(mine)), strict=True)]

@@ -5,7 +5,7 @@ take tensors and plain values only, such as the number of a group of ranks. Comp
 exchange in one order, and a compiler may choose one by the sizes of tensors, which differ between ranks.
 
 `PLACE`, `place_of`, `ulysses_of`   a Ulysses group in a layer, as the last arguments of an op
-`define`                            makes an op
+`define`, `define_backward`         make an op
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightning_videoscale.compat.torch.compilation import keep_order
-from lightning_videoscale.kernels.autograd import NAMESPACE
+from lightning_videoscale.kernels.autograd import NAMESPACE, define_op, refuse_derivative
 from lightning_videoscale.parallel.group_numbers import group_of
 from lightning_videoscale.parallel.schedules.messages import SECOND_DERIVATIVE
 from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads
@@ -41,31 +41,20 @@ def ulysses_of(lengths: Sequence[int], heads: int, mine: int, tokens: int, numbe
 
 
 def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> str:
-    """Makes an op that computes as eager code does and keeps its place in the program; returns its full name.
-
-    Args:
-        name: Of the op.
-        schema: Its arguments and results.
-        run: What it computes.
-        fake: The same of tensors without values.
-    """
+    """Makes an op that computes as eager code does and keeps its place in the program; returns its full name."""
 
     def without_autocast(first: Any, *arguments: Any) -> Any:
         with torch.autocast(first.device.type, enabled=False):
             return run(first, *arguments)
 
     full = f"{NAMESPACE}::{name}"
-    torch.library.define(full, schema)
-    torch.library.impl(full, "CompositeExplicitAutograd", without_autocast)
-    torch.library.register_fake(full, fake)
+    define_op(full, schema, without_autocast, fake)
     keep_order(full)
     return full
 
 
-def refuse_second_derivative(ctx: object, *gradients: Any) -> None:
-    """The derivative of a backward, which there is not.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    raise NotImplementedError(SECOND_DERIVATIVE)
+def define_backward(
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], *, returns_list: bool = False
+) -> Callable[..., Any]:
+    """As `define`, for a backward, which has no derivative; returns the op."""
+    return refuse_derivative(define(name, schema, run, fake), SECOND_DERIVATIVE, returns_list=returns_list)

@@ -19,7 +19,7 @@ from lightning_videoscale.parallel.schedules.attending import (
     send_output_gradients,
 )
 from lightning_videoscale.parallel.schedules.messages import heads_first, joined_heads
-from lightning_videoscale.parallel.schedules.ops import PLACE, define, refuse_second_derivative, ulysses_of
+from lightning_videoscale.parallel.schedules.ops import PLACE, define, define_backward, ulysses_of
 
 # -- attention -----------------------------------------------------------------------------------------------------
 
@@ -147,15 +147,11 @@ def _project_backward_fake(
 
 _HOW = f"bool by_slices, {PLACE}"
 
-_project_backward_op = register_autograd(
-    define(
-        "project_output_backward",
-        f"(Tensor dy, Tensor? joined, Tensor? weight, int dim, bool[] needs, {_HOW}) -> Tensor[]",
-        _project_backward,
-        _project_backward_fake,
-    ),
-    refuse_second_derivative,
-    lambda ctx, inputs, output: None,
+_project_backward_op = define_backward(
+    "project_output_backward",
+    f"(Tensor dy, Tensor? joined, Tensor? weight, int dim, bool[] needs, {_HOW}) -> Tensor[]",
+    _project_backward,
+    _project_backward_fake,
     returns_list=True,
 )
 project_output_op = register_autograd(

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_videoscale.kernels.autograd import register_autograd
 from lightning_videoscale.parallel.schedules.across_heads import NormAcrossHeads
 from lightning_videoscale.parallel.schedules.messages import heads_first
-from lightning_videoscale.parallel.schedules.ops import PLACE, define, refuse_second_derivative, ulysses_of
+from lightning_videoscale.parallel.schedules.ops import PLACE, define, define_backward, ulysses_of
 from lightning_videoscale.parallel.schedules.projecting import ProjectionCall, kept, project_and_send, send_gradients
 
 _GIVEN = (
@@ -81,15 +81,11 @@ def _fake_backward(dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor, *arguments: An
     return [each.new_empty(each.shape) for each, is_there in there if is_there]
 
 
-_backward_op = register_autograd(
-    define(
-        "project_heads_backward",
-        f"(Tensor dq, Tensor dk, Tensor dv, {_KEPT}, bool[] needs, {_HOW}) -> Tensor[]",
-        _run_backward,
-        _fake_backward,
-    ),
-    refuse_second_derivative,
-    lambda ctx, inputs, output: None,
+_backward_op = define_backward(
+    "project_heads_backward",
+    f"(Tensor dq, Tensor dk, Tensor dv, {_KEPT}, bool[] needs, {_HOW}) -> Tensor[]",
+    _run_backward,
+    _fake_backward,
     returns_list=True,
 )
 project_heads_op = register_autograd(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from typing_extensions import override
 
-from lightning_videoscale.choosing.kept import MeasurementFile, versions_of_torch
+from lightning_videoscale.measurement_file import MeasurementFile, versions_of_torch
 from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.schedules.table import ScheduleKey
 
@@ -56,12 +56,7 @@ class ScheduleRecord(NamedTuple):
 
 
 class ScheduleFile(MeasurementFile[ScheduleKey, ScheduleRecord]):
-    """The records of this machine and these versions, on disk.
-
-    Args:
-        device_name: Of the devices that are measured.
-        folder: Where the file is; by default the package's cache folder.
-    """
+    """The records of a kind of device and these versions, on disk."""
 
     def __init__(self, device_name: str, folder: Path | None = None) -> None:
         nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None

@@ -75,15 +75,7 @@ class LayerShape(NamedTuple):
 
 
 class LayerPlacement(NamedTuple):
-    """Where layers run; equal on all ranks of the job.
-
-    Attributes:
-        device: Such as "NVIDIA H200", or "cpu".
-        transport: The name of the transport that carries the exchange.
-        ulysses: Ranks of a Ulysses group.
-        ring: Such groups in a ring.
-        hosts: Machines over which a Ulysses group extends.
-    """
+    """Where layers run: device, transport, ranks of a Ulysses group, such groups in a ring, hosts of a group."""
 
     device: str
     transport: str

@@ -38,14 +38,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class TrialGroup:
-    """The ranks that share a sequence, and by what they compute and exchange.
-
-    Attributes:
-        mesh: Of the ranks.
-        transport: Of the exchange.
-        attention: What chooses the kernel of attention.
-        device: Of this rank.
-    """
+    """The ranks that share a sequence, and by what they compute and exchange."""
 
     mesh: SequenceMesh
     transport: Transport
@@ -78,12 +71,7 @@ class _Stream:
 
 
 class TrialLayer:
-    """Weights and inputs of a kind of layer.
-
-    Args:
-        key: The kind; a long sequence is shortened to one of which a pass takes tens of milliseconds.
-        group: Who runs it.
-    """
+    """Weights and inputs of a kind of layer, long ones shortened to a pass of tens of milliseconds."""
 
     def __init__(self, key: ScheduleKey, group: TrialGroup) -> None:
         self._key, self._group, self._scale = key, group, key.head_dim**-0.5

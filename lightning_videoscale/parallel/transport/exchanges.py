@@ -29,13 +29,7 @@ from lightning_videoscale.parallel.transport.symmetric_memory import Fabric, Fin
 
 
 class SymmetricExchange:
-    """One exchange between the ranks of an axis; see `Exchange`.
-
-    Args:
-        fabric: What moves data.
-        arena: Through what.
-        layout: Of the pieces in a slot.
-    """
+    """One exchange between the ranks of an axis; see `Exchange`."""
 
     pieces: Sequence[Tensor]
 
@@ -70,10 +64,7 @@ class SymmetricExchange:
             self._send(others)
 
     def finish(self, join: Join | None = None) -> Tensor:
-        """Returns what is received, for work issued later on the current stream.
-
-        Args:
-            join: As in `Transport.wait`.
+        """Returns what is received, for work issued later on the current stream; see `Transport.wait`.
 
         Raises:
             RuntimeError: If a piece was not sent, a peer did not come, or the exchange is not pending.
@@ -121,14 +112,7 @@ class SymmetricExchange:
 
 
 class PushedExchange(SymmetricExchange):
-    """Of a message that is there.
-
-    Args:
-        fabric: See `SymmetricExchange`.
-        arena: Likewise.
-        layout: Likewise.
-        pieces: What goes to each rank.
-    """
+    """Of a message that is there, as pieces for each rank."""
 
     def __init__(self, fabric: Fabric, arena: Arena, layout: SlotLayout, pieces: Sequence[Tensor]) -> None:
         super().__init__(fabric, arena, layout)
@@ -165,15 +149,7 @@ class PushedExchange(SymmetricExchange):
 
 
 class PulledExchange(SymmetricExchange):
-    """Of pieces that are computed; this rank's own where it is received.
-
-    Args:
-        fabric: See `SymmetricExchange`.
-        arena: Likewise.
-        layout: Likewise.
-        received: For what comes, 1-D.
-        receive: Elements that come from each rank.
-    """
+    """Of pieces that are computed; this rank's own where it is received, 1-D."""
 
     def __init__(
         self, fabric: Fabric, arena: Arena, layout: SlotLayout, received: Tensor, receive: Sequence[int]

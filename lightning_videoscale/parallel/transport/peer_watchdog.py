@@ -31,12 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Taking(NamedTuple):
-    """Flags that a stream waits for at one point, all together, and then clears.
-
-    Attributes:
-        ranks: By flag, the global rank of the peer that sets it.
-        taken: Recorded behind.
-    """
+    """Flags, by the rank that sets each, that a stream waits for at one point together, clears, and records behind."""
 
     ranks: Mapping[int, int]
     taken: Recorded
@@ -72,12 +67,7 @@ class _Wait:
 
 
 class PeerWatchdog:
-    """Watches the waits of one device.
-
-    Args:
-        device: The GPU whose streams wait.
-        timeout: How long a wait may last.
-    """
+    """Watches the waits of one GPU, none of which may last longer than ``timeout``."""
 
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
         self._state = _State(device, timeout)
@@ -90,13 +80,7 @@ class PeerWatchdog:
 
     @contextmanager
     def watched(self, what: str, memory: _Flagged, takings: Sequence[Taking]) -> Iterator[None]:
-        """Watches what the current stream is given inside.
-
-        Args:
-            what: Names the work in the message.
-            memory: Holds this rank's flags, int32, on the device.
-            takings: What the work waits for; some may be added inside.
-        """
+        """Watches what the current stream is given inside, ``what`` in messages; ``takings`` may grow inside."""
         began, ended = torch.cuda.Event(), torch.cuda.Event()
         began.record()
         yield

@@ -20,10 +20,6 @@ class Meetings:
     """What the ranks of an axis tell each other over the host's network, since the devices may be busy for long.
 
     Ranks count their meetings, and those of one number meet.
-
-    Args:
-        token: A name that all ranks share and no other meetings have.
-        timeout: How long to wait for a peer.
     """
 
     def __init__(self, token: str, timeout: timedelta) -> None:
@@ -41,13 +37,7 @@ class Meetings:
         self._number = 0
 
     def agree(self, told: Any, axis: Axis, store: Store, purpose: str) -> list[Any]:
-        """Returns what each rank of the axis tells, by rank.
-
-        Args:
-            told: What JSON can hold.
-            axis: The ranks.
-            store: One that they share.
-            purpose: What the meeting is for, in the message of the error.
+        """Returns what each rank of the axis tells, anything that JSON can hold, by rank.
 
         Raises:
             TimeoutError: With the ranks that did not come.
@@ -74,10 +64,6 @@ class RendezvousStore(Store):
     Torch numbers the meetings of a process, those of all its groups together, and its keys are ``.../number/rank``.
     Ranks whose other groups met more often, or less, would hence wait for each other under different keys. Here the
     number is that of the axis' own meetings.
-
-    Args:
-        store: Where the axis' keys really are.
-        timeout: How long to wait for a peer.
     """
 
     def __init__(self, store: Store, timeout: timedelta) -> None:

@@ -22,7 +22,6 @@ from datetime import timedelta
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
@@ -30,6 +29,7 @@ from lightning_videoscale.parallel.transport.collective import CollectiveTranspo
 from lightning_videoscale.parallel.transport.exchanges import PulledExchange, PushedExchange, SymmetricExchange
 from lightning_videoscale.parallel.transport.slots import Arena, SlotLayout
 from lightning_videoscale.parallel.transport.symmetric_memory import CudaFabric, Fabric, why_unavailable
+from lightning_videoscale.ranks import of_first_rank
 
 _WAYS: tuple[type[SymmetricExchange], ...] = PushedExchange, PulledExchange
 
@@ -69,9 +69,8 @@ class SymmetricTransport(CollectiveTransport):
                 "transport='symmetric' needs the GPUs of a Ulysses group on one host, with access to each other's "
                 f"memory, but {'; '.join(reasons)}. Use transport='collective', or a smaller ulysses_size."
             )
-        token = [f"symmetric-{uuid.uuid4()}"]
-        dist.broadcast_object_list(token, 0)
-        return cls(CudaFabric(device, token[0], timeout), mesh.ulysses, slots)
+        token = of_first_rank(f"symmetric-{uuid.uuid4()}")
+        return cls(CudaFabric(device, token, timeout), mesh.ulysses, slots)
 
     @property
     def memory_bytes(self) -> int:

@@ -38,6 +38,7 @@ from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.transport.draining import drain
 from lightning_videoscale.parallel.transport.peer_watchdog import PeerWatchdog, Taking
 from lightning_videoscale.parallel.transport.rendezvous import Meetings, RendezvousStore
+from lightning_videoscale.ranks import gather_over_ranks
 
 _GRANULE = 2 << 20  # the driver hands out such memory in pieces of 2 MiB
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 and _WRITE_VALUE_32
@@ -127,16 +128,7 @@ class Fabric(Protocol):
 
 
 class CudaMemory:
-    """See `Memory`; collective to create.
-
-    Args:
-        nbytes: Bytes of data on each rank.
-        flags: Number of flags on each rank.
-        axis: The ranks.
-        group: Name of a process group of these ranks that has a `RendezvousStore`.
-        device: This rank's GPU.
-        driver: Stream memory operations.
-    """
+    """See `Memory`; collective to create."""
 
     def __init__(
         self, nbytes: int, flags: int, axis: Axis, group: str, device: torch.device, driver: StreamFlags
@@ -177,13 +169,7 @@ class CudaMemory:
 
 
 class CudaFabric:
-    """See `Fabric`.
-
-    Args:
-        device: This rank's GPU.
-        token: A name that all ranks share and no other fabric has.
-        timeout: How long to wait for a peer.
-    """
+    """See `Fabric`."""
 
     def __init__(self, device: torch.device, token: str, timeout: timedelta) -> None:
         self._device = device
@@ -304,12 +290,8 @@ def why_unavailable(axis: Axis, device: torch.device) -> list[str]:
 
     Collective over all ranks of the job; every rank gets every rank's reasons.
     """
-    facts: list[tuple[str, str, str]] = [("", "", "")] * dist.get_world_size()
-    dist.all_gather_object(facts, _facts(device))
-    reasons = _reasons(axis, device, facts)
-    everyone: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, reasons)
-    return [reason for theirs in everyone for reason in theirs]
+    reasons = _reasons(axis, device, gather_over_ranks(_facts(device)))
+    return [reason for theirs in gather_over_ranks(reasons) for reason in theirs]
 
 
 def _facts(device: torch.device) -> tuple[str, str, str]:

@@ -44,12 +44,6 @@ class _Facts(NamedTuple):
 def check_same_data(loader: Any, sharing: BatchSharing, first: int | None, is_fixed: Callable[[], bool]) -> None:
     """Compares what the ranks of a group would read; collective over it.
 
-    Args:
-        loader: Of the user.
-        sharing: Connects the ranks.
-        first: Digest of this rank's first data, read with equal random numbers on all ranks.
-        is_fixed: Whether this rank reads the same again, with other random numbers.
-
     Raises:
         ValueError: On all ranks, if their data differ.
     """
@@ -106,9 +100,6 @@ def digest_of_indices(indices: Any) -> int:
 
 class Reading:
     """The first thing that an iterator gives, be it an error.
-
-    Args:
-        iterator: What to read from, once.
 
     Attributes:
         digest: Of what was read; None for an error.

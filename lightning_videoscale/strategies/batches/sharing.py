@@ -21,20 +21,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from lightning_videoscale.parallel import SequenceMesh
+from lightning_videoscale.ranks import gather_over_ranks
 
 _Value = TypeVar("_Value")
 
 
 class BatchSharing:
-    """Sends batches from any rank of a sequence-parallel group to its others; collective over all ranks to create.
-
-    Args:
-        mesh: The ranks along its sp axis share; those along dp read other batches at the same time.
-        device: This rank's device.
-    """
+    """Sends batches from any rank of a sequence-parallel group to its others; collective over all ranks to create."""
 
     def __init__(self, mesh: SequenceMesh, device: torch.device) -> None:
         self.axis, self.dp = mesh.sp, mesh.dp
@@ -48,11 +43,11 @@ class BatchSharing:
 
     def gather(self, value: _Value) -> list[_Value]:
         """Returns the values of all ranks that share; collective over them."""
-        return _gather(value, self._messages.group)
+        return gather_over_ranks(value, self._messages.group)
 
     def gather_over_streams(self, value: _Value) -> list[_Value]:
         """Returns the values of the ranks that read other batches at the same time; collective over them."""
-        return _gather(value, self._streams.group)
+        return gather_over_ranks(value, self._streams.group)
 
     def broadcast(self, source: int, produce: Callable[[], Any], *, to_device: bool, digest: int = 0) -> PendingBatch:
         """Starts sharing one batch; collective over the axis.
@@ -220,12 +215,6 @@ def pickle_without_tensors(batch: Any) -> tuple[bytes, list[Tensor]]:
     pickler = _Pickler(file)
     pickler.dump(batch)
     return file.getvalue(), pickler.tensors
-
-
-def _gather(value: _Value, group: ProcessGroup) -> list[_Value]:
-    everyone = [value] * group.size()
-    dist.all_gather_object(everyone, value, group)
-    return everyone
 
 
 def _portable(error: Exception) -> Exception:

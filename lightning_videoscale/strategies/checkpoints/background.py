@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.parallel.mesh import host_group
-from lightning_videoscale.strategies.checkpoints.agreement import all_ranks
+from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.folder import write_checkpoint
 from lightning_videoscale.strategies.checkpoints.places import CheckpointPlace, remove
@@ -32,12 +32,7 @@ _SHORT = 0.05  # s of waiting that nobody needs to hear of
 
 
 class BackgroundSaves:
-    """Writes one checkpoint at a time in a thread; collective over all ranks to create, as are its methods.
-
-    Args:
-        device: That of this rank.
-        timeout: How long to wait for a checkpoint to be whole.
-    """
+    """Writes one checkpoint at a time in a thread; collective over all ranks to create, as are its methods."""
 
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
         self._device, self._timeout = device, timeout
@@ -47,12 +42,6 @@ class BackgroundSaves:
 
     def save(self, path: str, place: CheckpointPlace, tensors: dict[str, Any], rest: bytes) -> None:
         """Copies what this rank writes and returns; a checkpoint that is still being written is waited for first.
-
-        Args:
-            path: Its name for messages.
-            place: As for `write_checkpoint`.
-            tensors: As for `write_checkpoint`.
-            rest: As for `write_checkpoint`.
 
         Raises:
             CheckpointError: As `wait` does, of the checkpoint before.
@@ -80,7 +69,7 @@ class BackgroundSaves:
         start = time.monotonic()
         save.join(self._timeout.total_seconds())
         waited = time.monotonic() - start
-        everyone = all_ranks((save.is_alive(), save.has_written, save.error))
+        everyone = gather_over_ranks((save.is_alive(), save.has_written, save.error))
         if waited > _SHORT:
             rank_zero_info(f"Waited {waited:.1f} s for the checkpoint {save.path} to be whole, {why}.")
         missing = [rank for rank, (unfinished, written, _) in enumerate(everyone) if unfinished and not written]
@@ -117,12 +106,7 @@ class BackgroundSaves:
 
 
 class _Save(threading.Thread):
-    """A checkpoint that is being written.
-
-    Attributes:
-        has_written: Whether this rank has written its share.
-        error: What went wrong here; empty if nothing has.
-    """
+    """A checkpoint that is being written, whether this rank has written its share, and what went wrong here."""
 
     def __init__(
         self,
@@ -174,7 +158,7 @@ def own_share(tensors: dict[str, Any]) -> dict[str, Any]:
     Collective over all ranks.
     """
     mine = {name: value for name, value in _leaves(tensors) if not isinstance(value, DTensor)}
-    everyone = all_ranks(list(mine))
+    everyone = gather_over_ranks(list(mine))
     common = set(mine).intersection(*everyone)
     shares, rank = Shares(len(everyone)), dist.get_rank()
     others = {name for name in sorted(common) if shares.next(mine[name].numel()) != rank}

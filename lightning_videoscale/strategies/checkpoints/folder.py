@@ -34,7 +34,8 @@ from typing_extensions import override
 
 from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.compat.torch.checkpoint import METADATA_CLASSES
-from lightning_videoscale.strategies.checkpoints.agreement import all_ranks, on_first
+from lightning_videoscale.ranks import gather_over_ranks
+from lightning_videoscale.strategies.checkpoints.agreement import on_first
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.places import (
     REST,
@@ -102,7 +103,7 @@ def begin(place: CheckpointPlace, group: dist.ProcessGroup | None = None) -> Non
         seen = "" if place.sees() else "not there"
     except CheckpointError as error:
         seen = str(error)
-    blind = {rank: reason for rank, reason in enumerate(all_ranks(seen, group)) if reason}
+    blind = {rank: reason for rank, reason in enumerate(gather_over_ranks(seen, group)) if reason}
     if blind:
         raise CheckpointError(
             f"Ranks {list(blind)} do not see what rank 0 wrote ({next(iter(blind.values()))}): save checkpoints on a "

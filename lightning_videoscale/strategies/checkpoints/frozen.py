@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.deepspeed import full_numel, full_shape
+from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints.adapters import adapter_parameters
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.fingerprints import Fingerprint
@@ -46,12 +47,7 @@ def frozen_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def fingerprints(parameters: Mapping[str, nn.Parameter], device: torch.device) -> dict[str, Fingerprint]:
-    """Returns the fingerprints of whole parameters, the same on all ranks, which share the work; collective.
-
-    Args:
-        parameters: The same on all ranks, in the same order.
-        device: That of this rank.
-    """
+    """Returns the fingerprints of whole parameters, the same on all ranks, which share the work; collective."""
     shares, mine = Shares(dist.get_world_size()), {}
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in parameters.items():
@@ -60,9 +56,7 @@ def fingerprints(parameters: Mapping[str, nn.Parameter], device: torch.device) -
         whole = gather_parameter(parameter, device)
         if shares.next(full_numel(parameter)) == dist.get_rank():
             mine[name] = Fingerprint.of(whole, device)
-    everyone: list[dict[str, Fingerprint]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    found = {name: fingerprint for theirs in everyone for name, fingerprint in theirs.items()}
+    found = {name: fingerprint for theirs in gather_over_ranks(mine) for name, fingerprint in theirs.items()}
     return {name: found[first_names[parameter]] for name, parameter in parameters.items()}
 
 
@@ -91,13 +85,7 @@ def without(checkpoint: dict[str, Any], left_out: Iterable[str], root: nn.Module
 
 
 def put_back(checkpoint: dict[str, Any], left_out: Mapping[str, Any], root: nn.Module, device: torch.device) -> None:
-    """Lets the model's own parameters stand where the checkpoint leaves them out; collective.
-
-    Args:
-        checkpoint: What is loaded; changed in place.
-        left_out: Fingerprints, as they were saved.
-        root: The LightningModule, set up.
-        device: That of this rank.
+    """Puts the model's own parameters in a checkpoint where it leaves them out, in place; collective.
 
     Raises:
         CheckpointError: If a parameter is missing in the model, or is not what it was in the run that saved.

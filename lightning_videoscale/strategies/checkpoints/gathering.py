@@ -16,12 +16,7 @@ def is_sharded(parameter: nn.Parameter) -> bool:
 
 
 def gather_parameter(parameter: nn.Parameter, device: torch.device) -> Tensor:
-    """Returns a parameter, whole and in its own dtype; collective over the ranks that share it.
-
-    Args:
-        parameter: The parameter; one that is not shared is returned as it is.
-        device: Where the ranks can talk: after a run, Lightning has moved the shards to host memory.
-    """
+    """Returns a parameter whole, on a device where ranks can talk; collective over those that share it."""
     if not isinstance(parameter, DTensor):
         return gather(parameter)
     shard = DTensor.from_local(

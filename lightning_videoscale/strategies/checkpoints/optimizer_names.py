@@ -20,11 +20,7 @@ Names = tuple[str, ...]
 
 
 class ParameterNames:
-    """The names of a module's parameters, as in its ``state_dict``.
-
-    Args:
-        module: The LightningModule.
-    """
+    """The names of a module's parameters, as in its ``state_dict``."""
 
     def __init__(self, module: nn.Module) -> None:
         self._names: dict[nn.Parameter, Names] = {}
@@ -52,12 +48,7 @@ class ParameterNames:
 
 
 def to_names(state: dict[str, Any], names: Sequence[Sequence[Names]]) -> dict[str, Any]:
-    """Returns an optimizer's ``state_dict`` with names in the place of positions.
-
-    Args:
-        state: As ``torch.optim.Optimizer.state_dict`` returns it.
-        names: Names of the parameters, per group.
-    """
+    """Returns an optimizer's ``state_dict`` with names, given per group, in the place of positions."""
     by_position = [aliases[0] for group in names for aliases in group]
     return state | {
         "state": {by_position[position]: value for position, value in state["state"].items()},

@@ -58,12 +58,7 @@ class CheckpointPlace(Protocol):
 
 
 def place_of(path: str, token: str) -> CheckpointPlace:
-    """Returns where a checkpoint is to be written.
-
-    Args:
-        path: A path or URL.
-        token: Makes names that nobody else uses; the same on all ranks.
-    """
+    """Returns where a checkpoint is to be written; the token makes names nobody else uses, the same on all ranks."""
     return _Remote(path, token) if is_remote(path) else _Local(Path(path))
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -30,6 +29,7 @@ from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.compat.lightning import is_asynchronous, timeout_of
 from lightning_videoscale.parallel import SequenceMesh
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
+from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints import frozen
 from lightning_videoscale.strategies.checkpoints.adapters import only_adapters_train
 from lightning_videoscale.strategies.checkpoints.agreement import on_first
@@ -161,12 +161,7 @@ class PortableCheckpoints(_Parent):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns an optimizer's state by parameter name.
-
-        Returns:
-            ``state``, per parameter name what the optimizer keeps for it, and ``param_groups``, whose ``params`` are
-            names.
-        """
+        """Returns an optimizer's state by parameter name, ``param_groups`` too."""
         # Lightning's base class, as its strategies in between have formats of their own.
         state: dict[str, Any] = Strategy.optimizer_state(self, optimizer)
         return to_names(state, self._names().of(optimizer)) if state else {"state": {}, "param_groups": []}
@@ -298,9 +293,8 @@ class PortableCheckpoints(_Parent):
 
     def _randomness(self) -> dict[str, Any]:
         """Where the random streams are, and the generators of every data-parallel rank."""
-        everyone: list[Any] = [None] * self.world_size
-        # In the default group: a checkpoint may be saved when the Trainer's run, and with it the mesh, is closed.
-        dist.all_gather_object(everyone, generator_states(self.root_device))
+        # Over the job: a checkpoint may be saved when the Trainer's run, and with it the mesh, is closed.
+        everyone = gather_over_ranks(generator_states(self.root_device))
         states = [everyone[rank] for rank in self.mesh.dp.ranks]
         return {
             "seed": self._seed,

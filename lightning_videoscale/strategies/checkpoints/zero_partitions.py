@@ -100,13 +100,7 @@ def gather(parameter: nn.Parameter) -> Tensor:
 
 
 def set_parameter(parameter: nn.Parameter, value: Tensor, trained: bool) -> None:
-    """Gives a parameter a value, and its float32 copy if it is trained.
-
-    Args:
-        parameter: The parameter.
-        value: Its whole value, on every rank.
-        trained: Whether ZeRO keeps a float32 copy of it.
-    """
+    """Gives a parameter its whole value, on every rank, and its float32 copy if it is trained."""
     import deepspeed
 
     if is_partitioned(parameter):
@@ -130,12 +124,7 @@ def set_master(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def load_states(piece: Piece, saved: Mapping[nn.Parameter, SavedTensors]) -> None:
-    """Gives the base optimizer the states that it would only make in its first step, and fills them in.
-
-    Args:
-        piece: Where the states belong.
-        saved: Whole states, per parameter, by their names.
-    """
+    """Gives the base optimizer the states that it would only make in its first step, and fills them in."""
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     per_element: dict[str, None] = {}

@@ -24,12 +24,6 @@ class ZeroWeights:
 
     Parameter by parameter the ranks assemble what is shown or saved, so that none holds more than one beside its own.
 
-    Args:
-        module: The LightningModule.
-        pieces: Of the engine's optimizer.
-        device: Where the ranks can talk.
-        is_current: Whether the engine is still there that the pieces are of.
-
     Raises:
         RuntimeError: By the collective methods, if it is not.
     """

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but missing from the type hints
 
+from lightning_videoscale.ranks import gather_over_ranks, of_first_rank
 from lightning_videoscale.strategies.failures.answering_store import AnsweringStore
 from lightning_videoscale.strategies.failures.endings import end_by_alarm, is_broken_connection, is_timeout
 from lightning_videoscale.strategies.failures.network_calls import NetworkCalls
@@ -91,13 +92,11 @@ class FailureDetector:
         timeout = timedelta(seconds=30)
         # A store of its own: torch offers no public access to the one that the process group was started with.
         store = TCPStore(host, 0, is_master=True, timeout=timeout) if self._rank == 0 else None
-        port = [store.port if store is not None else 0]
-        dist.broadcast_object_list(port)
-        client = store if store is not None else TCPStore(host, port[0], is_master=False, timeout=timeout)
+        port = of_first_rank(0 if store is None else store.port)
+        client = store if store is not None else TCPStore(host, port, is_master=False, timeout=timeout)
         self._store = AnsweringStore(client, _patience())
         self._publish()
-        self._processes: list[Process] = [Process.current()] * self._size
-        dist.all_gather_object(self._processes, Process.current())
+        self._processes = gather_over_ranks(Process.current())
         self._thread = threading.Thread(target=self._run, name="failure-detector", daemon=True)
         self._thread.start()
 

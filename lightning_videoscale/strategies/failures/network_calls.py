@@ -70,15 +70,7 @@ class NetworkCalls:
         self._is_inside = False
 
     def count(self, network: nn.Module, name: str) -> Undo:
-        """Counts the calls of a network from now on; before other hooks on it, which may wait for peers.
-
-        Args:
-            network: Wrapped already.
-            name: For messages; the same on all ranks.
-
-        Returns:
-            A function that ends it.
-        """
+        """Counts a network's calls, before other hooks on it, which may wait for peers; returns what ends it."""
 
         def note_entry(*_: object) -> None:
             kind = f"{name} {'with' if torch.is_grad_enabled() else 'without'} gradients"
@@ -126,12 +118,7 @@ class NetworkCalls:
         return "", False
 
     def explain(self, mine: RankState, states: Mapping[int, RankState]) -> str:
-        """Says what can be known at once, for a rank that fails now: where peers are, or at least where it is itself.
-
-        Args:
-            mine: This rank's state.
-            states: What can still be read of peers; their messages may have met this rank's, and ended them at once.
-        """
+        """Says what can be known at once, for a rank that fails now: where peers are, or at least where it is."""
         if not self._entries:
             return ""
         entry, gone = self._passed_by(states)

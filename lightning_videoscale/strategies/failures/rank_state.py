@@ -132,12 +132,7 @@ def members_of(group_name: str) -> list[int]:
 
 
 def late_members(rank: int, states: Mapping[int, RankState]) -> dict[str, list[int]]:
-    """Which ranks have begun fewer collectives than ``rank`` in a group that they share, by the group's name.
-
-    Args:
-        rank: The rank that waits; this one.
-        states: Of all ranks that published theirs.
-    """
+    """Which ranks have begun fewer collectives than ``rank`` in a group that they share, by the group's name."""
     late = {}
     for name, count in states[rank].collectives.items():
         ranks = [

@@ -19,12 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Rendezvous:
-    """All ranks of the job, which come to the same call; needs no process group but the store of the default one.
-
-    Args:
-        call: What they all call, for messages.
-        timeout: How long to wait for a rank.
-    """
+    """All ranks of the job, which come to the same call; needs no process group but the store of the default one."""
 
     def __init__(self, call: str, timeout: timedelta) -> None:
         self._call, self._timeout = call, timeout.total_seconds()
@@ -32,10 +27,7 @@ class Rendezvous:
         self._store = store_of(dist.group.WORLD)
 
     def wait(self, error: BaseException | None = None) -> None:
-        """Waits until all ranks are here.
-
-        Args:
-            error: What this rank failed with, for the others to raise too.
+        """Waits until all ranks are here, and has them raise the error, if any, that this rank failed with.
 
         Raises:
             RuntimeError: If a rank does not come, has left the job, or comes with an error.

@@ -59,12 +59,7 @@ class _Progress(NamedTuple):
 
 
 class StopAgreement:
-    """Where all ranks stop once any of them was asked to.
-
-    Args:
-        rank: This rank.
-        size: Number of ranks.
-    """
+    """Where all ranks stop once any of them was asked to."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size

@@ -8,15 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from lightning_videoscale.kernels.cuda.compile import cache_folder
+from lightning_videoscale.kernels.cuda.compile import cache_folder, write_whole
 from lightning_videoscale.kernels.cuda.file_lock import file_lock
 
 _Key = TypeVar("_Key", bound="tuple[Any, ...]")
@@ -72,7 +70,8 @@ class MeasurementFile(Generic[_Key, _Record]):
             with file_lock(self.path.with_suffix(".lock"), _PATIENCE, f"keeping what was measured of {self._what}"):
                 known = self.read() | dict(records)
                 rows = [{"key": list(key), **self.to_row(record)} for key, record in known.items()]
-                _write_whole(self.path, json.dumps({"machine": self._machine, "records": rows}, indent=1))
+                text = json.dumps({"machine": self._machine, "records": rows}, indent=1)
+                write_whole(self.path, text.encode())
         except OSError as error:
             _log.warning("What was measured of %s is not kept for the next run: %s", self._what, error)
 
@@ -84,15 +83,3 @@ def versions_of_torch() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
     }
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Writes a file that others find whole or not at all; what fails leaves nothing behind."""
-    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
-        raise
