@@ -19,12 +19,8 @@ from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.deepspeed import data_parallel_group, forget_gradients
-from lightning_videoscale.compat.lightning import (
-    SettledDeepSpeedStrategy,
-    accumulates,
-    set_up_deepspeed_processes,
-    timeout_of,
-)
+from lightning_videoscale.compat.lightning import SettledDeepSpeedStrategy, set_up_deepspeed_processes, timeout_of
+from lightning_videoscale.compat.lightning.training_loop import accumulates
 from lightning_videoscale.compat.torch.distributed import set_timeout
 from lightning_videoscale.graphs import GraphMode, GraphOptions, no_graphs
 from lightning_videoscale.parallel import SplitPlan

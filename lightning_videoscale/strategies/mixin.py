@@ -21,12 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_videoscale.compat.lightning import (
-    end_observation,
-    launched_processes,
-    timeout_of,
-    transferred,
-)
+from lightning_videoscale.compat.lightning import end_observation, launched_processes, timeout_of, transferred
+from lightning_videoscale.compat.lightning.training_loop import batches_begun
 from lightning_videoscale.graphs import EAGER_CALLS, GraphMode
 from lightning_videoscale.parallel import check_loss
 from lightning_videoscale.strategies.advice import OwnAdvice
@@ -35,8 +31,10 @@ from lightning_videoscale.strategies.buffers import SharedBuffers
 from lightning_videoscale.strategies.call_agreement import CallAgreement
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.chosen_schedule import ChoosesSchedule
+from lightning_videoscale.strategies.failures.answering_store import AnsweringStore
 from lightning_videoscale.strategies.failures.detector import FailureDetector
 from lightning_videoscale.strategies.failures.endings import end_by_alarm, end_processes
+from lightning_videoscale.strategies.failures.epoch_ends import EpochEnds
 from lightning_videoscale.strategies.failures.stopping import StopsOnSignals
 from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.graphs import describe_graphs
@@ -148,14 +146,25 @@ class SequenceParallelMixin(
         """To be called at the end of a strategy's ``setup_environment``; collective over all ranks."""
         assert self.lightning_module is not None
         assert self.cluster_environment is not None
-        self._listen(self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        self._listen(trainer)
         if self.world_size > 1:
+            self._ends = EpochEnds(self.global_rank, self.world_size, partial(batches_begun, trainer))
             self._watch = FailureDetector(
-                self.cluster_environment.main_address, self._place, self._stop.look, lambda: self._end_processes(0.0)
+                self.cluster_environment.main_address, self._place, self._look, lambda: self._end_processes(0.0)
             )
         self._settings.check_agreement()
         self._failed = False
         self._make_mesh(devices_per_node, timeout)
+
+    def _look(self, store: AnsweringStore) -> None:
+        self._stop.look(store)
+        self._ends.look(store)
+
+    @override
+    def _meet_at_end_of_epoch(self) -> None:
+        if self._watch is not None:
+            self._ends.meet(self._watch.store, timeout_of(self) or default_pg_timeout)
 
     def _place(self) -> str:
         """Where this rank is in the run, for messages to other ranks."""

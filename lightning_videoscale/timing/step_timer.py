@@ -10,7 +10,8 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_videoscale.compat.lightning import FETCH_ACTION, waits_between_batches
+from lightning_videoscale.compat.lightning import FETCH_ACTION
+from lightning_videoscale.compat.lightning.training_loop import waits_between_batches
 from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.compat.torch.autograd import when_backward_ends
 from lightning_videoscale.timing.clock import StepClock

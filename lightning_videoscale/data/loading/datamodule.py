@@ -13,7 +13,7 @@ import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_videoscale.compat.lightning import forget_training_loader
+from lightning_videoscale.compat.lightning.training_loop import forget_training_loader
 from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.cost import Calibration, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry

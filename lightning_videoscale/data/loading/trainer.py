@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_videoscale.compat.lightning import limited_batches, place_in_epoch, set_epoch_length
+from lightning_videoscale.compat.lightning.training_loop import limited_batches, place_in_epoch, set_epoch_length
 from lightning_videoscale.data.loading.consistency import check_same_plan
 from lightning_videoscale.data.loading.loader import PlannedSampler
 from lightning_videoscale.data.loading.loss_weighting import LossWeighting

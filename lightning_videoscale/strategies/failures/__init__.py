@@ -6,5 +6,6 @@
 - `network_calls`: `NetworkCalls`, who is in a split network that its peers have passed by.
 - `rendezvous`: `Rendezvous`, a wait for all ranks that names those that are missing.
 - `stopping`: `StopsOnSignals`, the same last step for all ranks after a SIGTERM.
+- `epoch_ends`: `EpochEnds`, where an epoch ends on one rank before it does on another.
 - `endings`: how a process ends.
 """

@@ -68,6 +68,9 @@ class FailureDetector:
         place: Says where this rank is in the run; called by the thread.
         each_look: Called with the store by the thread, every second.
         before_exit: Called before the thread ends the process.
+
+    Attributes:
+        store: What ranks of this job tell each other; ``first_error`` is there once one has failed.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class FailureDetector:
         store = TCPStore(host, 0, is_master=True, timeout=timeout) if self._rank == 0 else None
         port = of_first_rank(0 if store is None else store.port)
         client = store if store is not None else TCPStore(host, port, is_master=False, timeout=timeout)
-        self._store = AnsweringStore(client, _patience())
+        self.store = AnsweringStore(client, _patience())
         self._publish()
         self._processes = gather_over_ranks(Process.current())
         self._thread = threading.Thread(target=self._run, name="failure-detector", daemon=True)
@@ -129,7 +132,7 @@ class FailureDetector:
         self._deadline = time.monotonic() + _TEARDOWN
         # The thread needs the interpreter's lock, which a main thread that frees memory of a failed GPU does not give.
         faulthandler.dump_traceback_later(_TEARDOWN + 4 * _PERIOD, exit=True)
-        self._store.patience = _ANSWER
+        self.store.patience = _ANSWER
         if isinstance(exception, torch.AcceleratorError):
             atexit.register(partial(end_by_alarm, _TEARDOWN))
         if self._cause is None:
@@ -150,21 +153,21 @@ class FailureDetector:
         faulthandler.cancel_dump_traceback_later()
         if self._stop.is_set():
             return
-        self._store.patience = _ANSWER
+        self.store.patience = _ANSWER
         try:
             self._has_left = True
             self._publish()
-            self._store.set(f"left/{self._rank}", "")
+            self.store.set(f"left/{self._rank}", "")
             self._say_farewell()
             deadline = time.monotonic() + 5 * _BEAT
-            while self._rank == 0 and self._store.add("farewells", 0) < self._size and time.monotonic() < deadline:
+            while self._rank == 0 and self.store.add("farewells", 0) < self._size and time.monotonic() < deadline:
                 time.sleep(0.01)
         except dist.DistError:
             pass  # rank 0 is gone, and the others notice by themselves
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._store.close()
+        self.store.close()
 
     def _add_calls(self, exception: BaseException) -> None:
         """Adds who is in a network without its peers, whose other messages may have met this rank's."""
@@ -194,21 +197,21 @@ class FailureDetector:
             exception.add_note(late)
         notes = getattr(exception, "__notes__", [])
         mine = "\n".join([f"rank {self._rank}: {type(exception).__name__}: {exception}", *notes])
-        first = self._store.compare_set("first_error", "", mine).decode()
+        first = self.store.compare_set("first_error", "", mine).decode()
         if first != mine:
             self._cause = f"The first error of the job was on {first}"
 
     # -- what can be seen of the others --------------------------------------------------------------------------
 
     def _failed_elsewhere(self) -> str | None:
-        if self._store.check(["first_error"]):
-            return f"The first error of the job was on {self._store.get('first_error').decode()}"
+        if self.store.check(["first_error"]):
+            return f"The first error of the job was on {self.store.get('first_error').decode()}"
         here = self._processes[self._rank]
         for rank, process in enumerate(self._processes):
-            if process.has_ended(here) and not self._store.check([f"left/{rank}"]):
-                state = RankState.load(self._store.get(f"state/{rank}").decode())
+            if process.has_ended(here) and not self.store.check([f"left/{rank}"]):
+                state = RankState.load(self.store.get(f"state/{rank}").decode())
                 gone = f"rank {rank}: its process {process.pid} ended without a word, as when it is killed ({state})."
-                first: str = self._store.compare_set("first_error", "", gone).decode()
+                first: str = self.store.compare_set("first_error", "", gone).decode()
                 return f"The first error of the job was on {first}"
         return None
 
@@ -224,7 +227,7 @@ class FailureDetector:
             f"ranks {silent} of {', '.join(hosts)}: nothing was heard of them for {_SILENCE:.0f} s after a connection "
             f"broke, as when a machine is lost (rank {silent[0]}: {now[silent[0]]})."
         )
-        first: str = self._store.compare_set("first_error", "", gone).decode()
+        first: str = self.store.compare_set("first_error", "", gone).decode()
         return f"The first error of the job was on {first}"
 
     def _without_store(self) -> str:
@@ -258,7 +261,7 @@ class FailureDetector:
             _log.warning(f"[rank {self._rank}] {what}")
         if not gives_up:
             return None
-        first: str = self._store.compare_set("first_error", "", f"rank {self._rank}: {what}").decode()
+        first: str = self.store.compare_set("first_error", "", f"rank {self._rank}: {what}").decode()
         return f"The first error of the job was on {first}"
 
     def _overdue(self) -> str | None:
@@ -278,7 +281,7 @@ class FailureDetector:
             self._complete |= waiting  # all have come, and need not be asked again
             return None
         cause = f"A collective's timeout of {min(timeouts[name] for name in waiting)} passes. {late}"
-        self._store.compare_set("first_error", "", f"rank {self._rank}: {cause}")
+        self.store.compare_set("first_error", "", f"rank {self._rank}: {cause}")
         return cause
 
     # -- the thread ----------------------------------------------------------------------------------------------
@@ -301,13 +304,13 @@ class FailureDetector:
 
     def _look(self) -> None:
         if self._deadline == float("inf"):
-            self._store.patience = _patience()
+            self.store.patience = _patience()
         self._publish()
-        self._each_look(self._store)
+        self._each_look(self.store)
         if cause := self._failed_elsewhere() or self._apart() or self._overdue():
             self._fail(cause)
             self._say_farewell()
-        elif self._store.check(["left/0"]):
+        elif self.store.check(["left/0"]):
             self._say_farewell()
             self._stop.set()  # the store goes with rank 0
 
@@ -325,7 +328,7 @@ class FailureDetector:
         os._exit(1)
 
     def _publish(self) -> None:
-        self._store.set(f"state/{self._rank}", self._state().dump())
+        self.store.set(f"state/{self._rank}", self._state().dump())
 
     def _state(self) -> RankState:
         # The collectives first: were a call entered in between, this rank would seem to have passed it by.
@@ -335,7 +338,7 @@ class FailureDetector:
 
     def _read(self, ranks: Iterable[int]) -> dict[int, RankState]:
         ranks = list(ranks)
-        texts = self._store.multi_get([f"state/{rank}" for rank in ranks])
+        texts = self.store.multi_get([f"state/{rank}" for rank in ranks])
         return {rank: RankState.load(text.decode()) for rank, text in zip(ranks, texts, strict=True)}
 
     def _begun(self) -> dict[str, int]:
@@ -345,7 +348,7 @@ class FailureDetector:
     def _say_farewell(self) -> None:
         """Once for each rank: that it has left, or knows that rank 0 has."""
         if self._farewell.acquire(blocking=False):
-            self._store.add("farewells", 1)
+            self.store.add("farewells", 1)
 
 
 def _patience() -> float:

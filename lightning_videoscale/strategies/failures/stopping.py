@@ -21,12 +21,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but missing from the type hints
 from typing_extensions import override
 
-from lightning_videoscale.compat.lightning import (
+from lightning_videoscale.compat.lightning import note_sigterm, replace_signal_handlers, scheduler_checkpoint
+from lightning_videoscale.compat.lightning.training_loop import (
     accumulates,
+    at_end_of_epoch,
     before_each_batch,
-    note_sigterm,
-    replace_signal_handlers,
-    scheduler_checkpoint,
     skip_waits_between_batches,
 )
 from lightning_videoscale.strategies.failures.answering_store import AnsweringStore
@@ -153,6 +152,10 @@ class StopsOnSignals(_Parent):
         """Waits for the checkpoint under way; later ones are written before their save returns. Collective."""
         raise NotImplementedError
 
+    def _meet_at_end_of_epoch(self) -> None:
+        """Waits until the epoch has ended on all ranks."""
+        raise NotImplementedError
+
     def _listen(self, trainer: pl.Trainer) -> None:
         """Takes the place of Lightning's handlers, which begin a collective wherever the signal meets a rank."""
         self._stop = StopAgreement(self.global_rank, self.world_size)
@@ -161,6 +164,7 @@ class StopsOnSignals(_Parent):
             self._listens_to = trainer
             self._save_and_requeue = replace_signal_handlers(trainer, self._on_sigterm, self._on_requeue)
             before_each_batch(trainer, self._before_batch)
+            at_end_of_epoch(trainer, self._meet_at_end_of_epoch)
             skip_waits_between_batches(trainer)
 
     def _on_sigterm(self) -> None:

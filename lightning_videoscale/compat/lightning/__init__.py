@@ -1,4 +1,4 @@
-"""Lightning's loops, hooks and strategies, read in 2.6.6.
+"""Lightning's strategies, checkpoints, hooks and signals, read in 2.6.6; `training_loop` has its loop.
 
 Classes stand between a strategy of Lightning's and ours, where Lightning calls a private method that we change.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,10 +16,8 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ParallelStrategy
-from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +25,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_videoscale.compat.names import Package
-from lightning_videoscale.compat.patching import Method, patch
 
 LIGHTNING = Package("lightning", "2.6.6")
 
@@ -280,108 +276,3 @@ def scheduler_checkpoint(trainer: pl.Trainer) -> str:
     """Returns where the next checkpoint of a job that a scheduler ends belongs, for ``ckpt_path="hpc"``."""
     path: str = LIGHTNING.get(trainer, "_checkpoint_connector").hpc_save_path(trainer.default_root_dir)
     return path
-
-
-# -- the training loop -------------------------------------------------------------------------------------------------
-
-
-def accumulates(trainer: pl.Trainer) -> bool:
-    """Whether the micro-batch under way is not the last of its optimizer step."""
-    return bool(LIGHTNING.get(trainer.fit_loop, "_should_accumulate")())
-
-
-def before_each_batch(trainer: pl.Trainer, function: Callable[[], None]) -> None:
-    """Calls a function before the training loop turns to a batch; every hook comes when the batch is fetched."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    advance = loop.advance
-
-    def turned(*args: Any) -> None:
-        function()
-        advance(*args)
-
-    patch(loop, "advance", turned)
-
-
-def waits_between_batches(trainer: pl.Trainer) -> list[Method]:
-    """The methods in which ranks wait for rank 0 before every micro-batch; newer versions of Lightning have one."""
-    loop, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
-    return [Method(loop, name)] if hasattr(loop, name) else []
-
-
-def skip_waits_between_batches(trainer: pl.Trainer) -> None:
-    """Leaves out what rank 0 tells the others before every micro-batch: whether it was asked to end.
-
-    For a strategy whose ranks agree on that by themselves. Each would drain its device, and wait for rank 0 within a
-    step too.
-    """
-    for loop, name in waits_between_batches(trainer):
-        patch(loop, name, lambda: None)
-
-
-def limited_batches(batches: int, limit: int | float | None) -> int:
-    """Returns how many of so many batches ``limit_train_batches`` leaves, as Lightning counts."""
-    parse = LIGHTNING.get("lightning.pytorch.trainer.connectors.data_connector", "_parse_num_batches")
-    return int(parse(RunningStage.TRAINING, batches, limit))
-
-
-def forget_training_loader(trainer: pl.Trainer) -> None:
-    """Makes a Trainer that has made its training loader already ask for another when training begins."""
-    LIGHTNING.put(trainer.fit_loop, "_combined_loader", None)
-
-
-def set_epoch_length(trainer: pl.Trainer, batches: int) -> None:
-    """Changes the length of the epoch under way, which the loop asks for only when it makes the loader."""
-    loop: Any = trainer.fit_loop
-    loop.max_batches = batches
-    # In place: the iterator under way has the same list.
-    LIGHTNING.get(loop, "_combined_loader").limits[:] = [batches]
-    LIGHTNING.get(loop, "_data_fetcher").length = batches
-
-
-def place_in_epoch(trainer: pl.Trainer, epoch: int, batches: int, total: int | None) -> None:
-    """Brings the training loop to where the data go on, as if the run had not stopped.
-
-    There is no public way: the loop's counters come from a checkpoint alone. Hooks of the last epoch's end, or a
-    validation, that a checkpoint came before are not made up for, as Lightning does not either.
-
-    Args:
-        trainer: The Trainer, before or between epochs.
-        epoch: Of the Trainer, counted from 0.
-        batches: Of this epoch, that are trained.
-        total: Batches that are trained in all epochs; None leaves the Trainer's own count.
-    """
-    loop: Any = trainer.fit_loop
-    is_within = batches > 0
-    for epochs in (loop.epoch_progress.total, loop.epoch_progress.current):
-        epochs.ready = epochs.started = epoch + is_within
-        epochs.processed = epochs.completed = epoch
-    progress = loop.epoch_loop.batch_progress
-    _count(progress.current, batches)
-    _count(progress.total, progress.total.processed if total is None else total)
-    progress.is_last_batch = False
-    LIGHTNING.put(loop, "_restart_stage", RestartStage.RESTARTED_MID_EPOCH if is_within else RestartStage.NONE)
-    loop.epoch_loop.reset_restart_stage()
-    loop.epoch_loop.val_loop.reset_restart_stage()
-    LIGHTNING.put(loop, "_restarting", is_within)
-    loop.epoch_loop.restarting = is_within
-    if trainer.lightning_module.automatic_optimization:
-        # The loop adds one when it restarts within an epoch.
-        LIGHTNING.put(loop.epoch_loop, "_batches_that_stepped", trainer.global_step - is_within)
-    if is_within:
-        _reset_quietly(loop.epoch_loop)
-
-
-def _count(tracker: Any, events: int) -> None:
-    tracker.ready = tracker.started = tracker.processed = tracker.completed = events
-
-
-def _reset_quietly(loop: Any) -> None:
-    """Lets the loop begin once without a warning that data may repeat: it looks for a state in the loader alone."""
-
-    def reset() -> None:
-        undo()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
-            loop.reset()
-
-    undo = patch(loop, "reset", reset)
