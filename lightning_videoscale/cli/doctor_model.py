@@ -22,7 +22,7 @@ from torch import nn
 from lightning_videoscale.cli.finding import Finding
 from lightning_videoscale.compat.diffusers import CLASS_NAME
 from lightning_videoscale.cost import TransformerFlops
-from lightning_videoscale.families import FAMILIES
+from lightning_videoscale.families import FAMILIES, said
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.injection.report import OF_WHAT
 from lightning_videoscale.parallel import SplitPlan
@@ -146,7 +146,7 @@ def _work(model: nn.Module) -> Iterator[Finding]:
     }
     geometries: dict[str, Any] = {}
     for file in sorted(files):
-        geometries |= getattr(importlib.import_module(f"lightning_videoscale.models.{file}"), "GEOMETRIES", {})
+        geometries |= said(file, "GEOMETRIES")
     if geometries:
         yield Finding("tokens", "ok", f"geometry= one of {', '.join(geometries)}")
     else:

@@ -131,7 +131,7 @@ def test_from_a_folder_of_sources_that_is_not_installed(monkeypatch: pytest.Monk
             raise PackageNotFoundError(package)
         return "2.0"
 
-    monkeypatch.setattr("lightning_videoscale.cost.benchmark.measure_shapes.version", version)
+    monkeypatch.setattr("lightning_videoscale.compat.names.version", version)
     provenance = _benchmark(Flow(), shapes=SHAPES[:2], max_tokens=16).provenance
     assert provenance["lightning-videoscale"] is None and provenance["torch"] == "2.0"
 
