@@ -174,3 +174,13 @@ def watch(family: Family, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
 def fused(q: Tensor, k: Tensor, *parameters: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     """qk_norm_rope of projections."""
     return qk_norm_rope(q.unflatten(-1, (HEADS, HEAD_DIM)), k.unflatten(-1, (HEADS, HEAD_DIM)), *parameters, **options)
+
+
+def one_rounding_in_each_of_a_pair(y: Tensor) -> Tensor:
+    """By how much y may differ if both halves of a rotated pair were rounded the other way, and then their sum.
+
+    Rotation turns one unit in the last place of each half, at most eps of its size, into at most √2 · eps of the
+    pair's length in either; the result's own rounding adds eps of it.
+    """
+    pairs = y.unflatten(-1, (-1, 2)).double().norm(dim=-1, keepdim=True)
+    return ((2**0.5 + 1) * torch.finfo(y.dtype).eps * pairs.expand(*pairs.shape[:-1], 2) + 1e-6).flatten(-2)

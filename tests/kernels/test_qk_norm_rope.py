@@ -18,7 +18,7 @@ from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope, rope_per_pai
 from lightning_videoscale.kernels.qk_norm_rope_sharded import qk_norm_rope_sharded
 from tests.kernels.qk_checks import check_projection_biases, check_tables_of_channels, gradients, random_like, relative
 from tests.kernels.qk_families import FAMILIES as DIFFUSERS
-from tests.kernels.qk_families import HEAD_DIM, HEADS, Family, fused, watch
+from tests.kernels.qk_families import HEAD_DIM, HEADS, Family, fused, one_rounding_in_each_of_a_pair, watch
 from tests.kernels.qk_oracle import FAMILIES, Arguments, Case, cases, oracle
 
 ALL_CASES = pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
@@ -63,16 +63,6 @@ HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16,
 def parameters(family: Family) -> list[Tensor | None]:
     norms = family.attention.norm_q, family.attention.norm_k
     return [*(norm.weight for norm in norms), *(getattr(norm, "bias", None) for norm in norms)]
-
-
-def one_rounding_in_each_of_a_pair(y: Tensor) -> Tensor:
-    """By how much y may differ if both halves of a rotated pair were rounded the other way, and then their sum.
-
-    Rotation turns one unit in the last place of each half, at most eps of its size, into at most √2 · eps of the
-    pair's length in either; the result's own rounding adds eps of it.
-    """
-    pairs = y.unflatten(-1, (-1, 2)).double().norm(dim=-1, keepdim=True)
-    return ((2**0.5 + 1) * torch.finfo(y.dtype).eps * pairs.expand(*pairs.shape[:-1], 2) + 1e-6).flatten(-2)
 
 
 @HALF_AND_FULL
