@@ -51,7 +51,7 @@ def launch(script: str, ranks: int, gpus: Sequence[int] = (), **task: Any) -> An
     Args:
         script: Its file.
         ranks: Processes.
-        gpus: Numbers of those that they see, as where another launch takes the others; empty means all.
+        gpus: Numbers of the machine's that they see, as where another launch takes the others; empty means all.
         **task: What `task_of_worker` returns there (JSON).
 
     Raises:

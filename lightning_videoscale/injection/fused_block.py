@@ -179,7 +179,7 @@ def _unless_changed(fused: Callable[..., Any], block: FusedBlock) -> Callable[..
             change = change or f"it was called with {name} {sorted(given)}"
         if change is None:
             return fused(self, *args, **kwargs)
-        named = {name: _per_token(value) for name, value in kwargs.items()}
+        named = {key: _per_token(value) for key, value in kwargs.items()}
         return unfused(self, change)(*map(_per_token, args), **named)
 
     # One code for each class: Dynamo counts the recompilations of a code, and stops at eight.

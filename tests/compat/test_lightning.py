@@ -230,6 +230,20 @@ def test_a_function_is_called_at_the_end_of_an_epoch_before_its_validation(
     assert found == ["validation", *seen]  # the sanity check's
 
 
+def test_or_after_a_validation_in_the_middle_that_stops_training() -> None:
+    found: list[Any] = []
+    model, runner = BoringModel(), trainer(limit_val_batches=1, val_check_interval=2, num_sanity_val_steps=0)
+
+    def stop() -> None:
+        found.append("validation")
+        runner.should_stop = True
+
+    model.on_validation_end = stop  # type: ignore[method-assign]
+    training_loop.at_end_of_epoch(runner, lambda: found.append(tuple(training_loop.batches_begun(runner))))
+    runner.fit(model, DataLoader(torch.randn(5, 32)), DataLoader(torch.randn(1, 32)))
+    assert found == ["validation", (0, 2, 2)]
+
+
 def test_signals_reach_other_handlers_and_where_a_scheduler_finds_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

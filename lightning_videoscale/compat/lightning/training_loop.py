@@ -44,9 +44,11 @@ def at_end_of_epoch(trainer: pl.Trainer, function: Callable[[], None]) -> None:
             raise
 
     def ended(*args: Any) -> None:
-        if loop.done:
+        if is_over := loop.done:
             function()
         after(*args)
+        if not is_over and loop.done:  # a validation in the middle of the epoch has stopped it
+            function()
 
     patch(loop, "advance", turned)
     patch(loop, "on_advance_end", ended)

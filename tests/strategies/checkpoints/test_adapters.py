@@ -92,19 +92,19 @@ def test_stopped_continued_and_exported(ranks: Ranks, tmp_path: Path, strategy: 
 
     export(tmp_path / "two.ckpt", tmp_path / "adapters")
     adapter = tmp_path / "adapters" / ("style" if way == "two" else "")
-    torch.testing.assert_close(look(peft.PeftModel.from_pretrained(tiny_wan(), adapter)), expected)
+    assert torch.equal(look(peft.PeftModel.from_pretrained(tiny_wan(), adapter)), expected)
     other = peft.get_peft_model(tiny_wan(), peft.LoraConfig(target_modules=["to_k"]))
     other.load_adapter(adapter, "loaded")
     other.set_adapter("loaded")
-    torch.testing.assert_close(look(other), expected)
+    assert torch.equal(look(other), expected)
     assert (adapter / "pytorch_lora_weights.safetensors").exists() == (kind != "head")
     if kind != "head":
         pipeline = pipeline_of(tiny_wan())
         pipeline.load_lora_weights(adapter)
-        torch.testing.assert_close(look(pipeline.transformer), expected)
+        assert torch.equal(look(pipeline.transformer), expected)
         model = tiny_wan()
         model.load_lora_adapter(adapter, weight_name="pytorch_lora_weights.safetensors")
-        torch.testing.assert_close(look(model), expected)
+        assert torch.equal(look(model), expected)
 
     tiny_wan().save_pretrained(tmp_path / "base")
     export(tmp_path / "two.ckpt", tmp_path / "merged", merge=True, base=tmp_path / "base")

@@ -52,19 +52,24 @@ class Net(pl.LightningModule):
 
 
 class Stop(pl.Callback):
-    """Rank 0 has had enough, and tells nobody."""
+    """Rank 0 has had enough after three steps, and tells nobody."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.stop)
+
+    def stop(self, trainer: pl.Trainer, *_: Any) -> None:
         trainer.should_stop |= trainer.is_global_zero and trainer.global_step == 3
 
 
-def train(strategy: str, folder: Path, lengths: tuple[int, int], stop: bool = False) -> None:
+def train(strategy: str, folder: Path, lengths: tuple[int, int], stop: str | None = None) -> None:
     built = STRATEGIES[strategy](
         ulysses_size=1, modules=["net"], plan=SplitPlan({}, {}, {}, lambda *_: lambda: None),
         timeout=timedelta(seconds=120),
     )  # fmt: skip
-    callbacks = [Stop()] if stop else []
-    trainer = trainer_with(strategy=built, devices=2, max_epochs=3, default_root_dir=folder, callbacks=callbacks)
+    trainer = trainer_with(
+        strategy=built, devices=2, max_epochs=3, default_root_dir=folder, callbacks=[Stop(stop)] if stop else [],
+        val_check_interval=3 if stop == "on_validation_end" else None,
+    )  # fmt: skip
     loaders = [DataLoader(Rows(count), batch_size=None) for count in (lengths[dist.get_rank()], 2)]
     trainer.fit(Net(), *loaders)
     (folder / f"steps{dist.get_rank()}").write_text(str(trainer.global_step))
@@ -73,14 +78,15 @@ def train(strategy: str, folder: Path, lengths: tuple[int, int], stop: bool = Fa
 @pytest.mark.parametrize(
     ("strategy", "lengths", "stop"),
     [
-        ("ddp", (5, 8), False),
-        ("ddp", (8, 8), True),
-        pytest.param("fsdp2", (8, 5), False, marks=pytest.mark.full),
+        ("ddp", (5, 8), None),
+        ("ddp", (8, 8), "on_train_batch_end"),
+        ("ddp", (8, 8), "on_validation_end"),
+        pytest.param("fsdp2", (8, 5), None, marks=pytest.mark.full),
     ],
-    ids=["loader", "should_stop", "fsdp2"],
+    ids=["loader", "should_stop", "in_validation", "fsdp2"],
 )
 def test_ranks_whose_epochs_differ_are_named_at_once(
-    tmp_path: Path, strategy: str, lengths: tuple[int, int], stop: bool
+    tmp_path: Path, strategy: str, lengths: tuple[int, int], stop: str | None
 ) -> None:
     job = Job(tmp_path / "logs", 2, train, strategy, tmp_path, lengths, stop)
     codes = job.wait(100)  # the timeout is 120 s
