@@ -19,6 +19,10 @@ class LoaderWatch:
     """Hands over what a rank's loader did since the last time, as equally many numbers on all ranks.
 
     Collective to create over the ranks of a Trainer: they agree on the number of workers.
+
+    Args:
+        trainer: The Trainer.
+        data: Its data; None: there is nothing to watch, on any rank.
     """
 
     def __init__(self, trainer: pl.Trainer, data: VideoDataModule | None) -> None:

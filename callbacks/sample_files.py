@@ -62,7 +62,14 @@ def write_video(path: Path, frames: np.ndarray, fps: float) -> None:
 
 
 def strip_of(frames: np.ndarray) -> np.ndarray:
-    """Returns up to eight frames of a video, uint8 (F, H, W, 3), side by side, at most 240 pixels high."""
+    """Returns up to eight frames of a video side by side, from first to last, at most 240 pixels high.
+
+    Args:
+        frames: uint8, (F, H, W, 3).
+
+    Returns:
+        uint8, (H', W', 3).
+    """
     from PIL import Image
 
     chosen = frames[np.linspace(0, len(frames) - 1, min(_FRAMES, len(frames))).round().astype(int)]

@@ -63,7 +63,18 @@ def attend_backward(
     scale: float,
     mask: Tensor | None = None,
 ) -> Gradients:
-    """What these keys contribute to the gradient of attention over all keys, whose ``out`` and ``lse`` are given.
+    """What these keys contribute to the gradient of attention over them and others.
+
+    Args:
+        kernel: What computes it, the one of the forward pass or another.
+        grad_out: (B, H, S, D), gradient of ``out``.
+        query: As in `attend`.
+        key: As in `attend`.
+        value: As in `attend`.
+        out: (B, H, S, D), attention over *all* keys.
+        lse: (B, H, S), log-sum-exp over *all* keys.
+        scale: As in `attend`.
+        mask: As in `attend`.
 
     Returns:
         Gradients of ``query`` (this part of it), ``key`` and ``value``, in their dtypes.

@@ -16,7 +16,11 @@ from lightning_videoscale.parallel.layout import Layout, LayoutChoice, choose_la
 
 
 def print_layouts(options: argparse.Namespace, lengths: Mapping[int, int] | None) -> None:
-    """Prints the table and the choice, or one JSON object, for clips of these lengths (tokens to number), if any.
+    """Prints the table and the choice, or one JSON object.
+
+    Args:
+        options: Of the command line.
+        lengths: How many clips there are of how many tokens; None where no clips were given.
 
     Raises:
         ValueError: If no heads are named, or the machine is unknown.

@@ -43,7 +43,11 @@ class Budget(ABC):
         """What the budget consists of, by name, for logs."""
 
     def batch_size(self, sequence_length: int) -> int:
-        """Returns how many samples of S tokens make a micro-batch: as many as memory and time allow, at least one."""
+        """Returns how many samples make a micro-batch: as many as memory and time allow, and at least one.
+
+        Args:
+            sequence_length: Tokens S of one sample, at least 1.
+        """
         return max(1, math.floor(min(self.m_mem / sequence_length, self.room(sequence_length))))
 
     def batch_sizes(self, sequence_lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -14,7 +14,14 @@ _FOLDS = 5
 
 
 class Points(NamedTuple):
-    """Measured costs, all of shape (points,) and float64: B, S, seconds, and weights, which are above zero."""
+    """Measured costs, all of shape (points,) and float64.
+
+    Attributes:
+        samples: Batch sizes B.
+        lengths: Sequence lengths S.
+        seconds: Compute time of each.
+        weights: How much each counts, above zero.
+    """
 
     samples: Vector
     lengths: Vector
@@ -54,7 +61,15 @@ def weighted_median(values: Vector, weights: NDArray[np.float64] | NDArray[np.in
 
 
 def nonnegative_least_squares(terms: NDArray[np.float64], target: Vector) -> Vector:
-    """Minimises ``|terms @ x - target|`` over x >= 0: a cost never shrinks with more work."""
+    """Minimises ``|terms @ x - target|`` over x >= 0: a cost never shrinks with more work.
+
+    Args:
+        terms: Shape (measurements, terms).
+        target: Shape (measurements,).
+
+    Returns:
+        x, shape (terms,).
+    """
     from scipy.optimize import nnls  # half a second to import, and only fits need it
 
     # A column of squared lengths is ten orders of magnitude above one of ones, and the solver's tolerance may follow

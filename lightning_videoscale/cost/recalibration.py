@@ -52,7 +52,13 @@ _RESERVE = 0.08  # of the memory; the allocator's gaps need some
 
 
 class Outcome(NamedTuple):
-    """What a window led to: what holds from now on, whether that is new, and why, in a sentence."""
+    """What a window led to.
+
+    Attributes:
+        calibration: What holds from now on.
+        changed: Whether it is another one than before.
+        reason: Why, in a sentence.
+    """
 
     calibration: Calibration
     changed: bool

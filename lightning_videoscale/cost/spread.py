@@ -6,11 +6,25 @@ from torch import Tensor
 
 
 def cv_step(times: Tensor) -> Tensor:
-    """CV_step = (max - min) / max over the ranks, (ranks, ...) to (...) (AdaptiveLoad, section on metrics)."""
+    """CV_step = (max - min) / max over the ranks (AdaptiveLoad, section on metrics).
+
+    Args:
+        times: (ranks, ...), above zero.
+
+    Returns:
+        (...), in [0, 1).
+    """
     slowest = times.amax(dim=0)
     return (slowest - times.amin(dim=0)) / slowest
 
 
 def compute_cv(loads: Tensor) -> Tensor:
-    """Compute CV = std / mean over the ranks, (ranks, ...) to (...): of a whole population, as every rank is seen."""
+    """Compute CV = std / mean over the ranks: of a whole population, as every rank is seen.
+
+    Args:
+        loads: (ranks, ...), with a mean above zero.
+
+    Returns:
+        (...), at or above 0.
+    """
     return loads.std(dim=0, correction=0) / loads.mean(dim=0)

@@ -17,7 +17,13 @@ from lightning_videoscale.parallel.context import SequenceContext
 
 
 class Inspection(NamedTuple):
-    """The network as it was, why no graph can stand for the call if so, and bytes that it keeps for backward."""
+    """What was seen.
+
+    Attributes:
+        network: The network as it was.
+        objection: Why no graph can stand for the call; None if one can.
+        bytes: Memory that the pass has kept for backward.
+    """
 
     network: Snapshot
     objection: str | None

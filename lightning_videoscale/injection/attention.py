@@ -295,7 +295,16 @@ def project_out(attn: Any, attended: Tensor, *, detach_bias: bool) -> Tensor:
 def dispatched(
     processor: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, parallel: bool = True
 ) -> Tensor:
-    """Attends by diffusers with its processor's backend, and its sequence split if ``parallel``: (B, S, H, D/H)."""
+    """The attention of diffusers, with the backend that its processor was told to use; (B, S, H, D/H) in and out.
+
+    Args:
+        processor: diffusers' own.
+        query: (B, S, H, D/H).
+        key: (B, T, H, D/H).
+        value: Likewise.
+        mask: As torch's attention takes it, or None.
+        parallel: Whether diffusers' own context parallelism, if it is on, concerns this call.
+    """
     # From the processor's own module, since kernels of one's own are put in its place there.
     home: Any = sys.modules[type(processor).__module__]
     backend, parallel_config = dispatch_settings(processor)
@@ -313,13 +322,24 @@ def dispatched(
 
 
 def attended_by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The attention of torch; (B, S, H, D/H) in and out."""
+    """The attention of torch; (B, S, H, D/H) in and out.
+
+    Args:
+        query: (B, S, H, D/H).
+        key: (B, T, H, D/H).
+        value: Likewise.
+        mask: As torch's attention takes it, or None.
+    """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.0, is_causal=False).transpose(1, 2)
 
 
 def rope_of(tables: Rotary, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Returns tables (S, D/H) of each of the tokens (B, S, D) as `qk_norm_rope` takes them.
+    """Tables (S, D/H) as `qk_norm_rope` takes them.
+
+    Args:
+        tables: Of each of the tokens, or None.
+        tokens: (B, S, D).
 
     Raises:
         ValueError: If they are not as many.

@@ -129,7 +129,12 @@ def of_adaptive_norm(norm: Any, temb: Tensor, branches: int, batch_size: int) ->
 
 
 def of_last_norm(embedded: Tensor, batch_size: int) -> Modulation:
-    """Returns AdaLayerNormContinuous' modulation, of (B or 1, 2 · D): scale and shift. Nothing comes back behind it."""
+    """Returns the modulation of a norm behind which nothing comes back, as AdaLayerNormContinuous has it.
+
+    Args:
+        embedded: (B, 2 · D): scale and shift; B may be 1 for all.
+        batch_size: B.
+    """
     scale, shift = embedded.unsqueeze(1).expand(batch_size, -1, -1).chunk(2, dim=-1)
     return Modulation(shift, scale, None)
 

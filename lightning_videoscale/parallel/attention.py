@@ -148,7 +148,17 @@ def attend_heads(
 
 
 def gather_mask(key_mask: Tensor, lengths: tuple[int, ...], mesh: SequenceMesh, transport: Transport) -> Tensor:
-    """Returns all ranks' keys' mask (B, t1 + t2 + ...), as every rank attends to all keys; collective over `sp`."""
+    """Returns the mask of all ranks' keys, on every rank, as every rank attends to all keys; collective over `sp`.
+
+    Args:
+        key_mask: (B, t) bool of this rank's keys.
+        lengths: Keys of each rank.
+        mesh: The mesh.
+        transport: How messages are sent, a byte per token.
+
+    Returns:
+        (B, keys of all ranks) bool.
+    """
     if mesh.sp.size == 1:
         return key_mask
     return transport.all_gather(key_mask.T.to(torch.uint8).contiguous(), lengths, mesh.sp).T.bool()

@@ -29,7 +29,12 @@ _EVEN = 0.25
 
 
 class SlowRank(NamedTuple):
-    """A rank that is slow by itself, and its compute time over a healthy rank's for equal work, the run's median."""
+    """A rank that is slow by itself.
+
+    Attributes:
+        rank: Its global number.
+        slowdown: Its compute time over that of a healthy rank for the same work, the median over the run.
+    """
 
     rank: int
     slowdown: float

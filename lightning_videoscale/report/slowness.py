@@ -30,7 +30,15 @@ def slowdowns_of(window: StepWindow) -> list[float]:
 
 
 def even_work(window: StepWindow, slowdowns: Sequence[float]) -> Tensor:
-    """Seconds (dp_ranks, steps) that data-parallel ranks would work, were all as fast as a healthy one."""
+    """Seconds that every data-parallel rank would work in each step, were all as fast as a healthy one.
+
+    Args:
+        window: The steps.
+        slowdowns: Of every global rank, as of `slowdowns_of`.
+
+    Returns:
+        float64 of shape ``(dp_ranks, steps)``. A sequence-parallel group is as slow as its slowest rank.
+    """
     ranks = torch.tensor(window.dp_ranks)
     of_ranks = torch.tensor(slowdowns, dtype=torch.float64)
     of_groups = [of_ranks[ranks == rank].max() for rank in sorted(set(window.dp_ranks))]

@@ -60,7 +60,17 @@ _wait_tensor = TORCH.function("torch.distributed._functional_collectives", "wait
 
 
 def traceable_all_to_all(message: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
-    """Starts an ``all_to_all_single`` of a 1-D message that ``torch.compile`` can trace; for `traceable_wait`."""
+    """Starts an ``all_to_all_single`` that ``torch.compile`` can trace, as it cannot the public one with uneven pieces.
+
+    Args:
+        message: (n,), the pieces for all ranks in their order.
+        receive: Elements from each rank.
+        send: Elements to each rank.
+        group: The ranks.
+
+    Returns:
+        What arrives, for `traceable_wait`.
+    """
     received: Tensor = _all_to_all_single(message, list(receive), list(send), group)
     return received
 

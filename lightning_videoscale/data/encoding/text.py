@@ -10,7 +10,12 @@ from torch import Tensor
 
 
 class EncodedText(NamedTuple):
-    """Of B captions: (B, L, D), zero behind a caption's end, and bool (B, L), True where it has a token."""
+    """What a text encoder makes of B captions.
+
+    Attributes:
+        embeds: (B, L, D), zero behind the end of a caption.
+        mask: (B, L), bool, True where a caption has a token.
+    """
 
     embeds: Tensor
     mask: Tensor

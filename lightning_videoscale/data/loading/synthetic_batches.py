@@ -40,7 +40,13 @@ class RandomBatches:
 
 
 class RepresentativeBatches:
-    """One sample of each shape, read from the shards and repeated: all members are what they are in training."""
+    """One sample of each shape, read from the shards and repeated: all members are what they are in training.
+
+    Args:
+        reader: Reads the shards of an index.
+        table: The samples of that index.
+        encode: Makes of a batch what the training step receives; None: it is that.
+    """
 
     def __init__(
         self, reader: MicroBatchReader, table: SampleTable, encode: Callable[[Batch], Batch] | None = None

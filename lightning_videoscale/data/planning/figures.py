@@ -33,7 +33,12 @@ class StepSpreads(NamedTuple):
 
     @classmethod
     def of(cls, plan: EpochPlan, cost: NDArray[np.float64] | None = None) -> StepSpreads:
-        """Computes them by the cost (M,) of each micro-batch, by default the predicted one."""
+        """Computes them.
+
+        Args:
+            plan: The plan.
+            cost: (M,) what each micro-batch costs; None: what the plan predicts.
+        """
         lengths = plan.table.sequence_lengths[plan.shape_id]
         loads = np.diff(plan.starts) * lengths * lengths
         load, by_rank = (

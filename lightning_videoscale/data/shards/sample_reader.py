@@ -29,7 +29,13 @@ _REMOTE_TRUST = 60.0
 
 
 class Cut(NamedTuple):
-    """What the plan wants of a clip: frames, height and width; seconds from its start; frames per second at most."""
+    """What the plan wants of a video or an image.
+
+    Attributes:
+        shape: Frames, height and width of the pixels.
+        start: Seconds from the first frame.
+        fps: Frames per second; the clip's own rate is used where it has fewer.
+    """
 
     shape: ClipShape
     start: float = 0.0

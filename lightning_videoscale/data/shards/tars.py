@@ -46,6 +46,10 @@ def list_members(file: BinaryIO, size: int) -> TarListing:
     Refused are: links, devices and names that leave the tar, with the rest of their sample; samples that hold one name
     twice; everything from the first damaged header on; and a file that is no uncompressed tar, as a whole.
 
+    Args:
+        file: The tar, seekable.
+        size: Its length in bytes.
+
     Raises:
         ShardError: If the tar cannot be read; of that nothing follows for what it is.
     """

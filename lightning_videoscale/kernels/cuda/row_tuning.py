@@ -84,7 +84,13 @@ MEASURED: dict[tuple[Direction, bool, bool, int, int], RowTuning] = {
 def tuning_for(
     variant: RowVariant, direction: Direction, capability: tuple[int, int], shared_limit: int
 ) -> RowTuning | None:
-    """How to launch a variant on a device of this capability and shared memory per block, in bytes.
+    """How to launch a variant.
+
+    Args:
+        variant: The variant.
+        direction: Forward or backward.
+        capability: Of the device, such as (9, 0).
+        shared_limit: Bytes of shared memory that one block may have.
 
     Returns:
         None where not even two stages of one row fit in shared memory.

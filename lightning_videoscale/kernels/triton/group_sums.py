@@ -47,7 +47,13 @@ class Walk(NamedTuple):
 
 
 class Partials:
-    """Slots (kinds, programs + G - 1, D), float32: program p leaves its sum of group g in slot p + g."""
+    """Slots (kinds, programs + G - 1, D), float32: program p leaves its sum of group g in slot p + g.
+
+    Args:
+        kinds: Names of the sums.
+        walk: Who adds what.
+        like: (N, D), whose device and D to take.
+    """
 
     def __init__(self, kinds: Sequence[str], walk: Walk, like: Tensor) -> None:
         self.kinds, self.walk = kinds, walk

@@ -35,7 +35,16 @@ def changed_norm(attn: Any, projection: Projection) -> str | None:
 
 
 def norm_across(attn: Any, projection: Projection, tables: Any, stream: str, place: HeadPlacement, x: Tensor) -> Norm:
-    """Returns the norm, with what it reads of this rank's heads and of the Ulysses group's tokens."""
+    """Returns the norm, with what it reads of this rank's heads and of the Ulysses group's tokens.
+
+    Args:
+        attn: The attention.
+        projection: Of its one stream.
+        tables: The rotary tables that it was called with, or None.
+        stream: The stream's name.
+        place: Where tokens and heads are.
+        x: Its tokens, (B, s, C).
+    """
     norm_q, norm_k = (getattr(attn, name) for name in projection.norms)
     width, mine = norm_q.weight.shape[0], place.mine
     channels = slice(mine.start * (width // place.heads), mine.stop * (width // place.heads))

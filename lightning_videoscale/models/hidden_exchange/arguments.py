@@ -50,7 +50,15 @@ def uneven_mask(arguments: Mapping[str, Any], rule: Attention, *, by_values: boo
 def of_all_tokens(
     arguments: Mapping[str, Any], described: Streams, rule: Attention, place: HeadPlacement, tokens: Tensor
 ) -> dict[str, Any]:
-    """Returns the arguments by name, of all tokens."""
+    """Returns the arguments by name.
+
+    Args:
+        arguments: Of this rank.
+        described: The attention's streams.
+        rule: What the plan says of it.
+        place: Where tokens and heads are.
+        tokens: Some of the tokens, (B, s, C).
+    """
     whole, done = dict(arguments), []
     for stream, projection in described.items():
         count = place.tokens(projection.tokens_of or (stream,))

@@ -18,7 +18,12 @@ _JOINED = {"to_q": "to_qkv", "add_q_proj": "to_added_qkv"}
 
 
 class Arrived(NamedTuple):
-    """This rank's heads of all tokens, and the norm that queries and keys went through, if not the attention's own."""
+    """What a group's projections made.
+
+    Attributes:
+        heads: Of this rank, of all tokens.
+        norm: What queries and keys went through; None if their norms are left to the attention.
+    """
 
     heads: Heads
     norm: Norm | None

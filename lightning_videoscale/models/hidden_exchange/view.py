@@ -33,7 +33,14 @@ class Received(nn.Module):
 
 
 def seen_by_heads(attn: nn.Module, described: Streams, heads: int, received: Mapping[str, Tensor]) -> Any:
-    """Returns an attention with the same processor and norms, fewer heads, and ``received`` for its projections."""
+    """Returns an attention with the same processor and norms, fewer heads and nothing to project.
+
+    Args:
+        attn: The attention.
+        described: Its streams.
+        heads: Of this rank.
+        received: By the name of a Linear, what takes its place, (B, S, h · D).
+    """
     children: dict[str, nn.Module] = {name: Received(x) for name, x in received.items()}
     for projection in described.values():
         if projection.across_heads:

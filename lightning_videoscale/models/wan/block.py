@@ -27,7 +27,16 @@ def three_branches(
     rotary_emb: Any,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
-    """What the blocks of Wan and of its kin do to their residual stream."""
+    """What the blocks of Wan and of its kin do to their residual stream.
+
+    Args:
+        block: With Wan's parts.
+        x: The stream, (B, S, D).
+        encoder_hidden_states: For its cross-attention.
+        temb: The timestep's part of the modulation, see `modulations`.
+        rotary_emb: For its self-attention.
+        attention_mask: Likewise.
+    """
     attention, feed_forward = modulations(block.scale_shift_table, temb, x.shape[0])
     norm2 = None if isinstance(block.norm2, nn.Identity) else block.norm2
     stream = ResidualStream(block, x, rounding="fp32_once")

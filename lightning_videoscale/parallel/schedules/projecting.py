@@ -34,7 +34,14 @@ from lightning_videoscale.parallel.ulysses import Ulysses
 
 
 class ProjectionCall(NamedTuple):
-    """What is no tensor in a call of `input_projections.project_heads`."""
+    """What is no tensor.
+
+    Attributes:
+        ulysses: The group, of two ranks or more.
+        norm: Of query and key, over all heads; None leaves norms to the caller.
+        heads: H.
+        by_slices: As for `input_projections.project_heads`.
+    """
 
     ulysses: Ulysses
     norm: NormAcrossHeads | None

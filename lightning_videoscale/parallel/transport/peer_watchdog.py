@@ -31,7 +31,12 @@ _log = logging.getLogger(__name__)
 
 
 class Taking(NamedTuple):
-    """Flags, by the rank that sets each, that a stream waits for at one point together, clears, and records behind."""
+    """Flags that a stream waits for at one point, all together, and then clears.
+
+    Attributes:
+        ranks: By flag, the global rank of the peer that sets it.
+        taken: Recorded behind.
+    """
 
     ranks: Mapping[int, int]
     taken: Recorded
@@ -80,7 +85,13 @@ class PeerWatchdog:
 
     @contextmanager
     def watched(self, what: str, memory: _Flagged, takings: Sequence[Taking]) -> Iterator[None]:
-        """Watches what the current stream is given inside, ``what`` in messages; ``takings`` may grow inside."""
+        """Watches what the current stream is given inside.
+
+        Args:
+            what: Names the work in the message.
+            memory: Holds this rank's flags, int32, on the device.
+            takings: What the work waits for; some may be added inside.
+        """
         began, ended = torch.cuda.Event(), torch.cuda.Event()
         began.record()
         yield

@@ -128,7 +128,16 @@ class Fabric(Protocol):
 
 
 class CudaMemory:
-    """See `Memory`; collective to create."""
+    """See `Memory`; collective to create.
+
+    Args:
+        nbytes: Bytes of data on each rank.
+        flags: Number of flags on each rank.
+        axis: The ranks.
+        group: Name of a process group of these ranks that has a `RendezvousStore`.
+        device: This rank's GPU.
+        driver: Stream memory operations.
+    """
 
     def __init__(
         self, nbytes: int, flags: int, axis: Axis, group: str, device: torch.device, driver: StreamFlags
