@@ -24,7 +24,7 @@ from lightning_videoscale.attention.backends import KERNELS
 from lightning_videoscale.attention.case import AttentionCase
 from lightning_videoscale.attention.kernel import AttentionKernel
 from lightning_videoscale.attention.masks import additive, open_mask
-from lightning_videoscale.compat.torch.attention import Gradients, sdpa_choice
+from lightning_videoscale.compat.torch.attention import Gradients, sdpa_choice, to_whole_tiles
 
 
 def attend(
@@ -93,7 +93,10 @@ def torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mas
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value, scale=scale)
     mask, empty = open_mask(mask)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None], scale=scale)
+    pairs: Tensor | None = mask[:, None, None]
+    if query.is_cuda:  # torch may pick cuDNN
+        key, value, pairs = to_whole_tiles(key, value, pairs)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=pairs, scale=scale)
     return out.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
 
 

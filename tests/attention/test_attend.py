@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,6 +17,7 @@ from lightning_videoscale.attention.attend import attend, attend_backward, kerne
 from lightning_videoscale.attention.backends import products
 from lightning_videoscale.attention.case import AttentionCase
 from lightning_videoscale.attention.kernel import AttentionKernel
+from lightning_videoscale.compat.torch.attention import to_whole_tiles
 
 # Relative errors that a kernel may have against float64, by dtype.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -124,6 +126,22 @@ def test_backward_of_one_kernel_fits_forward_of_another() -> None:
         strict=True,
     ):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("keys", [64, 65, 128, 192])
+@pytest.mark.parametrize("additive", [False, True])
+def test_hidden_keys_that_fill_a_tile_change_nothing(keys: int, additive: bool) -> None:
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64, requires_grad=True) for n in (5, keys, keys))
+    mask = torch.rand(2, 1, 1, keys) < 0.7
+    given = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf) if additive else mask
+    wide_k, wide_v, wide_mask = to_whole_tiles(k, v, given)
+    assert wide_k.shape[2] == wide_v.shape[2] == keys + 64 * (keys in (64, 192))
+    got = F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=wide_mask)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=given)
+    torch.testing.assert_close(got, expected)
+    gradients = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (got, expected))
+    for mine, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, exact)
 
 
 def test_an_unknown_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,8 +113,21 @@ def with_gradient_in_order(out: Tensor) -> Tensor:
     return out
 
 
+def to_whole_tiles(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Adds hidden keys where cuDNN's backward would look beyond the last one; ``mask`` is boolean or added to scores.
+
+    With a mask, on Hopper, it takes scores of the second half of a tile of 128 keys for zero where there is none. Of a
+    row whose log-sum-exp is below -88 that is infinite, and its gradient NaN (pytorch/pytorch#196678, cuDNN 9.20).
+    """
+    if mask is None or k.shape[2] % 128 != 64:
+        return k, v, mask
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, 64)) for x in (k, v))
+    return k, v, torch.nn.functional.pad(mask, (0, 64), value=False if mask.dtype is torch.bool else -torch.inf)
+
+
 def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """CuDNN's attention."""
+    k, v, bias = to_whole_tiles(k, v, bias)
     out, lse, *_ = _op("_scaled_dot_product_cudnn_attention")(q, k, v, bias, True, _OWN_PLANS, scale=scale)
     return out, lse.view(q.shape[:3])
 
@@ -123,11 +136,12 @@ def cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
 ) -> Gradients:
     """Gradients of `cudnn`."""
-    op, state = _op("_scaled_dot_product_cudnn_attention_backward"), _random_state(q)
+    op, state, keys = _op("_scaled_dot_product_cudnn_attention_backward"), _random_state(q), k.shape[2]
+    k, v, bias = to_whole_tiles(k, v, bias)
     lse, sizes = lse.contiguous()[..., None], (None, None, q.shape[2], k.shape[2])
     grad, out = _tokens_first(grad), _tokens_first(out)
     dq, dk, dv = op(grad, q, k, v, out, lse, state, state, bias, *sizes, _OWN_PLANS, False, scale=scale)
-    return dq, dk, dv
+    return dq, dk[:, :, :keys], dv[:, :, :keys]
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
