@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -43,7 +44,9 @@ def alternate(
     rounds: int,
     around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> dict[str, Times]:
-    """Times variants that take turns, in every round from another one on; collective over all ranks.
+    """Times variants that take turns, in another order in every round; collective over all ranks.
+
+    The order is drawn: behind one and the same variant, another one would always find the device as that has left it.
 
     Args:
         variants: What to run, by name.
@@ -57,10 +60,9 @@ def alternate(
         for _ in range(warm_up):
             run()
     medians: dict[str, list[float]] = {name: [] for name in variants}
-    names = list(variants)
-    for number in range(rounds):
-        start = number % len(names)
-        for name in names[start:] + names[:start]:
+    order = random.Random(0)  # alike on all ranks
+    for _ in range(rounds):
+        for name in order.sample(list(variants), len(variants)):
             with around(name):
                 variants[name]()  # caches and allocator as this variant leaves them
                 medians[name].append(statistics.median(_repeat(variants[name], repeats, device)))

@@ -6,7 +6,7 @@ Wan-1.3B and four layers of Wan-14B in bfloat16 with float32 modulation tables a
 activation checkpointing, the same attention kernel everywhere (cuDNN through scaled_dot_product_attention). Blocks are
 compiled one by one.
 
-Modes are copies of the model that share its parameters. They take turns, in every round from another one on, since a
+Modes are copies of the model that share its parameters. They take turns, in another order in every round, since a
 GPU at its power limit slows down as it gets warm: what compares two modes is the median of their ratios round by round.
 Clock, power and temperature of every turn are in the file. Where the time goes is from a profile of one step, as
 attention, matrix products, and everything else. The longest sequence comes from a line through the peaks at several

@@ -8,7 +8,7 @@ chosen by one `AttentionChoices` in the beginning, as after the first step of a 
 for it; the file says what it chose, why, and what that took, and the host's time of a call. What earlier runs have left
 on disk is not read.
 
-Variants take turns, in every round from another one on, and are compared round by round. ``--tiny`` tries the script on
+Variants take turns, in another order in every round, and are compared round by round. ``--tiny`` tries the script on
 whatever device there is.
 """
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_videoscale.parallel import Axis, Transport
+from lightning_videoscale.parallel.schedules.messages import return_columns, rows_of
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads, gather_heads, pack, scatter_heads, times
 
@@ -27,7 +28,7 @@ CALLS = 16
 
 
 class ExactLayers:
-    """Checkpointed layers that exchange by both ways of the symmetric transport, forward and backward.
+    """Checkpointed layers that exchange by all ways of the symmetric transport, forward and backward.
 
     Args:
         axis: The ranks, with uneven shares of tokens and heads.
@@ -104,7 +105,10 @@ def _split(ulysses: Ulysses, x: Tensor, sign: Tensor) -> Tensor:
 
 
 class _FetchHeads(torch.autograd.Function):
-    """`scatter_heads` of one tensor whose pieces are written to the transport's memory, from where peers fetch them."""
+    """`scatter_heads` of one tensor whose pieces are written to the transport's memory, from where peers fetch them.
+
+    Gradients come back as columns.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ulysses: Ulysses) -> Tensor:
@@ -122,7 +126,10 @@ class _FetchHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather_heads(grad, ctx.ulysses), None
+        coming = return_columns(rows_of(grad), ctx.ulysses, grad.shape[0])
+        columns = coming.wait().unflatten(2, (HEADS, DIM)).clone()
+        coming.done()
+        return columns, None
 
 
 class DisturbedTransport(SymmetricTransport):
@@ -138,6 +145,12 @@ class DisturbedTransport(SymmetricTransport):
     def begin(self, *args: Any) -> Any:
         self.disturbance()
         return super().begin(*args)
+
+    def begin_columns(self, *args: Any) -> Any:
+        self.disturbance()
+        coming = super().begin_columns(*args)
+        self.disturbance()
+        return coming
 
     def wait(self, *args: Any) -> Tensor:
         self.disturbance()

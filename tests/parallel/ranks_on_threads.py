@@ -108,6 +108,9 @@ class ThreadFabric:
     def aside(self, work: Callable[[], None]) -> Pushed:
         return Pushed(self._side.submit(self._delayed, work))
 
+    def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
     def take(self, memory: Any, ranks: Mapping[int, int]) -> Taking:
         memory.take(list(ranks))
         return Taking(ranks, Point())

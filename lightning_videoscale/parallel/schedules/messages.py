@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_videoscale.kernels.autograd import under_autocast
-from lightning_videoscale.parallel.transport import Exchange
+from lightning_videoscale.parallel.transport import Columns, Exchange
+from lightning_videoscale.parallel.transport.columns import beside_each_other
 from lightning_videoscale.parallel.ulysses import Ulysses, times
 
 Linear = tuple[Tensor, Tensor | None]
@@ -112,14 +114,18 @@ def return_tokens(rows: Tensor, ulysses: Ulysses, batch: int) -> Callable[[], Te
     return lambda: joined_heads(pending, ulysses, batch)
 
 
+def return_columns(rows: Tensor, ulysses: Ulysses, batch: int) -> Columns:
+    """Starts to send every rank the rows (S · B, h, D) of its tokens, which there are columns of (B, s, H · D)."""
+    shares, dim = ulysses.heads.out, rows.shape[2]
+    mine = shares.mine[0]
+    lengths = [size // mine for size in shares.by_tokens]
+    widths = [count * dim for (count,) in shares.counts]
+    return ulysses.transport.begin_columns(rows.view(-1, batch, mine * dim), lengths, widths, ulysses.axis)
+
+
 def joined_heads(pending: Any, ulysses: Ulysses, batch: int) -> Tensor:
     """Waits for an exchange that brings this rank's tokens, from every rank its heads; (B, s, H · D)."""
-    tokens = ulysses.heads.out.tokens
-
-    def join(pieces: Sequence[Tensor]) -> Tensor:
-        return torch.cat([piece.view(tokens, batch, -1).transpose(0, 1) for piece in pieces], 2)
-
-    return ulysses.transport.wait(pending, join)
+    return ulysses.transport.wait(pending, partial(beside_each_other, ulysses.heads.out.tokens, batch))
 
 
 def send_to_all(numbers: Tensor, ulysses: Ulysses, batch: int) -> Exchange:

@@ -1,8 +1,9 @@
 """Query, key and value that travel one after the other, behind each other's matrix products. Forward and backward.
 
 The weight's rows that make one rank's heads are one matrix product, whose output is that rank's message: nothing is
-packed. In backward the gradients of heads lie as they are sent. The value's goes first, as the norms of query and key
-need a sum over ranks, and each weight's gradient is computed while what follows it travels.
+packed. In backward the gradients of heads lie as they are sent, and come back as columns of one matrix. The value's go
+first, as the norms of query and key need a sum over ranks. Each weight's gradient is computed while the next message is
+on its way.
 
 Under "overlap" a projection is one matrix product, whose output is copied apart into messages; all else is the same.
 
@@ -24,12 +25,13 @@ from lightning_videoscale.parallel.schedules.across_heads import BeforeNorm, Nor
 from lightning_videoscale.parallel.schedules.messages import (
     HeadSource,
     heads_first,
-    return_tokens,
+    return_columns,
     rows_of,
     scatter_heads_of,
     send_to_all,
     sum_over_ranks,
 )
+from lightning_videoscale.parallel.transport import Columns
 from lightning_videoscale.parallel.ulysses import Ulysses
 
 
@@ -82,51 +84,58 @@ def send_gradients(
     """The gradients of those tensors that need one, but for the norm's tables."""
     ulysses, norm, *_ = call
     x, weights, tensors = saved[0], saved[1:4], NormTensors(saved[4:6], saved[6:8])
+    batch = x.shape[0]
     dq, dk, dv = (rows_of(g) for g in gradients)
-    value = return_tokens(dv, ulysses, x.shape[0])
-    if norm is not None:
+    value = return_columns(dv, ulysses, batch)
+    if norm is None:
+        key, query = (return_columns(rows, ulysses, batch) for rows in (dk, dq))
+    else:
         before_norm = BeforeNorm(*saved[8:])
         sums = sum_over_ranks(norm.gradient_sums(dq, dk, before_norm, tensors), ulysses)
-    home = _Home(x.flatten(0, 1), weights, needs[1:7])
-    home.take(2, value())
+    home = _Home(x.flatten(0, 1), weights, needs)
+    home.take(2, value)
     of_norm: Sequence[Tensor | None] = (None, None)
     if norm is not None:
         dq, dk, *of_norm = norm.backward(dq, dk, before_norm, sums(), tensors)
-    key, query = (return_tokens(rows, ulysses, x.shape[0]) for rows in (dk, dq))
-    if needs[0]:
-        home.add_to_input(2)
-    for i, arriving in ((1, key), (0, query)):
-        home.take(i, arriving())
-        if needs[0]:
-            home.add_to_input(i)
+        key, query = (return_columns(rows, ulysses, batch) for rows in (dk, dq))
+    home.finish(2)
+    for i, coming in ((1, key), (0, query)):
+        home.take(i, coming)
+        home.finish(i)
     dx = None if home.of_input is None else home.of_input.view_as(x)
-    wanted = [g if needed else None for g, needed in zip((*home.arrived, *of_norm), needs[7:12], strict=True)]
-    return [dx, *home.of_parameters, *wanted]
+    of_norm = [g if needed else None for g, needed in zip(of_norm, needs[10:12], strict=True)]
+    return [dx, *home.of_parameters, *home.of_results, *of_norm]
 
 
 class _Home:
     """Gradients of this rank's tokens, as those of query, key and value come back one by one.
 
     Attributes:
-        arrived: (B, s, H · D) of each of the three.
         of_parameters: Of weight and bias of each.
+        of_results: (B, s, H · D) of each of the three; None where nobody needs it.
         of_input: (B · s, C), of those that were added so far; None if nothing was.
     """
 
     def __init__(self, x: Tensor, weights: Sequence[Tensor | None], needs: Sequence[bool]) -> None:
         self._x, self._weights, self._needs = x, weights, needs
-        self.arrived: list[Tensor] = [x] * 3
+        self._there: dict[int, tuple[Columns, Tensor]] = {}
         self.of_parameters: list[Tensor | None] = [None] * 6
+        self.of_results: list[Tensor | None] = [None] * 3
         self.of_input: Tensor | None = None
 
-    def take(self, i: int, dy: Tensor) -> None:
+    def take(self, i: int, coming: Columns) -> None:
         """Computes what a Linear's parameters need; other messages travel meanwhile."""
-        self.arrived[i], flat = dy, dy.flatten(0, 1)
-        self.of_parameters[2 * i] = flat.t() @ self._x if self._needs[2 * i] else None
-        self.of_parameters[2 * i + 1] = flat.sum(0) if self._needs[2 * i + 1] else None
+        dy = coming.wait()
+        self._there[i] = coming, dy
+        flat = dy.flatten(0, 1)
+        self.of_parameters[2 * i] = flat.t() @ self._x if self._needs[1 + 2 * i] else None
+        self.of_parameters[2 * i + 1] = flat.sum(0) if self._needs[2 + 2 * i] else None
+        self.of_results[i] = dy.clone() if self._needs[7 + i] else None
 
-    def add_to_input(self, i: int) -> None:
-        """Adds the gradient of the input through a Linear, as it is computed."""
-        flat, weight = self.arrived[i].flatten(0, 1), self._weights[i]
-        if weight is not None:
+    def finish(self, i: int) -> None:
+        """Adds the gradient of the input through a Linear, as it is computed, and gives back what has come."""
+        coming, dy = self._there.pop(i)
+        flat, weight = dy.flatten(0, 1), self._weights[i]
+        if weight is not None and self._needs[0]:
             self.of_input = flat @ weight if self.of_input is None else self.of_input.addmm_(flat, weight)
+        coming.done()

@@ -15,7 +15,7 @@ from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.schedules.table import ScheduleKey
 
 _WORTH = 1.01  # times as fast as serial, at least: less is within the spread of the measurement
-_MADE = 2  # counted up when a schedule or the trial changes so that older measurements say nothing
+_MADE = 3  # counted up when a schedule or the trial changes so that older measurements say nothing
 
 
 class ScheduleRecord(NamedTuple):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.schedules import ScheduleName
-from lightning_videoscale.parallel.transport import Exchange, Join
+from lightning_videoscale.parallel.transport import Columns, Exchange, Join
+from lightning_videoscale.parallel.transport.columns import CopiedColumns
 
 Run = Callable[[int], object]
 """Makes so many passes, and returns when the device is done with them."""
@@ -57,6 +58,10 @@ class Alone:
     def begin(self, like: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Exchange:
         """As `open`."""
         return self.open(like.new_empty(sum(send)), send, receive, axis)
+
+    def begin_columns(self, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis) -> Columns:
+        """As `open`."""
+        return CopiedColumns(self, columns, lengths, widths, axis)
 
     def wait(self, pending: Any, join: Join | None = None) -> Tensor:
         """Returns what has arrived at once."""

@@ -2,6 +2,7 @@
 
 `Transport`            what a transport offers; all code outside this folder is written against it
 `Exchange`             an all-to-all whose pieces are sent one by one
+`Columns`              one whose pieces come to lie beside each other
 `TransportName`        the names by which a strategy selects one, and `create_transport`, which makes it
 `CollectiveTransport`  collectives on gloo and NCCL: runs everywhere, and is the oracle for the others
 """
@@ -22,6 +23,7 @@ __all__ = [
     "COMPILABLE",
     "DEFAULT_TRANSPORT",
     "CollectiveTransport",
+    "Columns",
     "Exchange",
     "Join",
     "Transport",
@@ -45,6 +47,20 @@ class Exchange(Protocol):
 
     def send(self, *peers: int) -> None:
         """Sends the pieces for these positions on the axis, in this order; each once, this rank's own too."""
+
+
+class Columns(Protocol):
+    """Columns on their way from all ranks of an axis, begun by `Transport.begin_columns`."""
+
+    def wait(self) -> Tensor:
+        """Returns them beside each other, for work issued later on the current stream and before `done`; once.
+
+        Returns:
+            (samples, rows, columns), contiguous. Memory of the transport: it is not to be returned or kept.
+        """
+
+    def done(self) -> None:
+        """Says that what the current stream holds so far has read them: others may be written there; once."""
 
 
 class Transport(Protocol):
@@ -121,6 +137,19 @@ class Transport(Protocol):
             like: Of the pieces' dtype and device.
             send: As in `exchange`.
             receive: As in `exchange`.
+            axis: The ranks that take part.
+        """
+
+    def begin_columns(self, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis) -> Columns:
+        """Starts to send every rank the rows that it is to have; there they lie beside what others have of those rows.
+
+        The current stream is that on which the columns before these were `Columns.done`.
+
+        Args:
+            columns: (rows of all ranks, samples, ``widths[axis.rank]``), contiguous; not to be written to before
+                `Columns.wait`.
+            lengths: Rows of each rank.
+            widths: Columns that come from each rank, in this order.
             axis: The ranks that take part.
         """
 

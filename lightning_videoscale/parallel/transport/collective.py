@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_videoscale.compat.torch.distributed import traceable_all_to_all, traceable_wait
 from lightning_videoscale.compat.torch.versions import all_gather_single
 from lightning_videoscale.parallel.mesh import Axis
+from lightning_videoscale.parallel.transport.columns import CopiedColumns
 
 Join = Callable[[Sequence[Tensor]], Tensor]
 """Makes the result of an exchange of its pieces, 1-D, in the order of their senders; they are not to be kept."""
@@ -117,6 +118,10 @@ class CollectiveTransport:
     def begin(self, like: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
         """See `Transport`; this rank's own piece travels within the collective."""
         return self.open(like.new_empty(sum(send)), send, receive, axis)
+
+    def begin_columns(self, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis) -> Any:
+        """See `Transport`; not traceable."""
+        return CopiedColumns(self, columns, lengths, widths, axis)
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
         """All-gathers along dim 0; uneven shards travel padded to the longest."""

@@ -2,6 +2,7 @@
 
 `PushedExchange`  of a message that is there: senders write it into their readers' slots
 `PulledExchange`  of pieces that are computed: they are written to a slot of the sender, from which readers fetch them
+`JoinedExchange`  of columns that are there: senders write them beside each other into their readers' slots
 
 There are two flags for each slot and peer. To take a flag is to wait until it is set, and to clear it; at first all
 slots are released.
@@ -10,12 +11,15 @@ slots are released.
              reader   take arrived[slot, sender] · copy all pieces out, in one kernel · set released[slot, reader]
     pulled   sender   take released[slot, reader] · compute the piece · set arrived[slot, sender]
              reader   take arrived[slot, sender] · copy the piece here · set released[slot, reader]
+    joined   sender   take released[slot, reader] · copy the columns to the reader · set arrived[slot, sender]
+             reader   take arrived[slot, sender] · compute with all columns · set released[slot, reader]
 
-Either way has slots of its own: a peer could write to what another has yet to fetch.
+Each way has slots of its own: a peer could write to what another has yet to fetch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -44,8 +48,8 @@ class SymmetricExchange:
         self._copied: Finished | None = None
 
     @staticmethod
-    def held(sizes: list[list[int]]) -> list[list[int]]:
-        """Of the bytes that go from rank to rank, those that lie on the way at each, as `SlotLayout` takes them."""
+    def layout(sizes: list[list[int]]) -> SlotLayout:
+        """Where what goes from rank to rank lies on its way; ``sizes[s][r]`` bytes from rank s to rank r."""
         raise NotImplementedError
 
     def send(self, *peers: int) -> None:
@@ -69,6 +73,12 @@ class SymmetricExchange:
         Raises:
             RuntimeError: If a piece was not sent, a peer did not come, or the exchange is not pending.
         """
+        result = self._arrived(join)
+        self._arena.finish(self._slot)
+        return result
+
+    def _arrived(self, join: Join | None = None) -> Tensor:
+        """What is received; the slot is this exchange's yet."""
         if self._fabric.failure is not None:
             raise RuntimeError(self._fabric.failure)
         self._check_pending()
@@ -76,9 +86,7 @@ class SymmetricExchange:
         if lacking := sorted(set(range(self._size)) - self._sent):
             raise RuntimeError(f"Nothing was sent to the positions {lacking} of the {axis.name} axis.")
         with self._watched():
-            result = self._receive(join)
-        self._arena.finish(self._slot)
-        return result
+            return self._receive(join)
 
     def _send(self, peers: Sequence[int]) -> None:
         raise NotImplementedError
@@ -119,9 +127,9 @@ class PushedExchange(SymmetricExchange):
         self.pieces = pieces
 
     @staticmethod
-    def held(sizes: list[list[int]]) -> list[list[int]]:
+    def layout(sizes: list[list[int]]) -> SlotLayout:
         """At its reader."""
-        return sizes
+        return SlotLayout(sizes)
 
     def _send(self, peers: Sequence[int]) -> None:
         def copy() -> None:
@@ -166,9 +174,9 @@ class PulledExchange(SymmetricExchange):
         ]
 
     @staticmethod
-    def held(sizes: list[list[int]]) -> list[list[int]]:
+    def layout(sizes: list[list[int]]) -> SlotLayout:
         """At its sender."""
-        return [list(column) for column in zip(*sizes, strict=True)]
+        return SlotLayout([list(column) for column in zip(*sizes, strict=True)])
 
     def _send(self, peers: Sequence[int]) -> None:
         self._tell(self._arena.arrived, peers)
@@ -190,3 +198,77 @@ class PulledExchange(SymmetricExchange):
 
     def _place(self, sender: int, reader: int) -> Tensor:
         return self._arena.piece(self._slot, self._layout, reader, holder=sender)
+
+
+class JoinedExchange(SymmetricExchange):
+    """Of columns, which are read in the slot where those of all ranks lie beside each other; see `Columns`."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        arena: Arena,
+        layout: SlotLayout,
+        columns: Tensor,
+        lengths: Sequence[int],
+        widths: Sequence[int],
+    ) -> None:
+        super().__init__(fabric, arena, layout)
+        self._lengths, self._widths = lengths, widths
+        self._like = columns
+        self.pieces = columns.split(list(lengths))
+
+    @staticmethod
+    def layout(sizes: list[list[int]]) -> SlotLayout:
+        """At its reader, with the reader's own."""
+        return SlotLayout(sizes, own=True)
+
+    def start(self) -> None:
+        """Sends all pieces, those for the next ranks first, and then puts this rank's own in its place."""
+        self.send(*((self._me + step) % self._size for step in range(1, self._size + 1)))
+        self._place(self._me).copy_(self.pieces[self._me].transpose(0, 1))
+
+    def wait(self) -> Tensor:
+        """See `Columns`.
+
+        Raises:
+            RuntimeError: As `finish`.
+        """
+        return self._arrived()
+
+    def done(self) -> None:
+        """See `Columns`.
+
+        Raises:
+            RuntimeError: If the exchange is not pending.
+        """
+        self._check_pending()
+        self._tell(self._arena.released, self._others)
+        self._arena.finish(self._slot)
+
+    def _send(self, peers: Sequence[int]) -> None:
+        def copy() -> None:
+            self._take(self._arena.released, peers)
+            for peer in peers:
+                samples = zip(self._place(peer).unbind(), self.pieces[peer].unbind(1), strict=True)
+                for target, source in samples:
+                    self._fabric.copy_rows(target, source)
+                self._tell(self._arena.arrived, [peer])
+
+        self._copied = self._fabric.aside(copy)
+
+    def _receive(self, join: Join | None) -> Tensor:
+        if self._copied is not None:
+            self._copied.wait()
+        self._take(self._arena.arrived, self._others)
+        return self._matrix(self._me)
+
+    def _place(self, reader: int) -> Tensor:
+        """This rank's columns, (samples, rows, its width), in the reader's slot."""
+        first = sum(self._widths[: self._me])
+        return self._matrix(reader).narrow(2, first, self._widths[self._me])
+
+    def _matrix(self, reader: int) -> Tensor:
+        """(samples, rows, all columns) in the reader's slot."""
+        shape = self._like.shape[1], self._lengths[reader], sum(self._widths)
+        nbytes = math.prod(shape) * self._like.itemsize
+        return self._arena.whole(self._slot, nbytes, reader).view(self._like.dtype).view(shape)

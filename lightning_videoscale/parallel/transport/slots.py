@@ -19,6 +19,7 @@ class SlotLayout:
 
     Args:
         sizes: ``sizes[p][h]`` bytes lie in the slot of rank h, and come from or go to rank p.
+        own: Whether a rank's own piece lies there, too, which does not travel.
 
     Attributes:
         sizes: As given.
@@ -26,7 +27,7 @@ class SlotLayout:
         capacity: Bytes that a slot must have, on the rank that holds most.
     """
 
-    def __init__(self, sizes: list[list[int]]) -> None:
+    def __init__(self, sizes: list[list[int]], *, own: bool = False) -> None:
         self.sizes = sizes
         self.offsets = [[0] * len(sizes) for _ in sizes]
         self.capacity = 0
@@ -34,7 +35,7 @@ class SlotLayout:
             end = 0
             for partner in range(len(sizes)):
                 self.offsets[partner][holder] = end
-                if partner != holder:  # a rank's own piece does not travel
+                if own or partner != holder:
                     end += -(-sizes[partner][holder] // _ALIGNMENT) * _ALIGNMENT
             self.capacity = max(self.capacity, end)
 
@@ -86,6 +87,10 @@ class Arena:
         self.pending.clear()
         self.memory.flags[: self._slots * self.axis.size] = 0
         self.memory.flags[self._slots * self.axis.size :] = 1
+
+    def whole(self, slot: int, nbytes: int, holder: int) -> Tensor:
+        """The first bytes of a slot, in the holder's memory."""
+        return self.memory.buffers[holder][slot * self.capacity :][:nbytes]
 
     def piece(self, slot: int, layout: SlotLayout, partner: int, holder: int) -> Tensor:
         """The bytes of one piece, in the holder's memory."""

@@ -26,24 +26,31 @@ from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.transport.collective import CollectiveTransport, Join
-from lightning_videoscale.parallel.transport.exchanges import PulledExchange, PushedExchange, SymmetricExchange
+from lightning_videoscale.parallel.transport.columns import sizes_of_columns
+from lightning_videoscale.parallel.transport.exchanges import (
+    JoinedExchange,
+    PulledExchange,
+    PushedExchange,
+    SymmetricExchange,
+)
 from lightning_videoscale.parallel.transport.slots import Arena, SlotLayout
 from lightning_videoscale.parallel.transport.symmetric_memory import CudaFabric, Fabric, why_unavailable
 from lightning_videoscale.ranks import of_first_rank
 
-_WAYS: tuple[type[SymmetricExchange], ...] = PushedExchange, PulledExchange
+_WAYS: tuple[type[SymmetricExchange], ...] = PushedExchange, PulledExchange, JoinedExchange
 
 
 class SymmetricTransport(CollectiveTransport):
-    """Ulysses' all-to-all by the copy engine through symmetric memory: pushed, or pulled if it is begun by `begin`.
+    """Ulysses' all-to-all by the copy engine through symmetric memory.
 
+    Messages are pushed, those begun by `begin` are pulled, and columns are joined; see `exchanges`.
     Everything else is inherited: all-gathers and the messages of other axes (a ring's) go by collectives. Not
     traceable by `torch.compile`. Slots that a CUDA graph uses are kept until `close`.
 
     Args:
         fabric: Memory that peers can write.
         axis: The ranks whose all-to-all is pushed.
-        slots: Exchanges of either way that may be pending at a time; each takes as much memory as the largest message.
+        slots: Exchanges of each way that may be pending at a time; each takes as much memory as the largest message.
     """
 
     name = "symmetric"
@@ -187,6 +194,17 @@ class SymmetricTransport(CollectiveTransport):
         place = self._place(PulledExchange, like.itemsize, send, receive)
         return PulledExchange(*place, like.new_empty(sum(receive)), receive)
 
+    def begin_columns(self, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis) -> Any:
+        """See `Transport` and `open`; columns are copied straight to where they are read."""
+        if axis.ranks != self._axis.ranks:
+            return super().begin_columns(columns, lengths, widths, axis)
+        send, receive = sizes_of_columns(columns, lengths, widths, axis)
+        exchange = JoinedExchange(
+            *self._place(JoinedExchange, columns.itemsize, send, receive), columns.detach(), lengths, widths
+        )
+        exchange.start()
+        return exchange
+
     def _open(self, message: Tensor, send: Sequence[int], receive: Sequence[int]) -> SymmetricExchange:
         if not message.is_contiguous() or message.shape != (sum(send),):
             raise ValueError(
@@ -206,7 +224,7 @@ class SymmetricTransport(CollectiveTransport):
         shape = tuple(n * itemsize for n in send), tuple(n * itemsize for n in receive)
         layout = self._layouts.get((way, *shape))
         if layout is None:
-            layout = self._layouts[way, *shape] = SlotLayout(way.held(self._agree(*shape)))
+            layout = self._layouts[way, *shape] = way.layout(self._agree(*shape))
         arena = self._arenas.get(way)
         if arena is None or arena.capacity < layout.capacity:
             # Exchanges that are pending keep the arena they began in.

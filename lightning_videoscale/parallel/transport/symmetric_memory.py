@@ -41,6 +41,7 @@ from lightning_videoscale.parallel.transport.rendezvous import Meetings, Rendezv
 from lightning_videoscale.ranks import gather_over_ranks
 
 _GRANULE = 2 << 20  # the driver hands out such memory in pieces of 2 MiB
+_ANY_MEMORY = 4  # CU_MEMORYTYPE_UNIFIED: the driver tells by the address whose it is
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 and _WRITE_VALUE_32
 
 
@@ -58,6 +59,25 @@ class _Operation(ctypes.Structure):
 
 
 Operations = ctypes.Array[_Operation]
+
+
+def _end(name: str) -> list[tuple[str, Any]]:
+    """What ``CUDA_MEMCPY2D`` says of where a copy begins, or ends."""
+    place = [("host", ctypes.c_void_p), ("address", ctypes.c_uint64), ("array", ctypes.c_void_p)]
+    fields = [
+        ("x", ctypes.c_size_t),
+        ("y", ctypes.c_size_t),
+        ("kind", ctypes.c_uint),
+        *place,
+        ("pitch", ctypes.c_size_t),
+    ]
+    return [(f"{name}_{field}", kind) for field, kind in fields]
+
+
+class _RowCopy(ctypes.Structure):
+    """``CUDA_MEMCPY2D``."""
+
+    _fields_: ClassVar = [*_end("source"), *_end("target"), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
 
 
 class Finished(Protocol):
@@ -109,6 +129,9 @@ class Fabric(Protocol):
 
     def aside(self, work: Callable[[], None]) -> Finished:
         """Runs ``work`` on the side stream, after what the current stream holds so far."""
+
+    def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        """Copies a matrix on the current stream by no kernel; rows may lie apart, what is within one may not."""
 
     def watched(self, what: str, memory: Memory, takings: Sequence[Taking]) -> AbstractContextManager[None]:
         """Notes that the current stream's work inside waits for these, some added inside, to name who is missing."""
@@ -183,7 +206,7 @@ class CudaFabric:
     def __init__(self, device: torch.device, token: str, timeout: timedelta) -> None:
         self._device = device
         self._timeout = timeout
-        self._driver = StreamFlags()
+        self._driver, self._copies = StreamFlags(), RowCopies()
         self._side = torch.cuda.Stream(device, priority=-1)
         # Of a priority that no stream has which may be stuck, see `PeerWatchdog`.
         self._releasing = torch.cuda.Stream(device, priority=-3)
@@ -232,6 +255,10 @@ class CudaFabric:
             work()
         finished: torch.cuda.Event = self._side.record_event()
         return finished
+
+    def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        """See `Fabric`."""
+        self._copies.run(target, source)
 
     def watched(self, what: str, memory: Memory, takings: Sequence[Taking]) -> AbstractContextManager[None]:
         """See `Fabric`; a graph's own waits are not watched."""
@@ -292,6 +319,24 @@ class StreamFlags:
         stream = current_raw_stream(torch.cuda.current_device())
         if status := self._run(stream, len(operations), operations, 0):
             raise RuntimeError(f"The driver refused a stream memory operation with CUresult {status}.")
+
+
+class RowCopies:
+    """Copies of rows that lie apart, by the copy engine (``cuMemcpy2DAsync``): torch would launch a kernel."""
+
+    def __init__(self) -> None:
+        self._run = ctypes.CDLL("libcuda.so.1").cuMemcpy2DAsync_v2
+        self._run.argtypes = [ctypes.POINTER(_RowCopy), ctypes.c_void_p]
+        self._run.restype = ctypes.c_int
+
+    def run(self, target: Tensor, source: Tensor) -> None:
+        """Copies a matrix on the current stream, from and to memory that this process has mapped."""
+        copy = _RowCopy(width=source.shape[1] * source.itemsize, height=source.shape[0])
+        copy.source_kind = copy.target_kind = _ANY_MEMORY
+        copy.source_address, copy.source_pitch = source.data_ptr(), source.stride(0) * source.itemsize
+        copy.target_address, copy.target_pitch = target.data_ptr(), target.stride(0) * target.itemsize
+        if status := self._run(ctypes.byref(copy), current_raw_stream(torch.cuda.current_device())):
+            raise RuntimeError(f"The driver refused a copy of rows with CUresult {status}.")
 
 
 def why_unavailable(axis: Axis, device: torch.device) -> list[str]:

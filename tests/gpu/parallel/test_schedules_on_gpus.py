@@ -5,16 +5,20 @@ Two GPUs are needed, or for all but what copy engines do one of them: ``pytest -
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import tempfile
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_videoscale.parallel import CollectiveTransport, SequenceMesh, Transport
@@ -33,6 +37,7 @@ pytestmark = [
 ]
 
 Ranks = Callable[[int], ProcessPool]
+TOKENS, WIDTH = 512, 512  # of a rank
 
 
 def device() -> torch.device:
@@ -74,27 +79,63 @@ def test_layers_of_random_shapes_equal_serial_ones(
         assert worst < 1e-12 and compared > 900
 
 
-def device_activities(layers: int) -> list[str]:
-    """What the device does in projections whose slices are pushed."""
+class Activity(NamedTuple):
+    """What a device did."""
+
+    name: str
+    nbytes: int
+
+
+def device_activities(layers: int) -> tuple[list[Activity], list[Activity]]:
+    """What the device does in projections whose slices are pushed, forward and then backward."""
     mesh = SequenceMesh.create("cuda", ulysses_size=dist.get_world_size())
-    lengths, heads, dim = (512,) * mesh.ulysses.size, 8, 64
+    lengths, heads, dim = (TOKENS,) * mesh.ulysses.size, WIDTH // 64, 64
     assigned = assign_heads(mesh.ulysses.rank, lengths, lengths, heads, heads)
     ulysses = Ulysses(mesh.ulysses, assigned, transport_of("symmetric", mesh))
-    x = torch.randn(1, 512, heads * dim, device=device(), dtype=torch.bfloat16)
-    linears = [(torch.randn(heads * dim, heads * dim, device=device(), dtype=torch.bfloat16), None)] * 3
-    project_heads(x, linears, None, ulysses, heads)
-    torch.cuda.synchronize()
-    dist.barrier()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-        for _ in range(layers):
-            project_heads(x, linears, None, ulysses, heads)
+    weights = [torch.randn(WIDTH, WIDTH, device=device(), dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    x = torch.randn(1, TOKENS, WIDTH, device=device(), dtype=torch.bfloat16).requires_grad_()
+    cotangent = torch.randn(1, TOKENS * mesh.ulysses.size, heads // mesh.ulysses.size, dim, device=device()).to(x.dtype)
+    outputs: list[Tensor] = []
+
+    def forward() -> None:
+        projected = project_heads(x, [(weight, None) for weight in weights], None, ulysses, heads)
+        outputs[:] = projected.query, projected.key, projected.value
+
+    def backward() -> None:
+        torch.autograd.grad(outputs, [x, *weights], [cotangent.transpose(1, 2)] * 3, retain_graph=True)
+
+    found = []
+    for work in (forward, backward):
+        work()
         torch.cuda.synchronize()
-    return [event.name for event in recorded.events() if event.device_type == DeviceType.CUDA]
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+            for _ in range(layers):
+                work()
+            torch.cuda.synchronize()
+        found.append(on_the_device(recorded))
+    return found[0], found[1]
+
+
+def on_the_device(recorded: profile) -> list[Activity]:
+    with tempfile.TemporaryDirectory() as folder:
+        recorded.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    kinds = "kernel", "gpu_memcpy", "gpu_memset"
+    return [Activity(e["name"], e["args"].get("bytes", 0)) for e in events if e.get("cat") in kinds]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_slices_are_pushed_by_copy_engines_as_they_are(gpu_ranks: Ranks, size: int) -> None:
-    for names in gpu_ranks(size).run(device_activities, layers=5):
-        copies = [name for name in names if name.startswith(("Memcpy PtoP", "Memcpy DtoD"))]
-        assert len(copies) == 5 * 3 * (size - 1), sorted(set(names))  # of each projection, a slice for every peer
-        assert not [name for name in names if "nccl" in name.lower()]
+    layers = 5
+    off_rank = 3 * TOKENS * WIDTH * 2 * (size - 1) // size  # bytes, of query, key and value
+    for directions in gpu_ranks(size).run(device_activities, layers):
+        for activities, own in zip(directions, (0, 3), strict=True):
+            names = sorted({activity.name for activity in activities})
+            copies = [each for each in activities if each.name.startswith(("Memcpy PtoP", "Memcpy DtoD"))]
+            assert len(copies) == layers * 3 * (size - 1), names  # of each projection, a slice for every peer
+            assert sum(each.nbytes for each in copies) == layers * off_rank, copies
+            assert not [name for name in names if "nccl" in name.lower()]
+            # Else products only, and in backward what puts this rank's own columns in their place.
+            kernels = [each.name for each in activities if "copy" in each.name.lower() and each not in copies]
+            assert len(kernels) == layers * own, names

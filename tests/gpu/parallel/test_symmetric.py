@@ -125,6 +125,35 @@ def test_groups_that_took_memory_differently_often_meet(gpu_ranks: Ranks) -> Non
     assert gpu_ranks(4).run(growing_apart) == [[True, True]] * 4
 
 
+def columns_by_both_transports() -> tuple[int, int]:
+    """Draws, and how many were equal: several on their way, of uneven rows and columns, in slots used again."""
+    mesh = SequenceMesh.create("cuda", ulysses_size=dist.get_world_size())
+    together, axis, shapes, equal = symmetric(mesh), mesh.ulysses, random.Random(5), 0
+    count = 40
+    for number in range(count):
+        lengths, widths = ([shapes.randint(1, 700) for _ in range(axis.size)] for _ in range(2))
+        samples, dtype = shapes.randint(1, 3), shapes.choice([torch.bfloat16, torch.float32, torch.float64])
+        generator = torch.Generator(device()).manual_seed(100 * number + axis.rank)
+        found: list[list[torch.Tensor]] = [[], []]
+        sent = [
+            torch.randn(sum(lengths), samples, widths[axis.rank], device=device(), generator=generator).to(dtype)
+            for _ in range(1 + number % 4)
+        ]
+        for how, into in zip((CollectiveTransport(), together), found, strict=True):
+            coming = [how.begin_columns(columns, lengths, widths, axis) for columns in sent]
+            for each in coming:
+                into.append(each.wait().clone())
+                each.done()
+        equal += all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return count, equal
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_columns_come_to_lie_beside_each_other(gpu_ranks: Ranks, size: int) -> None:
+    for count, equal in gpu_ranks(size).run(columns_by_both_transports):
+        assert equal == count
+
+
 # -- safe with late readers ----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,53 @@
+"""Columns of a matrix that come from several ranks, put beside each other once they have come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_videoscale.parallel.mesh import Axis
+
+
+class CopiedColumns:
+    """See `Columns`; sent by an all-to-all of a transport, as `Transport.begin_columns` describes."""
+
+    def __init__(
+        self, transport: Any, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis
+    ) -> None:
+        sizes = sizes_of_columns(columns, lengths, widths, axis)
+        self._transport, self._pending = transport, transport.all_to_all(columns.flatten(), *sizes, axis)
+        self._join = partial(beside_each_other, lengths[axis.rank], columns.shape[1])
+
+    def wait(self) -> Tensor:
+        """See `Columns`; memory of its own."""
+        matrix: Tensor = self._transport.wait(self._pending, self._join)
+        return matrix
+
+    def done(self) -> None:
+        """Does nothing."""
+
+
+def beside_each_other(rows: int, samples: int, pieces: Sequence[Tensor]) -> Tensor:
+    """Returns (samples, rows, all columns) of pieces that are (rows, samples, columns), flat."""
+    return torch.cat([piece.view(rows, samples, -1).transpose(0, 1) for piece in pieces], 2)
+
+
+def sizes_of_columns(
+    columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis
+) -> tuple[list[int], list[int]]:
+    """Returns the elements that go to each rank and that come from each; see `Transport.begin_columns`.
+
+    Raises:
+        ValueError: If the columns are not contiguous, or not as many as said.
+    """
+    samples, mine = columns.shape[1], widths[axis.rank]
+    if not columns.is_contiguous() or columns.shape != (sum(lengths), samples, mine):
+        raise ValueError(
+            f"Columns must be contiguous and of the shape {(sum(lengths), samples, mine)}; these have the shape "
+            f"{tuple(columns.shape)}, strides {columns.stride()}."
+        )
+    return [n * samples * mine for n in lengths], [lengths[axis.rank] * samples * width for width in widths]
