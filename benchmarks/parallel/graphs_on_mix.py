@@ -2,10 +2,12 @@
 
     python benchmarks/parallel/graphs_on_mix.py --shapes clips.csv    # columns source, width, height, fps, num_frames
 
-Blocks of Wan-1.3B with random weights and fused kernels train under ``planned`` on draws of the mix, images to the
-longest clips, in bf16-mixed, one micro-batch a step. Costs are measured once, before: all runs have the same plan. The
-first pair runs under deterministic algorithms, where losses are to be equal to the bit. The others take turns with
-torch's usual algorithms. ``--tiny`` tries the script on CPUs, where no graph is captured.
+Blocks of Wan-1.3B with random weights and fused kernels train under ``planned`` on draws of the mix, in bf16-mixed, one
+micro-batch a step: on images and the shortest clips, as a training begins, and on images to the longest clips. Costs
+are measured once for each, before: all its runs have the same plan. The first pair runs under deterministic algorithms,
+where losses are to be equal to the bit. The others take turns with torch's usual algorithms, where a run without graphs
+differs from its own repetition, too: "again" shows by how much. ``--tiny`` tries the script on CPUs, where no graph is
+captured.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import gc
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
 from benchmarks.data.balance_figures import columns_of, row_of
-from benchmarks.data.balance_mix import mix
+from benchmarks.data.balance_mix import latents_of_draw, table_of_draw
 from benchmarks.data.balance_training import Record, budget_of, table_of
 from benchmarks.data.sparse_shards import write_sparse_shards
 from benchmarks.launch import finish, launch, say, task_of_worker
@@ -34,6 +37,7 @@ from benchmarks.suite import cost_of
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, trainer_with
 from lightning_videoscale import VideoDataModule
 from lightning_videoscale.cost import StepTimeModel
+from lightning_videoscale.data.planning.shapes import Clips
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 
@@ -44,10 +48,15 @@ Row = dict[str, Any]
 
 
 class Losses(pl.Callback):
-    """Of this rank's steps."""
+    """Of this rank's steps, and how many passes ran by graphs."""
 
     def __init__(self) -> None:
         self.all: list[float] = []
+        self.calls: dict[str, int] = {}
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(trainer.strategy, SequenceParallelDDPStrategy)
+        self.calls = trainer.strategy.describe_graphs()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
         self.all.append(float(outputs["loss"]))
@@ -67,7 +76,7 @@ def train(shards: str, cost: Row, task: dict[str, Any], graphs: bool, determinis
     data = VideoDataModule(
         shards,
         balance="planned",
-        budget=budget_of(table_of(shards), 2.0, 1.0, step_time),
+        budget=budget_of(table_of(shards), task["m_mem"], 1.0, step_time),
         micro_batches=1,
         step_time=step_time,
         num_workers=2,
@@ -84,20 +93,19 @@ def train(shards: str, cost: Row, task: dict[str, Any], graphs: bool, determinis
         torch.cuda.reset_peak_memory_stats()
     trainer.fit(module, data)
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (record.rows, losses.all, _reserved_bytes()))
-    counts = strategy.describe_graphs()
+    dist.all_gather_object(everyone, (record.rows, losses.all, _reserved_bytes(), losses.calls))
     del trainer, module, strategy
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    figures = row_of("planned", 1, columns_of([rows for rows, _, _ in everyone], 1, WARM_UP))
+    figures = row_of("planned", 1, columns_of([rows for rows, *_ in everyone], 1, WARM_UP))
     return {
         "graphs": graphs,
         "deterministic": deterministic,
         **{name: figures[name] for name in KEPT},
-        "losses": [of_rank for _, of_rank, _ in everyone],
-        "reserved_bytes": max(reserved for _, _, reserved in everyone),
-        "calls": counts,
+        "losses": [of_rank for _, of_rank, *_ in everyone],
+        "reserved_bytes": max(reserved for *_, reserved, _ in everyone),
+        "calls": [calls for *_, calls in everyone],
     }
 
 
@@ -115,17 +123,24 @@ def beside(row: Row, eager: Row) -> Row:
     }
 
 
-def measure(shards: str, **task: Any) -> None:
-    """Pairs of runs in one process group; after each, rank 0 writes what there is."""
-    cost = cost_of(shards, task)
+def measure(shards: dict[str, str], **task: Any) -> None:
+    """Pairs of runs on each mix in one process group; after each, rank 0 writes what there is."""
     rows: list[Row] = []
-    for number in range(1 + task["rounds"]):
-        eager = train(shards, cost, task, graphs=False, deterministic=number == 0)
-        row = beside(train(shards, cost, task, graphs=True, deterministic=number == 0), eager)
-        rows += [eager, row]
-        if os.environ["RANK"] == "0":
-            say(str({name: value for name, value in row.items() if name != "losses"}))
-            provenance.write(Path(task["output"]), BENCHMARK, task["commit"], task["settings"] | {"cost": cost}, rows)
+    costs: Row = {}
+    for longest, folder in shards.items():
+        costs[longest] = cost = cost_of(folder, task)
+        for number in range(1 + task["rounds"]):
+            pair = partial(train, folder, cost, task, deterministic=number == 0)
+            eager = pair(graphs=False)
+            made = [eager, beside(pair(graphs=True), eager)]
+            if number == task["rounds"]:
+                made.append(beside(pair(graphs=False), eager) | {"again": True})
+            rows += [{"longest": int(longest)} | row for row in made]
+            if os.environ["RANK"] == "0":
+                for row in made:
+                    say(str({name: value for name, value in row.items() if name != "losses"}))
+                settings = task["settings"] | {"cost": costs}
+                provenance.write(Path(task["output"]), BENCHMARK, task["commit"], settings, rows)
     finish(len(rows))
 
 
@@ -138,20 +153,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="that count, of each run")
     parser.add_argument("--rounds", type=int, default=1, help="pairs with torch's usual algorithms")
     parser.add_argument("--samples", type=int, default=3000, help="draws of the mix")
+    parser.add_argument(
+        "--longest", type=int, nargs="+", default=[1_560, 75_600], help="tokens of a sample, of each mix"
+    )
+    parser.add_argument("--m-mem", type=float, default=1.0, help="tokens of a micro-batch, over the longest sample's")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
     parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
     output = (options.output or provenance.path("parallel", "graphs_on_mix")).absolute()
-    names = ("ranks", "ulysses", "steps", "rounds", "samples")
+    names = ("ranks", "ulysses", "steps", "rounds", "samples", "longest", "m_mem")
     config = TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers}
     settings = {name: getattr(options, name) for name in names} | {"dry_run": options.tiny, "model": config}
     settings |= {"warm_up": WARM_UP, "table": provenance.table(options.shapes)}
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products; processes inherit it
     with tempfile.TemporaryDirectory() as folder:
-        shards = write_sparse_shards(Path(folder), mix(options.shapes, options.samples, options.tiny), shards=32)
-        VideoDataModule(shards).prepare_data()
+        clips, shards = Clips.from_csv(options.shapes), {}
+        for longest in options.longest:
+            table = table_of_draw(clips, options.samples, longest=longest, tiny=options.tiny)
+            (place := Path(folder, str(longest))).mkdir()
+            shards[str(longest)] = write_sparse_shards(place, latents_of_draw(table), shards=32)
+            VideoDataModule(shards[str(longest)]).prepare_data()
         launch(
             __file__,
             options.ranks,
@@ -161,7 +184,7 @@ def main() -> None:
             output=str(output),
             commit=commit,
             seconds=0.2,
-            **{name: getattr(options, name) for name in ("ulysses", "steps", "rounds", "tiny")},
+            **{name: getattr(options, name) for name in ("ulysses", "steps", "rounds", "tiny", "m_mem")},
         )
     print(f"written to {output}")
 

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -268,19 +269,25 @@ def main() -> None:
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     mesh = SequenceMesh.create(DEVICE, ulysses_size=dist.get_world_size())
     compared = ("cuda",) if DEVICE == "cuda" else ("reference", "empty")
-    found = [measure(family, what, mesh, options) for family in options.families for what in compared]
-    if dist.get_rank() == 0:
-        for row in found:
-            print(f"{row['family']}, {row['kernels']}")
-            for name, value in row.items():
-                if isinstance(value, dict):
-                    print(f"  {name:22} split {value['split']:9.1f}  whole {value['whole']:9.1f}  {value['ratio']:.3f}")
-        settings = {"ranks": dist.get_world_size(), "layers": LAYERS, "rounds": options.rounds}
-        settings |= {"repeats": options.repeats, "load_average": round(os.getloadavg()[0], 1)}
-        output = options.output or provenance.path("parallel", "host_time")
-        provenance.write(output, "parallel/host_time", commit, settings, found)
+    settings = {"ranks": dist.get_world_size(), "layers": LAYERS, "rounds": options.rounds}
+    settings |= {"repeats": options.repeats, "load_average": round(os.getloadavg()[0], 1)}
+    output = options.output or provenance.path("parallel", "host_time")
+    found = []
+    for family, what in product(options.families, compared):
+        found.append(measure(family, what, mesh, options))
+        if dist.get_rank() == 0:
+            show(found[-1])
+            provenance.write(output, "parallel/host_time", commit, settings, found)
     mesh.close()
     dist.destroy_process_group()
+
+
+def show(row: Row) -> None:
+    print(f"{row['family']}, {row['kernels']}")
+    for name, value in row.items():
+        if isinstance(value, dict):
+            values = f"split {value['split']:9.1f}  whole {value['whole']:9.1f}  {value['ratio']:.3f}"
+            print(f"  {name:22} {values}", flush=True)
 
 
 if __name__ == "__main__":
