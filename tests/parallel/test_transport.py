@@ -157,8 +157,12 @@ def test_columns_of_all_ranks_come_to_lie_beside_each_other(size: int) -> None:
     """Several on their way, of uneven rows and columns, with delays; a slot is used again once all have read theirs."""
     shapes = random.Random(size)
     cases = [
-        ([shapes.randint(1, 9) for _ in range(size)], [shapes.randint(1, 5) for _ in range(size)], shapes.randint(1, 3))
-        for _ in range(40)
+        (
+            [shapes.randint(1, 9) for _ in range(size)],
+            [shapes.randint(1, 5) * multiple for _ in range(size)],  # of four, 16 bytes: copied as such
+            shapes.randint(1, 3),
+        )
+        for multiple in [1, 4] * 20
     ]
 
     def matrix(lengths: Sequence[int], samples: int, widths: Sequence[int], number: int) -> Tensor:

@@ -31,6 +31,8 @@ from lightning_videoscale.parallel.transport.peer_watchdog import Taking
 from lightning_videoscale.parallel.transport.slots import Arena, SlotLayout
 from lightning_videoscale.parallel.transport.symmetric_memory import Fabric, Finished
 
+_WORD = torch.complex128  # what a thread copies at once; what the bytes stand for is nothing to a copy
+
 
 class SymmetricExchange:
     """One exchange between the ranks of an axis; see `Exchange`."""
@@ -225,7 +227,8 @@ class JoinedExchange(SymmetricExchange):
     def start(self) -> None:
         """Sends all pieces, those for the next ranks first, and then puts this rank's own in its place."""
         self.send(*((self._me + step) % self._size for step in range(1, self._size + 1)))
-        self._place(self._me).copy_(self.pieces[self._me].transpose(0, 1))
+        target, source = _in_words(self._place(self._me), self.pieces[self._me].transpose(0, 1))
+        target.copy_(source)
 
     def wait(self) -> Tensor:
         """See `Columns`.
@@ -272,3 +275,10 @@ class JoinedExchange(SymmetricExchange):
         shape = self._like.shape[1], self._lengths[reader], sum(self._widths)
         nbytes = math.prod(shape) * self._like.itemsize
         return self._arena.whole(self._slot, nbytes, reader).view(self._like.dtype).view(shape)
+
+
+def _in_words(*tensors: Tensor) -> list[Tensor]:
+    """The same with elements of 16 bytes, if all allow it: with those, torch copies rows that lie apart faster."""
+    many = _WORD.itemsize // tensors[0].itemsize
+    parts = [part for x in tensors for part in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])]
+    return [x.view(_WORD) for x in tensors] if all(part % many == 0 for part in parts) else list(tensors)
