@@ -98,6 +98,27 @@ def test_a_layer_by_pushes_equals_a_whole_one(lengths: Sequence[int], by_slices:
             torch.testing.assert_close(together, whole, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_slots_take_no_more_than_what_two_layers_send(size: int) -> None:
+    """However many layers there are."""
+    tokens, heads = 128, 6
+    lengths, dim = (tokens,) * size, 64
+
+    def work(transport: SymmetricTransport, rank: int) -> int:
+        assigned = assign_heads(rank, lengths, lengths, heads, heads)
+        ulysses = Ulysses(axis_of(rank, size), assigned, transport)
+        matrix = (torch.eye(heads * dim).requires_grad_(), None)
+        x = y = torch.ones(1, tokens, heads * dim, requires_grad=True)
+        for _ in range(5):
+            parts = project_heads(y, [matrix] * 3, None, ulysses, heads)
+            y = attend_and_project(parts.query, parts.key, parts.value, matrix, ulysses, as_choices("sdpa"), 1.0)
+        torch.autograd.grad(y.sum(), x)
+        return transport.memory_bytes
+
+    message = tokens * heads * dim * 4 * (size - 1) // size  # bytes, of all other ranks
+    assert max(on_threads(size, work)) <= 2 * 8 * message
+
+
 class Noted:
     """An exchange with a peer that sends what it is sent, and notes when it does."""
 

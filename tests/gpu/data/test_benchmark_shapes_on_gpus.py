@@ -68,6 +68,22 @@ def test_times_and_peaks_grow_with_the_tokens() -> None:
     assert StepTimeModel.fit(measurements).predict(4, 9216) > StepTimeModel.fit(measurements).predict(1, 9216)
 
 
+def test_shapes_are_timed_by_graphs_as_they_train() -> None:
+    def measured(graphs: bool) -> ShapeMatrix:
+        strategy = vs.SequenceParallelDDPStrategy(graphs=graphs, graphs_max_memory=0.5)
+        trainer = trainer_with(accelerator="cuda", devices=1, strategy=strategy)
+        batches = RandomBatches(4)
+        return vs.benchmark_shapes(trainer, Wider(), SHAPES[:2], batches=batches, seconds=0.05, progress=False)
+
+    eager, by_graphs = measured(False), measured(True)
+    assert not any(row.by_graph for row in eager.rows)
+    assert all(row.by_graph for row in by_graphs.rows), by_graphs.rows
+    seconds = [{(m.samples, m.sequence_length): m.seconds for m in each.measurements} for each in (eager, by_graphs)]
+    assert all(seconds[1][shape] < seconds[0][shape] for shape in seconds[0]), (
+        seconds
+    )  # 64 and 192 tokens wait for the host
+
+
 def test_memory_that_runs_out_is_a_result(capped: Callable[[float], None]) -> None:
     free, _ = _benchmark(max_tokens=4 * 9216)
     largest = max(free.rows, key=lambda row: row.peak_bytes or 0.0)

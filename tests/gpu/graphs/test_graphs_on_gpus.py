@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -215,13 +216,24 @@ class Losses(pl.Callback):
 
 
 def train(
-    graphs: bool, mesh: tuple[int, int], precision: Any, accumulate: int = 1, zero_stage: int = 0, **exchange: Any
+    graphs: bool,
+    mesh: tuple[int, int],
+    precision: Any,
+    accumulate: int = 1,
+    zero_stage: int = 0,
+    breaks: int | None = None,
+    **exchange: Any,
 ) -> tuple[list[float], dict[str, int]]:
-    """Losses of a run on a mesh of Ulysses and ring ranks, under DDP or a stage of ZeRO, and how its calls ran."""
+    """Losses of a run on a mesh of Ulysses and ring ranks, under DDP or a stage of ZeRO, and how its calls ran.
+
+    On the rank ``breaks``, a capture fails.
+    """
     torch.use_deterministic_algorithms(True)
     pl.seed_everything(1, verbose=False)
     module = RectifiedFlow(num_layers=4, num_attention_heads=4, attention_head_dim=64)
     inject_fused_kernels(module)
+    if breaks == dist.get_rank():
+        reads_a_number(module.transformer)
     strategy: SequenceParallelDDPStrategy | SequenceParallelDeepSpeedStrategy
     if zero_stage:
         strategy = SequenceParallelDeepSpeedStrategy(zero_stage, *mesh, graphs=graphs, graphs_max_memory=0.5)
@@ -286,6 +298,17 @@ def test_graphs_repeat_every_exchange(gpu_ranks: Ranks, mesh: tuple[int, int], e
     for (expected, _), (found, counts) in zip(eager, by_graphs, strict=True):
         assert found == expected
         assert counts["replayed"] == 8
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 1)])
+def test_a_capture_that_fails_on_one_rank_leaves_all_eager(gpu_ranks: Ranks, mesh: tuple[int, int]) -> None:
+    pool = gpu_ranks(2)
+    eager = pool.run(train, False, mesh, "bf16-mixed")
+    by_graphs = pool.run(train, True, mesh, "bf16-mixed", breaks=1)
+    for (expected, _), (found, counts) in zip(eager, by_graphs, strict=True):
+        assert found == expected
+        assert counts["eager"] > 0 and counts.get("replayed", 0) == 0
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
