@@ -4,7 +4,7 @@
 
 Blocks of Wan-1.3B with random weights and fused kernels train under ``planned`` on draws of the mix, in bf16-mixed, one
 micro-batch a step: on images and the shortest clips, as a training begins, and on images to the longest clips. Costs
-are measured once for each, before: all its runs have the same plan. The first pair runs under deterministic algorithms,
+are FLOPs, so that all runs on a mix have the same plan. The first pair runs under deterministic algorithms,
 where losses are to be equal to the bit. The others take turns with torch's usual algorithms, where a run without graphs
 differs from its own repetition, too: "again" shows by how much. ``--tiny`` tries the script on CPUs, where no graph is
 captured.
@@ -33,10 +33,9 @@ from benchmarks.data.balance_mix import latents_of_draw, table_of_draw
 from benchmarks.data.balance_training import Record, budget_of, table_of
 from benchmarks.data.sparse_shards import write_sparse_shards
 from benchmarks.launch import finish, launch, say, task_of_worker
-from benchmarks.suite import cost_of
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, RectifiedFlow, trainer_with
 from lightning_videoscale import VideoDataModule
-from lightning_videoscale.cost import StepTimeModel
+from lightning_videoscale.cost import StepTimeModel, TransformerFlops
 from lightning_videoscale.data.planning.shapes import Clips
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
@@ -126,21 +125,19 @@ def beside(row: Row, eager: Row) -> Row:
 def measure(shards: dict[str, str], **task: Any) -> None:
     """Pairs of runs on each mix in one process group; after each, rank 0 writes what there is."""
     rows: list[Row] = []
-    costs: Row = {}
-    for longest, folder in shards.items():
-        costs[longest] = cost = cost_of(folder, task)
-        for number in range(1 + task["rounds"]):
+    cost = StepTimeModel.analytic(TransformerFlops.from_config(task["config"])).to_dict()
+    for (longest, folder), rounds in zip(shards.items(), task["rounds"], strict=True):
+        for number in range(1 + rounds):
             pair = partial(train, folder, cost, task, deterministic=number == 0)
             eager = pair(graphs=False)
             made = [eager, beside(pair(graphs=True), eager)]
-            if number == task["rounds"]:
+            if number == rounds > 0:
                 made.append(beside(pair(graphs=False), eager) | {"again": True})
             rows += [{"longest": int(longest)} | row for row in made]
             if os.environ["RANK"] == "0":
                 for row in made:
                     say(str({name: value for name, value in row.items() if name != "losses"}))
-                settings = task["settings"] | {"cost": costs}
-                provenance.write(Path(task["output"]), BENCHMARK, task["commit"], settings, rows)
+                provenance.write(Path(task["output"]), BENCHMARK, task["commit"], task["settings"], rows)
     finish(len(rows))
 
 
@@ -151,7 +148,7 @@ def main() -> None:
     parser.add_argument("--ulysses", type=int, default=1, help="ranks that share a clip")
     parser.add_argument("--layers", type=int, default=4, help="of Wan-1.3B's 30")
     parser.add_argument("--steps", type=int, default=100, help="that count, of each run")
-    parser.add_argument("--rounds", type=int, default=1, help="pairs with torch's usual algorithms")
+    parser.add_argument("--rounds", type=int, nargs=2, default=[1, 1], help="pairs with torch's usual algorithms")
     parser.add_argument("--samples", type=int, default=3000, help="draws of the mix")
     parser.add_argument(
         "--longest", type=int, nargs="+", default=[1_560, 75_600], help="tokens of a sample, of each mix"
@@ -183,7 +180,6 @@ def main() -> None:
             settings=settings,
             output=str(output),
             commit=commit,
-            seconds=0.2,
             **{name: getattr(options, name) for name in ("ulysses", "steps", "rounds", "tiny", "m_mem")},
         )
     print(f"written to {output}")
