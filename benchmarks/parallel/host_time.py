@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/parallel/host_time.py
 
-Tiny models, so that computing takes next to nothing. A layer is half the difference between networks that
-differ in two. Counted are calls of Python functions and of functions in C, operations of torch (nested ones too), and
-nodes of the autograd graph. Timed is what the main thread computes, waiting for others left out; networks take turns.
+Tiny models, so that computing takes next to nothing. A layer is a share of the difference between networks that
+differ in some, of the medians over all steps. Counted are calls of Python functions and of functions in C, operations
+of torch (nested ones too), and nodes of the autograd graph. Timed is what the main thread computes, waiting for others
+left out; networks take turns.
 
 ``kernels`` is "reference", the plain PyTorch that stands for fused kernels on CPUs, or "empty": only results are
 allocated, as where a GPU is given one kernel to launch. What a GPU's driver and NCCL need to launch is in neither.
@@ -21,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -41,9 +42,17 @@ from lightning_videoscale.parallel import SequenceMesh, parallelize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, HEAD_DIM = (12, 128) if DEVICE == "cuda" else (4, 16)
-LAYERS = (6, 4)
+LAYERS = (12, 4)
 WARM_UP = 22  # calls, of which the first 20 compare what ranks are given
 Row = dict[str, Any]
+Key = tuple[str, int]  # "split" or "whole", and layers
+Steps = dict[Key, list[tuple[float, float]]]
+Part = Callable[[float, float], float]
+PARTS: dict[str, Part] = {
+    "forward_us": lambda forward, backward: forward,
+    "backward_us": lambda forward, backward: backward,
+    "both_us": lambda forward, backward: forward + backward,
+}
 
 
 def wan(layers: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -223,35 +232,34 @@ def measure(family: str, what: str, mesh: SequenceMesh, options: argparse.Namesp
     for name in counts["split", more]:
         split, whole = ((counts[k, more][name] - counts[k, less][name]) / (more - less) for k in ("split", "whole"))
         row[name] = {"split": split, "whole": whole, "ratio": round(split / whole, 3)}
-    for number, name in enumerate(("forward_us", "backward_us")):
-        split, whole = ([r[kind][number] for r in rounds] for kind in ("split", "whole"))
-        row[name] = summary(split, whole)
-    totals = [[sum(r[kind]) for r in rounds] for kind in ("split", "whole")]
+    for name, part in PARTS.items():
+        row[name] = summary(rounds, part)
     if DEVICE == "cuda":
         row["device_us"] = round(networks["split", more].device_us(), 1)
-    return row | {"both_us": summary(*totals)}
+    return row
 
 
-def turn(networks: dict[tuple[str, int], Network], repeats: int) -> dict[str, list[float]]:
-    """Microseconds of a layer, forward and backward, of split and whole networks, which take turns step by step."""
-    times: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in networks}
+def turn(networks: dict[Key, Network], repeats: int) -> Steps:
+    """Seconds of steps, forward and backward, of split and whole networks, which take turns step by step."""
+    times: Steps = {key: [] for key in networks}
     for _ in range(repeats):
         for key, network in networks.items():
             times[key].append(network.seconds())
-    medians = {key: [statistics.median(each) for each in zip(*mine, strict=True)] for key, mine in times.items()}
-    more, less = LAYERS
-    return {
-        kind: [1e6 * (a - b) / (more - less) for a, b in zip(medians[kind, more], medians[kind, less], strict=True)]
-        for kind in ("split", "whole")
-    }
+    return times
 
 
-def summary(split: list[float], whole: list[float]) -> Row:
-    """Medians over rounds; the ratio is that of the medians, as one round's difference of two is noisy."""
-    mine, theirs = statistics.median(split), statistics.median(whole)
-    ratios = sorted(a / b for a, b in zip(split, whole, strict=True))
+def summary(rounds: Sequence[Steps], part: Part) -> Row:
+    """A layer's microseconds, and the ratio; 10th and 90th percentile of the ratios of single rounds."""
+    every = {key: [step for each in rounds for step in each[key]] for key in rounds[0]}
+    split, whole = (of_a_layer(every, kind, part) for kind in ("split", "whole"))
+    ratios = sorted(of_a_layer(each, "split", part) / of_a_layer(each, "whole", part) for each in rounds)
     spread = [round(ratios[len(ratios) // 10], 3), round(ratios[-1 - len(ratios) // 10], 3)]
-    return {"split": round(mine, 1), "whole": round(theirs, 1), "ratio": round(mine / theirs, 3), "p10_p90": spread}
+    return {"split": round(split, 1), "whole": round(whole, 1), "ratio": round(split / whole, 3), "p10_p90": spread}
+
+
+def of_a_layer(steps: Steps, kind: str, part: Part) -> float:
+    more, less = (statistics.median(part(*step) for step in steps[kind, layers]) for layers in LAYERS)
+    return 1e6 * (more - less) / (LAYERS[0] - LAYERS[1])
 
 
 def main() -> None:

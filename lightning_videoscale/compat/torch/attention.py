@@ -116,8 +116,9 @@ def with_gradient_in_order(out: Tensor) -> Tensor:
 def to_whole_tiles(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Adds hidden keys where cuDNN's backward would look beyond the last one; ``mask`` is boolean or added to scores.
 
-    With a mask, on Hopper, it takes scores of the second half of a tile of 128 keys for zero where there is none. Of a
-    row whose log-sum-exp is below -88 that is infinite, and its gradient NaN (pytorch/pytorch#196678, cuDNN 9.20).
+    On Hopper it takes scores of the second half of a tile of 128 keys for zero where there is none. Of a row whose
+    log-sum-exp is below -88 that is infinite, and its gradient NaN (pytorch/pytorch#196678, cuDNN 9.20). Without a mask
+    nothing is done, as a mask may cost another kernel, and scores so low come of masks.
     """
     if mask is None or k.shape[2] % 128 != 64:
         return k, v, mask

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_videoscale.kernels.autograd import under_autocast
-from lightning_videoscale.parallel.transport import Columns, Exchange
-from lightning_videoscale.parallel.transport.columns import beside_each_other
+from lightning_videoscale.parallel.transport import ColumnExchange, Exchange, beside_each_other
 from lightning_videoscale.parallel.ulysses import Ulysses, times
 
 Linear = tuple[Tensor, Tensor | None]
@@ -114,7 +113,7 @@ def return_tokens(rows: Tensor, ulysses: Ulysses, batch: int) -> Callable[[], Te
     return lambda: joined_heads(pending, ulysses, batch)
 
 
-def return_columns(rows: Tensor, ulysses: Ulysses, batch: int) -> Columns:
+def return_columns(rows: Tensor, ulysses: Ulysses, batch: int) -> ColumnExchange:
     """Starts to send every rank the rows (S · B, h, D) of its tokens, which there are columns of (B, s, H · D)."""
     shares, dim = ulysses.heads.out, rows.shape[2]
     mine = shares.mine[0]

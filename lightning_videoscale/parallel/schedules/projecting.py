@@ -31,7 +31,7 @@ from lightning_videoscale.parallel.schedules.messages import (
     send_to_all,
     sum_over_ranks,
 )
-from lightning_videoscale.parallel.transport import Columns
+from lightning_videoscale.parallel.transport import ColumnExchange
 from lightning_videoscale.parallel.ulysses import Ulysses
 
 
@@ -118,12 +118,12 @@ class _Home:
 
     def __init__(self, x: Tensor, weights: Sequence[Tensor | None], needs: Sequence[bool]) -> None:
         self._x, self._weights, self._needs = x, weights, needs
-        self._there: dict[int, tuple[Columns, Tensor]] = {}
+        self._there: dict[int, tuple[ColumnExchange, Tensor]] = {}
         self.of_parameters: list[Tensor | None] = [None] * 6
         self.of_results: list[Tensor | None] = [None] * 3
         self.of_input: Tensor | None = None
 
-    def take(self, i: int, coming: Columns) -> None:
+    def take(self, i: int, coming: ColumnExchange) -> None:
         """Computes what a Linear's parameters need; other messages travel meanwhile."""
         dy = coming.wait()
         self._there[i] = coming, dy

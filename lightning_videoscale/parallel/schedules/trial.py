@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.schedules import ScheduleName
-from lightning_videoscale.parallel.transport import Columns, Exchange, Join
-from lightning_videoscale.parallel.transport.columns import CopiedColumns
+from lightning_videoscale.parallel.transport import ColumnExchange, CopiedColumns, Exchange, Join
 
 Run = Callable[[int], object]
 """Makes so many passes, and returns when the device is done with them."""
@@ -59,7 +58,9 @@ class Alone:
         """As `open`."""
         return self.open(like.new_empty(sum(send)), send, receive, axis)
 
-    def begin_columns(self, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis) -> Columns:
+    def begin_columns(
+        self, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis
+    ) -> ColumnExchange:
         """As `open`."""
         return CopiedColumns(self, columns, lengths, widths, axis)
 

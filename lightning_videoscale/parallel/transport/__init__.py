@@ -2,7 +2,7 @@
 
 `Transport`            what a transport offers; all code outside this folder is written against it
 `Exchange`             an all-to-all whose pieces are sent one by one
-`Columns`              one whose pieces come to lie beside each other
+`ColumnExchange`       one whose pieces come to lie beside each other
 `TransportName`        the names by which a strategy selects one, and `create_transport`, which makes it
 `CollectiveTransport`  collectives on gloo and NCCL: runs everywhere, and is the oracle for the others
 """
@@ -18,16 +18,19 @@ from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.transport.collective import CollectiveTransport, Join
+from lightning_videoscale.parallel.transport.columns import CopiedColumns, beside_each_other
 
 __all__ = [
     "COMPILABLE",
     "DEFAULT_TRANSPORT",
     "CollectiveTransport",
-    "Columns",
+    "ColumnExchange",
+    "CopiedColumns",
     "Exchange",
     "Join",
     "Transport",
     "TransportName",
+    "beside_each_other",
     "create_transport",
     "what_lacks",
 ]
@@ -49,7 +52,7 @@ class Exchange(Protocol):
         """Sends the pieces for these positions on the axis, in this order; each once, this rank's own too."""
 
 
-class Columns(Protocol):
+class ColumnExchange(Protocol):
     """Columns on their way from all ranks of an axis, begun by `Transport.begin_columns`."""
 
     def wait(self) -> Tensor:
@@ -140,14 +143,16 @@ class Transport(Protocol):
             axis: The ranks that take part.
         """
 
-    def begin_columns(self, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis) -> Columns:
+    def begin_columns(
+        self, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis
+    ) -> ColumnExchange:
         """Starts to send every rank the rows that it is to have; there they lie beside what others have of those rows.
 
-        The current stream is that on which the columns before these were `Columns.done`.
+        The current stream is that on which the columns before these were `ColumnExchange.done`.
 
         Args:
             columns: (rows of all ranks, samples, ``widths[axis.rank]``), contiguous; not to be written to before
-                `Columns.wait`.
+                `ColumnExchange.wait`.
             lengths: Rows of each rank.
             widths: Columns that come from each rank, in this order.
             axis: The ranks that take part.

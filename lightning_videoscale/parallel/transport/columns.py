@@ -13,7 +13,7 @@ from lightning_videoscale.parallel.mesh import Axis
 
 
 class CopiedColumns:
-    """See `Columns`; sent by an all-to-all of a transport, as `Transport.begin_columns` describes."""
+    """See `ColumnExchange`; sent by an all-to-all of a transport, as `Transport.begin_columns` describes."""
 
     def __init__(
         self, transport: Any, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis
@@ -23,7 +23,7 @@ class CopiedColumns:
         self._join = partial(beside_each_other, lengths[axis.rank], columns.shape[1])
 
     def wait(self) -> Tensor:
-        """See `Columns`; memory of its own."""
+        """See `ColumnExchange`; memory of its own."""
         matrix: Tensor = self._transport.wait(self._pending, self._join)
         return matrix
 

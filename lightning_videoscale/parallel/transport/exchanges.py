@@ -203,7 +203,7 @@ class PulledExchange(SymmetricExchange):
 
 
 class JoinedExchange(SymmetricExchange):
-    """Of columns, which are read in the slot where those of all ranks lie beside each other; see `Columns`."""
+    """Of columns, which are read in the slot where those of all ranks lie beside each other; see `ColumnExchange`."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class JoinedExchange(SymmetricExchange):
         target.copy_(source)
 
     def wait(self) -> Tensor:
-        """See `Columns`.
+        """See `ColumnExchange`.
 
         Raises:
             RuntimeError: As `finish`.
@@ -239,7 +239,7 @@ class JoinedExchange(SymmetricExchange):
         return self._arrived()
 
     def done(self) -> None:
-        """See `Columns`.
+        """See `ColumnExchange`.
 
         Raises:
             RuntimeError: If the exchange is not pending.

@@ -212,7 +212,8 @@ def difference(family: str, habit: str) -> float:
 
 @pytest.mark.parametrize(("family", "habit"), HABITS)
 def test_a_model_as_users_have_it(ranks: Ranks, family: str, habit: str) -> None:
-    assert max(ranks(3).run(difference, family, habit)) < 1e-12
+    size = 2 if habit == "compiled blocks" else 3  # compilers of three take a minute on two cores
+    assert max(ranks(size).run(difference, family, habit)) < 1e-12
 
 
 def under_autocast(family: str) -> float:

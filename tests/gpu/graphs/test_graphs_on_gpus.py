@@ -302,13 +302,16 @@ def test_graphs_repeat_every_exchange(gpu_ranks: Ranks, mesh: tuple[int, int], e
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1)])
-def test_a_capture_that_fails_on_one_rank_leaves_all_eager(gpu_ranks: Ranks, mesh: tuple[int, int]) -> None:
+def test_a_capture_that_fails_on_one_rank_leaves_those_of_its_sequence_eager(
+    gpu_ranks: Ranks, mesh: tuple[int, int]
+) -> None:
+    """Ranks with sequences of their own capture what each of them can."""
     pool = gpu_ranks(2)
     eager = pool.run(train, False, mesh, "bf16-mixed")
     by_graphs = pool.run(train, True, mesh, "bf16-mixed", breaks=1)
-    for (expected, _), (found, counts) in zip(eager, by_graphs, strict=True):
-        assert found == expected
-        assert counts["eager"] > 0 and counts.get("replayed", 0) == 0
+    assert [losses for losses, _ in by_graphs] == [losses for losses, _ in eager]
+    replayed = [counts.get("replayed", 0) for _, counts in by_graphs]
+    assert replayed == [8 if mesh == (1, 1) else 0, 0]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
