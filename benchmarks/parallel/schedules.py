@@ -257,8 +257,13 @@ def rows_of(taken: dict[str, Times], cell: dict[str, Any]) -> list[dict[str, Any
     return rows
 
 
-def judge(rows: list[dict[str, Any]], chosen: dict[str, ScheduleName]) -> list[dict[str, Any]]:
-    """One row for each transport: forward and backward of the layer by "auto", over the best schedule."""
+def judge(
+    rows: list[dict[str, Any]], chosen: dict[str, ScheduleName], transports: dict[str, Transport]
+) -> list[dict[str, Any]]:
+    """One row for each transport: forward and backward of the layer by "auto", over the best schedule.
+
+    With them, what the transport takes of the device beside torch's allocator after all schedules.
+    """
     total: dict[tuple[str, str], float] = {}
     for row in rows:
         if row["part"] == "layer":
@@ -272,6 +277,7 @@ def judge(rows: list[dict[str, Any]], chosen: dict[str, ScheduleName]) -> list[d
         over = total["auto", transport] / best
         found = {"part": "layer", "direction": "both", "schedule": "auto", "transport": transport, "chosen": schedule}
         found |= {"over_best": round(over, 4), "spread": round(spread, 4), "holds": over <= 1 + WORSE + spread}
+        found["transport_bytes"] = transports[transport].memory_bytes
         judged.append(cell | found)
     return judged
 
@@ -312,7 +318,7 @@ def measure(
             rows += mine
             if dist.get_rank() == 0:
                 show(mine)
-    return rows + judge(rows, chosen)
+    return rows + judge(rows, chosen, transports)
 
 
 def main() -> None:

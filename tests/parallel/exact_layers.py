@@ -127,7 +127,7 @@ class _FetchHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         coming = return_columns(rows_of(grad), ctx.ulysses, grad.shape[0])
-        columns = coming.wait().unflatten(2, (HEADS, DIM)).clone()
+        columns = coming.wait(keep=True).unflatten(2, (HEADS, DIM))
         coming.done()
         return columns, None
 

@@ -125,12 +125,12 @@ class _Home:
 
     def take(self, i: int, coming: ColumnExchange) -> None:
         """Computes what a Linear's parameters need; other messages travel meanwhile."""
-        dy = coming.wait()
+        dy = coming.wait(keep=self._needs[7 + i])
         self._there[i] = coming, dy
         flat = dy.flatten(0, 1)
         self.of_parameters[2 * i] = flat.t() @ self._x if self._needs[1 + 2 * i] else None
         self.of_parameters[2 * i + 1] = flat.sum(0) if self._needs[2 + 2 * i] else None
-        self.of_results[i] = dy.clone() if self._needs[7 + i] else None
+        self.of_results[i] = dy if self._needs[7 + i] else None
 
     def finish(self, i: int) -> None:
         """Adds the gradient of the input through a Linear, as it is computed, and gives back what has come."""

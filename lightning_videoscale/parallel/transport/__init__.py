@@ -55,11 +55,14 @@ class Exchange(Protocol):
 class ColumnExchange(Protocol):
     """Columns on their way from all ranks of an axis, begun by `Transport.begin_columns`."""
 
-    def wait(self) -> Tensor:
+    def wait(self, *, keep: bool = False) -> Tensor:
         """Returns them beside each other, for work issued later on the current stream and before `done`; once.
 
+        Args:
+            keep: Whether they are used after `done`, too, which may cost a copy.
+
         Returns:
-            (samples, rows, columns), contiguous. Memory of the transport: it is not to be returned or kept.
+            (samples, rows, columns), contiguous.
         """
 
     def done(self) -> None:

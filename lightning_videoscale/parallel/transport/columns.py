@@ -22,8 +22,8 @@ class CopiedColumns:
         self._transport, self._pending = transport, transport.all_to_all(columns.flatten(), *sizes, axis)
         self._join = partial(beside_each_other, lengths[axis.rank], columns.shape[1])
 
-    def wait(self) -> Tensor:
-        """See `ColumnExchange`; memory of its own."""
+    def wait(self, *, keep: bool = False) -> Tensor:
+        """See `ColumnExchange`; memory of its own in any case."""
         matrix: Tensor = self._transport.wait(self._pending, self._join)
         return matrix
 

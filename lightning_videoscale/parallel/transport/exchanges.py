@@ -230,13 +230,14 @@ class JoinedExchange(SymmetricExchange):
         target, source = _in_words(self._place(self._me), self.pieces[self._me].transpose(0, 1))
         target.copy_(source)
 
-    def wait(self) -> Tensor:
+    def wait(self, *, keep: bool = False) -> Tensor:
         """See `ColumnExchange`.
 
         Raises:
             RuntimeError: As `finish`.
         """
-        return self._arrived()
+        matrix = self._arrived()
+        return matrix.clone() if keep else matrix
 
     def done(self) -> None:
         """See `ColumnExchange`.
