@@ -48,9 +48,12 @@ from lightning_videoscale.strategies import SequenceParallelDDPStrategy, Sequenc
 
 FRAMES = {4_680: 3, 14_040: 9, 32_760: 21, 75_600: 21, 151_200: 42}
 HEIGHT_WIDTH = {75_600: (90, 160), 151_200: (90, 160)}
-MODELS = {
+WAN_14B = WAN_1_3B | {"num_attention_heads": 40, "ffn_dim": 13824}
+MODELS = {  # -8: of so many blocks
     "wan-1.3b": WAN_1_3B,
-    "wan-14b-8": WAN_1_3B | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 8},
+    "wan-1.3b-6": WAN_1_3B | {"num_layers": 6},
+    "wan-14b-4": WAN_14B | {"num_layers": 4},
+    "wan-14b-8": WAN_14B | {"num_layers": 8},
 }
 TINY = {"attention_head_dim": 16, "ffn_dim": 128, "num_layers": 2, "text_dim": 64}  # and a model's own heads
 MODES: dict[str, dict[str, Any]] = {

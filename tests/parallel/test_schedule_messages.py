@@ -15,7 +15,7 @@ from lightning_videoscale.parallel.schedules.across_heads import NormAcrossHeads
 from lightning_videoscale.parallel.schedules.attention_output import attend_and_project, project_output
 from lightning_videoscale.parallel.schedules.input_projections import Norm, project_heads
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
-from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads
+from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads, gather_heads, scatter_heads
 from tests.parallel.ranks_on_threads import axis_of, on_threads
 
 HEADS, DIM, BATCH, WIDTH = 7, 6, 2, 42
@@ -100,7 +100,7 @@ def test_a_layer_by_pushes_equals_a_whole_one(lengths: Sequence[int], by_slices:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_slots_take_no_more_than_what_two_layers_send(size: int) -> None:
-    """However many layers there are."""
+    """However many layers there are, and by whichever schedules one after the other, as "auto" tries them."""
     tokens, heads = 128, 6
     lengths, dim = (tokens,) * size, 64
 
@@ -108,15 +108,20 @@ def test_slots_take_no_more_than_what_two_layers_send(size: int) -> None:
         assigned = assign_heads(rank, lengths, lengths, heads, heads)
         ulysses = Ulysses(axis_of(rank, size), assigned, transport)
         matrix = (torch.eye(heads * dim).requires_grad_(), None)
-        x = y = torch.ones(1, tokens, heads * dim, requires_grad=True)
-        for _ in range(5):
-            parts = project_heads(y, [matrix] * 3, None, ulysses, heads)
+        x = torch.ones(1, tokens, heads * dim, requires_grad=True)
+        q, k, v = scatter_heads(*[x.unflatten(2, (heads, dim))] * 3, ulysses)
+        y = gather_heads(F.scaled_dot_product_attention(q, k, v), ulysses).flatten(2)
+        for by_slices in [False, *[True] * 4]:
+            parts = project_heads(y, [matrix] * 3, None, ulysses, heads, by_slices=by_slices)
             y = attend_and_project(parts.query, parts.key, parts.value, matrix, ulysses, as_choices("sdpa"), 1.0)
         torch.autograd.grad(y.sum(), x)
         return transport.memory_bytes
 
     message = tokens * heads * dim * 4 * (size - 1) // size  # bytes, of all other ranks
-    assert max(on_threads(size, work)) <= 2 * 8 * message
+    taken = on_threads(size, work)
+    assert max(taken) <= 2 * 8 * message
+    if size == 2:
+        assert taken == [12 * message] * 2  # three pushed together, three pulled, and three that are joined
 
 
 class Noted:

@@ -100,7 +100,7 @@ def test_a_slot_is_not_reused_before_its_reader_is_done(guard: bool) -> None:
         axis = axis_of(rank, 2)
         tokens = [start(transport, axis, *shape, number) for number in (1, 2, 3, 4)]
         slot = (
-            transport._arenas[PushedExchange].memory.buffers[0][:16].view(torch.int64)
+            transport._slots[PushedExchange][0].memory.buffers[0][:16].view(torch.int64)
         )  # rank 0's first, of two elements
         early = False
         if rank == 0:
@@ -246,12 +246,12 @@ def test_exchanges_take_the_first_slot_that_is_free() -> None:
             return start(transport, axis, *shape, 1)
 
         first, second = begin(), begin()
-        slots = [first._slot, second._slot]
+        slots = [first._slot.number, second._slot.number]
         transport.wait(first)
-        slots += [(third := begin())._slot, (fourth := begin())._slot]
+        slots += [(third := begin())._slot.number, (fourth := begin())._slot.number]
         for pending in (second, third, fourth):
             transport.wait(pending)
-        return [*slots, begin()._slot]
+        return [*slots, begin()._slot.number]
 
     assert on_threads(2, work) == [[0, 1, 0, 2, 0]] * 2
 
@@ -287,8 +287,8 @@ def test_memory_grows_with_the_largest_message_and_keeps_what_is_pending() -> No
         transport.wait(start(transport, axis, [1, 1], [1, 1], 3))
         return [*taken, transport.memory_bytes]
 
-    # Four slots; 8 bytes from the peer lie on 256, and 300 · 8 from rank 1 on 2 560.
-    assert on_threads(2, work) == [[0, 4 * 256, 4 * 2560, 4 * 2560]] * 2
+    # 8 bytes from the peer lie on 256, and 300 · 8 from rank 1 on 2 560, in a slot of their own.
+    assert on_threads(2, work) == [[0, 256, 256 + 2560, 256 + 2560]] * 2
 
 
 def test_pieces_are_sent_in_any_order() -> None:

@@ -22,8 +22,8 @@ DEPTH = 3
 
 def is_as_at_first(transport: SymmetricTransport) -> bool:
     """No exchange is pending, no piece has arrived, and all slots are released."""
-    flags = [arena.memory.flags for arena in transport._known]
-    return all(not arena.pending for arena in transport._known) and all(
+    flags = [slot.memory.flags for slot in transport._known]
+    return all(slot.pending is None for slot in transport._known) and all(
         each.tolist() == [0] * (len(each) // 2) + [1] * (len(each) // 2) for each in flags
     )
 
@@ -94,7 +94,7 @@ def test_exchanges_that_were_pending_are_refused() -> None:
     assert on_threads(2, work, fabric=_Late) == [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
 
 
-@pytest.mark.parametrize(("step", "first", "second", "kept"), [("agree", 100, 1, 4096), ("allocate", 1, 100, 0)])
+@pytest.mark.parametrize(("step", "first", "second", "kept"), [("agree", 100, 1, 1024), ("allocate", 1, 100, 0)])
 def test_what_only_one_rank_has_is_dropped(step: str, first: int, second: int, kept: int) -> None:
     """Rank 1 raises when it has told a message's sizes, or has taken memory for it, which rank 0 then has alone."""
 
@@ -121,7 +121,7 @@ def test_what_only_one_rank_has_is_dropped(step: str, first: int, second: int, k
             assert transport.wait(begin(size)).tolist() == [0] * size + [1] * size
         return [*taken, transport.memory_bytes]
 
-    assert on_threads(2, work) == [[kept, 4096]] * 2  # four slots for 100 numbers of 8 bytes, on 256
+    assert on_threads(2, work) == [[kept, 1024]] * 2  # a slot for 100 numbers of 8 bytes, on 256
 
 
 def test_who_does_not_come_is_named() -> None:

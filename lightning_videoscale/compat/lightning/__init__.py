@@ -84,8 +84,12 @@ class WrappingDDPStrategy(DDPStrategy):
     """Lightning's, with a public method that wraps the model; the parent calls a private one."""
 
     def wrap(self, model: nn.Module) -> DistributedDataParallel:
-        """Returns the wrapped model."""
-        return super()._setup_model(model)
+        """Returns the wrapped model.
+
+        The parent of 2.6.6 makes it on a stream of its own, for who captures whole steps. Gradients are accumulated on
+        that stream then, and each of them waits for the other stream (Lightning-AI/pytorch-lightning#21567).
+        """
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **ddp_arguments(self))
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:

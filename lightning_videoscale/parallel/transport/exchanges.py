@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_videoscale.parallel.transport.collective import Join
 from lightning_videoscale.parallel.transport.peer_watchdog import Taking
-from lightning_videoscale.parallel.transport.slots import Arena, SlotLayout
+from lightning_videoscale.parallel.transport.slots import Slot, SlotLayout
 from lightning_videoscale.parallel.transport.symmetric_memory import Fabric, Finished
 
 _WORD = torch.complex128  # what a thread copies at once; what the bytes stand for is nothing to a copy
@@ -39,12 +39,12 @@ class SymmetricExchange:
 
     pieces: Sequence[Tensor]
 
-    def __init__(self, fabric: Fabric, arena: Arena, layout: SlotLayout) -> None:
+    def __init__(self, fabric: Fabric, slot: Slot, layout: SlotLayout) -> None:
         self._fabric = fabric
-        self._arena = arena
+        self._slot = slot
         self._layout = layout
-        self._me, self._size = arena.axis.rank, arena.axis.size
-        self._slot = arena.begin(self)
+        self._me, self._size = slot.axis.rank, slot.axis.size
+        slot.pending = self
         self._sent: set[int] = set()
         self._takings: list[Taking] = []
         self._copied: Finished | None = None
@@ -63,7 +63,7 @@ class SymmetricExchange:
         """
         self._check_pending()
         if again := self._sent.intersection(peers):
-            name = self._arena.axis.name
+            name = self._slot.axis.name
             raise ValueError(f"The pieces for the positions {sorted(again)} of the {name} axis were sent.")
         self._sent.update(peers)
         if others := [peer for peer in peers if peer != self._me]:
@@ -76,7 +76,7 @@ class SymmetricExchange:
             RuntimeError: If a piece was not sent, a peer did not come, or the exchange is not pending.
         """
         result = self._arrived(join)
-        self._arena.finish(self._slot)
+        self._slot.pending = None
         return result
 
     def _arrived(self, join: Join | None = None) -> Tensor:
@@ -84,7 +84,7 @@ class SymmetricExchange:
         if self._fabric.failure is not None:
             raise RuntimeError(self._fabric.failure)
         self._check_pending()
-        axis = self._arena.axis
+        axis = self._slot.axis
         if lacking := sorted(set(range(self._size)) - self._sent):
             raise RuntimeError(f"Nothing was sent to the positions {lacking} of the {axis.name} axis.")
         with self._watched():
@@ -97,35 +97,36 @@ class SymmetricExchange:
         raise NotImplementedError
 
     def _check_pending(self) -> None:
-        if self._arena.pending.get(self._slot) is not self:
+        slot = self._slot
+        if slot.pending is not self:
             raise RuntimeError(
-                f"This exchange of the {self._arena.axis.name} axis, of slot {self._slot}, is not pending any more: "
+                f"This exchange of the {slot.axis.name} axis, of slot {slot.number}, is not pending any more: "
                 "`wait` has finished it, or `reset` has forgotten it. Begin another one."
             )
 
     def _watched(self) -> AbstractContextManager[None]:
-        axis = self._arena.axis
+        axis = self._slot.axis
         what = f"An exchange of the {axis.name} axis on rank {axis.ranks[self._me]}"
-        return self._fabric.watched(what, self._arena.memory, self._takings)
+        return self._fabric.watched(what, self._slot.memory, self._takings)
 
     @property
     def _others(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._me]
 
-    def _take(self, flag: Callable[[int, int], int], peers: Sequence[int]) -> None:
-        ranks = {flag(self._slot, peer): self._arena.axis.ranks[peer] for peer in peers}
-        self._takings.append(self._fabric.take(self._arena.memory, ranks))
+    def _take(self, flag: Callable[[int], int], peers: Sequence[int]) -> None:
+        ranks = {flag(peer): self._slot.axis.ranks[peer] for peer in peers}
+        self._takings.append(self._fabric.take(self._slot.memory, ranks))
 
-    def _tell(self, flag: Callable[[int, int], int], peers: Sequence[int]) -> None:
+    def _tell(self, flag: Callable[[int], int], peers: Sequence[int]) -> None:
         for peer in peers:
-            self._arena.memory.signal(peer, flag(self._slot, self._me))
+            self._slot.memory.signal(peer, flag(self._me))
 
 
 class PushedExchange(SymmetricExchange):
     """Of a message that is there, as pieces for each rank."""
 
-    def __init__(self, fabric: Fabric, arena: Arena, layout: SlotLayout, pieces: Sequence[Tensor]) -> None:
-        super().__init__(fabric, arena, layout)
+    def __init__(self, fabric: Fabric, slot: Slot, layout: SlotLayout, pieces: Sequence[Tensor]) -> None:
+        super().__init__(fabric, slot, layout)
         self.pieces = pieces
 
     @staticmethod
@@ -135,40 +136,40 @@ class PushedExchange(SymmetricExchange):
 
     def _send(self, peers: Sequence[int]) -> None:
         def copy() -> None:
-            self._take(self._arena.released, peers)
+            self._take(self._slot.released, peers)
             for peer in peers:
                 # Bytes to bytes, contiguous: the copy engine's work, no kernel.
                 self._place(self._me, peer).copy_(self.pieces[peer].view(torch.uint8))
-                self._tell(self._arena.arrived, [peer])
+                self._tell(self._slot.arrived, [peer])
 
         self._copied = self._fabric.aside(copy)  # all together: a switch of streams takes the host long
 
     def _receive(self, join: Join | None) -> Tensor:
         if self._copied is not None:
             self._copied.wait()  # first: even in one queue with the pushes, no wait keeps them from the peers
-        self._take(self._arena.arrived, self._others)
+        self._take(self._slot.arrived, self._others)
         pieces = list(self.pieces)  # this rank's own is copied by the same kernel
         for rank in self._others:
             pieces[rank] = self._place(rank, self._me).view(self.pieces[self._me].dtype)
         result = torch.cat(pieces) if join is None else join(pieces)
-        self._tell(self._arena.released, self._others)
+        self._tell(self._slot.released, self._others)
         return result
 
     def _place(self, sender: int, reader: int) -> Tensor:
-        return self._arena.piece(self._slot, self._layout, sender, holder=reader)
+        return self._slot.piece(self._layout, sender, holder=reader)
 
 
 class PulledExchange(SymmetricExchange):
     """Of pieces that are computed; this rank's own where it is received, 1-D."""
 
     def __init__(
-        self, fabric: Fabric, arena: Arena, layout: SlotLayout, received: Tensor, receive: Sequence[int]
+        self, fabric: Fabric, slot: Slot, layout: SlotLayout, received: Tensor, receive: Sequence[int]
     ) -> None:
-        super().__init__(fabric, arena, layout)
+        super().__init__(fabric, slot, layout)
         self._received = received
         self._places = received.split(list(receive))
         with self._watched():
-            self._take(arena.released, self._others)
+            self._take(slot.released, self._others)
         self._takings = []  # what comes later, the stream does not wait for here
         self.pieces = [
             self._places[self._me] if peer == self._me else self._place(self._me, peer).view(received.dtype)
@@ -181,15 +182,15 @@ class PulledExchange(SymmetricExchange):
         return SlotLayout([list(column) for column in zip(*sizes, strict=True)])
 
     def _send(self, peers: Sequence[int]) -> None:
-        self._tell(self._arena.arrived, peers)
+        self._tell(self._slot.arrived, peers)
 
         def copy() -> None:
             for peer in peers:
                 # All ranks send in one order, each to its next ranks first: so these are the first that send here.
                 sender = (2 * self._me - peer) % self._size
-                self._take(self._arena.arrived, [sender])
+                self._take(self._slot.arrived, [sender])
                 self._places[sender].view(torch.uint8).copy_(self._place(sender, self._me))
-                self._tell(self._arena.released, [sender])
+                self._tell(self._slot.released, [sender])
 
         self._copied = self._fabric.aside(copy)
 
@@ -199,7 +200,7 @@ class PulledExchange(SymmetricExchange):
         return self._received if join is None else join(self._places)
 
     def _place(self, sender: int, reader: int) -> Tensor:
-        return self._arena.piece(self._slot, self._layout, reader, holder=sender)
+        return self._slot.piece(self._layout, reader, holder=sender)
 
 
 class JoinedExchange(SymmetricExchange):
@@ -208,13 +209,13 @@ class JoinedExchange(SymmetricExchange):
     def __init__(
         self,
         fabric: Fabric,
-        arena: Arena,
+        slot: Slot,
         layout: SlotLayout,
         columns: Tensor,
         lengths: Sequence[int],
         widths: Sequence[int],
     ) -> None:
-        super().__init__(fabric, arena, layout)
+        super().__init__(fabric, slot, layout)
         self._lengths, self._widths = lengths, widths
         self._like = columns
         self.pieces = columns.split(list(lengths))
@@ -246,24 +247,24 @@ class JoinedExchange(SymmetricExchange):
             RuntimeError: If the exchange is not pending.
         """
         self._check_pending()
-        self._tell(self._arena.released, self._others)
-        self._arena.finish(self._slot)
+        self._tell(self._slot.released, self._others)
+        self._slot.pending = None
 
     def _send(self, peers: Sequence[int]) -> None:
         def copy() -> None:
-            self._take(self._arena.released, peers)
+            self._take(self._slot.released, peers)
             for peer in peers:
                 samples = zip(self._place(peer).unbind(), self.pieces[peer].unbind(1), strict=True)
                 for target, source in samples:
                     self._fabric.copy_rows(target, source)
-                self._tell(self._arena.arrived, [peer])
+                self._tell(self._slot.arrived, [peer])
 
         self._copied = self._fabric.aside(copy)
 
     def _receive(self, join: Join | None) -> Tensor:
         if self._copied is not None:
             self._copied.wait()
-        self._take(self._arena.arrived, self._others)
+        self._take(self._slot.arrived, self._others)
         return self._matrix(self._me)
 
     def _place(self, reader: int) -> Tensor:
@@ -275,7 +276,7 @@ class JoinedExchange(SymmetricExchange):
         """(samples, rows, all columns) in the reader's slot."""
         shape = self._like.shape[1], self._lengths[reader], sum(self._widths)
         nbytes = math.prod(shape) * self._like.itemsize
-        return self._arena.whole(self._slot, nbytes, reader).view(self._like.dtype).view(shape)
+        return self._slot.whole(nbytes, reader).view(self._like.dtype).view(shape)
 
 
 def _in_words(*tensors: Tensor) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Where messages lie in the memory of the `symmetric` transport, and which flags guard them.
 
 `SlotLayout`  the places of all ranks' pieces within a slot, for one shape of message
-`Arena`       the slots, and for each slot and peer the flags *arrived* and *released*
+`Slot`        memory for one exchange at a time, and for each peer the flags *arrived* and *released*
 """
 
 from __future__ import annotations
@@ -40,42 +40,24 @@ class SlotLayout:
             self.capacity = max(self.capacity, end)
 
 
-class Arena:
-    """The slots and flags of an axis, alike on all its ranks; collective to create.
+class Slot:
+    """Memory and flags, alike on all ranks of an axis; collective to create.
 
     Attributes:
         axis: The ranks.
-        capacity: Bytes of a slot.
-        memory: Holds slots and flags.
-        pending: By slot, this rank's exchange that has it; kept here, so that what it writes to is not freed before.
+        number: That says in messages which of several it is.
+        capacity: Bytes of data.
+        memory: Holds data and flags.
+        pending: This rank's exchange that has it, or None; kept here, so that what it writes to is not freed before.
     """
 
-    def __init__(self, axis: Axis, fabric: Fabric, slots: int, capacity: int) -> None:
+    def __init__(self, axis: Axis, fabric: Fabric, number: int, capacity: int) -> None:
         self.axis = axis
+        self.number = number
         self.capacity = capacity
-        self.memory: Memory = fabric.allocate(slots * capacity, 2 * slots * axis.size, axis)
-        self.pending: dict[int, object] = {}
-        self._slots = slots
-        self.memory.flags[slots * axis.size :] = 1  # no slot has been written to
-
-    def begin(self, exchange: object) -> int:
-        """Gives an exchange the first free slot, which hence depends on nothing but what is pending.
-
-        Raises:
-            RuntimeError: If none is free.
-        """
-        slot = next((slot for slot in range(self._slots) if slot not in self.pending), None)
-        if slot is None:
-            raise RuntimeError(
-                f"{self._slots} exchanges of the {self.axis.name} axis are pending, and no slot is free for another: "
-                "finish the oldest first, or create the transport with more slots."
-            )
-        self.pending[slot] = exchange
-        return slot
-
-    def finish(self, slot: int) -> None:
-        """Takes a slot back whose exchange this rank has finished."""
-        del self.pending[slot]
+        self.memory: Memory = fabric.allocate(capacity, 2 * axis.size, axis)
+        self.pending: object | None = None
+        self.memory.flags[axis.size :] = 1  # it has not been written to
 
     def release(self) -> None:
         """Sets all flags of this rank, by no kernel: loading one may wait for a device that waits for a flag."""
@@ -83,24 +65,24 @@ class Arena:
             self.memory.signal(self.axis.rank, flag)
 
     def restart(self) -> None:
-        """Forgets all exchanges, on the current stream; no rank's device may have one on its way."""
-        self.pending.clear()
-        self.memory.flags[: self._slots * self.axis.size] = 0
-        self.memory.flags[self._slots * self.axis.size :] = 1
+        """Forgets the exchange, on the current stream; no rank's device may have one on its way."""
+        self.pending = None
+        self.memory.flags[: self.axis.size] = 0
+        self.memory.flags[self.axis.size :] = 1
 
-    def whole(self, slot: int, nbytes: int, holder: int) -> Tensor:
-        """The first bytes of a slot, in the holder's memory."""
-        return self.memory.buffers[holder][slot * self.capacity :][:nbytes]
+    def whole(self, nbytes: int, holder: int) -> Tensor:
+        """The first bytes, in the holder's memory."""
+        return self.memory.buffers[holder][:nbytes]
 
-    def piece(self, slot: int, layout: SlotLayout, partner: int, holder: int) -> Tensor:
+    def piece(self, layout: SlotLayout, partner: int, holder: int) -> Tensor:
         """The bytes of one piece, in the holder's memory."""
-        start = slot * self.capacity + layout.offsets[partner][holder]
+        start = layout.offsets[partner][holder]
         return self.memory.buffers[holder][start : start + layout.sizes[partner][holder]]
 
-    def arrived(self, slot: int, sender: int) -> int:
-        """The flag of the reader that the sender sets when its piece lies in the slot."""
-        return slot * self.axis.size + sender
+    def arrived(self, sender: int) -> int:
+        """The flag of the reader that the sender sets when its piece lies here."""
+        return sender
 
-    def released(self, slot: int, reader: int) -> int:
-        """The flag of the sender that the reader sets when it has copied the piece out of the slot."""
-        return (self._slots + slot) * self.axis.size + reader
+    def released(self, reader: int) -> int:
+        """The flag of the sender that the reader sets when it has copied the piece out."""
+        return self.axis.size + reader

@@ -33,7 +33,7 @@ from lightning_videoscale.parallel.transport.exchanges import (
     PushedExchange,
     SymmetricExchange,
 )
-from lightning_videoscale.parallel.transport.slots import Arena, SlotLayout
+from lightning_videoscale.parallel.transport.slots import Slot, SlotLayout
 from lightning_videoscale.parallel.transport.symmetric_memory import CudaFabric, Fabric, why_unavailable
 from lightning_videoscale.ranks import of_first_rank
 
@@ -50,7 +50,8 @@ class SymmetricTransport(CollectiveTransport):
     Args:
         fabric: Memory that peers can write.
         axis: The ranks whose all-to-all is pushed.
-        slots: Exchanges of each way that may be pending at a time; each takes as much memory as the largest message.
+        slots: Exchanges of each way that may be pending at a time. Each takes as much memory as the largest message
+            that it has had.
     """
 
     name = "symmetric"
@@ -58,12 +59,12 @@ class SymmetricTransport(CollectiveTransport):
     def __init__(self, fabric: Fabric, axis: Axis, slots: int) -> None:
         self._fabric = fabric
         self._axis = axis
-        self._slots = slots
+        self._most = slots
         self._sizes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[list[int]]] = {}
         self._layouts: dict[tuple[type[SymmetricExchange], tuple[int, ...], tuple[int, ...]], SlotLayout] = {}
-        self._arenas: dict[type[SymmetricExchange], Arena] = {}
-        self._captured: list[Arena] = []  # that graphs use
-        self._known: weakref.WeakSet[Arena] = weakref.WeakSet()  # replaced ones, too, while exchanges are pending there
+        self._slots: dict[type[SymmetricExchange], list[Slot]] = {way: [] for way in _WAYS}
+        self._captured: list[Slot] = []  # that graphs use
+        self._known: weakref.WeakSet[Slot] = weakref.WeakSet()  # with those that graphs alone use
 
     @classmethod
     def create(cls, mesh: SequenceMesh, device: torch.device, timeout: timedelta, slots: int = 2) -> Self:
@@ -82,7 +83,7 @@ class SymmetricTransport(CollectiveTransport):
     @property
     def memory_bytes(self) -> int:
         """Bytes of this rank's GPU that slots and flags take now; torch's own statistics lack them."""
-        return sum(arena.memory.nbytes for arena in {*self._captured, *self._arenas.values()})
+        return sum(slot.memory.nbytes for slot in {*self._captured, *self._current})
 
     @property
     def failure(self) -> str | None:
@@ -99,11 +100,12 @@ class SymmetricTransport(CollectiveTransport):
         Raises:
             TimeoutError: If a peer does not come.
         """
-        if self._arenas:
+        if self._current:
             self._fabric.close(self._axis)
-            for arena in self._known:
-                arena.pending.clear()  # what nobody has finished would keep the memory
-            self._arenas.clear()
+            for slot in self._known:
+                slot.pending = None  # what nobody has finished would keep the memory
+            for slots in self._slots.values():
+                slots.clear()
             self._captured.clear()
 
     def reset(self) -> None:
@@ -117,23 +119,27 @@ class SymmetricTransport(CollectiveTransport):
             TimeoutError: Likewise.
         """
         self._fabric.renew()
-        capacities = [self._arenas[way].capacity if way in self._arenas else 0 for way in _WAYS]
+        capacities = [[slot.capacity for slot in slots] for slots in self._slots.values()]
         told = [list(self._sizes.values()), capacities]
         everyone = self._fabric.agree(told, self._axis, "to call `reset` of the transport")
         # All are here: nobody begins exchanges any more, nor computes on with what released streams make up.
-        arenas = list(self._known)
-        self._come_to_rest(arenas)
+        slots = list(self._known)
+        self._come_to_rest(slots)
         self._keep_common(everyone)
-        for arena in arenas:
-            arena.restart()
+        for slot in slots:
+            slot.restart()
         self._come_to_rest([])  # before any peer sets a flag anew
 
-    def _come_to_rest(self, arenas: Sequence[Arena]) -> None:
-        """Waits until no rank's device has work left, ending its waits for flags of these arenas."""
+    @property
+    def _current(self) -> list[Slot]:
+        return [slot for slots in self._slots.values() for slot in slots]
+
+    def _come_to_rest(self, slots: Sequence[Slot]) -> None:
+        """Waits until no rank's device has work left, ending its waits for flags of these slots."""
 
         def release() -> None:
-            for arena in arenas:
-                arena.release()
+            for slot in slots:
+                slot.release()
 
         axis = self._axis
         reasons = self._fabric.agree(self._fabric.drain(release), axis, "to come to rest in `reset`")
@@ -149,9 +155,9 @@ class SymmetricTransport(CollectiveTransport):
         sizes, capacities = zip(*everyone, strict=True)
         self._sizes = {shape: known for shape, known in self._sizes.items() if all(known in each for each in sizes)}
         self._layouts.clear()  # found anew from sizes
-        for way, of_ranks in zip(_WAYS, zip(*capacities, strict=True), strict=True):
-            if len(set(of_ranks)) > 1:
-                self._arenas.pop(way, None)
+        for slots, of_ranks in zip(self._slots.values(), zip(*capacities, strict=True), strict=True):
+            at_all = zip(*of_ranks, strict=False)  # the last ones may be there on some ranks only
+            slots[:] = [slot for slot, mine in zip(slots, at_all, strict=False) if len(set(mine)) == 1]
 
     def exchange(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
         """Pushes the pieces and copies those of the peers out of their slot."""
@@ -217,22 +223,29 @@ class SymmetricTransport(CollectiveTransport):
 
     def _place(
         self, way: type[SymmetricExchange], itemsize: int, send: Sequence[int], receive: Sequence[int]
-    ) -> tuple[Fabric, Arena, SlotLayout]:
-        """Where the pieces of an exchange lie on their way."""
+    ) -> tuple[Fabric, Slot, SlotLayout]:
+        """Where the pieces of an exchange lie on their way: in the first slot that is free."""
         if self.failure is not None:
             raise RuntimeError(self.failure)
         shape = tuple(n * itemsize for n in send), tuple(n * itemsize for n in receive)
         layout = self._layouts.get((way, *shape))
         if layout is None:
             layout = self._layouts[way, *shape] = way.layout(self._agree(*shape))
-        arena = self._arenas.get(way)
-        if arena is None or arena.capacity < layout.capacity:
-            # Exchanges that are pending keep the arena they began in.
-            arena = self._arenas[way] = Arena(self._axis, self._fabric, self._slots, layout.capacity)
-            self._known.add(arena)
-        if self._fabric.is_capturing and arena not in self._captured:
-            self._captured.append(arena)
-        return self._fabric, arena, layout
+        slots = self._slots[way]
+        # It hence depends on nothing but what is pending.
+        number = next((number for number, slot in enumerate(slots) if slot.pending is None), len(slots))
+        if number == self._most:
+            raise RuntimeError(
+                f"{number} exchanges of the {self._axis.name} axis are pending, and no slot is free for another: "
+                "finish the oldest first, or create the transport with more slots."
+            )
+        if number == len(slots) or slots[number].capacity < layout.capacity:
+            slots[number : number + 1] = [Slot(self._axis, self._fabric, number, layout.capacity)]
+            self._known.add(slots[number])
+        slot = slots[number]
+        if self._fabric.is_capturing and slot not in self._captured:
+            self._captured.append(slot)
+        return self._fabric, slot, layout
 
     def _agree(self, send: tuple[int, ...], receive: tuple[int, ...]) -> list[list[int]]:
         """Returns ``sizes[s][r]``, the bytes that go from rank s to rank r."""
