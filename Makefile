@@ -17,7 +17,7 @@ COMMIT ?= HEAD
 # make support FAMILY=wan tries the cells of one family.
 FAMILY ?=
 # How many test files run at a time; each may start up to four processes, which mostly wait for each other. On two cores
-# three files take ten minutes.
+# three files take about a quarter of an hour.
 WORKERS ?= 3
 # The slowest tests are listed after the results, so that one that has become slow is seen.
 SLOWEST := --durations=25 --durations-min=3

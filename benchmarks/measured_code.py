@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -124,9 +125,12 @@ def _files(paths: Iterable[str], root: Path) -> Iterable[Path]:
 
 
 def _content(file: Path) -> bytes:
-    if file.suffix != ".py":
-        return file.read_bytes()
-    return _text(_Bare().visit(ast.parse(file.read_text()))).encode()
+    return _bare(file.read_text()) if file.suffix == ".py" else file.read_bytes()
+
+
+@cache  # most files are measured by several benchmarks
+def _bare(code: str) -> bytes:
+    return _text(_Bare().visit(ast.parse(code))).encode()
 
 
 def _text(node: object) -> str:

@@ -49,14 +49,18 @@ def whole_layer(x: Tensor, angles: Tensor, w: dict[str, Tensor]) -> Tensor:
     return F.linear(out.transpose(1, 2).flatten(2), w["out"], w["out_bias"])
 
 
-def split_layer(x: Tensor, angles: Tensor, w: dict[str, Tensor], ulysses: Ulysses, *, by_slices: bool) -> Tensor:
+def split_layer(
+    x: Tensor, angles: Tensor, w: dict[str, Tensor], ulysses: Ulysses, *, by_slices: bool, computed: Sequence[str] = ()
+) -> Tensor:
+    """The layer of one of several ranks; the projections ``computed`` come as results, as where a Linear is wrapped."""
     mine = ulysses.heads.out.heads[0][ulysses.axis.rank]
     channels = slice(mine.start * DIM, mine.stop * DIM)
     rows = angles.repeat_interleave(BATCH, 0)[None, :, None]
     tensors = NormTensors((w["q_norm"][channels], w["k_norm"][channels]), (rows.cos(), rows.sin()))
-    linears = [(w[name], w[f"{name}_bias"]) for name in ("q", "k", "v")]
+    linears = {name: (w[name], w[f"{name}_bias"]) for name in ("q", "k", "v")}
+    projections = [F.linear(x, *linear) if name in computed else linear for name, linear in linears.items()]
     norm = NormAcrossHeads(WIDTH, 1e-6, "fp32_once", "reference")
-    parts = project_heads(x, linears, Norm(norm, tensors), ulysses, HEADS, by_slices=by_slices)
+    parts = project_heads(x, projections, Norm(norm, tensors), ulysses, HEADS, by_slices=by_slices)
     out = (w["out"], w["out_bias"])
     if not by_slices:
         attended = F.scaled_dot_product_attention(parts.query, parts.key, parts.value)
@@ -68,9 +72,10 @@ def gradients(y: Tensor, x: Tensor, w: dict[str, Tensor], cotangent: Tensor) -> 
     return list(torch.autograd.grad(y, [x, *w.values()], cotangent))
 
 
+@pytest.mark.parametrize("computed", [(), ("q", "v")])
 @pytest.mark.parametrize("by_slices", [True, False])
 @pytest.mark.parametrize("lengths", [(5, 5), (4, 1, 6)])
-def test_a_layer_by_pushes_equals_a_whole_one(lengths: Sequence[int], by_slices: bool) -> None:
+def test_a_layer_by_pushes_equals_a_whole_one(lengths: Sequence[int], by_slices: bool, computed: Sequence[str]) -> None:
     size, total = len(lengths), sum(lengths)
     generator = torch.Generator().manual_seed(9)
     x = torch.randn(BATCH, total, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
@@ -87,7 +92,7 @@ def test_a_layer_by_pushes_equals_a_whole_one(lengths: Sequence[int], by_slices:
         for _ in range(3):  # slots are used again
             mine = {name: t.requires_grad_() for name, t in weights().items()}
             own = x.detach().split(list(lengths), 1)[rank].clone().requires_grad_()
-            out = split_layer(own, angles, mine, ulysses, by_slices=by_slices)
+            out = split_layer(own, angles, mine, ulysses, by_slices=by_slices, computed=computed)
             found.append([out.detach(), *gradients(out, own, mine, cotangent.split(list(lengths), 1)[rank])])
         return found
 
