@@ -21,7 +21,7 @@ def test_columns_of_all_ranks_come_to_lie_beside_each_other(size: int) -> None:
     shapes = random.Random(size)
     cases = [
         (
-            [shapes.randint(1, 9) for _ in range(size)],
+            [shapes.randint(0, 9) for _ in range(size)],
             [shapes.randint(1, 5) * multiple for _ in range(size)],  # of four, 16 bytes: copied as such
             shapes.randint(1, 3),
         )

@@ -331,6 +331,8 @@ class RowCopies:
 
     def run(self, target: Tensor, source: Tensor) -> None:
         """Copies a matrix on the current stream, from and to memory that this process has mapped."""
+        if not source.numel():
+            return
         copy = _RowCopy(width=source.shape[1] * source.itemsize, height=source.shape[0])
         copy.source_kind = copy.target_kind = _ANY_MEMORY
         copy.source_address, copy.source_pitch = source.data_ptr(), source.stride(0) * source.itemsize

@@ -133,7 +133,7 @@ def columns_by_both_transports() -> tuple[int, int]:
     together, axis, shapes, equal = symmetric(mesh), mesh.ulysses, random.Random(5), 0
     count = 40
     for number in range(count):
-        lengths, widths = ([shapes.randint(1, 700) for _ in range(axis.size)] for _ in range(2))
+        lengths, widths = ([shapes.randint(least, 700) for _ in range(axis.size)] for least in (0, 1))
         samples, dtype = shapes.randint(1, 3), shapes.choice([torch.bfloat16, torch.float32, torch.float64])
         generator = torch.Generator(device()).manual_seed(100 * number + axis.rank)
         found: list[list[torch.Tensor]] = [[], []]
