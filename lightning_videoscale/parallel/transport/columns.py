@@ -18,9 +18,11 @@ class CopiedColumns:
     def __init__(
         self, transport: Any, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis
     ) -> None:
-        sizes = sizes_of_columns(columns, lengths, widths, axis)
-        self._transport, self._pending = transport, transport.all_to_all(columns.flatten(), *sizes, axis)
-        self._join = partial(beside_each_other, lengths[axis.rank], columns.shape[1])
+        check_columns(columns, lengths, widths, axis)
+        rows, samples, mine = lengths[axis.rank], *columns.shape[1:]
+        send, receive = [n * samples * mine for n in lengths], [rows * samples * width for width in widths]
+        self._transport, self._pending = transport, transport.all_to_all(columns.flatten(), send, receive, axis)
+        self._join = partial(beside_each_other, rows, samples)
 
     def wait(self, *, keep: bool = False) -> Tensor:
         """See `ColumnExchange`; memory of its own in any case."""
@@ -36,18 +38,15 @@ def beside_each_other(rows: int, samples: int, pieces: Sequence[Tensor]) -> Tens
     return torch.cat([piece.view(rows, samples, -1).transpose(0, 1) for piece in pieces], 2)
 
 
-def sizes_of_columns(
-    columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis
-) -> tuple[list[int], list[int]]:
-    """Returns the elements that go to each rank and that come from each; see `Transport.begin_columns`.
+def check_columns(columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis) -> None:
+    """Refuses columns that are not as `Transport.begin_columns` says.
 
     Raises:
-        ValueError: If the columns are not contiguous, or not as many as said.
+        ValueError: If they are not contiguous, or not as many as said.
     """
-    samples, mine = columns.shape[1], widths[axis.rank]
-    if not columns.is_contiguous() or columns.shape != (sum(lengths), samples, mine):
+    shape = sum(lengths), columns.shape[1], widths[axis.rank]
+    if not columns.is_contiguous() or columns.shape != shape:
         raise ValueError(
-            f"Columns must be contiguous and of the shape {(sum(lengths), samples, mine)}; these have the shape "
-            f"{tuple(columns.shape)}, strides {columns.stride()}."
+            f"Columns must be contiguous and of the shape {shape}; these have the shape {tuple(columns.shape)} and the "
+            f"strides {columns.stride()}."
         )
-    return [n * samples * mine for n in lengths], [lengths[axis.rank] * samples * width for width in widths]

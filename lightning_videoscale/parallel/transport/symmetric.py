@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
 from lightning_videoscale.parallel.transport.collective import CollectiveTransport, Join
-from lightning_videoscale.parallel.transport.columns import sizes_of_columns
+from lightning_videoscale.parallel.transport.columns import check_columns
 from lightning_videoscale.parallel.transport.exchanges import (
     JoinedExchange,
     PulledExchange,
@@ -61,7 +61,7 @@ class SymmetricTransport(CollectiveTransport):
         self._axis = axis
         self._most = slots
         self._sizes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[list[int]]] = {}
-        self._layouts: dict[tuple[type[SymmetricExchange], tuple[int, ...], tuple[int, ...]], SlotLayout] = {}
+        self._layouts: dict[tuple[Any, ...], SlotLayout] = {}
         self._slots: dict[type[SymmetricExchange], list[Slot]] = {way: [] for way in _WAYS}
         self._captured: list[Slot] = []  # that graphs use
         self._known: weakref.WeakSet[Slot] = weakref.WeakSet()  # with those that graphs alone use
@@ -197,17 +197,21 @@ class SymmetricTransport(CollectiveTransport):
         """See `Transport` and `open`; no piece is copied but from rank to rank."""
         if axis.ranks != self._axis.ranks:
             return super().begin(like, send, receive, axis)
-        place = self._place(PulledExchange, like.itemsize, send, receive)
+        place = self._place(PulledExchange, self._layout(PulledExchange, like.itemsize, send, receive))
         return PulledExchange(*place, like.new_empty(sum(receive)), receive)
 
     def begin_columns(self, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis) -> Any:
         """See `Transport` and `open`; columns are copied straight to where they are read."""
         if axis.ranks != self._axis.ranks:
             return super().begin_columns(columns, lengths, widths, axis)
-        send, receive = sizes_of_columns(columns, lengths, widths, axis)
-        exchange = JoinedExchange(
-            *self._place(JoinedExchange, columns.itemsize, send, receive), columns.detach(), lengths, widths
-        )
+        check_columns(columns, lengths, widths, axis)
+        # The ranks know all sizes, and need not tell them.
+        each = columns.shape[1] * columns.itemsize
+        key = JoinedExchange, tuple(lengths), tuple(widths), each
+        if (layout := self._layouts.get(key)) is None:
+            sizes = [[length * width * each for length in lengths] for width in widths]
+            layout = self._layouts[key] = JoinedExchange.layout(sizes)
+        exchange = JoinedExchange(*self._place(JoinedExchange, layout), columns.detach(), lengths, widths)
         exchange.start()
         return exchange
 
@@ -217,22 +221,26 @@ class SymmetricTransport(CollectiveTransport):
                 f"A message must be contiguous and have the {sum(send)} elements of its pieces; this has the shape "
                 f"{tuple(message.shape)}, strides {message.stride()}."
             )
-        return PushedExchange(
-            *self._place(PushedExchange, message.itemsize, send, receive), message.detach().split(list(send))
-        )
+        place = self._place(PushedExchange, self._layout(PushedExchange, message.itemsize, send, receive))
+        return PushedExchange(*place, message.detach().split(list(send)))
 
-    def _place(
+    def _layout(
         self, way: type[SymmetricExchange], itemsize: int, send: Sequence[int], receive: Sequence[int]
-    ) -> tuple[Fabric, Slot, SlotLayout]:
-        """Where the pieces of an exchange lie on their way: in the first slot that is free."""
+    ) -> SlotLayout:
+        """Where the pieces of an exchange lie on their way."""
         if self.failure is not None:
             raise RuntimeError(self.failure)
         shape = tuple(n * itemsize for n in send), tuple(n * itemsize for n in receive)
         layout = self._layouts.get((way, *shape))
         if layout is None:
             layout = self._layouts[way, *shape] = way.layout(self._agree(*shape))
+        return layout
+
+    def _place(self, way: type[SymmetricExchange], layout: SlotLayout) -> tuple[Fabric, Slot, SlotLayout]:
+        """The first slot that is free; which one hence depends on nothing but what is pending."""
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
         slots = self._slots[way]
-        # It hence depends on nothing but what is pending.
         number = next((number for number, slot in enumerate(slots) if slot.pending is None), len(slots))
         if number == self._most:
             raise RuntimeError(
