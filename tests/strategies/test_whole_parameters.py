@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 from lightning.pytorch.strategies import Strategy
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.strategies import SequenceParallelDeepSpeedStrategy
+from lightning_videoscale.strategies.failures.rendezvous import Rendezvous
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import RectifiedFlow
 from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
@@ -181,6 +183,34 @@ def test_an_error_within_is_that_of_all_ranks_and_a_missing_rank_is_named(
     assert own == "No space left on device"
     assert "rank 0" in others and own in others
     assert "rank(s) [1]" in missing and "3 s" in missing and "is_global_zero" in missing
+
+
+class SlowToSay:
+    """A store through which an error comes late."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "set":
+            time.sleep(0.3)
+        return getattr(self._store, name)
+
+
+def fail_slowly() -> str:
+    rendezvous = Rendezvous("a call", timedelta(seconds=20))
+    rendezvous._store = SlowToSay(rendezvous._store)  # type: ignore[assignment]
+    try:
+        rendezvous.wait(OSError("No space left on device") if dist.get_rank() == 0 else None)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_with_an_error_is_not_there_before_the_error_is(ranks: Ranks) -> None:
+    mine, others = ranks(2).run(fail_slowly)
+    assert mine == "no error"  # but its own, which it raises itself
+    assert others == "rank 0 failed in a call: OSError: No space left on device"
 
 
 SAVE_ON_RANK_0 = """

@@ -32,10 +32,11 @@ class Rendezvous:
         Raises:
             RuntimeError: If a rank does not come, has left the job, or comes with an error.
         """
-        number = self._store.add(f"{_KEY}/{self._rank}", 1)  # counts over all of the job
+        number = self._store.add(f"{_KEY}/{self._rank}", 0) + 1  # counts over all of the job
         if error is not None:
             self._store.set(f"{_KEY}/error/{number}/{self._rank}", f"{type(error).__name__}: {error}")
             self._store.add(f"{_KEY}/errors/{number}", 1)
+        self._store.add(f"{_KEY}/{self._rank}", 1)  # behind the error: who sees this rank here looks for one
         missing = [rank for rank in range(self._size) if rank != self._rank]
         start, warned, pause = time.monotonic(), False, 0.005
         while missing := [rank for rank in missing if self._store.add(f"{_KEY}/{rank}", 0) < number]:
