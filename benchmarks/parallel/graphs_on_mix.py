@@ -150,9 +150,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="that count, of each run")
     parser.add_argument("--rounds", type=int, nargs=2, default=[1, 1], help="pairs with torch's usual algorithms")
     parser.add_argument("--samples", type=int, default=3000, help="draws of the mix")
-    parser.add_argument(
-        "--longest", type=int, nargs="+", default=[1_560, 75_600], help="tokens of a sample, of each mix"
-    )
+    parser.add_argument("--longest", type=int, nargs=2, default=[1_560, 75_600], help="tokens of a sample, of each mix")
     parser.add_argument("--m-mem", type=float, default=1.0, help="tokens of a micro-batch, over the longest sample's")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
     parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")

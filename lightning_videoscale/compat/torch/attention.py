@@ -118,7 +118,7 @@ def to_whole_tiles(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, T
 
     On Hopper it takes scores of the second half of a tile of 128 keys for zero where there is none. Of a row whose
     log-sum-exp is below -88 that is infinite, and its gradient NaN (pytorch/pytorch#196678, cuDNN 9.20). Without a mask
-    nothing is done, as a mask may cost another kernel, and scores so low come of masks.
+    nothing is done, as a mask may cost another kernel: docs/limits.md.
     """
     if mask is None or k.shape[2] % 128 != 64:
         return k, v, mask

@@ -1,16 +1,17 @@
 """Transport by copy engine: every rank reads and writes its peers' memory. One host, NVIDIA GPUs.
 
 On its way a piece lies in a *slot*, memory that peers reach, whose use `exchanges` describes. What `wait` returns is
-memory of its own, which autograd may keep. Flags in that memory tell when a piece is there, and when it was read: a
-slot is never written before its reader is done, however late that is. They are set and cleared, never counted, and an
-exchange takes the first slot that is free: so what a program exchanges between two points is the same each time, and a
-CUDA graph may repeat it. Copies between ranks run on a side stream, where they take no multiprocessor from the
-computation.
+memory of its own, which autograd may keep; columns alone are read in their slot. Flags in that memory tell when a piece
+is there, and when it was read: a slot is never written before its reader is done, however late that is. They are set
+and cleared, never counted, and an exchange takes the first slot that is free: so what a program exchanges between two
+points is the same each time, and a CUDA graph may repeat it. Copies between ranks run on a side stream, where they take
+no multiprocessor from the computation.
 
-Where every piece goes follows from the sizes of all pieces between all ranks. A rank knows only those that it sends and
-receives, so the ranks tell each other, once for every new shape. All of them then see at the same point whether the
-message needs larger slots than there are, and take them together. This rests on Ulysses' sizes being products of a
-share of the sender (tokens) and a share of the receiver (heads): a shape that is new to one rank is new to all.
+Where every piece goes follows from the sizes of all pieces between all ranks. Of columns a rank knows them all. Of
+other messages it knows only those that it sends and receives, so the ranks tell each other, once for every new shape.
+All of them then see at the same point whether the message needs a larger slot than there is, and take it together. This
+rests on Ulysses' sizes being products of a share of the sender (tokens) and a share of the receiver (heads): a shape
+that is new to one rank is new to all.
 """
 
 from __future__ import annotations
