@@ -65,8 +65,8 @@ def sequence_parallel_attention(
         attention_backend: Which kernel computes the attention of each rank: one by name, or ``"auto"``, see
             `AttentionChoices`. By name and for ``"auto"`` all calls of the process share one; to have it measure, make
             one and call its ``settle`` between steps.
-        number: Of the `SequenceContext`, which a split model has: in compiled code a ring then runs in one piece. Left
-            out, it is traced.
+        number: Of the `SequenceContext`, which a split model has: in compiled code a ring then runs in one piece, and
+            exchanges over a transport that cannot be traced do. Left out, both are traced.
 
     Returns:
         (B, s, H, D): attention output for this rank's tokens.
@@ -95,7 +95,7 @@ def sequence_parallel_attention(
         _check_mask(key, key_mask)
         mask = gather_mask(key_mask, key_lengths, mesh, transport)
     q, k, v = as_autocast(query, key, value)
-    ulysses = Ulysses(axis, heads, transport) if axis.size > 1 else None
+    ulysses = Ulysses(axis, heads, transport, number) if axis.size > 1 else None
     if ulysses is not None:
         q, k, v = scatter_heads(q, k, v, ulysses)
     else:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.derivatives import refuse_sharded_parameters
+from lightning_videoscale.parallel.exchange_op import exchange
 from lightning_videoscale.parallel.mesh import Axis
 
 
@@ -303,7 +304,8 @@ class _SumOfSlices(torch.autograd.Function):
         sp, tokens_first = place.sp, grad.movedim(place.dim, 0).contiguous()
         per_token, mine = tokens_first[0].numel(), place.lengths[sp.rank]
         send, receive = [length * per_token for length in place.lengths], [mine * per_token] * sp.size
-        received = place.context.transport.exchange(tokens_first.view(-1), send, receive, sp)
+        context = place.context
+        received = exchange(tokens_first.view(-1), send, receive, sp, context.transport, context.number)
         wide = torch.promote_types(grad.dtype, torch.float32)
         summed = received.view(sp.size, mine, *tokens_first.shape[1:]).sum(0, dtype=wide).to(grad.dtype)
         return summed.movedim(0, place.dim)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_videoscale.parallel.exchange_op import exchange
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.sharding import split_sizes
 from lightning_videoscale.parallel.transport import Transport
@@ -147,13 +148,17 @@ class Ulysses:
         axis: The ranks.
         heads: Which heads they have.
         transport: How bytes travel.
-        number: Of the group, by which the ops of schedules find it; None where only eager code runs.
+        number: Of the group, by which ops of compiled code find it; None where only eager code runs.
     """
 
     axis: Axis
     heads: HeadAssignment
     transport: Transport
     number: int | None = None
+
+    def exchange(self, message: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """As `Transport.exchange`, along the axis."""
+        return exchange(message, send, receive, self.axis, self.transport, self.number)
 
 
 def scatter_heads(query: Tensor, key: Tensor, value: Tensor, ulysses: Ulysses) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,7 +243,7 @@ class _GatherHeads(torch.autograd.Function):
 def _scatter(tensors: Sequence[Tensor], shares: HeadShares, ulysses: Ulysses) -> tuple[Tensor, ...]:
     batch, _, _, dim = tensors[0].shape
     send, receive = times(shares.by_heads, batch * dim), times(shares.by_tokens, batch * dim)
-    received = ulysses.transport.exchange(pack(tensors, shares), send, receive, ulysses.axis)
+    received = ulysses.exchange(pack(tensors, shares), send, receive)
     heads_first = received.view(-1, batch, sum(shares.mine), dim).permute(1, 2, 0, 3)
     return tuple(heads_first.split(shares.mine, 1))
 
@@ -248,7 +253,7 @@ def _gather(tensors: Sequence[Tensor], shares: HeadShares, ulysses: Ulysses) -> 
     tokens_first = [x.permute(2, 0, 1, 3) for x in tensors]
     message = torch.cat(tokens_first, 2) if len(tensors) > 1 else tokens_first[0].contiguous()
     send, receive = times(shares.by_tokens, batch * dim), times(shares.by_heads, batch * dim)
-    received = ulysses.transport.exchange(message.flatten(), send, receive, ulysses.axis)
+    received = ulysses.exchange(message.flatten(), send, receive)
     return unpack(received, batch, dim, shares)
 
 

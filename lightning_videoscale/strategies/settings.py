@@ -13,7 +13,7 @@ from lightning_videoscale.graphs import GraphOptions
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout import SequenceSizes, Size, SizeOfGroup, resolve_sizes
 from lightning_videoscale.parallel.schedules import ScheduleSetting
-from lightning_videoscale.parallel.transport import COMPILABLE, TransportName
+from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.compilation import CompileOptions
 
@@ -40,11 +40,6 @@ class SequenceParallelSettings:
         self._check_types()
         if self.transport not in get_args(TransportName):
             raise ValueError(f"transport={self.transport!r} is not one of {get_args(TransportName)}.")
-        if self.compile and self.transport not in COMPILABLE:
-            raise ValueError(
-                f"compile= cannot trace the exchanges of transport={self.transport!r}: take one of {COMPILABLE}, or "
-                "leave out compile=."
-            )
         if self.schedule not in get_args(ScheduleSetting):
             raise ValueError(f"schedule={self.schedule!r} is not one of {get_args(ScheduleSetting)}.")
         if self.sp_size == "auto" and any(isinstance(size, int) for size in (self.ulysses_size, self.ring_size)):

@@ -11,6 +11,7 @@ gloo are forked from a process that has all modules imported. CUDA does not live
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import tempfile
@@ -122,6 +123,7 @@ def _work(rank: int, size: int, meeting: Path, backend: str, device: str | None,
         "MASTER_PORT": "0",  # unused: the process group exists before a Trainer looks for it
         "TORCHELASTIC_RUN_ID": "tests",
     }
+    faulthandler.enable()  # what a crash of native code ends says where
     torch.set_num_threads(1)
     if device is not None:
         torch.cuda.set_device(device)
@@ -142,6 +144,7 @@ def _work(rank: int, size: int, meeting: Path, backend: str, device: str | None,
             return
         # `seed_everything`, in an earlier test here or in the parent, leaves a seed there for a Trainer to start from.
         os.environ.pop("PL_GLOBAL_SEED", None)
+        torch._dynamo.reset()  # what was compiled in an earlier test is not to count here
         try:
             result = function(*args, **kwargs)
             if _threads() > _MOST_THREADS:

@@ -350,7 +350,6 @@ def test_compiled_blocks_have_no_graph_break(name: str, place: int) -> None:
     model, inputs = model_of(name, place), inputs_of(name, place)
     output, gradients = run(model, inputs)
     inject_fused_kernels(model)
-    torch._dynamo.reset()  # it counts what other cases have compiled
     for module in model.modules():
         if type(module).__name__ in BLOCKS[name] and type(module).__name__.endswith("Block"):
             module.compile(fullgraph=True, backend="aot_eager")

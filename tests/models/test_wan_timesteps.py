@@ -85,7 +85,6 @@ def test_compiled_blocks_read_the_index_without_a_graph_break() -> None:
     with prepared(image_to_video, torch.float32) as (model, inputs):
         inject_fused_kernels(model)
         output, gradients = run(model, inputs)
-        torch._dynamo.reset()
         compiled = copy.deepcopy(model)
         compiled.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
         compiled_output, compiled_gradients = run(compiled, inputs)

@@ -74,9 +74,3 @@ def test_a_split_and_compiled_model_trains_as_a_split_one(ranks: Ranks, strategy
     assert compiled_losses == pytest.approx(losses, rel=1e-6)
     for eager, compiled in zip(gradients, compiled_gradients, strict=True):
         assert gradient_error(compiled, eager) < 1e-5
-
-
-@pytest.mark.parametrize("strategy", [SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy])
-def test_exchanges_that_cannot_be_traced_are_refused(strategy: type) -> None:
-    with pytest.raises(ValueError, match=r"compile=.*transport='symmetric'"):
-        strategy(compile=True, transport="symmetric")

@@ -29,6 +29,7 @@ class Alone:
     """A transport of a rank without peers: nothing is sent, and zeros arrive. See `Transport` for the contract."""
 
     name = "alone"
+    traceable = True
     memory_bytes = 0
     failure = None
 

@@ -21,7 +21,6 @@ from lightning_videoscale.parallel.transport.collective import CollectiveTranspo
 from lightning_videoscale.parallel.transport.columns import CopiedColumns, beside_each_other
 
 __all__ = [
-    "COMPILABLE",
     "DEFAULT_TRANSPORT",
     "CollectiveTransport",
     "ColumnExchange",
@@ -36,9 +35,6 @@ __all__ = [
 ]
 
 TransportName = Literal["collective", "symmetric"]
-
-COMPILABLE: tuple[TransportName, ...] = ("collective",)
-"""The transports whose messages `torch.compile` can trace."""
 
 
 class Exchange(Protocol):
@@ -75,6 +71,10 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """The name by which a strategy selects the transport."""
+
+    @property
+    def traceable(self) -> bool:
+        """Whether `torch.compile` can trace `exchange`, `all_to_all` and `wait`; all others are for ops."""
 
     @property
     def memory_bytes(self) -> int:

@@ -67,6 +67,7 @@ class CollectiveTransport:
     """See `Transport` for the contract."""
 
     name = "collective"
+    traceable = True
 
     @property
     def memory_bytes(self) -> int:

@@ -45,8 +45,8 @@ class SymmetricTransport(CollectiveTransport):
     """Ulysses' all-to-all by the copy engine through symmetric memory.
 
     Messages are pushed, those begun by `begin` are pulled, and columns are joined; see `exchanges`.
-    Everything else is inherited: all-gathers and the messages of other axes (a ring's) go by collectives. Not
-    traceable by `torch.compile`. Slots that a CUDA graph uses are kept until `close`.
+    Everything else is inherited: all-gathers and the messages of other axes (a ring's) go by collectives. Compiled
+    code calls it by ops. Slots that a CUDA graph uses are kept until `close`.
 
     Args:
         fabric: Memory that peers can write.
@@ -56,6 +56,7 @@ class SymmetricTransport(CollectiveTransport):
     """
 
     name = "symmetric"
+    traceable = False
 
     def __init__(self, fabric: Fabric, axis: Axis, slots: int) -> None:
         self._fabric = fabric
@@ -66,6 +67,7 @@ class SymmetricTransport(CollectiveTransport):
         self._slots: dict[type[SymmetricExchange], list[Slot]] = {way: [] for way in _WAYS}
         self._captured: list[Slot] = []  # that graphs use
         self._known: weakref.WeakSet[Slot] = weakref.WeakSet()  # with those that graphs alone use
+        self._has_begun = False  # to take memory, as all ranks have or none
 
     @classmethod
     def create(cls, mesh: SequenceMesh, device: torch.device, timeout: timedelta, slots: int = 2) -> Self:
@@ -101,13 +103,14 @@ class SymmetricTransport(CollectiveTransport):
         Raises:
             TimeoutError: If a peer does not come.
         """
-        if self._current:
+        if self._has_begun:
             self._fabric.close(self._axis)
             for slot in self._known:
                 slot.pending = None  # what nobody has finished would keep the memory
             for slots in self._slots.values():
                 slots.clear()
             self._captured.clear()
+            self._has_begun = False
 
     def reset(self) -> None:
         """See `Transport`; collective over the Ulysses axis, and the host waits for the device.
@@ -164,6 +167,8 @@ class SymmetricTransport(CollectiveTransport):
         """Pushes the pieces and copies those of the peers out of their slot."""
         if axis.ranks != self._axis.ranks:
             return super().exchange(message, send, receive, axis)
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("Compiled code calls transport='symmetric' by ops, which split models have.")
         return self.wait(self.all_to_all(message, send, receive, axis))
 
     def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
@@ -249,6 +254,7 @@ class SymmetricTransport(CollectiveTransport):
                 "finish the oldest first, or create the transport with more slots."
             )
         if number == len(slots) or slots[number].capacity < layout.capacity:
+            self._has_begun = True
             slots[number : number + 1] = [Slot(self._axis, self._fabric, number, layout.capacity)]
             self._known.add(slots[number])
         slot = slots[number]

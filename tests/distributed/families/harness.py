@@ -20,6 +20,7 @@ from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, parallelize, verify_plan
 from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.strategies.blocks import checkpoint_activations
+from tests.distributed.summing import sum_over_ranks
 from tests.models import gradient_error
 
 Inputs = Mapping[str, Any]
@@ -167,12 +168,11 @@ def errors_of(case: Case, family: Family, plan: SplitPlan | None = None) -> dict
         got = run(sliced, everyone[mesh.dp.rank])
         sum(loss for _, loss in expected).backward()
         (got[1] * dp).backward()  # as the mean over groups takes back
-    gradients = {}
-    for name, parameter in sliced.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        dist.all_reduce(gradient)
-        gradients[name] = gradient / case.ranks
-    reference = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in whole.named_parameters()}
+    gradients, reference = (
+        {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+        for model in (sliced, whole)
+    )
+    sum_over_ranks(gradients.values(), mean=True)
     outputs = zip(got[0], expected[mesh.dp.rank][0], strict=True)
     return {
         "outputs": max(float((x - y).norm() / y.norm()) for x, y in outputs),

@@ -18,6 +18,7 @@ from tests.distributed.families.test_hidden_exchange import Doubling, OwnProcess
 from tests.distributed.families.test_parity import FAMILIES, LENGTHS
 from tests.distributed.pool import ProcessPool
 from tests.distributed.schedules.trial_clock import clock_of
+from tests.distributed.summing import sum_over_ranks
 from tests.models import gradient_error
 
 Ranks = Callable[[int], ProcessPool]
@@ -63,9 +64,7 @@ def auto(family: str, fastest: ScheduleName, habit: str, folder: Path) -> dict[s
         its_loss.backward()
         undo()
     gradients = {name: p.grad for name, p in split.named_parameters() if p.grad is not None}
-    for gradient in gradients.values():
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
+    sum_over_ranks(gradients.values(), mean=True)
     return {
         "before": (before, by_pieces),
         "chosen": [*schedules.chosen.values()],

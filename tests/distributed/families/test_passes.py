@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_videoscale.parallel import SequenceMesh, parallelize
@@ -14,6 +13,7 @@ from lightning_videoscale.strategies.blocks import checkpoint_activations
 from tests.distributed.families.harness import Case, lifted_casts
 from tests.distributed.families.test_parity import FAMILIES
 from tests.distributed.pool import ProcessPool
+from tests.distributed.summing import sum_over_ranks
 from tests.models import gradient_error
 
 Ranks = Callable[[int], ProcessPool]
@@ -40,9 +40,7 @@ def error(family: str, by_the_model: bool) -> float:
         checkpoint_activations(network)
     with lifted_casts():
         expected, got = gradients(whole, family), gradients(network, family)
-    for gradient in got.values():
-        dist.all_reduce(gradient)
-        gradient /= 2
+    sum_over_ranks(got.values(), mean=True)
     return gradient_error(got, expected)
 
 

@@ -21,6 +21,7 @@ from tests.distributed.families.harness import Case, lifted_casts, run
 from tests.distributed.families.test_hidden_exchange import SLICED
 from tests.distributed.families.test_parity import FAMILIES, LENGTHS
 from tests.distributed.pool import ProcessPool
+from tests.distributed.summing import sum_over_ranks
 
 Ranks = Callable[[int], ProcessPool]
 Errors = dict[str, dict[str, list[float]]]
@@ -77,8 +78,7 @@ def results(family: str, schedule: ScheduleName, draw: int, *, rounded: bool) ->
         loss.backward()
         undo()
     gradients = {n: p.grad.type(torch.float64) for n, p in model.named_parameters() if p.grad is not None}
-    for gradient in gradients.values():
-        dist.all_reduce(gradient)
+    sum_over_ranks(gradients.values())
     return {f"output {n}": x for n, x in enumerate(outputs)} | gradients
 
 

@@ -95,7 +95,6 @@ def compiled_errors(ring: int, ulysses: int, lengths: tuple[int, ...], heads: in
     tensors = [
         torch.randn(2, lengths[mesh.sp.rank], n, 8).double().requires_grad_() for n in (heads, kv_heads, kv_heads)
     ]
-    torch._dynamo.reset()
     results = []
     for function in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
         out = function(*tensors)

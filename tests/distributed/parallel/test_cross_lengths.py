@@ -124,7 +124,6 @@ def compiled_errors(ring: int, ulysses: int, case: Case) -> list[float]:
         torch.randn(case.batch, lengths[rank], heads, case.dim).double().requires_grad_() for lengths, heads in shapes
     ]
     mask = torch.rand(case.batch, case.keys[rank]) < 0.5 if case.masked else None
-    torch._dynamo.reset()
     results = []
     for function in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
         with torch.no_grad():

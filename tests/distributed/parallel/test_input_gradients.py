@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan, check_loss, parallelize
 from tests.distributed.pool import ProcessPool
+from tests.distributed.summing import sum_over_ranks
 from tests.distributed.wan_training import Clips
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
 
@@ -37,9 +38,7 @@ def gradients(split: bool, checkpointing: bool = False) -> dict[str, Tensor]:
     assert noise.grad is not None
     parameters = [*network.named_parameters("network"), *captions.named_parameters("captions")]
     found = {name: p.grad for name, p in parameters if p.grad is not None}
-    for gradient in found.values():
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
+    sum_over_ranks(found.values(), mean=True)
     return found | {"noise": noise.grad}
 
 

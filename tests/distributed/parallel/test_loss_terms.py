@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_videoscale.parallel import SequenceMesh, check_loss, gather_sequence, parallelize
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
 from tests.distributed.pool import ProcessPool
+from tests.distributed.summing import sum_over_ranks
 from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.models import gradient_error, lifted_float_casts
 
@@ -52,9 +53,7 @@ def loss_and_gradients(split: bool, gathered: bool) -> tuple[float, dict[str, Te
         loss = module.loss(batch)
         loss.backward()
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    for gradient in gradients.values():
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
+    sum_over_ranks(gradients.values(), mean=True)
     return loss.item(), gradients
 
 

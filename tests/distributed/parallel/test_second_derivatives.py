@@ -30,6 +30,7 @@ from lightning_videoscale.strategies import (
     SequenceParallelFSDP2Strategy,
 )
 from tests.distributed.pool import ProcessPool
+from tests.distributed.summing import sum_over_ranks
 from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
@@ -40,9 +41,7 @@ LONGER = (5, 2, 6)
 
 
 def averaged(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    for gradient in gradients.values():
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
+    sum_over_ranks(gradients.values(), mean=True)
     return gradients
 
 

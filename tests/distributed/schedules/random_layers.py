@@ -6,7 +6,6 @@ import random
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_videoscale.models.wan.split import SequenceParallelWanAttention
 from lightning_videoscale.parallel import SequenceContext, SequenceMesh, Transport, parallelize, split
 from lightning_videoscale.parallel.schedules import ScheduleName
+from tests.distributed.summing import sum_over_ranks
 
 _AXES = {6: (2, 2, 2), 8: (4, 2, 2), 10: (4, 4, 2)}
 """Of a head dim, the channels that each of three positions rotates."""
@@ -70,8 +70,7 @@ def run_layer(
     """The output of a random layer on this rank, in float64, and the gradients of its input and parameters."""
     torch.manual_seed(shape.seed)
     found, parameters = (_joint if shape.text else _single)(mesh, schedule, shape, transport, device)
-    for gradient in parameters.values():
-        dist.all_reduce(gradient, group=mesh.sp.group)
+    sum_over_ranks(parameters.values(), mesh.sp.group)
     return found | parameters
 
 

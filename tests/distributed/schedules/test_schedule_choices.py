@@ -29,6 +29,7 @@ from lightning_videoscale.parallel.schedules.table import LayerPlacement, LayerS
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
 from tests.distributed.schedules import trial_clock
+from tests.distributed.summing import sum_over_ranks
 from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
 
@@ -242,11 +243,11 @@ def train(schedule: Any, folder: Path, checkpointed: bool) -> tuple[list[Tensor]
             loss.backward()
             losses.append(loss.detach())
             with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.grad is not None:
-                        dist.all_reduce(parameter.grad)
-                        parameter -= 1e-2 * parameter.grad
-                        parameter.grad = None if step < 3 else parameter.grad
+                trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+                sum_over_ranks(parameter.grad for parameter in trained)
+                for parameter in trained:
+                    parameter -= 1e-2 * parameter.grad
+                    parameter.grad = None if step < 3 else parameter.grad
         undo()
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, seen
 

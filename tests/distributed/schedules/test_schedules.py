@@ -22,6 +22,7 @@ from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
 from tests.distributed.schedules.random_layers import Shape, random_shape, run_layer
+from tests.distributed.summing import sum_over_ranks
 from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
 
@@ -113,8 +114,7 @@ def run_model(schedule: ScheduleName, habit: str, dtype: torch.dtype = torch.flo
         sum(out.square().mean() for out in passes).backward()  # type: ignore[union-attr]
         undo()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for gradient in gradients.values():
-        dist.all_reduce(gradient)
+    sum_over_ranks(gradients.values())
     return {"output": torch.cat(passes).detach(), **gradients}
 
 

@@ -13,6 +13,7 @@ from lightning_videoscale.parallel import CollectiveTransport, SequenceMesh
 from lightning_videoscale.parallel.schedules.table import LayerPlacement, LayerShape, ScheduleKey
 from lightning_videoscale.parallel.schedules.trial_layer import TrialGroup, TrialLayer
 from tests.distributed.pool import ProcessPool
+from tests.distributed.summing import sum_over_ranks
 
 Ranks = Callable[[int], ProcessPool]
 SHAPE = LayerShape(batch=1, tokens=64, width=16, heads=4, kv_heads=4, head_dim=4, across_heads=True, dtype="float64")
@@ -37,9 +38,8 @@ def trial_differences(ring: int) -> float:
             key = ScheduleKey.of(shape, LayerPlacement("cpu", "collective", size, ring, 1))
             serial, *others = (run(TRANSPORT) for run in TrialLayer(key, group).runs().values())
             assert len(others) == 2
-            for found in (serial, *others):
-                for of_weight in found[4 if shape.apart else 2 :]:
-                    dist.all_reduce(of_weight, group=mesh.sp.group)
+            of_weights = [x for found in (serial, *others) for x in found[4 if shape.apart else 2 :]]
+            sum_over_ranks(of_weights, mesh.sp.group)
             pairs = [(a, b) for other in others for a, b in zip(serial, other, strict=True)]
             worst = max(worst, *(float((a - b).norm() / a.norm()) for a, b in pairs))
     return worst

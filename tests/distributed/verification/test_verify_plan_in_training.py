@@ -70,7 +70,6 @@ def train(strategy: str, verify: bool, **arguments: Any) -> tuple[dict[str, Tens
     """Two steps; parameters and buffers, what was logged of the plan, and how often the user's code ran."""
     lines: list[str] = []
     batches = DataLoader(torch.randn(8, 9, 8, generator=torch.Generator().manual_seed(1)), batch_size=2)
-    torch._dynamo.reset()
     with (
         deepspeed_on_cpu() if strategy == "zero3" else nullcontext(),
         patch.object(network_changes, "rank_zero_info", lines.append),

@@ -94,7 +94,6 @@ def test_a_whole_feed_forward(backend: BackendName, compiled: bool) -> None:
     def fused(h: Tensor, w: Tensor, b: Tensor, v: Tensor, c: Tensor) -> Tensor:
         return gelu_linear(F.linear(h, w, b.detach()), v, c, x_bias=b, backend=backend)
 
-    torch._dynamo.reset()
     function = torch.compile(fused, fullgraph=True) if compiled else fused
     function(*leaves)  # once for the workspaces of the matrix products
     gc.collect()

@@ -17,6 +17,7 @@ from lightning_videoscale.parallel import SequenceMesh, parallelize
 from tests.distributed.families.harness import Case, Family, lifted_casts
 from tests.distributed.families.test_parity import FAMILIES
 from tests.distributed.pool import ProcessPool
+from tests.distributed.summing import sum_over_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,9 +69,7 @@ def errors(name: str, settings: Mapping[str, Any]) -> tuple[float, float]:
         with sdpa_kernel(OTHERS):
             whole = gradients_of(alone, inputs, autocast=True)
         sliced = gradients_of(split, inputs, autocast=True)
-        for gradient in sliced.values():
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
+        sum_over_ranks(sliced.values(), mean=True)
         with lifted_casts():
             reference = gradients_of(exact, tree_map_only(Tensor, _double, inputs), autocast=False)
         of_alone, of_split = of_alone + distance(whole, reference), of_split + distance(sliced, reference)
