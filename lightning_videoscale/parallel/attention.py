@@ -66,7 +66,8 @@ def sequence_parallel_attention(
             `AttentionChoices`. By name and for ``"auto"`` all calls of the process share one; to have it measure, make
             one and call its ``settle`` between steps.
         number: Of the `SequenceContext`, which a split model has: in compiled code a ring then runs in one piece, and
-            exchanges over a transport that cannot be traced do. Left out, both are traced.
+            so does an exchange over a transport that cannot be traced. Left out, a ring is traced, and such a transport
+            is an error in compiled code.
 
     Returns:
         (B, s, H, D): attention output for this rank's tokens.

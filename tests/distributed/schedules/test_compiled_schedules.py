@@ -118,7 +118,11 @@ def test_one_graph_of_the_first_length_and_one_of_all_others_equal_serial_blocks
 @pytest.mark.full
 @pytest.mark.parametrize(
     "case",
-    [Compiled("flux", "sliced", checkpointing=True), Compiled("flux", "overlap"), Compiled("mochi", "sliced")],
+    [
+        Compiled("flux", "sliced", checkpointing=True, lengths=1),
+        Compiled("flux", "overlap"),
+        Compiled("mochi", "sliced"),
+    ],
     ids=str,
 )
 def test_text_with_weights_of_its_own(ranks: Ranks, case: Compiled) -> None:
