@@ -123,7 +123,7 @@ def _work(rank: int, size: int, meeting: Path, backend: str, device: str | None,
         "MASTER_PORT": "0",  # unused: the process group exists before a Trainer looks for it
         "TORCHELASTIC_RUN_ID": "tests",
     }
-    faulthandler.enable()  # what a crash of native code ends says where
+    faulthandler.enable()  # a crash of native code prints where it was
     torch.set_num_threads(1)
     if device is not None:
         torch.cuda.set_device(device)

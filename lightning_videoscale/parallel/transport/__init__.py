@@ -74,7 +74,7 @@ class Transport(Protocol):
 
     @property
     def traceable(self) -> bool:
-        """Whether `torch.compile` can trace `exchange`, `all_to_all` and `wait`; all others are for ops."""
+        """Whether `torch.compile` can trace `exchange`; what is sent in pieces or as columns is for ops in any case."""
 
     @property
     def memory_bytes(self) -> int:
