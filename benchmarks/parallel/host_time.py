@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 benchmarks/parallel/host_time.py
 
 Tiny models, so that computing takes next to nothing. A layer is a share of the difference between networks that
-differ in some, of the medians over all steps. Counted are calls of Python functions and of functions in C, operations
-of torch (nested ones too), and nodes of the autograd graph. Timed is what the main thread computes, waiting for others
-left out; networks take turns.
+differ in some, of the medians over all steps. ``fast`` is the same of their lower deciles: other work on a machine only
+adds to a step, so the fast ones are nearest to what the host does. Counted are calls of Python functions and of
+functions in C, operations of torch (nested ones too), and nodes of the autograd graph. Timed is what the main thread
+computes, waiting for others left out; networks take turns.
 
 ``kernels`` is "reference", the plain PyTorch that stands for fused kernels on CPUs, or "empty": only results are
 allocated, as where a GPU is given one kernel to launch. What a GPU's driver and NCCL need to launch is in neither.
@@ -251,15 +252,26 @@ def turn(networks: dict[Key, Network], repeats: int) -> Steps:
 def summary(rounds: Sequence[Steps], part: Part) -> Row:
     """A layer's microseconds, and the ratio; 10th and 90th percentile of the ratios of single rounds."""
     every = {key: [step for each in rounds for step in each[key]] for key in rounds[0]}
-    split, whole = (of_a_layer(every, kind, part) for kind in ("split", "whole"))
-    ratios = sorted(of_a_layer(each, "split", part) / of_a_layer(each, "whole", part) for each in rounds)
+    ratios = sorted(
+        of_a_layer(each, "split", part, statistics.median) / of_a_layer(each, "whole", part, statistics.median)
+        for each in rounds
+    )
     spread = [round(ratios[len(ratios) // 10], 3), round(ratios[-1 - len(ratios) // 10], 3)]
-    return {"split": round(split, 1), "whole": round(whole, 1), "ratio": round(split / whole, 3), "p10_p90": spread}
+    return beside(every, part, statistics.median) | {"p10_p90": spread, "fast": beside(every, part, lower_decile)}
 
 
-def of_a_layer(steps: Steps, kind: str, part: Part) -> float:
-    more, less = (statistics.median(part(*step) for step in steps[kind, layers]) for layers in LAYERS)
+def beside(steps: Steps, part: Part, statistic: Callable[[Sequence[float]], float]) -> Row:
+    split, whole = (of_a_layer(steps, kind, part, statistic) for kind in ("split", "whole"))
+    return {"split": round(split, 1), "whole": round(whole, 1), "ratio": round(split / whole, 3)}
+
+
+def of_a_layer(steps: Steps, kind: str, part: Part, statistic: Callable[[Sequence[float]], float]) -> float:
+    more, less = (statistic([part(*step) for step in steps[kind, layers]]) for layers in LAYERS)
     return 1e6 * (more - less) / (LAYERS[0] - LAYERS[1])
+
+
+def lower_decile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=10)[0]
 
 
 def main() -> None:
@@ -295,6 +307,7 @@ def show(row: Row) -> None:
     for name, value in row.items():
         if isinstance(value, dict):
             values = f"split {value['split']:9.1f}  whole {value['whole']:9.1f}  {value['ratio']:.3f}"
+            values += f"  fast steps {value['fast']['ratio']:.3f}" if "fast" in value else ""
             print(f"  {name:22} {values}", flush=True)
 
 

@@ -28,7 +28,14 @@ from lightning_videoscale.compat.torch.attention import Gradients, sdpa_choice, 
 
 
 def attend(
-    kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+    kernel: AttentionKernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    *,
+    is_open: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention over these keys, and the log-sum-exp of its logits.
 
@@ -39,12 +46,13 @@ def attend(
         value: As ``key``.
         scale: Factor on the logits.
         mask: (B, K) bool, True where a key may be attended; all may if left out.
+        is_open: Every sample of the mask is known to have such a key.
 
     Returns:
         (B, H, S, D) in query's dtype, and (B, H, S) in float32 (float64 for float64). A sample without a key to attend
         has zeros and minus infinity.
     """
-    mask, empty = open_mask(mask) if mask is not None else (None, None)
+    mask, empty = (mask, None) if mask is None or is_open else open_mask(mask)
     out, lse = kernel.forward(query, key, value, scale, additive(mask, query.dtype))
     if empty is not None:
         out = out.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
@@ -62,6 +70,8 @@ def attend_backward(
     lse: Tensor,
     scale: float,
     mask: Tensor | None = None,
+    *,
+    is_open: bool = False,
 ) -> Gradients:
     """What these keys contribute to the gradient of attention over them and others.
 
@@ -75,11 +85,12 @@ def attend_backward(
         lse: (B, H, S), log-sum-exp over *all* keys.
         scale: As in `attend`.
         mask: As in `attend`.
+        is_open: As in `attend`.
 
     Returns:
         Gradients of ``query`` (this part of it), ``key`` and ``value``, in their dtypes.
     """
-    mask, empty = open_mask(mask) if mask is not None else (None, None)
+    mask, empty = (mask, None) if mask is None or is_open else open_mask(mask)
     gradients = kernel.backward(grad_out, query, key, value, out, lse, scale, additive(mask, query.dtype))
     if empty is None:
         return gradients
@@ -88,16 +99,18 @@ def attend_backward(
     return dq, dk, dv
 
 
-def torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+def torch_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None, *, is_open: bool = False
+) -> Tensor:
     """As `attend`, by torch's own function and whatever kernel it picks; differentiable, without a log-sum-exp."""
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value, scale=scale)
-    mask, empty = open_mask(mask)
+    mask, empty = (mask, None) if is_open else open_mask(mask)
     pairs: Tensor | None = mask[:, None, None]
     if query.is_cuda:  # torch may pick cuDNN
         key, value, pairs = to_whole_tiles(key, value, pairs)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=pairs, scale=scale)
-    return out.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
+    return out if empty is None else out.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
 
 
 def kernel_of_torch(case: AttentionCase) -> AttentionKernel:

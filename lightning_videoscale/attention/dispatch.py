@@ -30,7 +30,14 @@ from lightning_videoscale.compat.torch.autograd import (
 
 
 def attention(
-    choices: AttentionChoices, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+    choices: AttentionChoices,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    *,
+    is_open: bool = False,
 ) -> Tensor:
     """Attention, differentiable once; where the kernel is torch's own pick, as often as that is.
 
@@ -43,6 +50,7 @@ def attention(
         value: As ``key``.
         scale: Factor on the logits.
         mask: (B, K) bool, True where a key may be attended.
+        is_open: Every sample of the mask is known to have such a key, which spares a look and filling in zeros.
 
     Returns:
         (B, H, S, D); zeros for a sample of which no key may be attended.
@@ -53,16 +61,16 @@ def attention(
     out: Tensor
     if torch.compiler.is_compiling():
         if choices.leaves_it_to_torch(query.device):
-            return torch_attention(query, key, value, scale, mask)
+            return torch_attention(query, key, value, scale, mask, is_open=is_open)
         out = attention_op(query, key, value, mask, scale, False, choices.number)[0]
         return out
     name = choices.name_for(query, key, mask is not None, False)
     if function_transforms_active() or in_forward_mode():
-        return torch_attention(query, key, value, scale, mask)
+        return torch_attention(query, key, value, scale, mask, is_open=is_open)
     if name == SDPA:
-        return with_gradient_in_order(torch_attention(query, key, value, scale, mask))
+        return with_gradient_in_order(torch_attention(query, key, value, scale, mask, is_open=is_open))
     if _is_plain(query):
-        return attend_differentiably(KERNELS[name], query, key, value, scale, mask)
+        return attend_differentiably(KERNELS[name], query, key, value, scale, mask, is_open=is_open)
     out = attention_op(query, key, value, mask, scale, False, choices.number)[0]
     return out
 

@@ -76,8 +76,8 @@ class GraphedNetwork:
         entrances: Modules in front of which backward is cut.
         options: When to capture, and with how much memory.
         gather: Returns what all ranks that share the sequence hand in together. None: this rank has it alone.
-        kernels: Tells, in one value, which kernels of attention and schedules of exchanges are chosen, and where
-            messages lie.
+        kernels: Tells, in one value, which kernels of attention and schedules of exchanges are chosen.
+        places: Tells, in one value, where messages lie.
         log: Is told what is captured, and what is not and why.
 
     Attributes:
@@ -93,11 +93,13 @@ class GraphedNetwork:
         options: GraphOptions,
         gather: Callable[[Any], list[Any]] | None,
         kernels: Callable[[], Hashable],
+        places: Callable[[], Hashable],
         log: Callable[[str], None],
     ) -> None:
         self._network, self._forward, self._entrances = network, forward, entrances
         self._options, self._log = options, log
         self._kernels, self._chosen = kernels, kernels()
+        self._places, self._lie = places, places()
         self._is_alone, self._gather = gather is None, gather or _alone
         self._name = type(network).__name__
         self._kinds: dict[Hashable, _Kind] = {}
@@ -151,8 +153,13 @@ class GraphedNetwork:
             return self._eagerly("eager", args, kwargs)
         if (chosen := self._kernels()) != self._chosen:
             self._chosen = chosen
-            self.drop("kernels or schedules were chosen anew, or messages lie elsewhere")
+            self.drop("kernels or schedules were chosen anew")
             self._kinds.clear()  # as on all ranks, which agree in the third call from here
+        if (lie := self._places()) != self._lie:
+            self._lie = lie
+            self.drop("messages lie elsewhere")
+            for known in self._kinds.values():  # likewise; no call is slower for it, as first ones with a kernel are
+                known.calls = min(known.calls, EAGER_CALLS - 1)
         kind = self._kinds.setdefault(call.key, _Kind())
         kind.calls += 1
         if kind.captured is not None:

@@ -68,6 +68,7 @@ def _split_plan(model: nn.Module) -> SplitPlan:
         attention={
             "transformer_blocks.*.attn": Attention(
                 _JOINT,
+                unmasked="video",
                 arguments={"encoder_hidden_states_mask": Split(1, _TEXT), "attention_mask": Split(1, _JOINT)},
             )
         },

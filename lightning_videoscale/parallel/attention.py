@@ -59,7 +59,7 @@ def sequence_parallel_attention(
             Tokens that may not, such as padding, have no influence on others. Where a sample has no token that may be
             attended, the result is zeros.
         whole_key_mask: (B, keys of all ranks) bool, in the place of ``key_mask`` where it is known already: what
-            `gather_mask` makes of it.
+            `gather_mask` makes of it. Every sample must have a True, as after `attention.open_mask`.
         transport: How bytes travel; collectives if left out.
         scale: Factor on the logits, ``D ** -0.5`` if left out.
         attention_backend: Which kernel computes the attention of each rank: one by name, or ``"auto"``, see
@@ -102,7 +102,10 @@ def sequence_parallel_attention(
     else:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     choices = as_choices(attention_backend)
-    out = attend_heads(q, k, v, mesh, key_lengths, heads.repeats, transport, scale, choices, mask, number=number)
+    is_open, repeats = whole_key_mask is not None, heads.repeats
+    out = attend_heads(
+        q, k, v, mesh, key_lengths, repeats, transport, scale, choices, mask, is_open=is_open, number=number
+    )
     return gather_heads(out, ulysses) if ulysses is not None else out.transpose(1, 2)
 
 
@@ -118,6 +121,7 @@ def attend_heads(
     choices: AttentionChoices,
     mask: Tensor | None = None,
     *,
+    is_open: bool = False,
     number: int | None = None,
 ) -> Tensor:
     """Attends between the exchanges of Ulysses: alone, or with the other Ulysses groups in a ring.
@@ -133,13 +137,15 @@ def attend_heads(
         scale: Factor on the logits.
         choices: What chooses the kernel.
         mask: (B, keys of all ranks of ``mesh.sp``) bool, True where a key may be attended.
+        is_open: Every sample of the mask is known to have such a key.
         number: Of the group, if compiled code is to exchange by ops, see `parallel.schedules.ops`.
 
     Returns:
         (B, h, S, D).
     """
     if mesh.ring.size == 1:
-        return attention(choices, query, repeat_heads(key, repeats), repeat_heads(value, repeats), scale, mask)
+        key, value = repeat_heads(key, repeats), repeat_heads(value, repeats)
+        return attention(choices, query, key, value, scale, mask, is_open=is_open)
     size = mesh.ulysses.size
     keys = tuple(sum(key_lengths[first : first + size]) for first in range(0, mesh.sp.size, size))
     ring = Ring(mesh.ring, keys, repeats, scale, transport, choices)

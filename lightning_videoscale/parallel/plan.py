@@ -106,6 +106,8 @@ class Attention:
         keys: Those of its keys and values; as the queries if left out.
         padded_rows: The mask is (B, 1, tokens, tokens) and differs between queries only in those that it masks as
             keys, too: padding, which attends to nothing and gets zeros, as from torch's function.
+        unmasked: A stream of which no mask ever hides a token. So every sample has a key to attend to, and none has to
+            be looked for that has not.
         arguments: Arguments of its ``forward`` that lie along tokens, such as masks, for schedules that attend after
             the exchange. Tokens and rotary tables are left out, which `Projection` names.
         in_one_call: For a module that attends otherwise: makes it attend by one call, before the call is exchanged,
@@ -115,6 +117,7 @@ class Attention:
     queries: tuple[str, ...] = VIDEO
     keys: tuple[str, ...] | None = None
     padded_rows: bool = False
+    unmasked: str | None = None
     arguments: Mapping[str, Split] = field(default_factory=dict, hash=False)
     in_one_call: Callable[[nn.Module], Callable[[], None]] | None = None
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_videoscale.attention import AttentionChoices, as_choices
+from lightning_videoscale.attention import AttentionChoices, as_choices, open_mask
 from lightning_videoscale.compat.diffusers import own_attention_backend
 from lightning_videoscale.compat.patching import call_within, only_redirects, says_where_it_attends
 from lightning_videoscale.parallel.attention import gather_mask, sequence_parallel_attention
@@ -33,6 +33,8 @@ _MASKED = -1e3
 
 
 _TORCH = as_choices("sdpa")
+
+_Masks = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def exchange_attention(model: nn.Module, plan: SplitPlan, context: SequenceContext) -> Callable[[], None]:
@@ -146,27 +148,32 @@ class RedirectedAttention(RedirectingMode):
         if context.on_exchange is not None:
             if objection is None and attn_mask is not None:
                 objection = _biased(attn_mask) or (uneven(attn_mask) if rule.padded_rows else None)
+                objection = objection or self._hidden_though_unmasked(attn_mask)
             context.on_exchange(self.place.path, objection)
         if objection is not None:
             raise ValueError(f"{self.place.path} cannot attend over a split sequence: {objection}")
-        own, mask = self.masks(attn_mask, query)
+        own, mask, empty = self.masks(attn_mask, query)
         # A backend that the user set, and that calls torch's function, is torch's own pick.
         out = self.exchanged(query, key, value, mask, scale, _TORCH if self._by_torch else context.choices)
         if rule.padded_rows and attn_mask is not None:
             assert own is not None
-            out = out.masked_fill(own.logical_not()[:, None, :, None], 0.0)
-        return out
+            return out.masked_fill(own.logical_not()[:, None, :, None], 0.0)
+        return out if empty is None else out.masked_fill(empty[:, None, None, None], 0.0)
 
     def tokens(self, streams: tuple[str, ...]) -> int:
         """Returns how many tokens of the streams the call is expected to have."""
         return self.place.context.lengths(streams)[self.place.context.mesh.sp.rank]
 
-    def masks(self, mask: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Which keys may be attended, of this rank and of all, None for all of them; once for all layers."""
+    def masks(self, mask: Tensor | None, query: Tensor) -> _Masks:
+        """Which keys may be attended, of this rank and of all, None for all of them; once for all layers.
+
+        Last, (B,) bool, True for samples of which none may be and which the mask of all keys opens: their results are
+        to be zeroed. None if there can be no such sample.
+        """
         record, streams, batch = self.place.context.record, self.place.rule.key_streams, query.shape[0]
         if mask is None:
             missing = record.missing(streams)
-            return (None, None) if missing is None else self._gathered(None, missing, batch, query.device)
+            return (None, None, None) if missing is None else self._gathered(None, missing, batch, query.device)
         settings = "keys", streams, batch, self.place.rule.padded_rows
         return record.once(mask, settings, lambda: self._gathered(mask, record.missing(streams), batch, query.device))
 
@@ -197,11 +204,25 @@ class RedirectedAttention(RedirectingMode):
 
     def _gathered(
         self, mask: Tensor | None, missing: tuple[bool, ...] | None, batch: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    ) -> _Masks:
         context, rule = self.place.context, self.place.rule
         own = key_mask(mask, missing, batch, device, padded_rows=rule.padded_rows)
         assert own is not None
-        return own, gather_mask(own, context.lengths(rule.key_streams), context.mesh, context.transport)
+        whole = gather_mask(own, context.lengths(rule.key_streams), context.mesh, context.transport)
+        if mask is None or rule.unmasked is not None:
+            return own, whole, None
+        return own, *open_mask(whole)
+
+    def _hidden_though_unmasked(self, mask: Tensor) -> str | None:
+        """A look at values, which costs a synchronisation."""
+        unmasked, streams = self.place.rule.unmasked, self.place.rule.key_streams
+        if unmasked is None:
+            return None
+        start = sum(self.tokens((stream,)) for stream in streams[: streams.index(unmasked)])
+        own = _of_keys(mask, mask.shape[0], self.place.rule.padded_rows)
+        if bool(own[:, start : start + self.tokens((unmasked,))].all()):
+            return None
+        return f"its mask hides tokens of {unmasked}, of which the plan says unmasked={unmasked!r}."
 
     def _objection(
         self, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool

@@ -38,7 +38,9 @@ def compile_blocks(network: nn.Module, options: CompileOptions, *, stays_compile
     """
     blocks = list(find_blocks(network).values())
     arguments = dict(options) if isinstance(options, Mapping) else {}
-    if torch.cuda.is_available() and mix_order_reduction_is_wrong() and not {"mode", "options"} & arguments.keys():
+    by_inductor = arguments.get("backend", "inductor") == "inductor"  # no other backend knows its options
+    chosen = {"mode", "options"} & arguments.keys()
+    if by_inductor and not chosen and torch.cuda.is_available() and mix_order_reduction_is_wrong():
         arguments["options"] = {"triton.mix_order_reduction": False}
 
     def compiled(forward: Any) -> Any:

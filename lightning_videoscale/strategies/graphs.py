@@ -18,7 +18,11 @@ from lightning_videoscale.undo import Undo
 
 
 def run_by_graphs(
-    network: nn.Module, mesh: SequenceMesh, options: GraphOptions, kernels: Callable[[], Hashable]
+    network: nn.Module,
+    mesh: SequenceMesh,
+    options: GraphOptions,
+    kernels: Callable[[], Hashable],
+    places: Callable[[], Hashable],
 ) -> Undo:
     """Has a split network run by CUDA graphs where it can; returns what takes it back. See `GraphedNetwork`."""
     graphed = GraphedNetwork(
@@ -28,6 +32,7 @@ def run_by_graphs(
         options,
         partial(gather_over_ranks, group=mesh.sp.group) if mesh.sp.size > 1 else None,
         kernels,
+        places,
         rank_zero_info,
     )
     return Undo(graphed.drop, patch(network, "forward", graphed))

@@ -6,7 +6,6 @@ The transforms that callbacks and users registered, the split of the sequence, c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -77,16 +76,16 @@ def change_networks(
         if settings.activation_checkpointing:
             undo.add(checkpoint_activations(network))
         if settings.graphs.mode is not False:
-            kernels = partial(_what_graphs_rely_on, choices, schedules, transport)
-            undo.add(run_by_graphs(network, mesh, settings.graphs, kernels))
+            undo.add(
+                run_by_graphs(
+                    network,
+                    mesh,
+                    settings.graphs,
+                    lambda: (choices.version, schedules.version),
+                    lambda: 0 if transport is None else transport.memory_bytes,  # which grows to other places
+                )
+            )
     return undo
-
-
-def _what_graphs_rely_on(
-    choices: AttentionChoices, schedules: ScheduleChoices, transport: Transport | None
-) -> tuple[int, int, int]:
-    """The chosen kernels and schedules, and the memory that messages lie in, which grows to other places."""
-    return choices.version, schedules.version, 0 if transport is None else transport.memory_bytes
 
 
 def split_plans(

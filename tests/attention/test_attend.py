@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_videoscale.attention import KERNELS
+from lightning_videoscale.attention import KERNELS, AttentionChoices, attention
 from lightning_videoscale.attention.attend import attend, attend_backward, kernel_of_torch
 from lightning_videoscale.attention.backends import products
 from lightning_videoscale.attention.case import AttentionCase
@@ -113,6 +113,18 @@ def test_a_sample_without_keys_has_zeros_and_no_influence(name: str) -> None:
     assert torch.equal(out[:1], attend(kernel, q[:1], k[:1], v[:1], 1.0)[0])
     for gradient in attend_backward(kernel, torch.ones_like(out), q, k, v, out, lse, 1.0, mask):
         assert gradient[0].isfinite().all() and not gradient[1].any()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flash", "math"])
+def test_a_mask_that_is_known_to_be_open_gives_the_same(backend: Any) -> None:
+    choices, results = AttentionChoices(backend), []
+    mask = torch.tensor([[True] * 3 + [False] * 4, [False] * 6 + [True]])
+    for is_open in (False, True):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
+        out = attention(choices, q, k, v, 0.4, mask, is_open=is_open)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    assert all(map(torch.equal, *results))
 
 
 def test_backward_of_one_kernel_fits_forward_of_another() -> None:

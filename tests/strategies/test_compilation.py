@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy, compilation
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from lightning_videoscale.strategies.compilation import compile_blocks
 from tests.distributed.pool import ProcessPool
@@ -46,6 +46,17 @@ def test_all_blocks_share_one_compilation_also_when_checkpointed() -> None:
     assert torch.equal(gradient(model), eager)
     assert compiler.frame_count == 1
     assert not any("forward" in vars(block) for block in model.blocks)
+
+
+def test_a_backend_of_the_users_own_is_not_told_what_inductor_must_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = CompileCounterWithBackend("aot_eager")  # which takes no options
+    model = tiny_wan()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(compilation, "mix_order_reduction_is_wrong", lambda: True)
+        compile_blocks(model, {"backend": compiler})
+    gradient(model)
+    assert compiler.frame_count == 1
 
 
 def fit(strategy: type, compiled: bool, checkpointing: bool) -> tuple[list[float], list[dict[str, Tensor]], int]:

@@ -30,12 +30,12 @@ class AttendByHeads(RedirectedAttention):
         """As `RedirectedAttention.tokens`."""
         return self._at.tokens(streams)
 
-    def masks(self, mask: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """As `RedirectedAttention.masks`, of all tokens of the group in both places."""
+    def masks(self, mask: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """As `RedirectedAttention.masks`, of all tokens of the group in both places, and not opened."""
         rule = self.place.rule
         missing = self._missing(rule.key_streams)
         own = key_mask(mask, missing, query.shape[0], query.device, padded_rows=rule.padded_rows)
-        return own, own
+        return own, own, None
 
     def _missing(self, streams: tuple[str, ...]) -> tuple[bool, ...] | None:
         """Returns for each token of the group whether it is none; None if all are there."""

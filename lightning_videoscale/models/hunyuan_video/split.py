@@ -50,7 +50,7 @@ def _flops(config: Mapping[str, Any]) -> TransformerFlops:
 FLOPS = {_MODEL: _flops, _FRAMEPACK: _flops, _MODEL_15: _flops}
 
 _JOINT, _TEXT = ("video", "text"), Split(1, ("text",))
-_ATTENTION = Attention(_JOINT, arguments={"attention_mask": Split(3, _JOINT)})
+_ATTENTION = Attention(_JOINT, unmasked="video", arguments={"attention_mask": Split(3, _JOINT)})
 _DOUBLE, _SINGLE = "transformer_blocks", "single_transformer_blocks"
 
 BLOCKS = {
