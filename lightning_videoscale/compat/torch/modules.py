@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,13 +67,22 @@ def keep_children(network: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def with_children(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    """Returns a module that shares all that ``module`` has, but for the children that are given by name.
+def with_children(
+    module: nn.Module, children: Mapping[str, nn.Module], attributes: Sequence[str], **changed: object
+) -> nn.Module:
+    """Returns a module that shares all that ``module`` has, but for what is given.
 
     ``copy.copy`` would share the mapping of children as well.
+
+    Args:
+        module: The module.
+        children: Its other children, by name.
+        attributes: Names of ``vars(module)``: torch 2.11 cannot list them where it traces this, nor trace ``update``.
+        changed: Other values for attributes, set where it has such.
     """
     other: nn.Module = object.__new__(type(module))
-    vars(other).update(vars(module))
+    for name in attributes:
+        vars(other)[name] = changed[name] if name in changed else vars(module)[name]
     vars(other)["_modules"] = {**TORCH.get(module, "_modules"), **children}
     return other
 

@@ -60,6 +60,7 @@ def hide_exchange(model: nn.Module, context: SequenceContext, plan: SplitPlan) -
                     HeadPlacement(context, heads),
                     module.forward,
                     width,
+                    tuple(vars(module)),
                 )
                 if context.schedule != "auto" and not layer.is_method:
                     raise ValueError(f"schedule={context.schedule!r}: {layer.watched(module)}. Use schedule='serial'.")
@@ -109,6 +110,7 @@ class _Layer:
         place: Where tokens and heads are.
         own: Its forward before this one.
         width: Channels of its heads when it was split; None if none of its projections said.
+        attributes: The names of what it had when it was split, for compiled code, which may not list them.
         met: What stood against a call of it, which then ran by "serial"; None if nothing ever did.
         checked: Whether ranks have compared what they sent with what it returned.
     """
@@ -118,6 +120,7 @@ class _Layer:
     place: HeadPlacement
     own: Any
     width: int | None
+    attributes: tuple[str, ...]
     met: str | None = None
     checked: bool = False
 
@@ -192,7 +195,8 @@ class _Layer:
             received |= each.by_linear(group, place)
         tokens = arguments[groups[0].projection.tokens]
         whole = of_all_tokens(arguments, self.described, self.at.rule, place, tokens)
-        view = seen_by_heads(attn, self.described, len(place.mine), received)
+        attributes = self.attributes if torch.compiler.is_compiling() else tuple(vars(attn))
+        view = seen_by_heads(attn, self.described, len(place.mine), received, attributes)
         run: Callable[..., Any] = partial(self.own.__func__, view)
         if arrived[0].norm is not None and fused_block_of(attn) is not None:
             run = original_forward(view)  # the fused one would look for its norms

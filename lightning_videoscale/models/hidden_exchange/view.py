@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +32,9 @@ class Received(nn.Module):
         return self._heads
 
 
-def seen_by_heads(attn: nn.Module, described: Streams, heads: int, received: Mapping[str, Tensor]) -> Any:
+def seen_by_heads(
+    attn: nn.Module, described: Streams, heads: int, received: Mapping[str, Tensor], attributes: Sequence[str]
+) -> Any:
     """Returns an attention with the same processor and norms, fewer heads and nothing to project.
 
     Args:
@@ -40,6 +42,7 @@ def seen_by_heads(attn: nn.Module, described: Streams, heads: int, received: Map
         described: Its streams.
         heads: Of this rank.
         received: By the name of a Linear, what takes its place, (B, S, h · D).
+        attributes: The names of what the attention has.
     """
     children: dict[str, nn.Module] = {name: Received(x) for name, x in received.items()}
     for projection in described.values():
@@ -47,12 +50,10 @@ def seen_by_heads(attn: nn.Module, described: Streams, heads: int, received: Map
             children |= {name: nn.Identity() for name in projection.norms}
         if (output := getattr(attn, projection.output, None)) is not None:
             children[projection.output] = _nothing_like(output)
-    view: Any = with_children(attn, children)
-    own = vars(view)
-    own |= {name: heads for name in ("heads", "num_heads") if name in own}
-    own |= {"inner_dim": next(iter(received.values())).shape[2]} if "inner_dim" in own else {}
-    own |= {"fused_projections": False} if "fused_projections" in own else {}
-    return view
+    width = next(iter(received.values())).shape[2]
+    return with_children(
+        attn, children, attributes, heads=heads, num_heads=heads, inner_dim=width, fused_projections=False
+    )
 
 
 def _nothing_like(output: nn.Module) -> nn.Module:

@@ -29,7 +29,8 @@ pytestmark = [
 ]
 
 Ranks = Callable[[int], ProcessPool]
-LENGTHS: list[dict[str, Any]] = [{"frames": 2 + n, "text": 5 + n, "side": 4, "batch": 2} for n in range(3)]
+LENGTHS: list[dict[str, Any]] = [{"frames": 2 + n, "text": 5 + 2 * n, "side": 4, "batch": 2} for n in range(3)]
+"""Of which a rank has other shares each time, of video and of text."""
 
 
 def results(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
