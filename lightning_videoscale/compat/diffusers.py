@@ -86,6 +86,21 @@ def dispatch_settings(processor: Any) -> tuple[Any, Any]:
         raise DIFFUSERS.missing(processor, "_attention_backend or _parallel_config") from error
 
 
+def attends_by_torch(dispatch: Any, backend: Any) -> bool:
+    """Whether ``dispatch_attention_fn``, or what is in its place, only calls torch's function.
+
+    Args:
+        dispatch: That function.
+        backend: What it is given; None is the active one, which nothing public returns.
+    """
+    home: Any = sys.modules["diffusers.models.attention_dispatch"]
+    if dispatch is not home.dispatch_attention_fn:
+        return False
+    if backend is None:
+        backend = DIFFUSERS.get(home, "_AttentionBackendRegistry").get_active_backend()[0]
+    return str(getattr(backend, "value", backend)) == "native"
+
+
 def own_attention_backend(processor: Any) -> str | None:
     """Returns what ``set_attention_backend`` was called with for a processor; None if it was not.
 

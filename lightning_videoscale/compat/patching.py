@@ -70,7 +70,10 @@ def call_within(module: Any, context: AbstractContextManager[Any]) -> Iterator[N
 
 
 def around_attention(module: Any) -> AbstractContextManager[Any]:
-    """What a module is to call torch's attention in; nothing in most, and in compiled code."""
+    """What a module is to call torch's attention in; nothing in most, and in compiled code.
+
+    Where that has ``attend_tokens_first``, it may be called instead, with tensors (B, S, H, D) and a mask.
+    """
     if torch.compiler.is_compiling():
         return nullcontext()
     return module.__dict__.get(_AROUND) or nullcontext()

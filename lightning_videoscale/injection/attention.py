@@ -6,7 +6,7 @@ A family says under ``FUSED_ATTENTIONS`` which attention belongs to a processor,
         if (original := original_if_changed(self, _PROCESSOR)) is not None:
             return original(hidden_states, ...)
         video = projected(self, hidden_states, rope=rope_of(image_rotary_emb), rounding="eager")
-        attended = attend_jointly(self, [video], partial(dispatched, self.processor, mask=mask))
+        attended = attend_jointly(self, [video], Dispatched(self.processor, mask))
         ...
 """
 
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_videoscale.compat.diffusers import dispatch_settings
+from lightning_videoscale.compat.diffusers import attends_by_torch, dispatch_settings
 from lightning_videoscale.compat.patching import around_attention
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.branch_bias import changed_linear, output_linear, without_bias_gradient
@@ -278,8 +278,13 @@ def attend_jointly(
     query, key = queries_and_keys()
     with recomputed((query, key), queries_and_keys, recompute=attn.recompute_norms):
         value = _joined([stream.values for stream in streams])
-        with around_attention(attn):
-            attended = exchange(query, key, value)
+        around = around_attention(attn)
+        attend: Callable[..., Tensor] | None = getattr(around, "attend_tokens_first", None)
+        if attend is not None and isinstance(exchange, Dispatched) and exchange.is_torchs:
+            attended = attend(query, key, value, exchange.mask)
+        else:
+            with around:
+                attended = exchange(query, key, value)
         return attended.flatten(2).to(query.dtype)
 
 
@@ -292,33 +297,46 @@ def project_out(attn: Any, attended: Tensor, *, detach_bias: bool) -> Tensor:
     return output
 
 
-def dispatched(
-    processor: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, parallel: bool = True
-) -> Tensor:
-    """The attention of diffusers, with the backend that its processor was told to use; (B, S, H, D/H) in and out.
+@dataclass(frozen=True)
+class Dispatched:
+    """The attention of diffusers, with the backend that its processor was told to use.
 
-    Args:
+    Attributes:
         processor: diffusers' own.
-        query: (B, S, H, D/H).
-        key: (B, T, H, D/H).
-        value: Likewise.
         mask: As torch's attention takes it, or None.
         parallel: Whether diffusers' own context parallelism, if it is on, concerns this call.
     """
-    # From the processor's own module, since kernels of one's own are put in its place there.
-    home: Any = sys.modules[type(processor).__module__]
-    backend, parallel_config = dispatch_settings(processor)
-    attended: Tensor = home.dispatch_attention_fn(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=0.0,
-        is_causal=False,
-        backend=backend,
-        parallel_config=parallel_config if parallel else None,
-    )
-    return attended
+
+    processor: Any
+    mask: Tensor | None = None
+    parallel: bool = True
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attends from (B, S, H, D/H) to (B, T, H, D/H)."""
+        backend, parallel_config = dispatch_settings(self.processor)
+        attended: Tensor = self._dispatch(
+            query,
+            key,
+            value,
+            attn_mask=self.mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=backend,
+            parallel_config=parallel_config if self.parallel else None,
+        )
+        return attended
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether a call is one of torch's function, and nothing else."""
+        backend, parallel_config = dispatch_settings(self.processor)
+        return parallel_config is None and attends_by_torch(self._dispatch, backend)
+
+    @property
+    def _dispatch(self) -> Any:
+        """From the processor's own module, since kernels of one's own are put in its place there."""
+        home: Any = sys.modules[type(self.processor).__module__]
+        return home.dispatch_attention_fn
 
 
 def attended_by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:

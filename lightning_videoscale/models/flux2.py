@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.attention import (
     ROTARY_HELPER,
+    Dispatched,
     Processor,
     Rotary,
     attend_jointly,
-    dispatched,
     fused_attention,
     normed,
     original_if_changed,
@@ -136,7 +135,7 @@ def _attend_to_both(
     if (original := original_if_changed(self, _OF_BOTH, as_before=others)) is not None:
         return original(hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb, **kwargs)
     assert encoder_hidden_states is not None
-    exchange = partial(dispatched, self.processor, mask=attention_mask)
+    exchange = Dispatched(self.processor, attention_mask)
     return attend_to_both(self, hidden_states, encoder_hidden_states, image_rotary_emb, exchange, **kwargs)
 
 
@@ -152,7 +151,7 @@ def _attend_to_joined(
     sizes = [self.inner_dim] * 3 + [self.mlp_hidden_dim * self.mlp_mult_factor]
     query, key, value, middle = self.to_qkv_mlp_proj(hidden_states).split(sizes, dim=-1)
     stream = normed(self, (query, key, value), rope=rope_of(image_rotary_emb, hidden_states))
-    of_attention = attend_jointly(self, [stream], partial(dispatched, self.processor, mask=attention_mask))
+    of_attention = attend_jointly(self, [stream], Dispatched(self.processor, attention_mask))
     return self.to_out(torch.cat([of_attention, self.mlp_act_fn(middle)], dim=-1))
 
 

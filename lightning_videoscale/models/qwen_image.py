@@ -19,9 +19,9 @@ from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.attention import (
     OF_ADDED,
+    Dispatched,
     Processor,
     attend_jointly,
-    dispatched,
     fused_attention,
     original_if_changed,
     project_out,
@@ -124,7 +124,7 @@ def _attend(
     ]
     if mask is not None:
         mask = torch.cat([mask, mask.new_ones(hidden_states.shape[:2])], dim=1)[:, None, None]
-    attended = attend_jointly(self, streams, partial(dispatched, self.processor, mask=mask))
+    attended = attend_jointly(self, streams, Dispatched(self.processor, mask))
     length = text.shape[1]
     output = project_out(self, attended[:, length:].contiguous(), detach_bias=detach_bias)
     return output, self.to_add_out(attended[:, :length].contiguous())

@@ -9,7 +9,6 @@ features of reference images, run whole on every rank: they are short.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.attention import (
+    Dispatched,
     Processor,
     attend_jointly,
-    dispatched,
     fused_attention,
     original_if_changed,
     project_out,
@@ -121,7 +120,7 @@ def _attend(
     if attention_mask is not None and attention_mask.ndim == 2:
         attention_mask = attention_mask[:, None, None, :]
     stream = projected(self, hidden_states, rope=_rope(table, hidden_states), rounding="eager")
-    attended = attend_jointly(self, [stream], partial(dispatched, self.processor, mask=attention_mask))
+    attended = attend_jointly(self, [stream], Dispatched(self.processor, attention_mask))
     return project_out(self, attended, detach_bias=False)
 
 

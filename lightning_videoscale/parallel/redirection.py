@@ -9,7 +9,7 @@ their native backend, and is traced by `torch.compile` without a graph break.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -142,6 +142,44 @@ class RedirectedAttention(RedirectingMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """As torch's function, (B, H, s, D) of this rank's tokens; H and h are told apart without ``enable_gqa``."""
+        self._check(query.shape, key.shape, attn_mask, dropout_p, is_causal)
+        own, mask, empty = self.masks(attn_mask, query)
+        out = self.exchanged(query, key, value, mask, scale, self._choices)
+        if (hidden := self._hidden(own, empty, attn_mask)) is not None:
+            out = out.masked_fill(hidden[:, None, :, None], 0.0)
+        return out
+
+    def attend_tokens_first(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """As torch's function, (B, s, H, D) of this rank's tokens."""
+        (batch, tokens, heads, dim), (_, keys, kv_heads, _) = query.shape, key.shape
+        self._check((batch, heads, tokens, dim), (batch, kv_heads, keys, dim), mask, 0.0, False)
+        own, whole, empty = self.masks(mask, query)
+        out = self._exchanged(query, key, value, whole, None, self._choices)
+        if (hidden := self._hidden(own, empty, mask)) is not None:
+            out = out.masked_fill(hidden[:, :, None, None], 0.0)
+        return out
+
+    @property
+    def _choices(self) -> AttentionChoices:
+        """A backend that the user set, and that calls torch's function, is torch's own pick."""
+        return _TORCH if self._by_torch else self.place.context.choices
+
+    def _hidden(self, own: Tensor | None, empty: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        """Of which queries the results are to be zeroed, (B, s) or (B, 1); None: of none."""
+        if self.place.rule.padded_rows and mask is not None:
+            assert own is not None
+            return own.logical_not()
+        return None if empty is None else empty[:, None]
+
+    def _check(
+        self,
+        query: Sequence[int],
+        key: Sequence[int],
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+    ) -> None:
+        """Counts a call and refuses it, if need be, given the shapes of queries and keys, (B, H, s, D)."""
         self._calls += 1
         context, rule = self.place.context, self.place.rule
         objection = self._objection(query, key, attn_mask, dropout_p, is_causal)
@@ -152,13 +190,6 @@ class RedirectedAttention(RedirectingMode):
             context.on_exchange(self.place.path, objection)
         if objection is not None:
             raise ValueError(f"{self.place.path} cannot attend over a split sequence: {objection}")
-        own, mask, empty = self.masks(attn_mask, query)
-        # A backend that the user set, and that calls torch's function, is torch's own pick.
-        out = self.exchanged(query, key, value, mask, scale, _TORCH if self._by_torch else context.choices)
-        if rule.padded_rows and attn_mask is not None:
-            assert own is not None
-            return out.masked_fill(own.logical_not()[:, None, :, None], 0.0)
-        return out if empty is None else out.masked_fill(empty[:, None, None, None], 0.0)
 
     def tokens(self, streams: tuple[str, ...]) -> int:
         """Returns how many tokens of the streams the call is expected to have."""
@@ -187,11 +218,24 @@ class RedirectedAttention(RedirectingMode):
         choices: AttentionChoices,
     ) -> Tensor:
         """Attends from (B, H, s, D) to keys and values of all ranks; the second of `masks` says what counts."""
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return self._exchanged(q, k, v, mask, scale, choices).transpose(1, 2)
+
+    def _exchanged(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        choices: AttentionChoices,
+    ) -> Tensor:
+        """The same of (B, s, H, D)."""
         context, rule = self.place.context, self.place.rule
         return sequence_parallel_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            query,
+            key,
+            value,
             context.mesh,
             lengths=context.lengths(rule.queries),
             key_lengths=None if rule.keys is None else context.lengths(rule.keys),
@@ -200,7 +244,7 @@ class RedirectedAttention(RedirectingMode):
             scale=scale,
             attention_backend=choices,
             number=context.number,
-        ).transpose(1, 2)
+        )
 
     def _gathered(
         self, mask: Tensor | None, missing: tuple[bool, ...] | None, batch: int, device: torch.device
@@ -225,27 +269,27 @@ class RedirectedAttention(RedirectingMode):
         return f"its mask hides tokens of {unmasked}, of which the plan says unmasked={unmasked!r}."
 
     def _objection(
-        self, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool
+        self, query: Sequence[int], key: Sequence[int], mask: Tensor | None, dropout_p: float, is_causal: bool
     ) -> str | None:
         rule = self.place.rule
-        for what, x, streams in (("query", query, rule.queries), ("key", key, rule.key_streams)):
+        for what, shape, streams in (("query", query, rule.queries), ("key", key, rule.key_streams)):
             mine = self.tokens(streams)
-            if x.ndim != 4 or x.shape[2] != mine:
+            if len(shape) != 4 or shape[2] != mine:
                 return (
-                    f"its {what} is {tuple(x.shape)}, and this rank has {mine} tokens of {', '.join(streams)} in dim 2."
+                    f"its {what} is {tuple(shape)}, and this rank has {mine} tokens of {', '.join(streams)} in dim 2."
                 )
         if is_causal:
             return "it is causal."
         if dropout_p:
             return f"it drops attention weights, dropout_p={dropout_p}."
-        return None if mask is None else _mask_objection(mask, query, key, rule.padded_rows)
+        return None if mask is None else _mask_objection(mask, key[2], rule.padded_rows)
 
 
-def _mask_objection(mask: Tensor, query: Tensor, key: Tensor, padded_rows: bool) -> str | None:
+def _mask_objection(mask: Tensor, keys: int, padded_rows: bool) -> str | None:
     """By what all ranks see alike: shapes and strides, no values."""
     shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-    if len(shape) != 4 or shape[3] != key.shape[2]:
-        return f"its mask is {tuple(mask.shape)}, for {key.shape[2]} keys of this rank."
+    if len(shape) != 4 or shape[3] != keys:
+        return f"its mask is {tuple(mask.shape)}, for {keys} keys of this rank."
     expanded = [size == 1 or (size > 1 and mask.stride(dim - 4) == 0) for dim, size in enumerate(shape)]
     if not expanded[1]:
         return f"its mask {tuple(mask.shape)} has a dim of heads."

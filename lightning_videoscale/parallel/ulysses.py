@@ -225,6 +225,8 @@ class _ScatterHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():  # nobody differentiates this again
+            return None, None, *_gather(grads, ctx.shares, ctx.ulysses)
         return None, None, *_GatherHeads.apply(ctx.shares, ctx.ulysses, *grads)  # type: ignore[no-untyped-call]
 
 
@@ -237,6 +239,8 @@ class _GatherHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return None, None, *_scatter(grads, ctx.shares, ctx.ulysses)
         return None, None, *_ScatterHeads.apply(ctx.shares, ctx.ulysses, *grads)  # type: ignore[no-untyped-call]
 
 

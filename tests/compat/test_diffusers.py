@@ -10,11 +10,12 @@ import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig
 from diffusers.hooks._helpers import TransformerBlockRegistry
-from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from torch import nn
 
 from lightning_videoscale.compat.diffusers import (
     CLASS_NAME,
+    attends_by_torch,
     block_classes,
     cache_by_values,
     declare_as,
@@ -43,6 +44,15 @@ def test_a_processor_tells_the_backend_that_was_chosen() -> None:
     assert dispatch_settings(wan.blocks[0].attn1.processor) == (AttentionBackendName.NATIVE, None)
     with pytest.raises(MissingNameError, match=r"0\.37"):
         dispatch_settings(torch.nn.Identity())
+
+
+def test_torch_attends_by_the_native_backend_alone() -> None:
+    assert attends_by_torch(dispatch_attention_fn, None)  # the active one
+    assert attends_by_torch(dispatch_attention_fn, AttentionBackendName.NATIVE)
+    assert not attends_by_torch(dispatch_attention_fn, AttentionBackendName.FLEX)
+    assert not attends_by_torch(lambda *args, **kwargs: dispatch_attention_fn(*args, **kwargs), None)
+    with attention_backend("_native_math"):
+        assert not attends_by_torch(dispatch_attention_fn, None)
 
 
 def test_a_subclass_of_a_block_is_declared_as_the_block_is() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllToAllOptions
 
 from lightning_videoscale.compat.torch import TORCH
 
@@ -51,6 +52,27 @@ def register_group(name: str, group: dist.ProcessGroup) -> None:
 def unregister_group(name: str) -> None:
     """Takes back `register_group`."""
     TORCH.get("torch._C._distributed_c10d", "_unregister_process_group")(name)
+
+
+_AT_ONCE = AllToAllOptions()
+_AT_ONCE.asyncOp = False
+
+
+def run_all_to_all(
+    received: Tensor, message: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup
+) -> None:
+    """``dist.all_to_all_single`` without its look at the arguments, which takes the host time in every layer.
+
+    Args:
+        received: To be filled, 1-D as ``message``, and of the same dtype.
+        message: The pieces for all ranks in their order.
+        receive: Elements from each rank; nothing if all pieces are equal.
+        send: Elements to each rank; likewise.
+        group: The ranks, of which this is one.
+    """
+    work = group.alltoall_base(received, message, receive, send, _AT_ONCE)
+    if work is not None:
+        work.wait()
 
 
 # -- functional collectives, which `torch.compile` traces --------------------------------------------------------------

@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_videoscale.injection.attention import (
     OF_ADDED,
     ROTARY_HELPER,
+    Dispatched,
     Processor,
     Rotary,
     attend_jointly,
-    dispatched,
     fused_attention,
     original_if_changed,
     project_out,
@@ -66,7 +66,7 @@ def _attend(
     mixed = (encoder_hidden_states is None) != (self.added_kv_proj_dim is None)
     if (original := original_if_changed(self, _PROCESSOR, as_before=others or mixed)) is not None:
         return original(hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb, **kwargs)
-    exchange = partial(dispatched, self.processor, mask=attention_mask)
+    exchange = Dispatched(self.processor, attention_mask)
     if encoder_hidden_states is None:
         return attend_jointly(
             self, [projected(self, hidden_states, rope=rope_of(image_rotary_emb, hidden_states))], exchange

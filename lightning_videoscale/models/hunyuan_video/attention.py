@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor
 from lightning_videoscale.injection.attention import (
     OF_ADDED,
     ROTARY_HELPER,
+    Dispatched,
     Processor,
     Projected,
     Rotary,
     attend_jointly,
-    dispatched,
     fused_attention,
     original_if_changed,
     project_out,
@@ -59,7 +58,7 @@ def _forward(
         streams = [projected(self, tokens, rope=rope, rounding="eager")]
     else:
         streams = _two_streams(self, hidden_states, encoder_hidden_states, rope)
-    attended = attend_jointly(self, streams, partial(dispatched, self.processor, mask=attention_mask))
+    attended = attend_jointly(self, streams, Dispatched(self.processor, attention_mask))
     return _outputs(self, attended, encoder_hidden_states, cross_attention_kwargs.get("detach_bias", False))
 
 
@@ -80,7 +79,7 @@ def _forward_15(
     streams = _two_streams(self, hidden_states, encoder_hidden_states, rope)
     tokens = hidden_states.shape[1] + encoder_hidden_states.shape[1]
     there = F.pad(attention_mask, (tokens - attention_mask.shape[1], 0), value=True).bool()[:, None]
-    exchange = partial(dispatched, self.processor, mask=there[..., None, :] & there[..., None])
+    exchange = Dispatched(self.processor, there[..., None, :] & there[..., None])
     attended = attend_jointly(self, streams, exchange)
     return _outputs(self, attended, encoder_hidden_states, cross_attention_kwargs.get("detach_bias", False))
 

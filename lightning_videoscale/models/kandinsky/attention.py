@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.injection.attention import (
+    Dispatched,
     Processor,
     Projected,
     attend_jointly,
     changed_attention,
-    dispatched,
     fused_attention,
     original_if_changed,
     projected,
@@ -77,7 +77,7 @@ def _exchange(processor: Any, sparse: Mapping[str, Any] | None, query: Tensor, k
     mask = None
     if sparse is not None:
         mask = sys.modules[HOME].nablaT_v2(query, key, sparse["sta_mask"], thr=sparse["P"])
-    return dispatched(processor, query, key, value, mask)
+    return Dispatched(processor, mask)(query, key, value)
 
 
 def _last_linear(attn: Any) -> nn.Linear | str:

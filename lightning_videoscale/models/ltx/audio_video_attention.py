@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.attention import (
+    Dispatched,
     Processor,
     Projected,
     Rotary,
     attend_jointly,
-    dispatched,
     expanded_mask,
     fused_attention,
     original_if_changed,
@@ -79,7 +79,7 @@ def _forward(
         attended = self.to_v(source)
     else:
         stream = _rotated(self, hidden_states, encoder_hidden_states, query_rotary_emb, key_rotary_emb)
-        exchange = partial(dispatched, self.processor, mask=expanded_mask(self, attention_mask, source))
+        exchange = Dispatched(self.processor, expanded_mask(self, attention_mask, source))
         attended = attend_jointly(self, [stream], exchange)
         if mask is not None:
             attended = torch.lerp(stream.values.flatten(2), attended, mask)

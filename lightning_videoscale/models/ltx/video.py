@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from lightning_videoscale.injection.attention import (
+    Dispatched,
     Processor,
     Rotary,
     attend_jointly,
-    dispatched,
     expanded_mask,
     fused_attention,
     original_if_changed,
@@ -53,7 +52,7 @@ def _attend(
         rope = rope_per_pair(cos, sin, "interleaved")
     stream = projected(self, hidden_states, encoder_hidden_states, per_head=False, rope=rope)
     mask = expanded_mask(self, attention_mask, stream.values)
-    attended = attend_jointly(self, [stream], partial(dispatched, self.processor, mask=mask))
+    attended = attend_jointly(self, [stream], Dispatched(self.processor, mask))
     return project_out(self, attended, detach_bias=kwargs.get("detach_bias", False))
 
 

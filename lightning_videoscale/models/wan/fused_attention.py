@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.families import class_path
-from lightning_videoscale.injection.attention import dispatched
+from lightning_videoscale.injection.attention import Dispatched
 from lightning_videoscale.injection.branch_bias import output_linear
 from lightning_videoscale.injection.bypassed import changed
 from lightning_videoscale.injection.fused_block import FusedBlock, original_forward, unfused
@@ -61,7 +61,8 @@ def _attention_forward(
 
 def _dispatch(processor: Any, own: bool, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """``own``: self-attention; that to tokens which every rank of diffusers' parallelism holds is not its concern."""
-    return dispatched(processor, query, key, value, mask, parallel=own or class_path(type(processor)) == _ALL_PARALLEL)
+    parallel = own or class_path(type(processor)) == _ALL_PARALLEL
+    return Dispatched(processor, mask, parallel)(query, key, value)
 
 
 def _last_linear(attn: Any) -> nn.Linear | str:

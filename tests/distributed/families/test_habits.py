@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 
+from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, parallelize
 from tests.distributed.families.harness import Case
 from tests.distributed.families.models.hunyuan_video import FAMILIES
@@ -238,19 +240,48 @@ def test_a_rank_that_has_too_few_tokens_to_gather(ranks: Ranks) -> None:
         assert "To be gathered are 12 tokens" in message and "13 of video" in message
 
 
-def said_of_backends(backends: list[str]) -> list[str]:
+def said_of_backends(backends: list[str], fused: bool) -> list[str]:
     family, case, found = FAMILIES["hunyuan_video"], Case("hunyuan_video", float32=True), []
     inputs = family.inputs(case, 0)
     with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh:
         for backend in backends:
             model: Any = family.model(case)
+            if fused:
+                inject_fused_kernels(model)
             parallelize(model, mesh)
             model.set_attention_backend(backend)
             found.append(first_call(model, inputs))
     return found
 
 
-def test_backends_of_diffusers(ranks: Ranks) -> None:
-    for math, flex, native in ranks(2).run(said_of_backends, ["_native_math", "flex", "native"]):
+@pytest.mark.parametrize("fused", [False, True])
+def test_backends_of_diffusers(ranks: Ranks, fused: bool) -> None:
+    for math, flex, native in ranks(2).run(said_of_backends, ["_native_math", "flex", "native"], fused):
         assert math == native == ""
         assert "transformer_blocks.0.attn" in flex and "'native'" in flex
+
+
+def output(own: bool) -> Tensor:
+    """Of a fused network, whose user may have put another attention in the place of diffusers'."""
+    family, case = FAMILIES["hunyuan_video"], Case("hunyuan_video", float32=True)
+    model: Any = family.model(case)
+    home: Any = sys.modules[type(model).__module__]
+    dispatch = home.dispatch_attention_fn
+
+    def of_doubled_values(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
+        return dispatch(query, key, 2 * value, **kwargs)
+
+    inject_fused_kernels(model)
+    with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh, torch.no_grad():
+        parallelize(model, mesh)
+        try:
+            home.dispatch_attention_fn = of_doubled_values if own else dispatch
+            out: Tensor = model(**family.inputs(case, 0)).sample
+            return out
+        finally:
+            home.dispatch_attention_fn = dispatch
+
+
+def test_what_a_user_puts_in_the_place_of_diffusers_attention_is_called_in_a_split_network(ranks: Ranks) -> None:
+    for theirs, ours in zip(ranks(2).run(output, True), ranks(2).run(output, False), strict=True):
+        assert (theirs - ours).norm() > 0.05 * ours.norm()
