@@ -1,7 +1,8 @@
 """Replaces a method of one object, and takes it back: `patch`; `only_redirects` marks a harmless replacement.
 
-`call_within`       has a module call torch's attention inside of a context
-`around_attention`  that context, for modules that say where they call it
+`call_within`           has a module call torch's attention inside of a context
+`around_attention`      that context, for modules that say where they call it
+`instead_of_attention`  what has the same effect as torch's attention in there
 """
 
 from __future__ import annotations
@@ -70,13 +71,17 @@ def call_within(module: Any, context: AbstractContextManager[Any]) -> Iterator[N
 
 
 def around_attention(module: Any) -> AbstractContextManager[Any]:
-    """What a module is to call torch's attention in; nothing in most, and in compiled code.
-
-    Where that has ``attend_tokens_first``, it may be called instead, with tensors (B, S, H, D) and a mask.
-    """
+    """What a module is to call torch's attention in; nothing in most, and in compiled code."""
     if torch.compiler.is_compiling():
         return nullcontext()
     return module.__dict__.get(_AROUND) or nullcontext()
+
+
+def instead_of_attention(module: Any) -> Callable[..., Any] | None:
+    """What a module may call there instead of torch's attention, with tensors (B, S, H, D) and a mask; or None."""
+    if torch.compiler.is_compiling():
+        return None
+    return getattr(module.__dict__.get(_AROUND), "attend_tokens_first", None)
 
 
 def says_where_it_attends(module: Any) -> bool:

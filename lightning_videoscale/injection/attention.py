@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_videoscale.compat.diffusers import attends_by_torch, dispatch_settings
-from lightning_videoscale.compat.patching import around_attention
+from lightning_videoscale.compat.patching import around_attention, instead_of_attention
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.branch_bias import changed_linear, output_linear, without_bias_gradient
 from lightning_videoscale.injection.bypassed import changed
@@ -278,12 +278,11 @@ def attend_jointly(
     query, key = queries_and_keys()
     with recomputed((query, key), queries_and_keys, recompute=attn.recompute_norms):
         value = _joined([stream.values for stream in streams])
-        around = around_attention(attn)
-        attend: Callable[..., Tensor] | None = getattr(around, "attend_tokens_first", None)
+        attend: Callable[..., Tensor] | None = instead_of_attention(attn)
         if attend is not None and isinstance(exchange, Dispatched) and exchange.is_torchs:
             attended = attend(query, key, value, exchange.mask)
         else:
-            with around:
+            with around_attention(attn):
                 attended = exchange(query, key, value)
         return attended.flatten(2).to(query.dtype)
 

@@ -60,7 +60,7 @@ def sequence_parallel_attention(
             attended, the result is zeros.
         whole_key_mask: (B, keys of all ranks) bool, in the place of ``key_mask`` where it is known already: what
             `gather_mask` makes of it. Every sample must have a True, as after `attention.open_mask`.
-        transport: How bytes travel; collectives if left out.
+        transport: What sends messages; collectives if left out.
         scale: Factor on the logits, ``D ** -0.5`` if left out.
         attention_backend: Which kernel computes the attention of each rank: one by name, or ``"auto"``, see
             `AttentionChoices`. By name and for ``"auto"`` all calls of the process share one; to have it measure, make
@@ -133,7 +133,7 @@ def attend_heads(
         mesh: Its ``ring`` axis is used.
         key_lengths: Keys of each rank of ``mesh.sp``.
         repeats: How many query heads each key/value head serves, in their order.
-        transport: How a ring's blocks travel.
+        transport: What sends a ring's blocks.
         scale: Factor on the logits.
         choices: What chooses the kernel.
         mask: (B, keys of all ranks of ``mesh.sp``) bool, True where a key may be attended.

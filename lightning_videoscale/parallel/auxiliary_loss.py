@@ -35,7 +35,7 @@ def gather_sequence(x: Tensor, dim: int, model: nn.Module, streams: Sequence[str
 
     For loss terms of hidden states, such as a distance to a teacher's features or a balance of experts. The same code
     runs with and without sequence parallelism: where the model is whole, ``x`` is returned. Reduce over the channels
-    first: one value per token travels much faster than its hidden state, ::
+    first: one value per token is sent much faster than its hidden state, ::
 
         per_token = (hidden - target).square().mean(-1)                      # (B, s), s of this rank's S tokens
         loss = loss + gather_sequence(per_token, 1, self.transformer).mean()  # over (B, S)

@@ -146,7 +146,7 @@ class SequenceContext:
 
     Args:
         mesh: The mesh of ranks.
-        transport: How bytes travel; collectives if left out.
+        transport: What sends messages; collectives if left out.
         short_streams: See `SplitPlan.short_streams`.
         attention_backend: Which kernel computes attention, see `AttentionChoices`.
         schedule: In which order projections and exchanges run, see `parallel.schedules`; or what chooses it.

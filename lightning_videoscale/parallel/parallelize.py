@@ -67,7 +67,7 @@ def parallelize(
             is not divided into ulysses × ring yet is divided here, as is predicted to be the fastest for the model
             (see `choose_layout`); all ranks of the job must then call this.
         plan: What is split where; the plan known for the model's class if left out.
-        transport: How bytes travel; collectives if left out.
+        transport: What sends messages; collectives if left out.
         verify_plan: Whether to verify the plan, unless it is `SplitPlan.exact`.
         attention_backend: Which kernel computes attention: one by name, or ``"auto"``, which is torch's own pick until
             `AttentionChoices` has measured. To have it measure, make one and call its ``settle`` between steps.
@@ -125,7 +125,7 @@ def verify_plan(
         plan: What is split where; the plan known for the network's class if left out.
         args: What the network is called with, the same on all ranks of a group.
         kwargs: As ``args``, by name.
-        transport: How bytes travel; collectives if left out.
+        transport: What sends messages; collectives if left out.
 
     Returns:
         The differences, all of them within rounding.

@@ -141,7 +141,7 @@ class RedirectedAttention(RedirectingMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """As torch's function, (B, H, s, D) of this rank's tokens; H and h are told apart without ``enable_gqa``."""
+        """As torch's function, (B, H, s, D) of this rank's tokens; H and h may differ without ``enable_gqa``."""
         self._check(query.shape, key.shape, attn_mask, dropout_p, is_causal)
         own, mask, empty = self.masks(attn_mask, query)
         out = self.exchanged(query, key, value, mask, scale, self._choices)

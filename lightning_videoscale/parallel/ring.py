@@ -1,7 +1,7 @@
-"""Ring attention: keys and values travel from rank to rank, queries stay (Liu et al., Ring Attention, 2023).
+"""Ring attention: keys and values go from rank to rank, queries stay (Liu et al., Ring Attention, 2023).
 
 Shapes: B batch, S tokens of this rank, K tokens of the block at hand, H heads, D head dim.
-Tensors are (B, H, S, D) with tokens before heads in memory; a block travels as it lies there, (2, B, K, h, D).
+Tensors are (B, H, S, D) with tokens before heads in memory; a block is sent as it lies there, (2, B, K, h, D).
 
 Every rank holds one block of keys and values. In as many steps as there are ranks each block visits each rank, while
 the rank works on the block before it; the parts of the softmax are merged by their log-sum-exps. In backward the blocks
@@ -45,7 +45,7 @@ class Ring:
         lengths: Keys of each rank.
         repeats: How many query heads each key/value head serves, in their order.
         scale: Factor on the logits.
-        transport: How bytes travel.
+        transport: What sends messages.
         choices: What chooses the kernel.
     """
 

@@ -147,7 +147,7 @@ class Ulysses:
     Attributes:
         axis: The ranks.
         heads: Which heads they have.
-        transport: How bytes travel.
+        transport: What sends messages.
         number: Of the group, by which ops of compiled code find it; None where only eager code runs.
     """
 

@@ -66,7 +66,7 @@ class ExactLayers:
 
         Args:
             inputs: As drawn, of this rank's tokens; without a transport of all tokens.
-            transport: How messages travel; nothing is exchanged without.
+            transport: What sends messages; nothing is exchanged without.
         """
         x, signs = (each.detach().requires_grad_() for each in inputs[:2])
         layer = _whole if transport is None else partial(_split, Ulysses(self._axis, self._heads, transport))

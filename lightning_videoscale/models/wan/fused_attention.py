@@ -15,7 +15,7 @@ from lightning_videoscale.injection.bypassed import changed
 from lightning_videoscale.injection.fused_block import FusedBlock, original_forward, unfused
 from lightning_videoscale.injection.methods import difference, replacement_of
 from lightning_videoscale.injection.norms import TRIED
-from lightning_videoscale.models.wan.attention import Rotary, attend
+from lightning_videoscale.models.wan.attention import ExchangingAttention, Rotary, attend
 
 _HOME = "diffusers.models.transformers"
 MODULE = f"{_HOME}.transformer_wan"
@@ -49,14 +49,23 @@ def _attention_forward(
 ) -> Tensor:
     """The fused forward; a processor that took the place of diffusers' own is called as before."""
     change = changed_attention(self)
-    if change is not None or foreign(self.processor) is not None or kwargs.keys() - {"detach_bias"}:
-        original = original_forward(self) if change is None else unfused(self, change)
-        unchanged: Tensor = original(hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
-        return unchanged
-    exchange = partial(_dispatch, self.processor, encoder_hidden_states is None)
-    detach_bias = kwargs.get("detach_bias", False)
     inputs = hidden_states, encoder_hidden_states, attention_mask, rotary_emb
-    return attend(self, *inputs, exchange, fused=True, detach_bias=detach_bias)
+    exchange = None
+    if change is None and not kwargs.keys() - {"detach_bias"}:
+        exchange = _exchange(self.processor, self, hidden_states, to_text=encoder_hidden_states is not None)
+    if exchange is None:
+        original = original_forward(self) if change is None else unfused(self, change)
+        unchanged: Tensor = original(*inputs, **kwargs)
+        return unchanged
+    return attend(self, *inputs, exchange, fused=True, detach_bias=kwargs.get("detach_bias", False))
+
+
+def _exchange(processor: Any, attn: Any, hidden_states: Tensor, *, to_text: bool) -> ExchangingAttention | None:
+    """What attends behind projections, norms and rotations; None where the processor does more than that."""
+    if foreign(processor) is None:
+        return partial(_dispatch, processor, not to_text)
+    ours = None if to_text else getattr(processor, "exchange_of", None)
+    return None if ours is None else ours(attn, hidden_states)
 
 
 def _dispatch(processor: Any, own: bool, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.compat.diffusers import HearsOfBackends, own_attention_backend
 from lightning_videoscale.injection.fused_block import fused_block_of
-from lightning_videoscale.models.wan.attention import Rotary, attend
+from lightning_videoscale.models.wan.attention import ExchangingAttention, Rotary, attend
 from lightning_videoscale.models.wan.fused_attention import FUSED_ATTENTION, changed_attention, foreign
 from lightning_videoscale.models.wan.hidden_exchange import OF_SELF, attend_hiding_exchange
 from lightning_videoscale.parallel import (
@@ -29,6 +29,8 @@ from lightning_videoscale.parallel.plan import submodules
 from lightning_videoscale.parallel.schedules import HIDING, ScheduleName
 from lightning_videoscale.parallel.schedules.table import LayerShape
 from lightning_videoscale.undo import Undo
+
+_MASKED = "Sequence-parallel Wan self-attention takes no attention mask."
 
 
 class SequenceParallelWanAttention(HearsOfBackends):
@@ -59,11 +61,13 @@ class SequenceParallelWanAttention(HearsOfBackends):
         detach_bias: bool = False,
     ) -> Tensor:
         """Attends from and to all tokens of the group; (B, s, dim) in and out."""
-        if encoder_hidden_states is not None or attention_mask is not None:
-            raise ValueError("Sequence-parallel Wan self-attention takes neither other tokens nor an attention mask.")
+        if encoder_hidden_states is not None:
+            raise ValueError("Sequence-parallel Wan self-attention takes no other tokens.")
         change = changed_attention(attn)
         fused = fused_block_of(attn) is FUSED_ATTENTION and change is None
         if (schedule := self._schedule(attn, hidden_states)) != "serial":
+            if attention_mask is not None:
+                raise ValueError(_MASKED)
             if change is not None:
                 raise ValueError(
                     f"{self._path}: {change}, and the schedule {schedule!r} normalises without calling it. Use "
@@ -73,7 +77,12 @@ class SequenceParallelWanAttention(HearsOfBackends):
             way = {"by_slices": schedule == "sliced", "detach_bias": detach_bias}
             out: Tensor = attend_hiding_exchange(attn, hidden_states, rotary_emb, self.context, self._choices, **way)
             return out
-        return attend(attn, hidden_states, None, None, rotary_emb, self._exchange, fused=fused, detach_bias=detach_bias)
+        inputs = hidden_states, None, attention_mask, rotary_emb
+        return attend(attn, *inputs, self._exchange, fused=fused, detach_bias=detach_bias)
+
+    def exchange_of(self, attn: Any, hidden_states: Tensor) -> ExchangingAttention | None:
+        """What attends to all tokens of the group, if all else is as without it: by the schedule "serial"."""
+        return self._exchange if self._schedule(attn, hidden_states) == "serial" else None
 
     def _schedule(self, attn: Any, hidden_states: Tensor) -> ScheduleName:
         if self.context.schedule != "auto":
@@ -88,8 +97,10 @@ class SequenceParallelWanAttention(HearsOfBackends):
             objection = f"the split plan splits {others}, and this attends over video alone." if others else None
             self.context.on_exchange(self._path, objection)
 
-    def _exchange(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
+    def _exchange(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         self._watched()
+        if mask is not None:
+            raise ValueError(_MASKED)
         context = self.context
         return sequence_parallel_attention(
             query,

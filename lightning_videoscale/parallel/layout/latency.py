@@ -11,7 +11,7 @@ holds s = S / (U · R) tokens, and while it attends, q = U · s tokens of h = �
 - Ring: what of the hops attention does not hide, by how much attention is slower beside them, the sums over blocks.
 - Host: launches of the layer, of exchanges and of steps.
 
-In forward a block of keys and values (bfloat16) travels while attention works on the block before it. In backward its
+In forward a block of keys and values (bfloat16) is sent while attention works on the block before it. In backward its
 gradient (float32) follows one step behind, and the last one is waited for. Device and host work at the same time: the
 slower of them is the time of the layer.
 

@@ -100,7 +100,7 @@ def project_joined(joined: Tensor, weight: Tensor | None, bias: Tensor | None) -
 def send_output_gradients(
     call: OutputCall, dy: Tensor, joined: Tensor | None, weight: Tensor | None, dim: int, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of the heads of all tokens, (B, h, S, D), and of weight and bias, while those heads travel.
+    """The gradients of the heads of all tokens, (B, h, S, D), and of weight and bias, while those heads are sent.
 
     Args:
         call: Of the projection.

@@ -1,4 +1,4 @@
-"""Query, key and value that travel one after the other, behind each other's matrix products: what layers call.
+"""Query, key and value, sent one after the other behind each other's matrix products: what layers call.
 
 What is computed is in `projecting`. Eager code runs it inside an autograd function, compiled code as an op, which takes
 the host more time; both have the same forward and backward.

@@ -6,13 +6,13 @@ A layer's compute is the same under all schedules; what differs is how much of t
 - ``"serial"``: nothing is hidden, and the side that holds all heads copies each message.
 - ``"overlap"``: as the next, with n = 1 and with serial's copies. Nothing is computed in slices.
 - ``"sliced"``: a message leaves in n pieces, as many as ranks, where the transport pushes them one by one, and whole
-  where it does not (n = 1). Work that makes pieces and their travel overlap as in any pipeline of two stages. It ends
+  where it does not (n = 1). Work that makes pieces and sending them overlap as in any pipeline of two stages. It ends
   after the slower one, and after the first piece of the one or the last of the other.
 
   - Forward: three products make three messages; attention, piece by piece, makes that of the output. Fewer queries at
     a time fill the processors less.
   - Backward: the output's product makes one message, and the gradient of its weight hides what is left of it. The
-    value's gradients travel alone, since norms wait for them. The others travel beside the products that follow.
+    value's gradients are sent alone, since norms wait for them. The others are sent beside the products that follow.
 
 It is a prediction for machines on which nobody has measured, such as 8 GPUs or slower links, and a first guess where
 somebody will. Matrix products are taken to be as fast in slices as whole.
@@ -55,7 +55,7 @@ def predict_schedules(
         layout: By which ranks.
         machine: How fast.
         kv_heads: Of keys and values; as many as of queries if left out.
-        groups: Of tokens with the same projections; those of another group, such as text, travel in other messages.
+        groups: Of tokens with the same projections; those of another group, such as text, are sent in other messages.
         is_projected: Whether the layer projects its output, too.
         by_pieces: Whether the transport sends the pieces of a message one by one.
         between_nodes: Whether a Ulysses group is on several nodes, so that its messages go by the network.

@@ -1,4 +1,4 @@
-"""Query, key and value that travel one after the other, behind each other's matrix products. Forward and backward.
+"""Query, key and value, sent one after the other behind each other's matrix products. Forward and backward.
 
 The weight's rows that make one rank's heads are one matrix product, whose output is that rank's message: nothing is
 packed. In backward the gradients of heads lie as they are sent, and come back as columns of one matrix. The value's go
@@ -124,7 +124,7 @@ class _Home:
         self.of_input: Tensor | None = None
 
     def take(self, i: int, coming: ColumnExchange) -> None:
-        """Computes what a Linear's parameters need; other messages travel meanwhile."""
+        """Computes what a Linear's parameters need; other messages are on their way."""
         dy = coming.wait(keep=self._needs[7 + i])
         self._there[i] = coming, dy
         flat = dy.flatten(0, 1)

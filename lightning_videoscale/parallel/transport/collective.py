@@ -117,7 +117,7 @@ class CollectiveTransport:
         return CollectiveExchange(message, send, receive, axis)
 
     def begin(self, like: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Any:
-        """See `Transport`; this rank's own piece travels within the collective."""
+        """See `Transport`; this rank's own piece is sent by the collective, too."""
         return self.open(like.new_empty(sum(send)), send, receive, axis)
 
     def begin_columns(self, columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis) -> Any:
@@ -125,7 +125,7 @@ class CollectiveTransport:
         return CopiedColumns(self, columns, lengths, widths, axis)
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
-        """All-gathers along dim 0; uneven shards travel padded to the longest."""
+        """All-gathers along dim 0; uneven shards are padded to the longest."""
         longest = max(lengths)
         # The collective moves equal shards only; a variable-size gather would be one broadcast per rank.
         padded = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])]) if x.shape[0] < longest else x

@@ -19,7 +19,7 @@ class SlotLayout:
 
     Args:
         sizes: ``sizes[p][h]`` bytes lie in the slot of rank h, and come from or go to rank p.
-        own: Whether a rank's own piece lies there, too, which does not travel.
+        own: Whether a rank's own piece lies there, too, which is not sent.
 
     Attributes:
         sizes: As given.

@@ -41,7 +41,7 @@ class HasMesh(_Parent):
     """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`.
 
     Attributes:
-        transport: How messages travel; None until the mesh is divided.
+        transport: What sends messages; None until the mesh is divided.
     """
 
     schedule_choices: ScheduleChoices

@@ -76,7 +76,7 @@ def check(
         # strides.
         each = 3 if family == "hunyuan_video" else 1
         assert graphs[0] == each
-        if family == "hunyuan_video":  # masks travel padded, by no token, one or two
+        if family == "hunyuan_video":  # masks are padded when they are sent, by no token, one or two
             assert graphs[-1] <= 4 * each
         else:
             assert {graphs[1], graphs[-1]} == {2 * each}

@@ -177,7 +177,7 @@ def test_a_ring_rounds_little_more_than_one_rank(ranks: Ranks, ring: int) -> Non
             assert error <= 1.5 * error_alone <= 1.5e-2
 
 
-# -- what travels, and what is kept --------------------------------------------------------------------------------
+# -- what is sent, and what is kept --------------------------------------------------------------------------------
 
 
 def messages_and_memory() -> tuple[list[tuple[int, ...]], int]:

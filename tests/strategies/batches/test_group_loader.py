@@ -1,4 +1,4 @@
-"""One reader per micro-batch: what travels, who reads, and what happens at the end, on errors and on leaving early."""
+"""One reader per micro-batch: what is sent, who reads, and what happens at the end, on errors and on leaving early."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Stream(IterableDataset[Tensor]):
             yield torch.tensor([float(i)])
 
 
-# -- what travels --------------------------------------------------------------------------------------------------
+# -- what is sent -------------------------------------------------------------------------------------------------
 
 
 @dataclass

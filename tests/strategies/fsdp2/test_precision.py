@@ -1,4 +1,4 @@
-"""Precisions under `ulysses_fsdp2`: which travel, which compute, which are refused."""
+"""Precisions under `ulysses_fsdp2`: which are sent, which compute, which are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_mixed_precision_is_that_of_ddp(ranks: Ranks) -> None:
     for (losses, [gradients]), (expected_losses, [expected_gradients]) in zip(
         ranks(2).run(fit_in, fsdp2, "bf16-mixed"), expected, strict=True
     ):
-        assert losses == expected_losses, "rounded before it travels or after: the same bits enter every product"
+        assert losses == expected_losses, "rounded before it is sent or after: the same bits enter every product"
         assert gradient_error(gradients, expected_gradients) <= 1e-2
         different = {name for name, x in expected_gradients.items() if not torch.equal(gradients[name], x)}
         # The blocks' gradients with respect to the text are added up in another order, in bfloat16 either way.
