@@ -76,11 +76,19 @@ def attention(
 
 
 def attention_part(
-    choices: AttentionChoices, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+    choices: AttentionChoices,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    *,
+    is_open: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `attend.attend`, by the kernel that was chosen; for the inside of an autograd function."""
     if not torch.compiler.is_compiling() and _is_plain(query):
-        return attend(choices.kernel_for(query, key, mask is not None, True), query, key, value, scale, mask)
+        kernel = choices.kernel_for(query, key, mask is not None, True)
+        return attend(kernel, query, key, value, scale, mask, is_open=is_open)
     out, lse = attention_op(query, key, value, mask, scale, True, choices.number)
     return out, lse
 
@@ -95,11 +103,13 @@ def attention_part_backward(
     lse: Tensor,
     scale: float,
     mask: Tensor | None,
+    *,
+    is_open: bool = False,
 ) -> Gradients:
     """As `attend.attend_backward`, by the kernel that was chosen; for the inside of an autograd function."""
     if not torch.compiler.is_compiling() and _is_plain(query):
         kernel = choices.kernel_for(query, key, mask is not None, True)
-        return attend_backward(kernel, grad_out, query, key, value, out, lse, scale, mask)
+        return attend_backward(kernel, grad_out, query, key, value, out, lse, scale, mask, is_open=is_open)
     dq, dk, dv = attention_backward_op(grad_out, query, key, value, out, lse, mask, scale, True, choices.number)
     return dq, dk, dv
 

@@ -296,19 +296,19 @@ def project_out(attn: Any, attended: Tensor, *, detach_bias: bool) -> Tensor:
     return output
 
 
-@dataclass(frozen=True)
 class Dispatched:
     """The attention of diffusers, with the backend that its processor was told to use.
 
-    Attributes:
+    No dataclass: torch 2.11 cannot trace a frozen one.
+
+    Args:
         processor: diffusers' own.
         mask: As torch's attention takes it, or None.
         parallel: Whether diffusers' own context parallelism, if it is on, concerns this call.
     """
 
-    processor: Any
-    mask: Tensor | None = None
-    parallel: bool = True
+    def __init__(self, processor: Any, mask: Tensor | None = None, parallel: bool = True) -> None:
+        self.processor, self.mask, self.parallel = processor, mask, parallel
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attends from (B, S, H, D/H) to (B, T, H, D/H)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class AttendByHeads(RedirectedAttention):
         context, mesh = self._at.context, self._at.context.mesh
         q, k, v = as_autocast(query, key, value)
         scale = scale if scale is not None else query.shape[3] ** -0.5
-        streams = self.place.rule.queries
+        streams, is_open = self.place.rule.queries, self.place.rule.unmasked is not None
         if mesh.ring.size == 1 and self._by_slices:
             by_stream = [self._at.lengths((stream,)) for stream in streams]
             out, self.arriving = attend_and_send(
@@ -76,6 +77,7 @@ class AttendByHeads(RedirectedAttention):
                 scale,
                 mask,
                 padded_rows=self.place.rule.padded_rows,
+                is_open=is_open,
             )
             return out
         lengths = context.lengths(streams)
@@ -84,5 +86,5 @@ class AttendByHeads(RedirectedAttention):
             groups = tuple(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
             mask = context.transport.all_gather(mask.T.to(torch.uint8).contiguous(), groups, mesh.ring).T.bool()
         one = (1,) * q.shape[1]
-        number = context.number
-        return attend_heads(q, k, v, mesh, lengths, one, context.transport, scale, choices, mask, number=number)
+        settings: dict[str, Any] = {"is_open": is_open, "number": context.number}
+        return attend_heads(q, k, v, mesh, lengths, one, context.transport, scale, choices, mask, **settings)

@@ -36,6 +36,7 @@ class AttentionCall(NamedTuple):
     choices: AttentionChoices
     scale: float
     padded_rows: bool
+    is_open: bool = False
 
 
 class OutputCall(NamedTuple):
@@ -60,7 +61,9 @@ def attend_by_ranks(
     lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
     for peer in peers_of(ulysses):
         asking = [query[:, :, tokens] for tokens in places[peer]]
-        part, part_lse = attention_part(call.choices, _joined(asking), key, value, call.scale, mask)
+        part, part_lse = attention_part(
+            call.choices, _joined(asking), key, value, call.scale, mask, is_open=call.is_open
+        )
         if call.padded_rows and mask is not None:
             there = torch.cat([mask[:, tokens] for tokens in places[peer]], 1)
             part = part.masked_fill(there.logical_not()[:, None, :, None], 0.0)

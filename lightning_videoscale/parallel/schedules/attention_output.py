@@ -72,6 +72,7 @@ def attend_and_send(
     mask: Tensor | None = None,
     *,
     padded_rows: bool = False,
+    is_open: bool = False,
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """Attends, and sends every rank what becomes of its tokens as soon as it is computed.
 
@@ -85,6 +86,7 @@ def attend_and_send(
         scale: Factor on the logits.
         mask: (B, S) bool, True where a key may be attended.
         padded_rows: Whether tokens that may not be attended get zeros. Their gradient is the caller's to clear.
+        is_open: Every sample of the mask is known to have a key that may be attended.
 
     Returns:
         (B, h, S, D), differentiable once, and what waits for the heads that come here, (B, s, H · D), with the streams
@@ -97,7 +99,7 @@ def attend_and_send(
         return out, lambda: arrived
     exchanges: list[Exchange] = []
     with torch.autocast(query.device.type, enabled=False):
-        call = AttentionCall(ulysses, lengths, choices, scale, padded_rows)
+        call = AttentionCall(ulysses, lengths, choices, scale, padded_rows, is_open)
         out = _AttendAndSend.apply(call, exchanges, query, key, value, mask)  # type: ignore[no-untyped-call]
     batch = query.shape[0]
     return out, lambda: joined_heads(exchanges.pop(), ulysses, batch)
@@ -145,7 +147,7 @@ class _AttendAndSend(torch.autograd.Function):
     ) -> Tensor:
         out, lse, exchange = attend_by_ranks(call, query, key, value, mask)
         exchanges.append(exchange)
-        ctx.call = call.choices, call.scale
+        ctx.call = call.choices, call.scale, call.is_open
         ctx.save_for_backward(query, key, value, out, lse, mask)
         return out
 
@@ -153,9 +155,11 @@ class _AttendAndSend(torch.autograd.Function):
     @differentiable_once(SECOND_DERIVATIVE)
     @in_dtypes_of_forward
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        choices, scale = ctx.call
+        choices, scale, is_open = ctx.call
         query, key, value, out, lse, mask = ctx.saved_tensors
-        of_heads = attention_part_backward(choices, gradients[0], query, key, value, out, lse, scale, mask)
+        of_heads = attention_part_backward(
+            choices, gradients[0], query, key, value, out, lse, scale, mask, is_open=is_open
+        )
         return None, None, *of_heads, None
 
 
