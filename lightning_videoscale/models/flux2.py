@@ -19,7 +19,6 @@ from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.attention import (
     ROTARY_HELPER,
-    Dispatched,
     Processor,
     Rotary,
     attend_jointly,
@@ -28,6 +27,7 @@ from lightning_videoscale.injection.attention import (
     original_if_changed,
     rope_of,
 )
+from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import per_sample
 from lightning_videoscale.injection.norms import LAYER_NORM, RMS_NORM, TRIED

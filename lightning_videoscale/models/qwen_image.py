@@ -19,7 +19,6 @@ from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.attention import (
     OF_ADDED,
-    Dispatched,
     Processor,
     attend_jointly,
     fused_attention,
@@ -27,6 +26,7 @@ from lightning_videoscale.injection.attention import (
     project_out,
     projected,
 )
+from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.methods import difference, replacement_of
 from lightning_videoscale.injection.modulation import Modulation, per_index, per_sample

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.attention import (
-    Dispatched,
     Processor,
     attend_jointly,
     fused_attention,
@@ -25,6 +24,7 @@ from lightning_videoscale.injection.attention import (
     project_out,
     projected,
 )
+from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import Modulation, one_of_two
 from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, TRIED

@@ -201,11 +201,12 @@ class RedirectedAttention(RedirectingMode):
         Last, (B,) bool, True for samples of which none may be and which the mask of all keys opens: their results are
         to be zeroed. None if there can be no such sample.
         """
-        record, streams, batch = self.place.context.record, self.place.rule.key_streams, query.shape[0]
+        record, rule, batch = self.place.context.record, self.place.rule, query.shape[0]
+        streams = rule.key_streams
         if mask is None:
             missing = record.missing(streams)
             return (None, None, None) if missing is None else self._gathered(None, missing, batch, query.device)
-        settings = "keys", streams, batch, self.place.rule.padded_rows
+        settings = "keys", streams, batch, rule.padded_rows, rule.unmasked
         return record.once(mask, settings, lambda: self._gathered(mask, record.missing(streams), batch, query.device))
 
     def exchanged(

@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_videoscale.injection.attention import (
     OF_ADDED,
     ROTARY_HELPER,
-    Dispatched,
     Processor,
     Rotary,
     attend_jointly,
@@ -25,6 +24,7 @@ from lightning_videoscale.injection.attention import (
     projected,
     rope_of,
 )
+from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import Modulation, of_adaptive_norm
 from lightning_videoscale.injection.norms import (

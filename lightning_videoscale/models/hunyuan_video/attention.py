@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_videoscale.injection.attention import (
     OF_ADDED,
     ROTARY_HELPER,
-    Dispatched,
     Processor,
     Projected,
     Rotary,
@@ -22,6 +21,7 @@ from lightning_videoscale.injection.attention import (
     projected,
     rope_of,
 )
+from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, TRIED
 
 _HOME = "diffusers.models.transformers.transformer_hunyuan_video"

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.injection.attention import (
-    Dispatched,
     Processor,
     Projected,
     attend_jointly,
@@ -26,6 +25,7 @@ from lightning_videoscale.injection.attention import (
     projected,
 )
 from lightning_videoscale.injection.branch_bias import changed_linear, without_bias_gradient
+from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.norms import TRIED
 from lightning_videoscale.injection.parts import Kind
 

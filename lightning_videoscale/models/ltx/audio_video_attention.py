@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.attention import (
-    Dispatched,
     Processor,
     Projected,
     Rotary,
@@ -26,6 +25,7 @@ from lightning_videoscale.injection.attention import (
     project_out,
     projected,
 )
+from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.norms import RMS_NORM
 from lightning_videoscale.kernels import rope_per_pair
 from lightning_videoscale.kernels.head_types import RopeLayout

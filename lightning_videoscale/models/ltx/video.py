@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_videoscale.injection.attention import (
-    Dispatched,
     Processor,
     Rotary,
     attend_jointly,
@@ -17,6 +16,7 @@ from lightning_videoscale.injection.attention import (
     project_out,
     projected,
 )
+from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import modulations
 from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, RMS_NORM, TRIED

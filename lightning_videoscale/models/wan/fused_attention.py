@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.families import class_path
-from lightning_videoscale.injection.attention import Dispatched
 from lightning_videoscale.injection.branch_bias import output_linear
 from lightning_videoscale.injection.bypassed import changed
+from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock, original_forward, unfused
 from lightning_videoscale.injection.methods import difference, replacement_of
 from lightning_videoscale.injection.norms import TRIED
