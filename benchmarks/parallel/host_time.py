@@ -126,11 +126,11 @@ class Network:
         return between - begin, clock() - between
 
     def device_us(self) -> float:
-        """What a GPU needs for a step that it does not wait for: its kernels, one after the other."""
+        """What a GPU needs for a step that it does not wait for: its kernels, but for NCCL's, which wait for others."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self.forward().backward()
             torch.cuda.synchronize()
-        return float(sum(event.device_time for event in profile.events()))
+        return float(sum(event.device_time for event in profile.events() if "nccl" not in event.name))
 
     def counts(self) -> Row:
         operations: list[str] = []
@@ -271,7 +271,7 @@ def of_a_layer(steps: Steps, kind: str, part: Part, statistic: Callable[[Sequenc
 
 
 def lower_decile(values: Sequence[float]) -> float:
-    return statistics.quantiles(values, n=10)[0]
+    return statistics.quantiles(values, n=10)[0] if len(values) > 1 else values[0]
 
 
 def main() -> None:

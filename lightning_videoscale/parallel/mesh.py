@@ -204,12 +204,13 @@ class SequenceMesh:
         self.device_mesh = DeviceMesh.from_group(groups, self.device_type, mesh=self._ranks, mesh_dim_names=names)
 
     def _divided(self, name: str) -> Axis:
-        if not self.is_divided:
+        axis = self._axes.get(name)
+        if axis is None:
             raise RuntimeError(
                 f"{self} is not divided into ulysses x ring yet. A strategy does it in its setup, when the model "
                 "exists, and parallelize when it splits one. To have it earlier, set ulysses_size."
             )
-        return self._axes[name]
+        return axis
 
     def duplicate(self, axis: Axis, backend: str | None = None) -> Axis:
         """Returns an axis of the same ranks with a group of its own; collective over all ranks of the job.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -32,6 +32,7 @@ from lightning_videoscale.parallel.exchange_op import exchange
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.sharding import split_sizes
 from lightning_videoscale.parallel.transport import Transport
+from lightning_videoscale.parallel.words import by_words
 
 
 @dataclass(frozen=True)
@@ -249,24 +250,40 @@ def _scatter(tensors: Sequence[Tensor], shares: HeadShares, ulysses: Ulysses) ->
     send, receive = times(shares.by_heads, batch * dim), times(shares.by_tokens, batch * dim)
     received = ulysses.exchange(pack(tensors, shares), send, receive)
     heads_first = received.view(-1, batch, sum(shares.mine), dim).permute(1, 2, 0, 3)
-    return tuple(heads_first.split(shares.mine, 1))
+    return tuple(heads_first.split_with_sizes(shares.mine, 1))
 
 
 def _gather(tensors: Sequence[Tensor], shares: HeadShares, ulysses: Ulysses) -> tuple[Tensor, ...]:
     batch, _, _, dim = tensors[0].shape
     tokens_first = [x.permute(2, 0, 1, 3) for x in tensors]
-    message = torch.cat(tokens_first, 2) if len(tensors) > 1 else tokens_first[0].contiguous()
+    message = by_words(_joined, tokens_first) if len(tensors) > 1 else tokens_first[0].contiguous()
     send, receive = times(shares.by_tokens, batch * dim), times(shares.by_heads, batch * dim)
     received = ulysses.exchange(message.flatten(), send, receive)
     return unpack(received, batch, dim, shares)
 
 
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors), 2)
+
+
 def pack(tensors: Sequence[Tensor], shares: HeadShares) -> Tensor:
     """Writes for each rank, one behind the other, its heads of all tensors (B, s, H, D), reading each once."""
+    return by_words(partial(_pack_evenly if shares.even else _pack, shares), tensors)
+
+
+def _pack_evenly(shares: HeadShares, tensors: Sequence[Tensor]) -> Tensor:
+    # Of four dims, torch copies all tensors by one kernel; of more, each by its own.
     batch, tokens, _, dim = tensors[0].shape
-    if shares.even:
-        shape = batch, tokens, len(shares.counts), shares.mine[0], dim
-        return torch.stack([x.view(shape).permute(2, 1, 0, 3, 4) for x in tensors], 3).flatten()
+    ranks, heads = len(shares.counts), shares.mine[0]
+    if batch == 1:
+        pieces = [x.view(tokens, ranks, heads, dim).transpose(0, 1) for x in tensors]
+        return torch.cat(pieces, 2).flatten()
+    pieces = [x.flatten(2).view(batch, tokens, ranks, heads * dim).permute(2, 1, 0, 3) for x in tensors]
+    return torch.cat(pieces, 3).flatten()
+
+
+def _pack(shares: HeadShares, tensors: Sequence[Tensor]) -> Tensor:
+    batch, tokens, _, dim = tensors[0].shape
     sizes = times(shares.by_heads, batch * dim)
     message = tensors[0].new_empty(sum(sizes))
     for rank, piece in enumerate(message.split(sizes)):
@@ -280,13 +297,17 @@ def unpack(message: Tensor, batch: int, dim: int, shares: HeadShares) -> tuple[T
     """The inverse of `pack`; where heads of ranks overlap, they are added up."""
     if shares.even:
         ranks, heads = len(shares.counts), shares.mine[0]
-        pieces = message.view(ranks, shares.tokens, batch, -1, heads, dim).permute(3, 2, 1, 0, 4, 5)
-        return pieces.reshape(-1, batch, shares.tokens, ranks * heads, dim).unbind()
+        pieces = by_words(_tokens_before_ranks, [message.view(ranks, shares.tokens, batch, -1, heads * dim)])
+        return pieces.view(-1, batch, shares.tokens, ranks * heads, dim).unbind()
     split = [
         piece.view(shares.tokens, batch, -1, dim).transpose(0, 1).split(counts, 2)
         for piece, counts in zip(message.split(times(shares.by_heads, batch * dim)), shares.counts, strict=True)
     ]
     return tuple(_join(parts, heads) for parts, heads in zip(zip(*split, strict=True), shares.heads, strict=True))
+
+
+def _tokens_before_ranks(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0].permute(3, 2, 1, 0, 4).contiguous()
 
 
 def _join(parts: Sequence[Tensor], shares: Sequence[range]) -> Tensor:

@@ -146,6 +146,6 @@ def _started(message: Tensor, send: Sequence[int], receive: Sequence[int], axis:
 
 def _sizes(send: Sequence[int], receive: Sequence[int]) -> tuple[list[int], list[int]]:
     """What ``all_to_all_single`` takes for received and sent pieces; none if all are equal, which is checked sooner."""
-    if min(send) == max(send) == min(receive) == max(receive):
+    if len({*send, *receive}) == 1:
         return [], []
     return list(receive), list(send)

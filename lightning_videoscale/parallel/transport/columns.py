@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis
+from lightning_videoscale.parallel.words import by_words
 
 
 class CopiedColumns:
@@ -35,7 +36,11 @@ class CopiedColumns:
 
 def beside_each_other(rows: int, samples: int, pieces: Sequence[Tensor]) -> Tensor:
     """Returns (samples, rows, all columns) of pieces that are (rows, samples, columns), flat."""
-    return torch.cat([piece.view(rows, samples, -1).transpose(0, 1) for piece in pieces], 2)
+    return by_words(_side_by_side, [piece.view(rows, samples, -1).transpose(0, 1) for piece in pieces])
+
+
+def _side_by_side(pieces: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(pieces), 2)
 
 
 def check_columns(columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis) -> None:
