@@ -26,6 +26,7 @@ from lightning_videoscale.parallel.schedules.messages import (
 )
 from lightning_videoscale.parallel.transport import Exchange
 from lightning_videoscale.parallel.ulysses import Ulysses, times
+from lightning_videoscale.parallel.words import by_words
 
 
 class AttentionCall(NamedTuple):
@@ -86,7 +87,7 @@ def _places(lengths: Sequence[Sequence[int]]) -> list[list[slice]]:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
+    return parts[0] if len(parts) == 1 else by_words(lambda words: torch.cat(list(words), 2), parts)
 
 
 def joined_output(out: Tensor, ulysses: Ulysses) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_videoscale.kernels.autograd import under_autocast
 from lightning_videoscale.parallel.transport import ColumnExchange, Exchange, beside_each_other
 from lightning_videoscale.parallel.ulysses import Ulysses, times
+from lightning_videoscale.parallel.words import copy_by_words
 
 Linear = tuple[Tensor, Tensor | None]
 """Weight (out, in) and bias."""
@@ -65,7 +66,7 @@ class HeadSource:
         channels = slice(heads.start * self.head_dim, heads.stop * self.head_dim)
         if self.result is not None:
             part = self.result[..., channels].transpose(0, 1)
-            target.view(part.shape).copy_(part)
+            copy_by_words(target.view(part.shape), part)
             return
         assert self.weight is not None
         columns = self.weight[channels].t()
