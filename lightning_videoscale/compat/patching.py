@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 
 class Method(NamedTuple):
@@ -56,16 +57,15 @@ def replaces_forward(module: Any) -> bool:
 _AROUND = "around_attention"
 
 
-@contextmanager
-def call_within(module: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Inside, a module that `says_where_it_attends` enters ``context`` there, and only there.
+def call_within(module: Any, context: AbstractContextManager[Any], call: Callable[[], _Result]) -> _Result:
+    """Returns ``call()``, in which a module that `says_where_it_attends` enters ``context`` there, and only there.
 
     Entered around the whole forward, a mode of torch would see every operation of it and every look at a shape.
     """
     own = module.__dict__
     own[_AROUND] = context
     try:
-        yield
+        return call()
     finally:
         own.pop(_AROUND, None)
 

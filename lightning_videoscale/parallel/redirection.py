@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -87,11 +88,16 @@ def exchanging_forward(module: nn.Module, path: str, rule: Attention, context: S
     @only_redirects
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         exchange = RedirectedAttention(place, own_attention_backend(getattr(self, "processor", None)) is not None)
-        narrow = place.is_marked and not torch.compiler.is_compiling()
-        with call_within(self, exchange) if narrow else exchange:
-            result = original(*args, **kwargs) if unbound is None else unbound(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            exchange.check_calls(type(self).__name__)
+        call = partial(original, *args, **kwargs) if unbound is None else partial(unbound, self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            with exchange:
+                return call()
+        if place.is_marked:
+            result = call_within(self, exchange, call)
+        else:
+            with exchange:
+                result = call()
+        exchange.check_calls(type(self).__name__)
         return result
 
     return forward
