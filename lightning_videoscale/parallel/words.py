@@ -19,8 +19,8 @@ _LEAST_BYTES = 2**20  # of less, a GPU's time is not worth the host's
 def by_words(move: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """Returns ``move(tensors)``, computed on views of the tensors as words where that is worth it.
 
-    They are not where rows of the last dim are no whole words, where dtypes differ, of little memory, which takes the
-    host longer, and in compiled code, which makes copies of its own.
+    Such views are not made where rows of the last dim are no whole words, dtypes differ, or a gradient is wanted; of
+    little memory, since it takes the host longer; and in compiled code, which makes copies of its own.
 
     Args:
         move: Only copies; its result has numbers that were neighbours in the last dim as neighbours in its last dim.
@@ -42,6 +42,8 @@ def _as_words(tensors: Sequence[Tensor]) -> list[Tensor] | None:
     first = tensors[0]
     if first.nbytes < _LEAST_BYTES or first.shape[-1] * first.itemsize % _BYTES:
         return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return None  # a view as another dtype has no gradient, and says nothing
     try:
         if any(x.data_ptr() % _BYTES or x.dtype is not first.dtype for x in tensors):
             return None

@@ -69,6 +69,14 @@ def test_dtypes_that_differ_are_promoted() -> None:
     assert by_words(joined, tensors).dtype is torch.float64
 
 
+def test_a_gradient_that_is_wanted() -> None:
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    by_words(joined, [x]).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    with torch.no_grad():
+        assert not by_words(joined, [x]).requires_grad
+
+
 def test_memory_that_is_not_there() -> None:
     with torch.device("meta"):
         assert by_words(joined, [torch.empty(2, 4, 16)]).shape == (4, 2, 16)
