@@ -86,6 +86,15 @@ def dispatch_settings(processor: Any) -> tuple[Any, Any]:
         raise DIFFUSERS.missing(processor, "_attention_backend or _parallel_config") from error
 
 
+def active_attention_backend() -> str | None:
+    """Returns what attends where a processor names no backend; None without diffusers. Nothing public returns it."""
+    home: Any = sys.modules.get("diffusers.models.attention_dispatch")
+    if home is None:
+        return None
+    backend = DIFFUSERS.get(home, "_AttentionBackendRegistry").get_active_backend()[0]
+    return str(getattr(backend, "value", backend))
+
+
 def attends_by_torch(dispatch: Any, backend: Any) -> bool:
     """Whether ``dispatch_attention_fn``, or what is in its place, only calls torch's function.
 
@@ -96,9 +105,8 @@ def attends_by_torch(dispatch: Any, backend: Any) -> bool:
     home: Any = sys.modules["diffusers.models.attention_dispatch"]
     if dispatch is not home.dispatch_attention_fn:
         return False
-    if backend is None:
-        backend = DIFFUSERS.get(home, "_AttentionBackendRegistry").get_active_backend()[0]
-    return str(getattr(backend, "value", backend)) == "native"
+    name = active_attention_backend() if backend is None else str(getattr(backend, "value", backend))
+    return name == "native"
 
 
 def own_attention_backend(processor: Any) -> str | None:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_videoscale.compat.diffusers import active_attention_backend
 from lightning_videoscale.compat.torch.attention import sdpa_choice
 from lightning_videoscale.compat.torch.autograd import (
     dispatch_modes_active,
+    function_modes_active,
     function_transforms_active,
     saved_tensors_pack_hook,
 )
+from lightning_videoscale.compat.torch.modules import has_global_hooks
+from lightning_videoscale.compat.torch.precision import product_settings
 from lightning_videoscale.compat.torch.trees import tree_flatten
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.layout)
+"""What cannot change, so that equal arguments are alike."""
 
 
 class NetworkCall(NamedTuple):
@@ -42,18 +50,23 @@ def read_call(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             return f"an input is on {tensor.device}"
         if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
             return f"an input is a {type(tensor).__name__}"
+    others = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]
+    if others:
+        kinds = sorted({type(leaf).__name__ for leaf in others})
+        return f"an input of type {kinds} may change, and still be the same object"
     facts = tuple(_fact(leaf) for leaf in leaves)
-    try:
-        hash(facts)
-    except TypeError:
-        kinds = sorted({type(leaf).__name__ for leaf in leaves if leaf.__hash__ is None})
-        return f"an input of type {kinds} is compared by identity only"
     return NetworkCall((facts, repr(structure), network.training, *_modes()), leaves, structure, tensors)
 
 
 def is_observed() -> bool:
-    """Whether something follows each operation: a transform, a counter, a hook on what is saved."""
-    return function_transforms_active() or dispatch_modes_active() > 0 or saved_tensors_pack_hook() is not None
+    """Whether something follows each operation or module: a transform, a counter, a hook on what is saved."""
+    return (
+        function_transforms_active()
+        or dispatch_modes_active() > 0
+        or function_modes_active()
+        or saved_tensors_pack_hook() is not None
+        or has_global_hooks()
+    )
 
 
 def _fact(leaf: Any) -> Hashable:
@@ -69,7 +82,8 @@ def _modes() -> tuple[Hashable, ...]:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
+        torch.get_default_dtype(),
+        *product_settings(),
         sdpa_choice(),
+        active_attention_backend(),
     )

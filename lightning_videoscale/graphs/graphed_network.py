@@ -78,6 +78,7 @@ class GraphedNetwork:
         gather: Returns what all ranks that share the sequence hand in together. None: this rank has it alone.
         kernels: Tells, in one value, which kernels of attention and schedules of exchanges are chosen.
         places: Tells, in one value, where messages lie.
+        move_together: Whether all ranks that share the sequence see another such value in the same call.
         log: Is told what is captured, and what is not and why.
 
     Attributes:
@@ -94,12 +95,13 @@ class GraphedNetwork:
         gather: Callable[[Any], list[Any]] | None,
         kernels: Callable[[], Hashable],
         places: Callable[[], Hashable],
+        move_together: bool,
         log: Callable[[str], None],
     ) -> None:
         self._network, self._forward, self._entrances = network, forward, entrances
         self._options, self._log = options, log
         self._kernels, self._chosen = kernels, kernels()
-        self._places, self._lie = places, places()
+        self._places, self._lie, self._move_together = places, places(), move_together
         self._is_alone, self._gather = gather is None, gather or _alone
         self._name = type(network).__name__
         self._kinds: dict[Hashable, _Kind] = {}
@@ -158,8 +160,9 @@ class GraphedNetwork:
         if (lie := self._places()) != self._lie:
             self._lie = lie
             self.drop("messages lie elsewhere")
-            for known in self._kinds.values():  # likewise; no call is slower for it, as first ones with a kernel are
-                known.calls = min(known.calls, EAGER_CALLS - 1)
+            if self._move_together:  # else peers agree in other calls; no first call here is slower than others
+                for known in self._kinds.values():
+                    known.calls = min(known.calls, EAGER_CALLS - 1)
         kind = self._kinds.setdefault(call.key, _Kind())
         kind.calls += 1
         if kind.captured is not None:

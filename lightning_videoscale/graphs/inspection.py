@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.autograd import has_hooks, version_of
 from lightning_videoscale.graphs.calls import NetworkCall
-from lightning_videoscale.graphs.snapshot import Snapshot, foreign_hook
+from lightning_videoscale.graphs.snapshot import Snapshot, foreign_hook, stray_parameter
 from lightning_videoscale.parallel.context import SequenceContext
 
 
@@ -47,6 +47,7 @@ def inspect_call(
         before,
         foreign_hook(network)
         or _hooked_parameter(network)
+        or stray_parameter(network)
         or _changed(before)
         or _written(versions, call.tensors)
         or _drawn(host == _generators_of_host(), offset == _drawn_on(device), context),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_videoscale.compat.torch.autograd import adds_to_gradient, has_hooks
 from lightning_videoscale.compat.torch.trees import tree_unflatten
 from lightning_videoscale.graphs.capture import CapturedPass
 
@@ -101,6 +102,10 @@ class _Segment(torch.autograd.Function):
     def backward(ctx: Any, tie: Tensor) -> tuple[Any, ...]:
         run: Run = ctx.run
         gradients = run.backward(ctx.number)
+        parameters = run.captured.segments[ctx.number].parameters
+        are_returned = bool(parameters) and not adds_to_gradient(parameters[0])
+        if are_returned or any(map(has_hooks, parameters)):  # who takes them, may keep them
+            gradients = [gradient.clone() for gradient in gradients]
         of_inputs = [x.clone() for x in run.captured.input_gradients if x is not None] if ctx.number == run.last else []
         return None, None, tie, *of_inputs, *gradients
 

@@ -8,6 +8,7 @@ first and in milliseconds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
 from operator import attrgetter, is_
@@ -17,10 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_videoscale.compat.torch.autograd import has_hooks
+from lightning_videoscale.compat.torch.modules import attributes_beside_parameters, hooks_of
 from lightning_videoscale.parallel.context import SequenceContext
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _OPAQUE = (nn.Module, Tensor, SequenceContext, FunctionType, MethodType, type)
+_CONTAINERS = dict, list, set, deque
 _DEPTH = 2  # of containers, and of objects such as attention processors
 
 
@@ -34,6 +38,7 @@ class Snapshot:
     def __init__(self, network: nn.Module) -> None:
         self._modules = list(network.modules())
         self._classes = list(map(type, self._modules))
+        self._forwards = _forwards(self._classes)
         self._places: list[str] = []
         self._containers: list[Any] = []
         for path, module in network.named_modules():
@@ -50,6 +55,8 @@ class Snapshot:
         """Says where the network has changed since; None if it has not."""
         if list(map(type, self._modules)) != self._classes:
             return "the class of a module"
+        if _forwards(self._classes) != self._forwards:
+            return "the forward of a class"
         lengths = list(map(len, self._containers))
         if lengths != self._lengths:
             return self._places[next(i for i, (a, b) in enumerate(zip(lengths, self._lengths, strict=True)) if a != b)]
@@ -59,7 +66,9 @@ class Snapshot:
                 if value is not before and _meaning(value) != self._meanings[number]:
                     return self._place(number)
             self._values = values
-        return None if _facts(self._tensors) == self._facts else "where a parameter is, or whether it trains,"
+        if _facts(self._tensors) == self._facts:
+            return None
+        return "where a parameter is, its shape, whether it trains, or a hook on its gradient"
 
     def _place(self, number: int) -> str:
         for place, length in zip(self._places, self._lengths, strict=True):
@@ -82,13 +91,26 @@ def foreign_hook(network: nn.Module) -> str | None:
     return None
 
 
+def stray_parameter(network: nn.Module) -> str | None:
+    """Says which parameter is also reached by another way than as an attribute of a module; None if none is.
+
+    A capture puts others in the place of those attributes, and would have no gradient for it.
+    """
+    trained = {id(parameter) for parameter in network.parameters() if parameter.requires_grad}
+    for path, module in network.named_modules():
+        for name, value in attributes_beside_parameters(module).items():
+            for container in _containers(value if isinstance(value, _CONTAINERS) else [value], _DEPTH):
+                if any(id(item) in trained for each in _values(container) for item in _items(each)):
+                    return f"{'.'.join(filter(None, (path, name)))} holds a parameter that no module has by that name"
+    return None
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
 def _hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    return [
-        hook
-        for name, value in module.__dict__.items()
-        if name.endswith("_hooks") and isinstance(value, dict)
-        for hook in value.values()
-    ]
+    return [hook for kind in hooks_of(module) or () for hook in kind.values()]
 
 
 def _containers(value: Any, depth: int) -> Iterator[Any]:
@@ -96,7 +118,7 @@ def _containers(value: Any, depth: int) -> Iterator[Any]:
     yield value
     if depth > 0:
         for item in _values(value):
-            if isinstance(item, dict | list):
+            if isinstance(item, _CONTAINERS):
                 yield from _containers(item, depth - 1)
             elif not isinstance(item, _OPAQUE) and not type(item).__module__.startswith("lightning_videoscale.graphs"):
                 inner = getattr(item, "__dict__", None)
@@ -105,7 +127,7 @@ def _containers(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _values(container: Any) -> Any:
-    return container if isinstance(container, list) else container.values()
+    return container.values() if isinstance(container, dict) else container
 
 
 def _meaning(value: Any) -> Hashable:
@@ -117,5 +139,16 @@ def _meaning(value: Any) -> Hashable:
     return id(value)
 
 
-def _facts(tensors: list[Tensor]) -> tuple[list[int], list[bool]]:
-    return list(map(Tensor.data_ptr, tensors)), list(map(attrgetter("requires_grad"), tensors))
+def _forwards(classes: list[type[nn.Module]]) -> list[Any]:
+    """Of each class once; somebody may have put another one in its place."""
+    return [cls.forward for cls in dict.fromkeys(classes)]
+
+
+def _facts(tensors: list[Tensor]) -> tuple[list[Any], ...]:
+    return (
+        list(map(Tensor.data_ptr, tensors)),
+        list(map(attrgetter("shape"), tensors)),
+        list(map(Tensor.stride, tensors)),
+        list(map(attrgetter("requires_grad"), tensors)),
+        list(map(has_hooks, tensors)),
+    )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_videoscale.compat.torch.precision import float32_products_are_coarse
 from lightning_videoscale.compat.torch.trees import tree_leaves
 from lightning_videoscale.parallel.exchange_watch import ExchangeWatch
 from lightning_videoscale.parallel.mesh import Axis
@@ -259,5 +260,5 @@ def _ratio(difference: float, norm: float) -> float:
 
 
 def _bound(device: torch.device, dtypes: set[torch.dtype]) -> float:
-    coarse = torch.is_autocast_enabled(device.type) or torch.get_float32_matmul_precision() != "highest"
+    coarse = torch.is_autocast_enabled(device.type) or float32_products_are_coarse(device.type)
     return max([_BOUNDS.get(dtype, _COARSE) for dtype in dtypes] + [_COARSE if coarse else 0.0])

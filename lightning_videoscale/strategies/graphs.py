@@ -33,6 +33,7 @@ def run_by_graphs(
         partial(gather_over_ranks, group=mesh.sp.group) if mesh.sp.size > 1 else None,
         kernels,
         places,
+        mesh.ring.size == 1,  # each Ulysses group has places of its own
         rank_zero_info,
     )
     return Undo(graphed.drop, patch(network, "forward", graphed))

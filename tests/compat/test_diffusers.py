@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_videoscale.compat.diffusers import (
     CLASS_NAME,
+    active_attention_backend,
     attends_by_torch,
     block_classes,
     cache_by_values,
@@ -44,6 +45,13 @@ def test_a_processor_tells_the_backend_that_was_chosen() -> None:
     assert dispatch_settings(wan.blocks[0].attn1.processor) == (AttentionBackendName.NATIVE, None)
     with pytest.raises(MissingNameError, match=r"0\.37"):
         dispatch_settings(torch.nn.Identity())
+
+
+def test_the_backend_of_processors_that_name_none() -> None:
+    assert active_attention_backend() == "native"
+    with attention_backend("_native_math"):
+        assert active_attention_backend() == "_native_math"
+    assert active_attention_backend() == "native"
 
 
 def test_torch_attends_by_the_native_backend_alone() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_videoscale.graphs import GraphOptions
@@ -38,11 +43,88 @@ def test_the_modes_of_torch_are_part_of_the_key() -> None:
     assert with_gradients.key != without.key
 
 
-def test_objects_that_cannot_be_compared_are_no_key() -> None:
-    class Settings:
-        __hash__ = None  # type: ignore[assignment]
+class Settings:
+    """Equal to nothing but itself, whatever becomes of its scale."""
 
-    assert "Settings" in str(read(Settings()))
+    scale = 1.0
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("argument", [Settings(), Unhashable(), {1, 2}, print], ids=lambda x: type(x).__name__)
+def test_objects_that_may_change_are_no_key(argument: Any) -> None:
+    assert type(argument).__name__ in str(read(argument))
+
+
+class Mode(Enum):
+    FAST = "fast"
+
+
+@pytest.mark.parametrize("argument", [1, 2.0, 1j, "text", b"", None, True, Mode.FAST, torch.bfloat16, torch.Size([2])])
+def test_what_cannot_change_is_a_key(argument: Any) -> None:
+    assert isinstance(read([argument], {"by": argument}), NetworkCall)
+
+
+def set_matmul_precision() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+def set_convolutions_precision() -> None:
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+
+
+def reduce_in_bfloat16() -> None:
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def deterministic_convolutions() -> None:
+    torch.backends.cudnn.deterministic = True
+
+
+def double_by_default() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def other_backend() -> None:
+    tiny_wan().set_attention_backend("_native_math")  # of this network, and the active one from then on
+
+
+CHANGES = [
+    set_matmul_precision,
+    set_convolutions_precision,
+    reduce_in_bfloat16,
+    deterministic_convolutions,
+    double_by_default,
+    other_backend,
+]
+
+
+def key_after(change: Callable[[], None], connection: Any) -> None:
+    before = read(1)
+    change()
+    after = read(1)
+    assert isinstance(before, NetworkCall)
+    assert isinstance(after, NetworkCall)
+    connection.send(before.key != after.key)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_switches_of_libraries_are_part_of_the_key(change: Callable[[], None]) -> None:
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=key_after, args=(change, there))
+    process.start()  # in a process of its own, since torch takes some back in part only
+    process.join(60)
+    assert process.exitcode == 0
+    assert here.recv() is True
+
+
+class Counting(TorchFunctionMode):
+    """Sees every call of torch's functions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def test_what_follows_each_operation_sees_the_network_run() -> None:
@@ -51,7 +133,17 @@ def test_what_follows_each_operation_sees_the_network_run() -> None:
         assert is_observed()
     with FlopCounterMode(display=False):
         assert is_observed()
+    with Counting():
+        assert is_observed()
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert is_observed()
+    hook.remove()
     assert not is_observed()
+
+
+def test_a_default_device_follows_nothing() -> None:
+    with torch.device("cpu"):
+        assert not is_observed()
 
 
 @pytest.mark.parametrize(

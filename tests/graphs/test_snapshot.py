@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from diffusers.models.attention_dispatch import attention_backend
 from torch import nn
 
-from lightning_videoscale.graphs.snapshot import Snapshot, foreign_hook
+from lightning_videoscale.graphs.snapshot import Snapshot, foreign_hook, stray_parameter
 from lightning_videoscale.injection import inject_fused_kernels
 from tests.models import tiny_wan
 
@@ -55,6 +56,23 @@ def change_class(network: Any) -> None:
     network.proj_out.__class__ = Other
 
 
+def transpose(network: Any) -> None:
+    weight = network.blocks[0].attn1.to_q.weight
+    weight.data = weight.data.t()  # in the same place
+
+
+def hook_on_gradient(network: Any) -> None:
+    network.proj_out.weight.register_hook(lambda gradient: gradient)
+
+
+def other_numbers(network: Any) -> None:
+    network.numbers.add(3)
+
+
+def other_steps(network: Any) -> None:
+    network.steps[0] = 2
+
+
 def eval_mode(network: Any) -> None:
     network.blocks[0].eval()
 
@@ -73,6 +91,10 @@ CHANGES = [
     set_processor,
     change_forward,
     change_class,
+    transpose,
+    hook_on_gradient,
+    other_numbers,
+    other_steps,
     eval_mode,
     inject,
 ]
@@ -80,13 +102,21 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_is_noticed(change: Callable[[Any], None]) -> None:
-    network = tiny_wan()
+    network: Any = tiny_wan()
+    network.numbers, network.steps = {1, 2}, deque([1])
     before = Snapshot(network)
     assert before.difference() is None
     with attention_backend("native"):  # setting one sets it for all networks too, until the block ends
         change(network)
     assert before.difference() is not None
     assert Snapshot(network).difference() is None
+
+
+def test_another_forward_of_a_class_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    network: Any = tiny_wan()
+    before = Snapshot(network)
+    monkeypatch.setattr(type(network.blocks[0]), "forward", lambda self, x, *_: x)
+    assert before.difference() is not None
 
 
 def test_an_optimizer_step_and_equal_values_are_no_change() -> None:
@@ -121,3 +151,25 @@ def test_hooks_of_others_are_named() -> None:
     assert foreign_hook(network) is None
     network.blocks[1].register_forward_hook(lambda *_: None)
     assert str(foreign_hook(network)).startswith("blocks.1 has a hook")
+
+
+@pytest.mark.parametrize("hold", [lambda x: [x], lambda x: {"by": [x]}, lambda x: [(x, 1)]])
+def test_parameters_that_are_reached_otherwise(hold: Callable[[nn.Parameter], Any]) -> None:
+    network: Any = tiny_wan()
+    assert stray_parameter(network) is None
+    network.blocks[1].held = hold(network.proj_out.weight)
+    assert str(stray_parameter(network)).startswith("blocks.1.held")
+    network.proj_out.weight.requires_grad_(False)
+    assert stray_parameter(network) is None
+
+
+def test_parameters_of_modules_only() -> None:
+    assert stray_parameter(inject_fused_kernels_into(tiny_wan())) is None
+    config = peft.LoraConfig(r=2, target_modules=["to_q"])
+    adapted: Any = peft.get_peft_model(tiny_wan(), config)
+    assert stray_parameter(adapted) is None
+
+
+def inject_fused_kernels_into(network: nn.Module) -> nn.Module:
+    inject(network)
+    return network

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable, forward_ad
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from lightning_videoscale.compat.torch import TORCH
 
@@ -35,6 +38,25 @@ function_transforms_active: Callable[[], bool] = TORCH.function("torch._C", "_ar
 
 dispatch_modes_active: Callable[[], int] = TORCH.function("torch._C", "_len_torch_dispatch_stack")
 """How many modes watch what is dispatched, as fake tensors and selective checkpoints do; no public function says so."""
+
+
+def function_modes_active() -> bool:
+    """Whether a mode follows calls of torch's functions, other than one that says on which device tensors are made."""
+    modes: list[TorchFunctionMode] = TORCH.get("torch.overrides", "_get_current_function_mode_stack")()
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
+
+
+def adds_to_gradient(leaf: Tensor) -> bool:
+    """Whether the backward pass under way adds to the leaf's ``.grad``, as ``loss.backward()`` does.
+
+    It does not where `torch.autograd.grad` returns gradients, of this leaf or of others, nor where
+    ``backward(inputs=...)`` names others. Only for the inside of a backward pass.
+    """
+    will_execute = TORCH.get("torch._C", "_will_engine_execute_node")
+    try:
+        return bool(will_execute(get_gradient_edge(leaf).node))
+    except RuntimeError:  # so the engine says of a leaf whose gradient is returned
+        return False
 
 
 def saved_tensors_pack_hook() -> Callable[[Tensor], Any] | None:

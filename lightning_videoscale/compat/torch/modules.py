@@ -26,12 +26,25 @@ def hooks_of(module: nn.Module) -> tuple[Mapping[int, Callable[..., Any]], ...] 
         raise TORCH.missing(module, "_forward_pre_hooks, or one of its like,") from error
 
 
+def has_global_hooks() -> bool:
+    """Whether `torch.nn.modules.module` calls hooks around every module, which can be registered only."""
+    home = "torch.nn.modules.module"
+    names = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
+    return any(TORCH.get(home, name) for name in names)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called, or it is what ``torch.compile(module)`` returned.
 
     ``OptimizedModule`` is private, and its import loads all of Dynamo: it is known by the child that it wraps.
     """
     return TORCH.get(module, "_compiled_call_impl") is not None or "_orig_mod" in dict(module.named_children())
+
+
+def attributes_beside_parameters(module: nn.Module) -> dict[str, Any]:
+    """Returns all that a module holds, by name, but for the mapping of its own parameters."""
+    TORCH.get(module, "_parameters")
+    return {name: value for name, value in module.__dict__.items() if name != "_parameters"}
 
 
 def buffers_of(module: nn.Module) -> Mapping[str, Tensor | None]:

@@ -38,7 +38,15 @@ def graphed(network: nn.Module, mode: Any = True, cuts: tuple[int, ...] = (2, 4)
     """Has a network run by graphs, without a strategy."""
     blocks: Any = network.blocks
     runs = GraphedNetwork(
-        network, network.forward, [blocks[i] for i in cuts], GraphOptions(mode, 0.5), None, lambda: 0, lambda: 0, print
+        network,
+        network.forward,
+        [blocks[i] for i in cuts],
+        GraphOptions(mode, 0.5),
+        None,
+        lambda: 0,
+        lambda: 0,
+        True,
+        print,
     )
     network.forward = runs
     return runs

@@ -1,0 +1,50 @@
+"""What becomes of gradients, and what follows each function: as the installed torch tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import BaseTorchFunctionMode
+
+from lightning_videoscale.compat.torch.autograd import adds_to_gradient, function_modes_active
+
+
+class Asking(torch.autograd.Function):
+    """The sum of two; in backward, it asks what becomes of the first one's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, answers: list[bool], first: Tensor, second: Tensor) -> Tensor:
+        ctx.answers, ctx.leaf = answers, first
+        return first + second
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.answers.append(adds_to_gradient(ctx.leaf))
+        return None, gradients[0], gradients[0]
+
+
+def test_gradients_are_added_up_or_returned() -> None:
+    answers: list[bool] = []
+    a, b = (torch.ones((), requires_grad=True) for _ in range(2))
+
+    def total() -> Tensor:
+        result: Tensor = Asking.apply(answers, a, b)
+        return result
+
+    total().backward()
+    total().backward(inputs=[a])
+    total().backward(inputs=[b])
+    torch.autograd.grad(total(), [a])
+    torch.autograd.grad(total(), [b])
+    assert answers == [True, True, False, False, False]
+
+
+def test_modes_that_follow_functions_are_noticed() -> None:
+    assert not function_modes_active()
+    with torch.device("cpu"):
+        assert not function_modes_active()
+    with BaseTorchFunctionMode():
+        assert function_modes_active()
+    assert not function_modes_active()

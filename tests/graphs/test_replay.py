@@ -1,0 +1,78 @@
+"""Gradients of a replayed pass belong to whoever takes them. What a GPU would do here, plain functions do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_videoscale.compat.torch.trees import tree_flatten
+from lightning_videoscale.graphs.capture import CapturedPass, Segment
+from lightning_videoscale.graphs.replay import Tenancy, replay
+
+
+class Work:
+    """The same work on the same memory, as often as it is replayed."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.replay = work
+
+
+class Product:
+    """The sum over ``x * weight``, from one pass to the next in the same memory."""
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(torch.ones(3))
+        x, out, gradient, of_weight = (torch.zeros(3) for _ in range(4))
+        forward: Any = Work(lambda: out.copy_(x * self.weight.detach()))
+        backward: Any = Work(lambda: of_weight.copy_(gradient * x))
+        leaves, structure = tree_flatten((out,))
+        self.pool = of_weight
+        segments = [Segment(backward, [self.weight], [of_weight])]
+        self._captured = CapturedPass([x], forward, leaves, structure, [gradient], segments, [None])
+        self._tenancy = Tenancy()
+
+    def __call__(self, x: float) -> Tensor:
+        (out,) = replay(self._captured, [torch.full((3,), x)], self._tenancy)
+        total: Tensor = out.sum()
+        return total
+
+
+@pytest.fixture
+def product() -> Product:
+    return Product()
+
+
+def test_gradients_that_are_returned_stay_as_they_are(product: Product) -> None:
+    (first,) = torch.autograd.grad(product(1.0), [product.weight])
+    (second,) = torch.autograd.grad(product(5.0), [product.weight])
+    assert (first.tolist(), second.tolist()) == ([1.0] * 3, [5.0] * 3)
+
+
+def test_a_hook_may_keep_gradients(product: Product) -> None:
+    kept: list[Tensor] = []
+    product.weight.register_hook(kept.append)
+    for x in (1.0, 7.0):
+        product(x).backward()
+    assert [x.tolist() for x in kept] == [[1.0] * 3, [7.0] * 3]
+
+
+def test_accumulated_gradients_have_memory_of_their_own(product: Product) -> None:
+    product(2.0).backward()
+    gradient = product.weight.grad
+    product(3.0).backward()
+    assert gradient is not None
+    assert gradient.tolist() == [5.0] * 3
+    assert gradient.data_ptr() != product.pool.data_ptr()
+
+
+def test_gradients_are_not_copied_where_they_are_added_up(product: Product) -> None:
+    seen: list[int] = []
+    accumulate: Any = torch.autograd.graph.get_gradient_edge(product.weight).node
+    accumulate.register_prehook(lambda gradients: seen.append(gradients[0].data_ptr()))
+    product(2.0).backward()
+    product(2.0).backward(inputs=[product.weight])
+    assert seen == [product.pool.data_ptr()] * 2
