@@ -28,7 +28,7 @@ from tests.distributed.zero import deepspeed_on_cpu, float64_inside
 from tests.models import gradient_error, lifted_float_casts
 
 SHAPES = {"even": (2, 4, 4), "odd": (3, 2, 10)}  # 8 and 15 tokens
-STEPS = 2
+STEPS, STEPS_BY_GRAPHS = 2, 4  # two by graphs follow two without
 CLIP = {"norm": 0.05, "value": 1e-4}
 
 
@@ -52,6 +52,8 @@ class Case:
         attention: Which kernel computes attention; one device has torch's own pick.
         schedule: In which order projections and exchanges run.
         float32: Whether to compute in float32, with the model's own casts; else in float64 without them.
+        steps: Of the optimizer.
+        graphs: Whether the network runs by CUDA graphs where it can.
     """
 
     backend: str = "ddp"
@@ -68,6 +70,8 @@ class Case:
     attention: AttentionBackend = "auto"
     schedule: ScheduleName = "serial"
     float32: bool = False
+    steps: int = STEPS
+    graphs: bool = False
 
     @property
     def is_zero(self) -> bool:
@@ -78,7 +82,7 @@ class Case:
         """The same training on one device."""
         clips = self.mesh[0] * self.batch_size
         one = replace(self, backend="ddp", mesh=(1, 1, 1), checkpointing=None, batch_size=clips)
-        return replace(one, attention="auto", schedule="serial")
+        return replace(one, attention="auto", schedule="serial", graphs=False)
 
     def file(self, folder: Path) -> Path:
         """Where the result of this training on one device is kept."""
@@ -122,7 +126,7 @@ def train(case: Case) -> Outcome:
             accumulate_grad_batches=case.accumulation,
             gradient_clip_val=CLIP[case.clipping] if case.clipping else None,
             gradient_clip_algorithm=case.clipping,
-            max_steps=STEPS,
+            max_steps=case.steps,
             callbacks=[record],
             logger=False,
             enable_checkpointing=False,
@@ -132,11 +136,13 @@ def train(case: Case) -> Outcome:
         clips = Clips(
             SHAPES[case.tokens],
             torch.float32,  # the same numbers under ZeRO, which takes no others
-            length=case.alone.batch_size * case.accumulation * STEPS,
+            length=case.alone.batch_size * case.accumulation * case.steps,
             image=case.variant == "i2v",
             masks=case.masks,
         )
         trainer.fit(_module(case), DataLoader(clips, batch_size=case.batch_size))
+    if case.graphs and case.checkpointing is None:  # checkpoints that restore random numbers stay eager
+        assert record.graphs["replayed"] >= 2, f"{case}: {record.graphs}"
     return Outcome(record.losses, record.gradients, record.parameters)
 
 
@@ -152,7 +158,7 @@ def compare(cases: list[Case], folder: Path) -> list[Errors]:
     for case in cases:
         got = train(case)
         expected = Outcome(*torch.load(case.file(folder), map_location="cpu"))
-        assert len(got.gradients) == len(expected.gradients) == STEPS
+        assert len(got.gradients) == len(expected.gradients) == case.steps
         gradients = max(map(gradient_error, map(_on_host, got.gradients), expected.gradients))
         errors.append(Errors(got.losses, gradients, gradient_error(_on_host(got.parameters), expected.parameters)))
     return errors
@@ -167,6 +173,8 @@ def _strategy(case: Case) -> Any:
     shared: dict[str, Any] = {"ring_size": ring, "ulysses_size": ulysses}
     shared |= {"attention_backend": case.attention, "schedule": case.schedule}
     shared["activation_checkpointing"] = case.checkpointing == "strategy"
+    if case.graphs:
+        shared |= {"graphs": True, "graphs_max_memory": 0.5}
     if case.is_zero:
         strategy = SequenceParallelDeepSpeedStrategy(int(case.backend[4]), **shared)
         # Else DeepSpeed would replace the widened F.linear by its own.
@@ -202,12 +210,13 @@ def _module(case: Case) -> pl.LightningModule:
 
 
 class Record(Callback):
-    """Keeps an `Outcome`."""
+    """Keeps an `Outcome`, and how many calls ran by CUDA graphs."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.gradients: list[dict[str, Tensor]] = []
         self.parameters: dict[str, Tensor] = {}
+        self.graphs: dict[str, int] = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["loss"]))
@@ -217,6 +226,7 @@ class Record(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.parameters = {name: self.parameter(p) for name, p in module.named_parameters()}
+        self.graphs = trainer.strategy.describe_graphs()  # type: ignore[attr-defined]
 
     def gradient(self, parameter: Tensor) -> Tensor:
         assert parameter.grad is not None

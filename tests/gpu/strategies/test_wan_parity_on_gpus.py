@@ -29,7 +29,7 @@ from lightning_videoscale.strategies import (
     SequenceParallelDeepSpeedStrategy,
     SequenceParallelFSDP2Strategy,
 )
-from tests.distributed.parity import Case, Outcome, Record, ZeroRecord, train_alone
+from tests.distributed.parity import STEPS_BY_GRAPHS, Case, Outcome, Record, ZeroRecord, train_alone
 from tests.distributed.parity import compare as compare_with_one
 from tests.distributed.pool import ProcessPool
 from tests.distributed.strategies.test_wan_parity import TABLE, check_one
@@ -48,7 +48,7 @@ Mesh = tuple[int, int, int]
 """(dp, ring, ulysses)"""
 
 CLIPS = 4
-STEPS = {"64-true": 4, "32-true": 2, "bf16-mixed": 4, "bf16-true": 4}
+STEPS = {"64-true": 4, "32-true": 4, "bf16-mixed": 4, "bf16-true": 4}
 
 # Width 256 and 280; 256 and 135 tokens. The fused kernels want head dims that are multiples of 8.
 MODELS: dict[str, dict[str, Any]] = {
@@ -75,6 +75,7 @@ class Run(NamedTuple):
     backend: str
     mesh: Mesh = (1, 1, 1)
     transport: Literal["collective", "symmetric"] = "collective"
+    graphs: bool = False
 
     @property
     def gpus(self) -> int:
@@ -93,7 +94,7 @@ class Run(NamedTuple):
     def unsplit(self) -> Run:
         """With whole sequences: on one GPU, or on as many as this if an average over them costs accuracy."""
         mesh = (self.gpus, 1, 1) if self.averages_in_bfloat16 else (1, 1, 1)
-        return self._replace(mesh=mesh, transport="collective")
+        return self._replace(mesh=mesh, transport="collective", graphs=False)
 
     def file(self, folder: Path) -> Path:
         return folder / f"{self.model}_{self.precision}_{self.backend}_{self.mesh[0]}.pt"
@@ -126,6 +127,8 @@ class StandingStill(RectifiedFlow):
 def create_strategy(run: Run) -> Any:
     _, ring, ulysses = run.mesh
     arguments: dict[str, Any] = {"ulysses_size": ulysses, "ring_size": ring, "transport": run.transport}
+    if run.graphs:
+        arguments |= {"graphs": True, "graphs_max_memory": 0.5}
     if run.backend.startswith("zero"):
         return SequenceParallelDeepSpeedStrategy(int(run.backend[4]), **arguments)
     return {"ddp": SequenceParallelDDPStrategy, "fsdp2": SequenceParallelFSDP2Strategy}[run.backend](**arguments)
@@ -157,6 +160,8 @@ def train(run: Run) -> Result:
         clips.tensors["time"] = (1000 * clips.tensors["time"]).long()
         module = StandingStill(ffn_dim=512, **MODELS[run.model]["module"])
         trainer.fit(module, DataLoader(clips, batch_size=CLIPS // run.mesh[0]))
+    if run.graphs:
+        assert record.graphs["replayed"] >= 2, f"{run}: {record.graphs}"
     gradients = [{name: g.double() for name, g in step.items()} for step in record.gradients]
     for step in gradients:
         mine = torch.cat([g.flatten() for g in step.values()])
@@ -225,6 +230,11 @@ RUNS = [
     if transport == "collective" or (mesh[2] > 1 and not backend.startswith("zero"))
 ]
 
+BY_GRAPHS = [
+    run._replace(graphs=True)
+    for run in RUNS
+    if run.precision != "bf16-true" and run.backend in ("ddp", "zero1", "zero2") and run.mesh[2] * run.mesh[1] > 1
+]
 OF_A_NODE = [Run("eight", "32-true", backend, mesh) for mesh in NODE for backend in ("ddp", "fsdp2", "zero3")]
 
 
@@ -236,7 +246,7 @@ def each(runs: list[Run]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("run", parameters)
 
 
-@each([run for run in RUNS if run.precision == "32-true"] + OF_A_NODE)
+@each([run for run in (*RUNS, *BY_GRAPHS) if run.precision == "32-true"] + OF_A_NODE)
 def test_float32_equals_one_gpu(gpu_ranks: Ranks, written: Callable[..., Path], run: Run) -> None:
     expected = Run(run.model, "32-true", "ddp")
     folder = written(expected)
@@ -246,7 +256,7 @@ def test_float32_equals_one_gpu(gpu_ranks: Ranks, written: Callable[..., Path], 
     assert max(error.of_one for error in errors) <= 1e-5
 
 
-@each([run for run in RUNS if run.precision != "32-true" and run != run.unsplit])
+@each([run for run in (*RUNS, *BY_GRAPHS) if run.precision != "32-true" and run != run.unsplit])
 def test_bf16_is_as_near_to_float64_as_unsplit(
     gpu_ranks: Ranks, written: Callable[..., Path], record_property: Callable[[str, object], None], run: Run
 ) -> None:
@@ -270,8 +280,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_every_pair_of_settings_in_float32(gpu_ranks: Ranks, alone: Path, backend: str, gpus: int) -> None:
     ranks = gpu_ranks(gpus)
-    table = TABLE | {"backend": BACKENDS, "mesh": [mesh for mesh in MESHES if math.prod(mesh) == gpus]}
-    cases = [Case(**settings, float32=True) for settings in pairwise_cases(table) if settings["backend"] == backend]
+    meshes = [mesh for mesh in MESHES if math.prod(mesh) == gpus]
+    table = TABLE | {"backend": BACKENDS, "mesh": meshes, "graphs": [False, True]}
+    pairs = [settings for settings in pairwise_cases(table) if settings["backend"] == backend]
+    cases = [Case(**settings, float32=True) for settings in pairs if not settings["graphs"]]
+    if backend in ("ddp", "zero1", "zero2"):  # where parameters stay in place
+        cases += [Case(**settings, float32=True, steps=STEPS_BY_GRAPHS) for settings in pairs if settings["graphs"]]
     gpu_ranks(1).run(train_alone, list({case.alone: case for case in cases}.values()), alone)
     wrong = []
     for case, *errors in zip(cases, *ranks.run(compare_with_one, cases, alone), strict=True):
