@@ -21,8 +21,8 @@ pytestmark = [
 Case = tuple[str, str, bool, str]
 """Strategy, transport, whether peers wait in a replay, and what goes wrong."""
 CASES: list[Case] = [
-    *product(["ddp", "fsdp2"], ["collective", "symmetric"], [False], ["raise", "kill", "hang"]),
-    *product(["ddp"], ["collective", "symmetric"], [True], ["raise", "kill"]),
+    *product(["ddp", "fsdp2"], ["collective", "symmetric"], [False], ["raise", "kill", "hang", "memory"]),
+    *product(["ddp"], ["collective", "symmetric"], [True], ["raise", "kill", "hang", "memory"]),
 ]
 TIMEOUT = 15.0
 

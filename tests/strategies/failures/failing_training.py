@@ -103,6 +103,8 @@ class Module(pl.LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "hang":
             time.sleep(1000)
+        if self.fault == "memory":
+            torch.empty(2**55, dtype=torch.uint8, device=self.device)  # which no machine has
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
@@ -158,7 +160,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--strategy", choices=STRATEGIES, default="ddp")
-    parser.add_argument("--fault", choices=["none", "raise", "kill", "hang"], default="none")
+    parser.add_argument("--fault", choices=["none", "raise", "kill", "hang", "memory"], default="none")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=60)
     parser.add_argument("--transport", default="collective")

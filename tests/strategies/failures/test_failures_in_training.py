@@ -70,6 +70,9 @@ def check_messages(output: str, fault: str, rank: int, timeout: float) -> None:
     """The message names what happened and the rank, whichever ranks are left to print it."""
     if fault == "raise":
         assert f"The first error of the job was on rank {rank}: ValueError: the actual cause" in output
+    if fault == "memory":
+        assert f"The first error of the job was on rank {rank}: " in output
+        assert "alloc" in output  # as both CPUs' and GPUs' allocators say
     if fault == "kill":
         assert f"rank {rank}: its process" in output
         assert "ended without a word, as when it is killed" in output
@@ -156,7 +159,7 @@ def test_a_failing_rank_ends_the_job(ranks: Ranks, jobs: dict[Case, tuple[Path, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
+@pytest.mark.parametrize("fault", ["raise", "kill", "hang", "memory"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("deepspeed", marks=needs_deepspeed)])
 def test_every_failure_ends_the_job(
