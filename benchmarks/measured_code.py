@@ -56,6 +56,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "parallel/activation_memory": (*_EXCHANGE, *_SPLIT, "lightning_videoscale/models/wan"),
     "parallel/agreement": (f"{_PARALLEL}/rank_agreement.py",),
     "parallel/all_to_all": (f"{_PARALLEL}/transport",),
+    "parallel/packing": (f"{_PARALLEL}/ulysses.py", f"{_PARALLEL}/words.py"),
     "parallel/attention_backends": ("lightning_videoscale/attention",),
     "parallel/attention_layer": (*_EXCHANGE, "lightning_videoscale/attention"),
     "parallel/family_split": (

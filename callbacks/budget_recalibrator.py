@@ -81,9 +81,9 @@ class BudgetRecalibrator(pl.Callback):
         """What holds now, the same on every rank; None before training."""
         return self._recalibration.calibration if self._recalibration else None
 
-    def gauge_of(self, device: torch.device) -> MemoryGauge | None:
+    def gauge_of(self, trainer: pl.Trainer) -> MemoryGauge | None:
         """Returns what reads the device's memory, or None where nothing can."""
-        return MemoryGauge(device) if device.type == "cuda" else None
+        return MemoryGauge.of(trainer)
 
     # -- the Trainer's hooks -----------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class BudgetRecalibrator(pl.Callback):
         self._heed_earlier_failures(trainer, self._recalibration)
         if self._recalibration.calibration != planned:
             data.adopt(self._recalibration.calibration)
-        self._gauge = self.gauge_of(trainer.strategy.root_device)
+        self._gauge = self.gauge_of(trainer)
         self._peaks: dict[int, float] = {}
         self._warm = trainer.global_step + _WARM_UP
         recalibrate = partial(self._recalibrate, trainer)

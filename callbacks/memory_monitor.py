@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge
@@ -27,6 +26,7 @@ class MemoryMonitor(pl.Callback):
 
     - ``memory/allocated_gib`` and ``memory/reserved_gib``, at the end of the step;
     - ``memory/peak_gib``, the most that was allocated since the last report, validation and sampling left out;
+    - ``memory/graphs_gib``, of it for CUDA graphs, where networks run by some;
     - ``memory/fragmentation``, the share of the reserved memory that lies in gaps between tensors;
     - ``memory/headroom_tokens``, what the largest micro-batch of the window could grow by on the fullest GPU: M_mem of
       a `MemoryModel`, with its reserve kept free, minus its tokens.
@@ -64,14 +64,14 @@ class MemoryMonitor(pl.Callback):
         self._pauses = Pauses()
         self._best_effort = BestEffort("MemoryMonitor")
 
-    def gauge_of(self, device: torch.device) -> MemoryGauge | None:
+    def gauge_of(self, trainer: pl.Trainer) -> MemoryGauge | None:
         """Returns what reads the device's memory, or None where nothing can."""
-        return MemoryGauge(device) if device.type == "cuda" else None
+        return MemoryGauge.of(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Subscribes to the steps."""
         device = trainer.strategy.root_device
-        self._gauge = self.gauge_of(device)
+        self._gauge = self.gauge_of(trainer)
         if self._gauge is None:
             self._best_effort.say_once(f"MemoryMonitor reads the memory of CUDA devices; on {device} it logs nothing.")
             return
@@ -160,6 +160,8 @@ class MemoryMonitor(pl.Callback):
             "memory/peak_gib": max(memory.peak for memory in memories) / _GIB,
             "memory/fragmentation": max(memory.fragmentation for memory in memories),
         }
+        if any(memory.graphs for memory in memories):
+            figures["memory/graphs_gib"] = max(memory.graphs for memory in memories) / _GIB
         tokens = [int(count) for count in largest[could_read]]
         if not all(tokens):
             self._best_effort.say_once(

@@ -192,7 +192,7 @@ class OnThisDevice(BudgetRecalibrator):
         self.module = pl_module
         super().on_train_start(trainer, pl_module)
 
-    def gauge_of(self, device: torch.device) -> MemoryGauge:
+    def gauge_of(self, trainer: pl.Trainer) -> MemoryGauge:
         return ScriptedGauge(self.module)
 
 

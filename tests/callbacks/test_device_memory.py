@@ -20,3 +20,8 @@ def test_what_the_allocator_says() -> None:
 
 def test_nothing_reserved_is_not_fragmented() -> None:
     assert device_memory(dict.fromkeys(STATS, 0), free_bytes=100).fragmentation == 0.0
+
+
+def test_what_graphs_keep_is_no_room() -> None:
+    memory = device_memory(STATS, free_bytes=200, graphs=100)
+    assert (memory.allocated, memory.peak, memory.graphs, memory.capacity) == (500, 800, 100, 1000)
