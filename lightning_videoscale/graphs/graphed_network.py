@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from lightning_videoscale.parallel.region_randomness import RegionRandomness
 EAGER_CALLS = 2
 """Calls of a kind that run eagerly before one is captured: the first, and the one that is inspected."""
 
+_TRAINS = attrgetter("requires_grad")
 _DROPS = 4  # after which a network that is changed again and again stays eager
 _ROOM = 1.5  # times what a pass keeps, for all that it takes while it runs
 _AGREE = 64  # calls of a kind between two agreements
@@ -107,7 +109,9 @@ class GraphedNetwork:
         self._kinds: dict[Hashable, _Kind] = {}
         self._said: set[str] = set()
         self._changes, self._always = 0, ""
-        self._relied_on: dict[bool, Snapshot] = {}  # in train mode and in eval mode
+        self._parameters = list(network.parameters())
+        self._state: Hashable = None  # train or eval mode, and which parameters train
+        self._relied_on: dict[Hashable, Snapshot] = {}  # by state
         self.counts: Counter[str] = Counter()
         self.bytes = 0
         self._recorder: Recorder | None = None
@@ -128,11 +132,12 @@ class GraphedNetwork:
         for kind in self._kinds.values():
             kind.captured, kind.objection, kind.seen = None, None, None
         self._relied_on.clear()
+        self._parameters = list(self._network.parameters())
         self._recorder, self._tenancy, self.bytes = None, Tenancy(), 0
 
     def _compare(self) -> None:
         """Drops the graphs if the network is another than the one that they were captured of."""
-        before = self._relied_on.get(self._network.training)
+        before = self._relied_on.get(self._state)
         where = None if before is None else before.difference()
         if where is not None:
             self.drop(f"{where} has changed")
@@ -163,7 +168,8 @@ class GraphedNetwork:
             if self._move_together:  # else peers agree in other calls; no first call here is slower than others
                 for known in self._kinds.values():
                     known.calls = min(known.calls, EAGER_CALLS - 1)
-        kind = self._kinds.setdefault(call.key, _Kind())
+        self._state = self._network.training, tuple(map(_TRAINS, self._parameters))
+        kind = self._kinds.setdefault((call.key, self._state), _Kind())
         kind.calls += 1
         if kind.captured is not None:
             self._compare()
@@ -257,7 +263,7 @@ class GraphedNetwork:
         finally:
             if context is not None:  # what layers have found out meanwhile was never computed
                 kind.record = context.record = replace(context.record, known={})
-        self._relied_on[self._network.training] = kind.seen
+        self._relied_on[self._state] = kind.seen
 
     def _record(self, call: NetworkCall, context: SequenceContext | None, device: torch.device) -> CapturedPass:
         if self._recorder is None:
