@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -69,6 +69,20 @@ class _Kind:
     record: SplitRecord | None = None
 
 
+class _Readiness(NamedTuple):
+    """What a rank tells its peers of a kind of calls.
+
+    Attributes:
+        is_ready: Whether it has captured one, or can.
+        objection: Why they stay eager there.
+        dropped: Why it has dropped graphs since it was last asked; "" if it has not.
+    """
+
+    is_ready: bool
+    objection: str | None
+    dropped: str
+
+
 class GraphedNetwork:
     """Stands in front of a network's forward; see the module.
 
@@ -108,7 +122,7 @@ class GraphedNetwork:
         self._name = type(network).__name__
         self._kinds: dict[Hashable, _Kind] = {}
         self._said: set[str] = set()
-        self._changes, self._always = 0, ""
+        self._changes, self._always, self._untold = 0, "", ""
         self._parameters = list(network.parameters())
         self._state: Hashable = None  # train or eval mode, and which parameters train
         self._relied_on: dict[Hashable, Snapshot] = {}  # by state
@@ -129,6 +143,7 @@ class GraphedNetwork:
         if any(kind.captured is not None for kind in self._kinds.values()):
             torch.cuda.synchronize()  # some may still run
             self._log(f"CUDA graphs of {self._name} are dropped: {reason}.")
+            self._untold = reason
         for kind in self._kinds.values():
             kind.captured, kind.objection, kind.seen = None, None, None
         self._relied_on.clear()
@@ -237,7 +252,7 @@ class GraphedNetwork:
                 kind.objection = too_large
                 self._explain(too_large)
         can = kind.seen is not None and kind.objection is None and not self._tenancy.is_taken and not is_observed()
-        if not all(self._gather(kind.captured is not None or can)):
+        if not self._all_ready(_Readiness(kind.captured is not None or can, kind.objection, self._untold)):
             return
         is_new = kind.captured is None
         before, start = torch.cuda.memory_reserved(device), time.perf_counter()
@@ -254,6 +269,17 @@ class GraphedNetwork:
                 f"{self._name} runs by CUDA graphs for inputs {[tuple(x.shape) for x in call.tensors]}: captured in "
                 f"{time.perf_counter() - start:.2f} s, {taken / 2**30:.2f} GiB more."
             )
+
+    def _all_ready(self, mine: _Readiness) -> bool:
+        """Whether all ranks can replay or capture a kind; says why others cannot, and what they have dropped."""
+        everyone = self._gather(mine)
+        self._untold = ""
+        for number, theirs in enumerate(everyone):
+            if theirs.dropped and theirs.dropped != mine.dropped:
+                self._log(f"CUDA graphs of {self._name} are dropped on rank {number} of its group: {theirs.dropped}.")
+            if theirs.objection is not None and mine.objection is None:
+                self._explain(f"rank {number} of its group says: {theirs.objection}")
+        return all(theirs.is_ready for theirs in everyone)
 
     def _capture(self, kind: _Kind, call: NetworkCall, context: SequenceContext | None, device: torch.device) -> None:
         assert kind.seen is not None

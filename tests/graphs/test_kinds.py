@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,15 +51,16 @@ class Network:
         forward, options = self.layer.forward, GraphOptions(True)
         self.log: list[str] = []
         places = lambda: self.place  # noqa: E731
-        # As of two ranks, of which the other agrees whenever it is asked.
+        # As of two ranks, of which the other says the same, or what it is told to.
         self.asked: list[Any] = []
+        self.peer: Callable[[Any], Any] = lambda mine: mine
         self.runs = WithoutGPU(
             self.layer, forward, [], options, self._gather, lambda: 0, places, move_together, self.log.append
         )
 
     def _gather(self, mine: Any) -> list[Any]:
         self.asked.append(mine)
-        return [mine, mine]
+        return [mine, self.peer(mine)]
 
     def call(self, times: int = 1) -> None:
         for _ in range(times):
@@ -103,3 +105,12 @@ def test_ranks_agree_in_the_same_calls_wherever_messages_come_to_lie(together: b
         rank.call(6)
     assert network.drops == 1
     assert len(network.asked) == len(peer.asked)
+
+
+def test_why_another_rank_stays_eager_is_said_once() -> None:
+    network = Network()
+    network.peer = lambda mine: mine._replace(is_ready=False, objection="it draws", dropped="a hook was added")
+    network.call(2 * 64)
+    assert sum("rank 1 of its group says: it draws" in line for line in network.log) == 1
+    assert any("dropped on rank 1 of its group: a hook was added" in line for line in network.log)
+    assert network.runs.counts["eager"] == 2 * 64
