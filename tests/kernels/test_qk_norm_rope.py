@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope, rope_per_pair
-from tests.kernels.heads_over_ranks import norm_rope_over_ranks
+from tests.gpu.fuzzing.heads_over_ranks import norm_rope_over_ranks
 from tests.kernels.qk_checks import check_projection_biases, check_tables_of_channels, gradients, random_like, relative
 from tests.kernels.qk_families import FAMILIES as DIFFUSERS
 from tests.kernels.qk_families import HEAD_DIM, HEADS, Family, fused, one_rounding_in_each_of_a_pair, watch

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_videoscale.kernels import qk_norm_rope
 from tests.gpu.fuzzing import head_oracle
+from tests.gpu.fuzzing.heads_over_ranks import norm_rope_over_ranks
 from tests.gpu.fuzzing.judge import Expected, Outcome, wide_dtype
 from tests.gpu.fuzzing.tensors import Tensors
-from tests.kernels.heads_over_ranks import norm_rope_over_ranks
 
 HEAD_OPS = {f.__name__: f for f in (qk_norm_rope, norm_rope_over_ranks)}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
-from tests.kernels.heads_over_ranks import norm_rope_over_ranks
+from tests.gpu.fuzzing.heads_over_ranks import norm_rope_over_ranks
 from tests.kernels.qk_checks import (
     check_accuracy,
     check_parts,
