@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +23,7 @@ from lightning_videoscale.cli.layout import print_layouts
 from lightning_videoscale.cli.parsers.plan import LONGEST
 from lightning_videoscale.cli.plan_clips import read_clips
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, ShapeMatrix, StepTimeModel
+from lightning_videoscale.cost.spread import compute_cv
 from lightning_videoscale.data.loading.data_warnings import oversized_shapes
 from lightning_videoscale.data.planning import Balance, BucketPlanner
 from lightning_videoscale.data.planning.compute_budget import TriedBudget, best_of, try_budgets
@@ -204,6 +206,6 @@ def _print_caveats(console: Console, figures: dict[Balance, PlanFigures], has_tr
 
 def _draw(costs: NDArray[np.float64], width: int = 96) -> str:
     """One bar per rank for the step whose spread is the median of all; ``costs`` is (steps, ranks)."""
-    spread = costs.std(axis=1) / costs.mean(axis=1)
-    step = costs[np.argsort(spread, kind="stable")[len(spread) // 2]][:width]
+    order = compute_cv(torch.from_numpy(costs.T)).argsort(stable=True)
+    step = costs[int(order[len(order) // 2])][:width]
     return "".join(_BARS[round(height * (len(_BARS) - 1))] for height in step / step.max())

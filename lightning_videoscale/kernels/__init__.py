@@ -8,7 +8,7 @@
 - `gelu`: the GELU after a Linear, whose bias gradient it takes along; `gelu_linear`: with the Linear after it, both of
   which then keep one activation for backward instead of two.
 - `qkv_linear`: the projections of q, k and v, the gradients of their input added inside the matrix products.
-- `qk_norm_rope`: norm and rotation of q and k; `qk_norm_rope_sharded`: with a token's heads spread over ranks.
+- `qk_norm_rope`: norm and rotation of q and k.
 
 The first four share their vocabulary (`rows`), the choice of a backend (`backend`) and the way of the modulation to it
 (`modulation`, `dispatch`); `reference/`, `triton/` and `cuda/` are the backends.
@@ -21,7 +21,6 @@ from lightning_videoscale.kernels.gelu import gelu
 from lightning_videoscale.kernels.gelu_linear import gelu_linear
 from lightning_videoscale.kernels.norm_modulate import norm_modulate
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope, rope_per_pair
-from lightning_videoscale.kernels.qk_norm_rope_sharded import qk_norm_rope_sharded
 from lightning_videoscale.kernels.qkv_linear import qkv_linear
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "gelu_linear",
     "norm_modulate",
     "qk_norm_rope",
-    "qk_norm_rope_sharded",
     "qkv_linear",
     "rope_per_pair",
 ]

@@ -4,7 +4,7 @@
 |---|---|---|
 | rows | norms, gates and both in one | cuda, triton, reference |
 | gelu | `gelu`, `gelu_linear` | cuda, triton, reference |
-| heads | `qk_norm_rope`, `qk_norm_rope_sharded` | cuda, triton, reference |
+| heads | `qk_norm_rope` | cuda, triton, reference |
 
 On a CPU all run on the reference. What a device, its driver or its file system rules out is left out of the order
 (`resolve`), and what another rank lacks too (`settle`). The first that remains runs every call within its limits. What

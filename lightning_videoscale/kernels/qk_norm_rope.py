@@ -1,8 +1,7 @@
 """What happens to q and k between their projections and attention: a norm and a rotation (RoPE), both in one launch.
 
 Inside: `qk_norm_rope` (what one calls) and `rope_per_pair` (the tables it takes, made of the usual ones). The
-``torch.library`` ops beneath it are in `qk_norm_rope_ops`; `qk_norm_rope_sharded` serves tokens whose heads are
-spread over ranks.
+``torch.library`` ops beneath it are in `qk_norm_rope_ops`; some of them serve tokens whose heads are spread over ranks.
 
 Which arguments a model family wants, and how its eager code (diffusers) rounds in half precision:
 

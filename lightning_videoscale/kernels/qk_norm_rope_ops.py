@@ -207,7 +207,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     call = HeadCall(*inputs[:_TENSORS])
     if call.q_rstd is not None:
         raise NotImplementedError(
-            "With rstd from outside, the gradient of qk_norm_rope needs an exchange: use qk_norm_rope_sharded."
+            "With rstd from outside, the gradient needs sums of other ranks: call gradient_sums and backward."
         )
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(*call[:8], *output[2:])
@@ -252,6 +252,6 @@ define_op(
 forward = register_autograd(_FORWARD, _differentiate, _save_for_backward)
 backward = refuse_second_derivative(_BACKWARD, "qk_norm_rope")
 square_sums, gradient_sums = (
-    refuse_derivative(name, "Sums over a row have no gradient of their own: qk_norm_rope_sharded exchanges them.")
+    refuse_derivative(name, "Sums over a row have no gradient of their own: who exchanges them has.")
     for name in (_SQUARE_SUMS, _GRADIENT_SUMS)
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
 
-from lightning_videoscale.compat.torch.autograd import adds_to_gradient, function_modes_active
+from lightning_videoscale.compat.torch.autograd import adds_to_gradient, function_modes_active, has_hooks, version_of
 
 
 class Asking(torch.autograd.Function):
@@ -48,3 +48,22 @@ def test_modes_that_follow_functions_are_noticed() -> None:
     with BaseTorchFunctionMode():
         assert function_modes_active()
     assert not function_modes_active()
+
+
+def test_hooks_on_a_gradient_are_noticed() -> None:
+    x = torch.ones((), requires_grad=True)
+    assert not has_hooks(x)
+    hook = x.register_hook(lambda gradient: gradient)
+    assert has_hooks(x)
+    hook.remove()
+    assert not has_hooks(x)
+
+
+def test_writing_to_a_tensor_is_counted() -> None:
+    x = torch.ones(2)
+    before = version_of(x)
+    x[0].add_(1)
+    assert version_of(x) == before + 1
+    with torch.inference_mode():
+        y = torch.ones(2)
+        assert version_of(y.add_(1)) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,16 @@ from lightning_videoscale.compat.diffusers import (
     attends_by_torch,
     block_classes,
     cache_by_values,
+    chunk_of_feed_forward,
     declare_as,
     dispatch_settings,
+    joins_text_masks,
     kept_in_float32,
+    modulation_method,
+    own_attention_backend,
 )
 from lightning_videoscale.compat.names import MissingNameError
+from tests.distributed.families.models import qwen_image, sd3
 from tests.models import tiny_wan
 
 
@@ -86,3 +92,47 @@ def test_a_cache_that_decides_by_values_is_known() -> None:
     wan.disable_cache()
     wan.enable_cache(FirstBlockCacheConfig())
     assert cache_by_values(wan) == "FirstBlockCacheConfig"
+
+
+def test_a_processor_tells_what_it_was_set_to() -> None:
+    wan = tiny_wan()
+    processor = wan.blocks[0].attn1.processor
+    assert own_attention_backend(processor) is None
+    wan.set_attention_backend("_native_math")
+    assert own_attention_backend(processor) == "_native_math"
+    wan.reset_attention_backend()
+    assert own_attention_backend(processor) is None
+
+
+def test_how_many_tokens_a_block_feeds_forward_at_once() -> None:
+    model = sd3.build()
+    assert chunk_of_feed_forward(model.transformer_blocks[0]) is None
+    model.enable_forward_chunking(5, dim=1)
+    assert chunk_of_feed_forward(model.transformer_blocks[0]) == 5
+    model.disable_forward_chunking()
+    assert chunk_of_feed_forward(model.transformer_blocks[0]) is None
+
+
+def test_the_mask_that_qwen_image_hands_to_its_blocks() -> None:
+    """By what they are called with, of a text of which a part is masked."""
+    model, masks = qwen_image.build(), []
+    given = qwen_image.inputs(batch=1, text=7)
+    given["encoder_hidden_states_mask"][:, 4:] = 0
+
+    def note(block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        tensors = [kwargs.get("encoder_hidden_states_mask"), *(kwargs.get("joint_attention_kwargs") or {}).values()]
+        masks.append([tuple(mask.shape) for mask in tensors if isinstance(mask, torch.Tensor)])
+
+    model.transformer_blocks[0].register_forward_pre_hook(note, with_kwargs=True)
+    model(**given)
+    tokens = given["hidden_states"].shape[1]
+    assert masks == [[(1, 7 + tokens)] if joins_text_masks(model) else [(1, 7)]]
+
+
+def test_the_method_that_modulates_qwen_images_blocks() -> None:
+    block = qwen_image.build().transformer_blocks[0]
+    x, values = torch.randn(2, 3, 128), torch.randn(2, 3 * 128)
+    shifted, gate = getattr(block, modulation_method())(x, values)
+    shift, scale, expected = values.chunk(3, -1)
+    torch.testing.assert_close(shifted, x * (1 + scale[:, None]) + shift[:, None])
+    torch.testing.assert_close(gate, expected[:, None])

@@ -51,11 +51,6 @@ def _qk_norm_rope(cos: Tensor, sin: Tensor, **given: Any) -> Any:
     return kernels.qk_norm_rope(rope=(cos, sin), **given)
 
 
-def _qk_norm_rope_sharded(cos: Tensor, sin: Tensor, **given: Any) -> Any:
-    alone = {"widths": (D, D), "sum_over_ranks": torch.clone}
-    return kernels.qk_norm_rope_sharded(rope=(cos, sin), **alone, **given)
-
-
 _X, _VALUES, _CHANNELS, _WEIGHT, _HEADS, _ANGLES = (B, S, D), (B, 1, D), (D,), (D, D), (B, S, HEADS, D // HEADS), (S, 8)
 _NORM = {"weight": _CHANNELS, "bias": _CHANNELS, "scale": _VALUES, "shift": _VALUES}
 _NORM |= {"scale_table": _CHANNELS, "shift_table": _CHANNELS}
@@ -77,7 +72,6 @@ CALLS = {
     "qk_norm_rope": Call(
         _qk_norm_rope, _QK | {"q_proj_bias": _CHANNELS, "k_proj_bias": _CHANNELS}, _ROUNDING | _LAYOUT | {"norm": "rms"}
     ),
-    "qk_norm_rope_sharded": Call(_qk_norm_rope_sharded, _QK, _ROUNDING | _LAYOUT),
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope, rope_per_pair
-from lightning_videoscale.kernels.qk_norm_rope_sharded import qk_norm_rope_sharded
+from tests.gpu.fuzzing.heads_over_ranks import norm_rope_over_ranks
 from tests.kernels.qk_checks import check_projection_biases, check_tables_of_channels, gradients, random_like, relative
 from tests.kernels.qk_families import FAMILIES as DIFFUSERS
 from tests.kernels.qk_families import HEAD_DIM, HEADS, Family, fused, one_rounding_in_each_of_a_pair, watch
@@ -280,7 +280,7 @@ def test_heads_spread_over_ranks_give_what_all_heads_give(case: Case, dtype: tor
         rope = arguments.options["rope"]
         if case.table_heads:
             rope = tuple(mine(table) for table in rope)
-        y = qk_norm_rope_sharded(
+        y = norm_rope_over_ranks(
             *leaves, widths=widths, sum_over_ranks=sum_over_ranks, rope=rope, rope_layout=case.layout
         )
         return [*y, *torch.autograd.grad(y, leaves, [mine(g) for g in dy])]
@@ -347,7 +347,7 @@ def test_rstd_from_outside_has_no_gradient_without_an_exchange() -> None:
     q, k, *_ = Case().arguments().tensors
     rstd = torch.ones(2, 5, dtype=torch.float64)
     none = (None,) * 6
-    with pytest.raises(NotImplementedError, match="qk_norm_rope_sharded"):
+    with pytest.raises(NotImplementedError, match="gradient_sums"):
         ops.forward(q, k, *none, rstd, rstd, None, None, 1e-6, "rms", False, "half", 0, False, True, "auto")
 
 

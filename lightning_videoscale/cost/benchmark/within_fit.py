@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_videoscale.compat.patching import patch
 
 
 def within_fit(
@@ -22,26 +25,20 @@ def within_fit(
         data: On which; None: on nothing.
         run: Called when all is set up. What fails in a callback's ``on_fit_end`` afterwards is a warning.
     """
-    loop: Any = trainer.fit_loop
     callbacks, loggers = trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
     sanity_steps = trainer.num_sanity_val_steps
     active = [c for c in callbacks if not isinstance(c, Checkpoint)]
-    ends = [(c, "on_fit_end" in vars(c), c.on_fit_end) for c in active]
-    for callback, _, on_fit_end in ends:
-        callback.on_fit_end = partial(_without_training, on_fit_end)
-    trainer.callbacks = active  # type: ignore[attr-defined]
-    trainer.loggers, trainer.num_sanity_val_steps = [], 0
-    loop.run = run
-    try:
-        trainer.fit(module, train_dataloaders=[] if data is None else None, datamodule=data)
-    finally:
-        del loop.run
-        for callback, was_own, on_fit_end in ends:
-            del callback.on_fit_end
-            if was_own:
-                callback.on_fit_end = on_fit_end
-        trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
-        trainer.num_sanity_val_steps = sanity_steps
+    with ExitStack() as undo:
+        for callback in active:
+            undo.callback(patch(callback, "on_fit_end", partial(_without_training, callback.on_fit_end)))
+        undo.callback(patch(trainer.fit_loop, "run", run))
+        trainer.callbacks = active  # type: ignore[attr-defined]
+        trainer.loggers, trainer.num_sanity_val_steps = [], 0
+        try:
+            trainer.fit(module, train_dataloaders=[] if data is None else None, datamodule=data)
+        finally:
+            trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
+            trainer.num_sanity_val_steps = sanity_steps
 
 
 def _without_training(on_fit_end: Callable[..., None], *arguments: Any) -> None:

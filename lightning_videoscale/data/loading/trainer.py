@@ -1,8 +1,8 @@
 """All that the data ask of a Trainer, and all that they change in one.
 
-It says how many micro-batches make a step. What is changed in it: a callback is added where nothing else weighs the
-loss, loaders are made anew every epoch where epochs differ in length, and the loops are told where in the epoch they
-stand and how long it is.
+It says how many micro-batches make a step. What is changed in it: callbacks are added, one that follows the windows of
+an epoch and one where nothing else weighs the loss. Loaders are made anew every epoch where epochs differ in length.
+The loops are told where in the epoch they stand and how long it is.
 
 What counts as trained is what the weights have seen: the optimizer steps since the pass over the epoch began. Lightning
 counts batches too, and ``every_n_train_steps``, a validation, the end of an epoch or an exception leave its counters in
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -28,6 +28,8 @@ from lightning_videoscale.data.loading.loss_weighting import LossWeighting
 from lightning_videoscale.data.loading.progress import Progress
 from lightning_videoscale.data.planning import BucketPlanner
 from lightning_videoscale.topology import ExpectsShapes, topology_of
+
+_Callback = TypeVar("_Callback", bound=pl.Callback)
 
 
 def rank_and_size(trainer: pl.Trainer | None) -> tuple[int, int]:
@@ -78,6 +80,19 @@ def apply_loss_weights(trainer: pl.Trainer) -> None:
             f"{type(trainer.strategy).__name__} does not apply meta.loss_weight; VideoDataModule adds the callback "
             "LossWeighting, which does."
         )
+
+
+def first_callback(trainer: pl.Trainer, kind: type[_Callback]) -> _Callback:
+    """The callback of a kind that a Trainer has; where it has none, one is put before all others.
+
+    Who saves a checkpoint comes after, and finds the same place in the epoch on all ranks.
+    """
+    callbacks = _callbacks(trainer)
+    found = next((callback for callback in callbacks if isinstance(callback, kind)), None)
+    if found is None:
+        found = kind()
+        callbacks.insert(0, found)
+    return found
 
 
 def announce_shapes(trainer: pl.Trainer, sampler: PlannedSampler) -> None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_videoscale.data.loading.consistency import check_same_plan
 from lightning_videoscale.data.loading.data_warnings import warn_of_oversized
 from lightning_videoscale.data.loading.loader import PlannedSampler
-from lightning_videoscale.data.loading.trainer import tell_length
+from lightning_videoscale.data.loading.trainer import first_callback, tell_length
 from lightning_videoscale.data.planning.windows import Window
 
 
@@ -63,9 +63,4 @@ class WindowFollower(pl.Callback):
     @classmethod
     def of(cls, trainer: pl.Trainer) -> WindowFollower:
         """The one of a Trainer, which is added where there is none."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        found = next((callback for callback in callbacks if isinstance(callback, cls)), None)
-        if found is None:
-            found = cls()
-            callbacks.insert(0, found)  # who saves a checkpoint comes after, and finds the same place on all ranks
-        return found
+        return first_callback(trainer, cls)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from lightning_videoscale.cost.spread import compute_cv, cv_step
 from lightning_videoscale.data.planning.batches import Batches
 
 _DECIMALS = 9
@@ -57,8 +59,7 @@ class Arrangement(NamedTuple):
         return all(own <= others for own, others in zip(self._spreads(), other._spreads(), strict=True))
 
     def _spreads(self) -> tuple[float, float]:
-        """Means over the steps of std / mean and of (max - min) / max of the ranks' cost, rounded."""
-        by_rank = self.cost[self.grid].sum(axis=2)
-        spreads = by_rank.std(axis=1) / by_rank.mean(axis=1), np.ptp(by_rank, axis=1) / by_rank.max(axis=1)
-        cost_cv, cv_step = (round(float(spread.mean()), _DECIMALS) for spread in spreads)
-        return cost_cv, cv_step
+        """Means over the steps of Compute CV and of CV_step of the ranks' cost, rounded."""
+        by_rank = torch.from_numpy(self.cost[self.grid].sum(axis=2).T)
+        mean_cv, mean_step = (round(float(spread(by_rank).mean()), _DECIMALS) for spread in (compute_cv, cv_step))
+        return mean_cv, mean_step

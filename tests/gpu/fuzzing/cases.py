@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tests.gpu.fuzzing.heads import HeadCase, HeadVariant
+from tests.gpu.fuzzing.heads import HEAD_OPS, HeadCase, HeadVariant
 from tests.gpu.fuzzing.judge import excess, misfit, run
 from tests.gpu.fuzzing.linears import LinearCase, LinearVariant
 from tests.gpu.fuzzing.rows import RowCase, RowVariant
@@ -35,7 +35,7 @@ _SHARES = {
     "gate_residual": 70,
     "gate_residual_norm_modulate": 90,
     "qk_norm_rope": 80,
-    "qk_norm_rope_sharded": 20,
+    "norm_rope_over_ranks": 20,
     "gelu": 16,
     "gelu_linear": 10,
     "qkv_linear": 9,
@@ -111,7 +111,7 @@ def variants(pool: int, options: Options) -> list[Variant]:
 def _kind(op: str) -> type[RowVariant] | type[HeadVariant] | type[LinearVariant]:
     if op in ("gelu", "gelu_linear", "qkv_linear"):
         return LinearVariant
-    return HeadVariant if op.startswith("qk_") else RowVariant
+    return HeadVariant if op in HEAD_OPS else RowVariant
 
 
 def variant_number(seed: int) -> int:

@@ -1,4 +1,4 @@
-"""Cases of `qk_norm_rope`, and of `qk_norm_rope_sharded` with the other ranks' part played by the oracle."""
+"""Cases of `qk_norm_rope`, and of its ops over ranks with the other ranks' part played by the oracle."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_videoscale.kernels import qk_norm_rope, qk_norm_rope_sharded
+from lightning_videoscale.kernels import qk_norm_rope
 from tests.gpu.fuzzing import head_oracle
+from tests.gpu.fuzzing.heads_over_ranks import norm_rope_over_ranks
 from tests.gpu.fuzzing.judge import Expected, Outcome, wide_dtype
 from tests.gpu.fuzzing.tensors import Tensors
 
-OPS = {f.__name__: f for f in (qk_norm_rope, qk_norm_rope_sharded)}
+HEAD_OPS = {f.__name__: f for f in (qk_norm_rope, norm_rope_over_ranks)}
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class HeadVariant:
         cls, rng: random.Random, op: str, backend: str, pair: tuple[torch.dtype, torch.dtype], elements: int
     ) -> HeadVariant:
         """Draws one whose activations and weights have the two dtypes."""
-        sharded, odd = op == "qk_norm_rope_sharded", backend != "cuda" and rng.random() < 0.25
+        sharded, odd = op == "norm_rope_over_ranks", backend != "cuda" and rng.random() < 0.25
         head_dims = (2, 6, 12, 20, 48, 96) if odd else (8, 16, 32, 64, 128, 128)
         head_dim = rng.choice([d for d in head_dims if d * 8 <= elements])
         k_heads = rng.choice([h for h in (1, 2, 3, 6, 12, 24, 40) if h * head_dim * 8 <= elements])
@@ -191,7 +192,7 @@ class HeadCase:
         """Runs the op."""
         if "sum_over_ranks" in arguments:
             arguments["sum_over_ranks"] = arguments["sum_over_ranks"].again()
-        result: tuple[Tensor, Tensor] = OPS[self.variant.op](**arguments)
+        result: tuple[Tensor, Tensor] = HEAD_OPS[self.variant.op](**arguments)
         return result
 
     def cotangents(self, draw: Tensors) -> tuple[Tensor, ...]:

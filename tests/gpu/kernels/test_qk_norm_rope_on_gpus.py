@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
-from lightning_videoscale.kernels.qk_norm_rope_sharded import qk_norm_rope_sharded
+from tests.gpu.fuzzing.heads_over_ranks import norm_rope_over_ranks
 from tests.kernels.qk_checks import (
     check_accuracy,
     check_parts,
@@ -166,16 +166,16 @@ def test_cross_attention_of_unequal_lengths(backend: str) -> None:
 
 
 @BACKENDS
-def test_sharded_alone_is_the_whole(backend: str) -> None:
+def test_one_rank_with_all_heads_is_the_whole(backend: str) -> None:
     arguments = at_size(Case(), 64, 4, 130).arguments(torch.bfloat16, device="cuda")
     whole = gradients(qk_norm_rope, Arguments(arguments.tensors, arguments.options | {"backend": backend}))
 
-    def sharded(*tensors: torch.Tensor | None, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return qk_norm_rope_sharded(  # type: ignore[misc]
+    def over_ranks(*tensors: torch.Tensor | None, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm_rope_over_ranks(  # type: ignore[misc]
             *tensors[:4], widths=(256, 256), sum_over_ranks=torch.clone, rope=options["rope"], backend=backend
         )
 
-    for value, expected in zip(gradients(sharded, arguments), whole, strict=True):
+    for value, expected in zip(gradients(over_ranks, arguments), whole, strict=True):
         assert relative(value, expected.double()) < 2**-8
 
 

@@ -1,8 +1,7 @@
-"""`qk_norm_rope` where every token's heads are spread over ranks: RMS over all heads needs two small sums of others.
+"""The ops for tokens whose heads are spread over ranks, put together as the schedules of the exchange do, and checked.
 
-After a projection that gave this rank only some heads of each token (sequence parallelism by heads), forward lacks the
-sum of squares of the others, and backward their part of the sum of dx̂ · x̂: one float32 each per token of q and k.
-Everything else is local. What sums over ranks is the caller's: `sum_over_ranks` gets one tensor per direction.
+RMS over all heads of a token lacks the sum of squares of the others' heads in forward, and their part of the sum of
+dx̂ · x̂ in backward: one float32 each per token of q and k. Everything else is local.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.kernels import qk_norm_rope_ops as ops
-from lightning_videoscale.kernels.arguments import check_tensors
-from lightning_videoscale.kernels.autograd import refuse_forward_mode
 from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.head_types import HeadRounding, RopeLayout
-from lightning_videoscale.kernels.qk_norm_rope import check_parameters, check_settings, check_sides, rope_tables
+from lightning_videoscale.kernels.qk_norm_rope import check_parameters, check_sides, rope_tables
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
 
-def qk_norm_rope_sharded(
+def norm_rope_over_ranks(
     q: Tensor,
     k: Tensor,
     q_weight: Tensor | None = None,
@@ -38,9 +35,7 @@ def qk_norm_rope_sharded(
     rounding: HeadRounding = "fp32_once",
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """RMS over all heads of q and k, of which this rank has some, then RoPE.
-
-    The gradients of the weights are those of this rank's channels and tokens.
+    """RMS over all heads of q and k, of which this rank has some, then RoPE; else as `qk_norm_rope`.
 
     Args:
         q: (B, S, H, Dh), this rank's heads.
@@ -49,37 +44,26 @@ def qk_norm_rope_sharded(
         k_weight: (H_k·Dh,), this rank's slice; or None. Both or neither.
         widths: Channels of q and of k over all ranks.
         sum_over_ranks: The sum over the ranks that share the tokens, of (B·S + B·S_k,) float32 (float64 beside
-            float64). Called once in forward and once in backward, on every rank; must return a new tensor.
+            float64). Called once in forward and once in backward; must return a new tensor.
         eps: As in `qk_norm_rope`.
         rope: As in `qk_norm_rope`; tables that differ by head are those of this rank's heads.
         rope_layout: As in `qk_norm_rope`.
         rope_start: As in `qk_norm_rope`.
         rounding: As in `qk_norm_rope`.
         backend: As in `qk_norm_rope`.
-
-    Returns:
-        New contiguous tensors of q's and k's shape and dtype.
-
-    Raises:
-        TypeError: As `qk_norm_rope`.
-        ValueError: Likewise.
-        NotImplementedError: Likewise.
     """
-    check_tensors(q=q, k=k, q_weight=q_weight, k_weight=k_weight)
-    check_settings("rms", rope_layout, rounding)
     check_sides(q, k)
     check_parameters(q, k, "rms", False, q_weight, k_weight, None, None)
     cos, sin = (None, None) if rope is None else rope_tables(q, k, *rope, rope_start)
-    refuse_forward_mode("qk_norm_rope_sharded", q, k, q_weight, k_weight, cos, sin)
     round_x_hat = rounding == "eager" and q_weight is not None and q_weight.dtype is q.dtype
     variant = ("rms", False, rope_layout, rope_start, round_x_hat, rounding != "at_end", backend)
-    outputs: tuple[Tensor, Tensor] = _Sharded.apply(  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, Tensor] = _OverRanks.apply(  # type: ignore[no-untyped-call]
         q, k, q_weight, k_weight, cos, sin, widths, sum_over_ranks, eps, variant
     )
     return outputs
 
 
-class _Sharded(torch.autograd.Function):
+class _OverRanks(torch.autograd.Function):
     """The two ops of each direction with the exchange between them."""
 
     @staticmethod
@@ -107,9 +91,8 @@ class _Sharded(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd = ctx.saved_tensors
         _, _, layout, start, *_, backend = ctx.variant
-        with torch.no_grad():  # it is `ops.backward` that refuses a second derivative
-            sums = ops.gradient_sums(dq, dk, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, layout, start, backend)
-            means = _exchanged(sums, ctx.widths, ctx.sum_over_ranks)
+        sums = ops.gradient_sums(dq, dk, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, layout, start, backend)
+        means = _exchanged(sums, ctx.widths, ctx.sum_over_ranks)
         none = q_rstd.new_empty(0)
         gradients = ops.backward(
             dq, dk, q, k, q_weight, k_weight, None, None, cos, sin, none, none, q_rstd, k_rstd, *means, *ctx.variant,
