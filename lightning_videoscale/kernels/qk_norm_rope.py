@@ -94,7 +94,7 @@ def qk_norm_rope(
         rounding: "fp32_once" rounds the norm's result once, and y; "eager" also rounds x · rstd, when the weight is no
             wider than x, as diffusers' own ``RMSNorm`` does, where LayerNorm knows no difference; "at_end" rounds y
             alone. Float32 knows no difference at all.
-        backend: "auto", or "cuda", "triton" or "reference", which then run or raise; see `choose_backend`.
+        backend: "auto", or "cuda", "triton" or "reference", which then run or raise; see `kernels.backend.choose`.
 
     Returns:
         New contiguous tensors of q's and k's shape and dtype.
