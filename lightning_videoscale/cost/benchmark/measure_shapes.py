@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_videoscale.compat.names import installed_version
-from lightning_videoscale.cost.benchmark.grid import Batch, Cell, SyntheticBatches
+from lightning_videoscale.cost.benchmark.grid import Cell, SyntheticBatches, TrainingBatch
 from lightning_videoscale.cost.benchmark.growing_matrix import GrowingMatrix
 from lightning_videoscale.cost.benchmark.ranks import Ranks
 from lightning_videoscale.cost.benchmark.trainer_steps import RealSteps, real_steps
@@ -148,7 +148,9 @@ def all_by_graph(before: Mapping[str, int], after: Mapping[str, int]) -> bool:
     return replayed > 0 and not any(others)
 
 
-def _first_step(steps: RealSteps, ranks: Ranks, cell: Cell, batches: SyntheticBatches) -> tuple[Batch, float] | None:
+def _first_step(
+    steps: RealSteps, ranks: Ranks, cell: Cell, batches: SyntheticBatches
+) -> tuple[TrainingBatch, float] | None:
     """The batch of a cell and the seconds of a step on it; None if any rank has no memory for either."""
     full = f"out of memory at {cell.samples} samples of {cell.sequence_length} tokens"
     batch = steps.make(batches, cell)

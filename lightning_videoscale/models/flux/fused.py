@@ -35,7 +35,7 @@ from lightning_videoscale.injection.norms import (
     RMS_NORM,
     TRIED,
 )
-from lightning_videoscale.injection.parts import Kind, Part
+from lightning_videoscale.injection.parts import KnownClass, Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
 from lightning_videoscale.injection.side_by_side import side_by_side
 
@@ -161,7 +161,7 @@ def attended(attn: Any, y: Tensor, **named: Any) -> Tensor:
     return output
 
 
-def double_block(class_path: str, forward: Any, known: str, norm: Kind) -> FusedBlock:
+def double_block(class_path: str, forward: Any, known: str, norm: KnownClass) -> FusedBlock:
     """Returns the replacement of blocks of two streams."""
     return FusedBlock(
         class_path=class_path,
@@ -181,7 +181,7 @@ def double_block(class_path: str, forward: Any, known: str, norm: Kind) -> Fused
     )
 
 
-def single_block(class_path: str, forward: Any, known: str, norm: Kind) -> FusedBlock:
+def single_block(class_path: str, forward: Any, known: str, norm: KnownClass) -> FusedBlock:
     """Returns the replacement of blocks of one stream."""
     return FusedBlock(
         class_path=class_path,
