@@ -162,9 +162,9 @@ class SequenceParallelMixin(
         self._ends.look(store)
 
     @override
-    def _meet_at_end_of_epoch(self) -> None:
+    def _wait_at_end_of_epoch(self) -> None:
         if self._watch is not None:
-            self._ends.meet(self._watch.store, timeout_of(self) or default_pg_timeout)
+            self._ends.wait_for_all(self._watch.store, timeout_of(self) or default_pg_timeout)
 
     def _place(self) -> str:
         """Where this rank is in the run, for messages to other ranks."""

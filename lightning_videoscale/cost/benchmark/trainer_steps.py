@@ -41,8 +41,8 @@ class RealSteps:
         self._index = (0,) if takes_index else ()
 
     @property
-    def meet_inside(self) -> bool:
-        """Whether ranks meet within a step that does not reduce gradients, so that one alone must not leave it."""
+    def exchanges_inside(self) -> bool:
+        """Whether a step that does not reduce gradients has collectives, so that no rank alone must leave it."""
         if self._trainer.world_size == 1:
             return False
         is_replicated = isinstance(self._trainer.strategy.model, DistributedDataParallel)
