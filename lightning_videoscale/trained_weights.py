@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 AVERAGES = "averages"
 """The entry of a checkpoint that holds averaged weights by name."""
 
-Shares = Mapping[str, Tensor]
+LocalValues = Mapping[str, Tensor]
 """One value for every element that this rank keeps of what is trained, under keys that stay the same in a run."""
 
 
@@ -29,14 +29,14 @@ class TrainedWeights(Protocol):
     def shares(self) -> dict[str, Tensor]:
         """Returns what the optimizer updates, no copies: shards, float32 masters, or whole parameters; local."""
 
-    def show(self, shares: Shares) -> Callable[[], None]:
+    def show(self, shares: LocalValues) -> Callable[[], None]:
         """Lets the network compute with other values until the returned function is called.
 
         Collective over all ranks; the returned function is local, so that a rank that fails can call it. Meanwhile
         `shares` goes on to return what is trained.
         """
 
-    def to_names(self, shares: Shares) -> dict[str, Tensor]:
+    def to_names(self, shares: LocalValues) -> dict[str, Tensor]:
         """Returns values by parameter name, as this rank writes them to a checkpoint; collective over all ranks."""
 
     def from_names(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -96,14 +96,14 @@ class ParameterWeights:
         return {name: self._own.get(name, _local(value)) for name, value in self._trained().items()}
 
     @torch.no_grad()
-    def show(self, shares: Shares) -> Callable[[], None]:
+    def show(self, shares: LocalValues) -> Callable[[], None]:
         """See `TrainedWeights`; takes memory for what it replaces."""
         held = {name: _local(value) for name, value in self._trained().items() if name in shares}
         self._own = {name: value.clone() for name, value in held.items()}
         self._fill(shares)
         return self._show_own
 
-    def to_names(self, shares: Shares) -> dict[str, Tensor]:
+    def to_names(self, shares: LocalValues) -> dict[str, Tensor]:
         """See `TrainedWeights`."""
         parameters, aliases = dict(self._module.named_parameters()), self._aliases()
         return {
@@ -149,7 +149,7 @@ class ParameterWeights:
         self._fill(self._own)
         self._own = {}
 
-    def _fill(self, shares: Shares) -> None:
+    def _fill(self, shares: LocalValues) -> None:
         for name, parameter in self._trained().items():
             if name in shares:
                 _local(parameter).copy_(shares[name])

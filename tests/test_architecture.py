@@ -131,16 +131,55 @@ def test_no_folder_holds_too_many_files(home: str) -> None:
     assert not {folder: count for folder, count in counts.items() if count > MOST_FILES}, "divide by what things are"
 
 
-def test_a_class_name_has_one_meaning() -> None:
+def type_names(source: str) -> Iterator[str]:
+    """The classes that a file defines, and the aliases of types at its top, also those for type checkers."""
+    tree = ast.parse(source)
+    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    yield from aliases(tree.body)
+
+
+def aliases(lines: list[ast.stmt]) -> Iterator[str]:
+    """The names that stand for other types: for generic ones with arguments, unions and what is marked as an alias."""
+    for line in lines:
+        if isinstance(line, (ast.If, ast.Try)):
+            yield from aliases([*line.body, *line.orelse])
+        elif isinstance(line, ast.Assign) and isinstance(line.value, (ast.Subscript, ast.BinOp)):
+            yield from filter(is_capitalised, map(ast.unparse, line.targets))
+        elif isinstance(line, ast.AnnAssign) and ast.unparse(line.annotation).endswith("TypeAlias"):
+            yield ast.unparse(line.target)
+
+
+def is_capitalised(name: str) -> bool:
+    """Whether a name is written as those of types are."""
+    return re.fullmatch(r"_*[A-Z]\w*", name) is not None and not name.isupper()
+
+
+def test_the_name_of_a_type_has_one_meaning() -> None:
     files = [file for room in rooms() for file in files_of(room)]
-    classes = [
-        (node.name, file.name)
-        for file in files
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ClassDef)
-    ]
-    counts = Counter(name for name, _ in classes)
-    assert not [(name, file) for name, file in classes if counts[name] > 1], "name each by what it is"
+    names = [(name, file.name) for file in files for name in type_names(file.read_text())]
+    counts = Counter(name for name, _ in names)
+    assert not [(name, file) for name, file in names if counts[name] > 1], "name each by what it is"
+
+
+def test_names_of_types_are_found() -> None:
+    source = """
+class Class:
+    class Inner: ...
+Shape = tuple[int, int]
+_Run = Callable[[], None]
+Size = int | None
+Named: TypeAlias = Size
+if TYPE_CHECKING:
+    Checked = Mapping[str, int]
+else:
+    Checked = dict
+SIZES, first = SHAPES[0], [1][0]
+SIZE = SIZES[0]
+_Value = TypeVar("_Value")
+def function():
+    Local = tuple[int]
+"""
+    assert sorted(type_names(source)) == ["Checked", "Class", "Inner", "Named", "Shape", "Size", "_Run"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -87,6 +87,17 @@ def inherited_names(module: str, name: str) -> frozenset[str]:
     return frozenset().union(*map(private_names_of, theirs)) if theirs else frozenset()
 
 
+def is_foreign(name: str, ours: Set[str]) -> bool:
+    return name not in ours or name in known_names()
+
+
+def formatted_names(string: ast.JoinedStr) -> Iterator[str]:
+    """The private names that follow a dot in the fixed parts of an f-string."""
+    for part in string.values:
+        if isinstance(part, ast.Constant):
+            yield from re.findall(r"\.(_[A-Za-z]\w*)", str(part.value))
+
+
 def touched(source: str, ours: Iterable[str], module: str | None = None) -> list[str]:
     """The private names of others in a file, with their lines.
 
@@ -112,15 +123,17 @@ def touched(source: str, ours: Iterable[str], module: str | None = None) -> list
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_self(node.value):
             of_another = isinstance(node.value, ast.Name) and node.value.id in others
-            if not of_another and (node.attr not in ours or node.attr in known_names()):
+            if not of_another and is_foreign(node.attr, ours):
                 found.append((node.lineno, ast.unparse(node)))
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in ours:
             found.append((node.lineno, ast.unparse(node)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
             text = node.value
-            is_name = re.fullmatch(r"_[A-Za-z]\w*", text) and (text not in ours or text in known_names())
+            is_name = re.fullmatch(r"_[A-Za-z]\w*", text) and is_foreign(text, ours)
             if is_name or re.search(rf"\b({'|'.join(THEIRS)})(\.\w+)*\._[a-z]|\[_\w+\]", text):
                 found.append((node.lineno, repr(text)))
+        elif isinstance(node, ast.JoinedStr):
+            found += [(node.lineno, f"'.{name}'") for name in formatted_names(node) if is_foreign(name, ours)]
         elif isinstance(node, ast.ClassDef) and module is not None and node in tree.body:
             inherited = inherited_names(module, node.name)
             used = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and is_self(n.value)}
@@ -156,6 +169,8 @@ def test_no_private_name_of_another_package(file: str) -> None:
         ("getattr(model, '_cp_plan', None)", ["1: '_cp_plan'"]),
         ("{**vars(module), '_modules': None}", ["1: '_modules'"]),
         ("name = 'torch.nn._reduction'", ["1: 'torch.nn._reduction'"]),
+        ("path = f'{home}._get_projections'", ["1: '._get_projections'"]),
+        ("def _own(): ...\npath = f'{home}._own'", []),
         ("object.__setattr__(loader, 'sampler', x)", ["1: object.__setattr__(loader, 'sampler', x)"]),
         ("m.log = f  # type: ignore[method-assign]", ["1: m.log = f  # type: ignore[method-assign]"]),
         ("import os\nos._exit(1)", []),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_videoscale.kernels.cuda import qk_norm_rope as cuda
 from lightning_videoscale.kernels.cuda.head_kernels import HeadKernels
-from lightning_videoscale.kernels.cuda.head_tuning import Direction
+from lightning_videoscale.kernels.cuda.row_variant import Direction
 from lightning_videoscale.kernels.head_types import HeadOp, HeadVariant, Rotation, Side, variant_of
 from lightning_videoscale.kernels.reference import qk_norm_rope as reference
 

@@ -28,7 +28,8 @@ from benchmarks.kernels.qk_cases import Clock, Problem, exact, largest_error, ru
 from benchmarks.kernels.row_cases import poison
 from benchmarks.kernels.sweep_rows import Watchdog, compile_one
 from lightning_videoscale.kernels.cuda.head_kernels import HeadKernels, constants, stage_bytes, together, vectors
-from lightning_videoscale.kernels.cuda.head_tuning import Direction, HeadTuning, tuning_for
+from lightning_videoscale.kernels.cuda.head_tuning import HeadTuning, tuning_for
+from lightning_videoscale.kernels.cuda.row_variant import Direction
 from lightning_videoscale.kernels.cuda.toolkit import CudaUnavailableError
 from lightning_videoscale.kernels.head_types import HeadOp, HeadVariant
 

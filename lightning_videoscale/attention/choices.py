@@ -25,7 +25,7 @@ from lightning_videoscale.attention.kernel import AttentionKernel
 from lightning_videoscale.attention.measuring import Measuring
 from lightning_videoscale.attention.names import AttentionBackend
 from lightning_videoscale.attention.op import register
-from lightning_videoscale.attention.records import SDPA, Record, RecordFile, slowest_of_ranks
+from lightning_videoscale.attention.records import SDPA, AttentionRecord, RecordFile, slowest_of_ranks
 from lightning_videoscale.compat.torch.attention import sdpa_choice
 from lightning_videoscale.ranks import gather_over_ranks, of_first_rank, rank_in_world
 
@@ -77,7 +77,7 @@ class AttentionChoices:
         self.version = 0
         self.log = log
         self._candidates, self._folder = candidates, folder
-        self._records: dict[AttentionKey, Record] = {}
+        self._records: dict[AttentionKey, AttentionRecord] = {}
         self._wanted: set[AttentionKey] = set()
         self._calls_per_shape = _LAYERS * MICRO_BATCHES_PER_SHAPE
         self._names_of_calls: dict[tuple[Any, ...], str] = {}

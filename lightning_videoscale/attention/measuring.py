@@ -14,8 +14,8 @@ from lightning_videoscale.attention.backends import KERNELS
 from lightning_videoscale.attention.case import AttentionCase, AttentionKey, case_of
 from lightning_videoscale.attention.differentiable import attend_differentiably
 from lightning_videoscale.attention.kernel import AttentionKernel
-from lightning_videoscale.attention.records import SDPA, Record
-from lightning_videoscale.attention.trial import Run, check, exact_enough, start, time_in_turns
+from lightning_videoscale.attention.records import SDPA, AttentionRecord
+from lightning_videoscale.attention.trial import AttentionFunction, check, exact_enough, start, time_in_turns
 
 
 class Measuring:
@@ -30,7 +30,7 @@ class Measuring:
         self._errors: dict[tuple[Any, ...], tuple[float, ...] | str] = {}
         self._started: set[tuple[Any, ...]] = set()
 
-    def measure(self, key: AttentionKey, names: Iterable[str], device: torch.device) -> Record:
+    def measure(self, key: AttentionKey, names: Iterable[str], device: torch.device) -> AttentionRecord:
         """Returns what was measured of a kind of call.
 
         Args:
@@ -40,7 +40,9 @@ class Measuring:
         """
         case = case_of(key, device)
         pick = kernel_of_torch(case)
-        runs: dict[str, Run] = {SDPA: partial(attend_differentiably, pick) if case.with_lse else torch_attention}
+        runs: dict[str, AttentionFunction] = {
+            SDPA: partial(attend_differentiably, pick) if case.with_lse else torch_attention
+        }
         reasons: dict[str, str] = {}
         for name in names:
             reason = KERNELS[name].objection(case)
@@ -55,16 +57,16 @@ class Measuring:
         for name, run in runs.items():
             self._start(name, run, case)
         timings, others, late = time_in_turns(runs, case, self._seconds)
-        return Record(timings, reasons | others, tuple(late))
+        return AttentionRecord(timings, reasons | others, tuple(late))
 
-    def _start(self, name: str, run: Run, case: AttentionCase) -> None:
+    def _start(self, name: str, run: AttentionFunction, case: AttentionCase) -> None:
         """Has a kernel do what it does once in a process; what it raises, it will raise again when it is timed."""
         if (kind := _kind(name, case)) not in self._started:
             self._started.add(kind)
             with suppress(Exception):
                 start(run, case)
 
-    def _inexact(self, kernel: AttentionKernel, case: AttentionCase, of_torch: Run) -> str | None:
+    def _inexact(self, kernel: AttentionKernel, case: AttentionCase, of_torch: AttentionFunction) -> str | None:
         """Why a kernel does not compute what it should, or None if it does."""
         torch_errors = self._errors_of(SDPA, of_torch, case)
         errors = self._errors_of(kernel.name, partial(attend_differentiably, kernel), case)
@@ -75,7 +77,7 @@ class Measuring:
         listed = (" / ".join(f"{error:.2e}" for error in each) for each in (errors, torch_errors))
         return "errors of output, dq, dk, dv are {}, and those of torch's own pick {}".format(*listed)
 
-    def _errors_of(self, name: str, run: Run, case: AttentionCase) -> tuple[float, ...] | str:
+    def _errors_of(self, name: str, run: AttentionFunction, case: AttentionCase) -> tuple[float, ...] | str:
         kind = _kind(name, case)
         if kind not in self._errors:
             try:

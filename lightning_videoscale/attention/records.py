@@ -19,7 +19,7 @@ SDPA = "sdpa"
 _WORTH = 0.99  # times as long as torch's own pick, at most: less is within the spread of the measurement
 
 
-class Record(NamedTuple):
+class AttentionRecord(NamedTuple):
     """What was measured of a kind of call.
 
     Attributes:
@@ -42,7 +42,7 @@ class Record(NamedTuple):
         best = min(self.timings, key=lambda name: (cost(name), name))
         return best if cost(best) <= _WORTH * cost(SDPA) else SDPA
 
-    def after(self, earlier: Record | None) -> Record:
+    def after(self, earlier: AttentionRecord | None) -> AttentionRecord:
         """Returns an earlier record with what was late in it as it is here; this one without an earlier record."""
         if earlier is None:
             return self
@@ -50,7 +50,7 @@ class Record(NamedTuple):
         pace = earlier.timings[SDPA].steady / self.timings[SDPA].steady
         mine = {name: Timing(t.steady * pace, t.first) for name, t in self.timings.items() if name != SDPA}
         reasons = {name: reason for name, reason in earlier.reasons.items() if name not in earlier.late}
-        return Record(earlier.timings | mine, reasons | self.reasons, self.late)
+        return AttentionRecord(earlier.timings | mine, reasons | self.reasons, self.late)
 
     def describe(self, choice: str) -> str:
         """Such as "flash_attn_4, 1.12 x sdpa (sdpa 20.1 ms, flash_attn_4 18.0 ms; flash: 31.2 ms, 1.6 x)"."""
@@ -62,7 +62,7 @@ class Record(NamedTuple):
         return f"{what} ({'; '.join([', '.join(times), *left_out])})"
 
 
-def slowest_of_ranks(every: Iterable[Record]) -> Record:
+def slowest_of_ranks(every: Iterable[AttentionRecord]) -> AttentionRecord:
     """Returns what holds for all ranks: the longest times, of what all of them have measured."""
     first, *others = every
     reasons = {name: reason for record in (first, *others) for name, reason in record.reasons.items()}
@@ -74,10 +74,10 @@ def slowest_of_ranks(every: Iterable[Record]) -> Record:
     reasons = {name: reason for name, reason in reasons.items() if name not in timings}
     # On one rank in time and on another late is late; wrong on one of them is out.
     late = [name for name in reasons if all(name in (*record.timings, *record.late) for record in (first, *others))]
-    return Record(timings, reasons, tuple(late))
+    return AttentionRecord(timings, reasons, tuple(late))
 
 
-class RecordFile(MeasurementFile[AttentionKey, Record]):
+class RecordFile(MeasurementFile[AttentionKey, AttentionRecord]):
     """The records of a device and these versions, on disk."""
 
     def __init__(self, device_name: str, folder: Path | None = None) -> None:
@@ -85,13 +85,13 @@ class RecordFile(MeasurementFile[AttentionKey, Record]):
         super().__init__("attention", {"device": device_name, **versions_of_torch(), **packages}, folder)
 
     @override
-    def from_row(self, row: Mapping[str, Any]) -> tuple[AttentionKey, Record]:
+    def from_row(self, row: Mapping[str, Any]) -> tuple[AttentionKey, AttentionRecord]:
         timings = {str(name): Timing(*map(float, timing)) for name, timing in row["timings"].items()}
         if SDPA not in timings:
             raise ValueError(f"a record lacks {SDPA}")
         reasons = {str(name): str(reason) for name, reason in row["reasons"].items()}
-        return AttentionKey(*row["key"]), Record(timings, reasons, tuple(map(str, row["late"])))
+        return AttentionKey(*row["key"]), AttentionRecord(timings, reasons, tuple(map(str, row["late"])))
 
     @override
-    def to_row(self, record: Record) -> Mapping[str, Any]:
+    def to_row(self, record: AttentionRecord) -> Mapping[str, Any]:
         return record._asdict()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_videoscale.attention.case import AttentionCase
 
-Run = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 """Attention of (B, H, S, D) tensors with a scale and a mask (B, K), differentiable."""
 
 LARGEST_ERROR = 1.05
@@ -72,7 +72,7 @@ class Problem(NamedTuple):
             mask[:, 0] = True
         return cls(query, key, value, case.head_dim**-0.5, mask, cotangent)
 
-    def solve(self, run: Run) -> tuple[Tensor, ...]:
+    def solve(self, run: AttentionFunction) -> tuple[Tensor, ...]:
         """Returns the output and the gradients of query, key and value."""
         inputs = [x.detach().requires_grad_() for x in (self.query, self.key, self.value)]
         with torch.enable_grad():
@@ -97,7 +97,7 @@ def _formula(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tens
     return logits.softmax(-1) @ value
 
 
-def check(run: Run, case: AttentionCase) -> tuple[float, ...]:
+def check(run: AttentionFunction, case: AttentionCase) -> tuple[float, ...]:
     """Returns the relative errors of output and gradients, the largest of several runs, at lengths of its own."""
     problem = Problem.random(replace(case, rows=6, queries=333, keys=517), batch=2)
     exact = problem.exact()
@@ -114,7 +114,7 @@ def exact_enough(errors: tuple[float, ...], of_torch: tuple[float, ...]) -> bool
     return all(mine <= LARGEST_ERROR * theirs for mine, theirs in zip(errors, of_torch, strict=True))
 
 
-def start(run: Run, case: AttentionCase) -> None:
+def start(run: AttentionFunction, case: AttentionCase) -> None:
     """Runs a kernel at lengths beside those of a call, one that tiles divide and one that they do not.
 
     cuDNN loads libraries and compiles for seconds the first time, and a part of it only for lengths of one of these
@@ -128,7 +128,7 @@ def start(run: Run, case: AttentionCase) -> None:
 
 
 def time_in_turns(
-    runs: Mapping[str, Run], case: AttentionCase, seconds: float
+    runs: Mapping[str, AttentionFunction], case: AttentionCase, seconds: float
 ) -> tuple[dict[str, Timing], dict[str, str], list[str]]:
     """Times kernels on one problem, at lengths at which a pass is short.
 
@@ -190,7 +190,9 @@ def shortened(case: AttentionCase) -> AttentionCase:
     return replace(case, queries=max(1, int(case.queries * factor)), keys=max(1, int(case.keys * factor)))
 
 
-def _timed(problem: Problem, run: Run, passes: int, device: torch.device) -> tuple[float, tuple[Tensor, ...]]:
+def _timed(
+    problem: Problem, run: AttentionFunction, passes: int, device: torch.device
+) -> tuple[float, tuple[Tensor, ...]]:
     """Seconds of a pass, and its results."""
     wait_for(device)
     begin = time.perf_counter()

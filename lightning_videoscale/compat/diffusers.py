@@ -60,6 +60,17 @@ def modulation_method() -> str:
     return "_modulate"
 
 
+def projection_functions(module: str) -> tuple[str, str]:
+    """Returns the paths of the functions that make queries, keys and values in a module of Flux's models.
+
+    Processors of Flux.1 and Flux.2 call the first, and it the second; nothing public returns what they make.
+
+    Args:
+        module: The dotted name of the module that has them.
+    """
+    return f"{module}._get_qkv_projections", f"{module}._get_projections"
+
+
 def chunk_of_feed_forward(block: Any) -> int | None:
     """How many tokens a block of SD3 feeds forward at once, which ``enable_forward_chunking`` sets; None: all."""
     size: int | None = block._chunk_size

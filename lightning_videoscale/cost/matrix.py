@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from lightning_videoscale.cost.measurement import Measurement
 
-Outcome = Literal["measured", "out_of_memory", "not_tried"]
+RowOutcome = Literal["measured", "out_of_memory", "not_tried"]
 """``not_tried``: the peaks of smaller micro-batches say that it does not fit, and a rank that runs out of memory would
 leave the others waiting in a collective."""
 
@@ -42,7 +42,7 @@ class MatrixRow:
     width: int
     samples: int
     sequence_length: int
-    outcome: Outcome = "measured"
+    outcome: RowOutcome = "measured"
     seconds: float | None = None
     spread: float | None = None
     wait_seconds: float | None = None

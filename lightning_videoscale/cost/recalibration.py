@@ -51,7 +51,7 @@ _SHAPES_FOR_A_LINE = 3
 _RESERVE = 0.08  # of the memory; the allocator's gaps need some
 
 
-class Outcome(NamedTuple):
+class RecalibrationOutcome(NamedTuple):
     """What a window led to.
 
     Attributes:
@@ -113,7 +113,7 @@ class Recalibration:
         observations: Sequence[Measurement],
         peaks: Mapping[int, float] | None = None,
         capacity: float | None = None,
-    ) -> Outcome:
+    ) -> RecalibrationOutcome:
         """Takes in a window, and says what is to hold from now on.
 
         Args:
@@ -144,7 +144,9 @@ class Recalibration:
         if slow:
             reasons.append(f"slow, and no reason to change costs: data-parallel rank {', '.join(slow)}")
         changed = self.calibration != now
-        return Outcome(self.calibration, changed, "; ".join(reasons) or "within the tolerance of what holds")
+        return RecalibrationOutcome(
+            self.calibration, changed, "; ".join(reasons) or "within the tolerance of what holds"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that the next update depends on, as plain numbers."""

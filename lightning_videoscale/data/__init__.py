@@ -1,6 +1,6 @@
 """From tar shards to balanced batches.
 
-- `planning/`: which samples meet in which micro-batch, on which data-parallel rank, in which step. Pure.
+- `planning/`: which samples form which micro-batch, on which data-parallel rank, in which step. Pure.
 - `shards/`: where the samples lie, what they are, and how their bytes become tensors.
 - `packing/`: a folder of videos and captions into shards.
 - `encoding/`: pixels to latents and captions to embeddings, beforehand or while training.

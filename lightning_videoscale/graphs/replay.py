@@ -24,7 +24,7 @@ class Tenancy:
     """Whose activations lie in the pool: those of one pass at a time, until its backward is over or it is let go."""
 
     def __init__(self) -> None:
-        self._tenant: weakref.ref[Run] | None = None
+        self._tenant: weakref.ref[Replay] | None = None
 
     @property
     def is_taken(self) -> bool:
@@ -32,16 +32,16 @@ class Tenancy:
         run = None if self._tenant is None else self._tenant()
         return run is not None and not run.is_over
 
-    def take(self, run: Run) -> None:
+    def take(self, run: Replay) -> None:
         """Gives the pool to a pass."""
         self._tenant = weakref.ref(run)
 
-    def is_held_by(self, run: Run) -> bool:
+    def is_held_by(self, run: Replay) -> bool:
         """Whether nothing has taken the pool since."""
         return self._tenant is not None and self._tenant() is run
 
 
-class Run:
+class Replay:
     """One replay of a pass; lives as long as something may go backward through it."""
 
     def __init__(self, captured: CapturedPass, tenancy: Tenancy) -> None:
@@ -71,7 +71,7 @@ def replay(captured: CapturedPass, tensors: Sequence[Tensor], tenancy: Tenancy) 
     """Computes a pass by its graphs, of the arguments' tensors; returns what the network returns."""
     for static, x in zip(captured.inputs, tensors, strict=True):
         static.copy_(x.detach())
-    run = Run(captured, tenancy)
+    run = Replay(captured, tenancy)
     captured.forward.replay()
     if not captured.segments:
         run.is_over = True
@@ -85,7 +85,7 @@ def replay(captured: CapturedPass, tensors: Sequence[Tensor], tenancy: Tenancy) 
     return tree_unflatten(outputs, captured.structure)
 
 
-def _tie(run: Run, number: int, tie: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+def _tie(run: Replay, number: int, tie: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     parameters = run.captured.segments[number].parameters
     tied: Tensor = _Segment.apply(run, number, tie, *inputs, *parameters)  # type: ignore[no-untyped-call]
     return tied
@@ -93,14 +93,14 @@ def _tie(run: Run, number: int, tie: Tensor, inputs: Sequence[Tensor]) -> Tensor
 
 class _Segment(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, number: int, tie: Tensor, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, run: Replay, number: int, tie: Tensor, *_: Tensor) -> Tensor:
         ctx.run, ctx.number, ctx.returns = run, number, "whole"
         return torch.empty_like(tie)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, tie: Tensor) -> tuple[Any, ...]:
-        run: Run = ctx.run
+        run: Replay = ctx.run
         gradients = run.backward(ctx.number)
         parameters = run.captured.segments[ctx.number].parameters
         are_returned = bool(parameters) and not adds_to_gradient(parameters[0])
@@ -112,7 +112,7 @@ class _Segment(torch.autograd.Function):
 
 class _Outputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, tie: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Replay, tie: Tensor) -> tuple[Tensor, ...]:
         # `auxiliary_loss.check_loss` looks for it: a network's output is the same on all ranks that share a sequence.
         ctx.run, ctx.tie, ctx.returns = run, tie.detach(), "whole"
         ctx.set_materialize_grads(False)

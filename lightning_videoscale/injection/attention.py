@@ -30,7 +30,7 @@ from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock, original_forward, unfused
 from lightning_videoscale.injection.methods import difference, replacement_of, source_hash
 from lightning_videoscale.injection.norms import TRIED, of_norm
-from lightning_videoscale.injection.parts import Kind
+from lightning_videoscale.injection.parts import KnownClass
 from lightning_videoscale.kernels import qk_norm_rope, qkv_linear, rope_per_pair
 from lightning_videoscale.kernels.autograd import under_autocast
 from lightning_videoscale.kernels.head_types import HeadRounding, RopeLayout, wide_dtype
@@ -64,7 +64,7 @@ class Processor:
 
     class_path: str
     known_calls: Mapping[str, str] = field(hash=False)
-    norms: tuple[Kind, ...]
+    norms: tuple[KnownClass, ...]
     helpers: Mapping[str, str] = field(hash=False)
     pairs: tuple[tuple[str, str], ...] = _PAIRS
 
@@ -337,7 +337,7 @@ def expanded_mask(attn: Any, mask: Tensor | None, tokens: Tensor) -> Tensor | No
     return mask.view(batch_size, attn.heads, -1, mask.shape[-1])
 
 
-def _changed_pair(attn: Any, names: tuple[str, str], kinds: tuple[Kind, ...]) -> str | None:
+def _changed_pair(attn: Any, names: tuple[str, str], kinds: tuple[KnownClass, ...]) -> str | None:
     norm_q: Any = getattr(attn, names[0], None)
     norm_k: Any = getattr(attn, names[1], None)
     if norm_q is None and norm_k is None:

@@ -137,7 +137,7 @@ def _refusal(module: nn.Module, block: FusedBlock) -> str | None:
 
 
 def _what(module: nn.Module, block: FusedBlock) -> str:
-    """Returns what is fused in a block, and which bias gradients are not taken along and why."""
+    """Returns what is fused in a block, and which bias gradients its kernels do not sum and why."""
     there = [name for name in block.branches if getattr(module, name) is not None]
     ends = {name: last_linear(module.get_submodule(name)) for name in there}
     as_before = [f"{name} ({end})" for name, end in ends.items() if isinstance(end, str)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_videoscale.injection.parts import Kind
+from lightning_videoscale.injection.parts import KnownClass
 
 TRIED = "diffusers 0.37 to 0.42.1"
 _DIFFUSERS = "diffusers.models.normalization"
@@ -39,41 +39,41 @@ def without_labels(norm: Any) -> str | None:
     return None if norm.emb is None else "embeds timesteps and labels itself"
 
 
-LAYER_NORM = Kind("torch.nn.modules.normalization.LayerNorm", "a LayerNorm", misfit=_layer_norm)
-RMS_NORM = Kind("torch.nn.modules.normalization.RMSNorm", "torch's RMSNorm", misfit=_torch_rms_norm)
-IDENTITY = Kind("torch.nn.modules.linear.Identity", "an Identity")
-FP32_LAYER_NORM = Kind(
+LAYER_NORM = KnownClass("torch.nn.modules.normalization.LayerNorm", "a LayerNorm", misfit=_layer_norm)
+RMS_NORM = KnownClass("torch.nn.modules.normalization.RMSNorm", "torch's RMSNorm", misfit=_torch_rms_norm)
+IDENTITY = KnownClass("torch.nn.modules.linear.Identity", "an Identity")
+FP32_LAYER_NORM = KnownClass(
     f"{_DIFFUSERS}.FP32LayerNorm", "diffusers' FP32LayerNorm", {"4b00d355c071d03e-bd14f7415": TRIED}, _layer_norm
 )
-DIFFUSERS_RMS_NORM = Kind(
+DIFFUSERS_RMS_NORM = KnownClass(
     f"{_DIFFUSERS}.RMSNorm",
     "diffusers' RMSNorm",
     {"3c9ee223183affad-5bf8dd44c": "diffusers 0.37 to 0.40", "4aed9a2692862eec-5bf4e944c": "diffusers 0.41 to 0.42.1"},
     _diffusers_rms_norm,
 )
-MOCHI_RMS_NORM = Kind(
+MOCHI_RMS_NORM = KnownClass(
     f"{_DIFFUSERS}.MochiRMSNorm",
     "diffusers' MochiRMSNorm",
     {"943b491cd417d5a9-5bf8237c4d7205a74744c": TRIED},
     _mochi_rms_norm,
 )
-ADA_LAYER_NORM_ZERO = Kind(
+ADA_LAYER_NORM_ZERO = KnownClass(
     f"{_DIFFUSERS}.AdaLayerNormZero",
     "diffusers' AdaLayerNormZero",
     {"fce0db0cb7df22ad-5dd4a32628f1a29db4": TRIED},
     without_labels,
 )
-ADA_LAYER_NORM_CONTINUOUS = Kind(
+ADA_LAYER_NORM_CONTINUOUS = KnownClass(
     f"{_DIFFUSERS}.AdaLayerNormContinuous",
     "diffusers' AdaLayerNormContinuous",
     {"92e4cc263fff68db-dad9e563b6ca0cf": TRIED},
 )
-ADA_LAYER_NORM_ZERO_TWICE = Kind(
+ADA_LAYER_NORM_ZERO_TWICE = KnownClass(
     f"{_DIFFUSERS}.SD35AdaLayerNormZeroX",
     "diffusers' SD35AdaLayerNormZeroX",
     {"b139efce2c3617bc-e85262c111b080508db68": TRIED},
 )
-ADA_LAYER_NORM_ZERO_SINGLE = Kind(
+ADA_LAYER_NORM_ZERO_SINGLE = KnownClass(
     f"{_DIFFUSERS}.AdaLayerNormZeroSingle",
     "diffusers' AdaLayerNormZeroSingle",
     {"950e8579644eff88-cb0262459a29701": TRIED},

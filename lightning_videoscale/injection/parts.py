@@ -23,7 +23,7 @@ def _fits_always(module: Any) -> str | None:
 
 
 @dataclass(frozen=True)
-class Kind:
+class KnownClass:
     """A class of modules whose computation is known.
 
     Attributes:
@@ -51,10 +51,10 @@ class Part:
     """
 
     path: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[KnownClass, ...]
     optional: bool
 
-    def __init__(self, path: str, *kinds: Kind, optional: bool = False) -> None:
+    def __init__(self, path: str, *kinds: KnownClass, optional: bool = False) -> None:
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "kinds", kinds)
         object.__setattr__(self, "optional", optional)

@@ -10,7 +10,7 @@ what order they run::
 
 That is ``fork_norm_modulate`` in front, ``gate_residual_norm_modulate`` where one branch ends and the next begins, and
 ``gate_residual`` behind the last. Norm outputs are computed again in backward where the block says so, and the bias
-gradients of the branches' last Linears are taken along.
+gradients of the branches' last Linears are summed in the same backward kernels.
 """
 
 from __future__ import annotations

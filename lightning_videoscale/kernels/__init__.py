@@ -3,15 +3,15 @@
 - `norm_modulate`: LayerNorm or RMSNorm, then * (1 + scale) + shift, the adaptive norm of diffusion transformers.
 - `fork_norm_modulate`: the same where x goes on as residual stream, its two gradients added inside.
 - `gate_residual`: residual + gate * branch.
-- `gate_residual_norm_modulate`: both in turn, the seam between two branches of a block. Both take along the gradient of
-  the bias of the Linear that the branch comes from, as `qk_norm_rope` does those of its projections.
-- `gelu`: the GELU after a Linear, whose bias gradient it takes along; `gelu_linear`: with the Linear after it, both of
-  which then keep one activation for backward instead of two.
+- `gate_residual_norm_modulate`: both in turn, the seam between two branches of a block. In backward both also sum the
+  bias gradient of the Linear that the branch comes from, as `qk_norm_rope` does those of its projections.
+- `gelu`: the GELU after a Linear, whose bias gradient its backward also sums; `gelu_linear`: with the Linear after it,
+  both of which then keep one activation for backward instead of two.
 - `qkv_linear`: the projections of q, k and v, the gradients of their input added inside the matrix products.
 - `qk_norm_rope`: norm and rotation of q and k.
 
-The first four share their vocabulary (`rows`), the choice of a backend (`backend`) and the way of the modulation to it
-(`modulation`, `dispatch`); `reference/`, `triton/` and `cuda/` are the backends.
+The first four share their vocabulary (`row_types`), the choice of a backend (`backend`) and how modulations reach it
+(`modulation`, `row_ops`); `reference/`, `triton/` and `cuda/` are the backends.
 """
 
 from lightning_videoscale.kernels.fork_norm_modulate import fork_norm_modulate

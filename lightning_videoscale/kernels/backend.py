@@ -26,10 +26,10 @@ from lightning_videoscale.kernels.arguments import check_choice
 from lightning_videoscale.ranks import gather_over_ranks, rank_in_world
 
 BackendName = Literal["auto", "cuda", "triton", "reference"]
-Kind = Literal["rows", "gelu", "heads"]
+OpKind = Literal["rows", "gelu", "heads"]
 _NAMES = get_args(BackendName)
-_MODULES: dict[Kind, str] = {"rows": "rows", "gelu": "gelu", "heads": "qk_norm_rope"}
-_ON_GPUS: dict[Kind, tuple[str, ...]] = {
+_MODULES: dict[OpKind, str] = {"rows": "rows", "gelu": "gelu", "heads": "qk_norm_rope"}
+_ON_GPUS: dict[OpKind, tuple[str, ...]] = {
     "rows": ("cuda", "triton", "reference"),
     "gelu": ("cuda", "triton", "reference"),
     "heads": ("cuda", "triton", "reference"),
@@ -122,7 +122,7 @@ def common(every: Iterable[KernelBackends]) -> KernelBackends:
 
 
 @functools.cache
-def choose(kind: Kind, backend: str, operation: str, variant: Any, device: int) -> Any:
+def choose(kind: OpKind, backend: str, operation: str, variant: Any, device: int) -> Any:
     """Returns the backend's module that runs an operation's variant on a device.
 
     Args:
@@ -153,7 +153,7 @@ def choose(kind: Kind, backend: str, operation: str, variant: Any, device: int) 
     )
 
 
-def _order(kind: Kind, backend: str, device: int) -> tuple[str, ...]:
+def _order(kind: OpKind, backend: str, device: int) -> tuple[str, ...]:
     if "=" in backend:
         return tuple(dict(part.split("=") for part in backend.split())[kind].split(","))
     if backend == "auto":
@@ -164,7 +164,7 @@ def _order(kind: Kind, backend: str, device: int) -> tuple[str, ...]:
 
 
 @functools.cache
-def unusable(name: str, kind: Kind, device: int) -> str | None:
+def unusable(name: str, kind: OpKind, device: int) -> str | None:
     """Returns why a backend cannot run a kind of operation on a device at all, or None if it can."""
     if name == "reference":
         return None

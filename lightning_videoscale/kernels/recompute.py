@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_videoscale.compat.torch.autograd import saved_tensors_pack_hook
 
-_Outputs = Tensor | Sequence[Tensor]
+_NormOutputs = Tensor | Sequence[Tensor]
 
 
 def run_norm(norm: Callable[..., Any], /, *arguments: Any, recompute: bool, **settings: Any) -> Any:
@@ -36,7 +36,7 @@ def run_norm(norm: Callable[..., Any], /, *arguments: Any, recompute: bool, **se
 
 
 def recomputed(
-    outputs: _Outputs, recipe: Callable[[], _Outputs], *, recompute: bool = True
+    outputs: _NormOutputs, recipe: Callable[[], _NormOutputs], *, recompute: bool = True
 ) -> contextlib.AbstractContextManager[None]:
     """Returns a context: what eager code saves for backward inside, and is an output or a view of it, is recomputed.
 
@@ -72,7 +72,7 @@ class _View(NamedTuple):
 class _Recipe:
     """Computes the outputs again, when the first of their saved views is used, and drops them with the last."""
 
-    def __init__(self, compute: Callable[[], _Outputs]) -> None:
+    def __init__(self, compute: Callable[[], _NormOutputs]) -> None:
         self._compute = compute
         self._outputs: Sequence[Tensor] | None = None
         self._views = self._unused = 0

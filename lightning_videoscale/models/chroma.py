@@ -15,7 +15,7 @@ from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.modulation import Modulation, per_sample
 from lightning_videoscale.injection.norms import TRIED, without_labels
-from lightning_videoscale.injection.parts import Kind
+from lightning_videoscale.injection.parts import KnownClass
 from lightning_videoscale.injection.side_by_side import side_by_side
 from lightning_videoscale.models.flux.fused import (
     attended,
@@ -107,7 +107,7 @@ _BLOCKS = (
         f"{_HOME}.ChromaTransformerBlock",
         _double,
         "b089ae3c11045e6b-65ba4284e387b87581be3d9abb1e6f6a91741b491f29436eb59aa96c02ab95806c2262d7",
-        Kind(
+        KnownClass(
             f"{_HOME}.ChromaAdaLayerNormZeroPruned",
             "diffusers' ChromaAdaLayerNormZeroPruned",
             {"aec7701c4e6f313a-5dd4a3968a29db4": TRIED},
@@ -118,7 +118,7 @@ _BLOCKS = (
         f"{_HOME}.ChromaSingleTransformerBlock",
         _single,
         "9b0e6f398d37576d-55693a2757ddb87581fd7420e4bb382e5cce44c",
-        Kind(
+        KnownClass(
             f"{_HOME}.ChromaAdaLayerNormZeroSinglePruned",
             "diffusers' ChromaAdaLayerNormZeroSinglePruned",
             {"ddd3606cca57ca96-cb0625a29701": TRIED},

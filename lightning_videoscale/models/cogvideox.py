@@ -32,7 +32,7 @@ from lightning_videoscale.injection.branch_bias import branch_and_bias
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import of_adaptive_norm
 from lightning_videoscale.injection.norms import LAYER_NORM, TRIED
-from lightning_videoscale.injection.parts import Kind, Part
+from lightning_videoscale.injection.parts import KnownClass, Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
 from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
@@ -94,7 +94,7 @@ _PROCESSOR = Processor(
     norms=(LAYER_NORM,),
     helpers=ROTARY_HELPER,
 )
-_ADAPTIVE_NORM = Kind(
+_ADAPTIVE_NORM = KnownClass(
     "diffusers.models.normalization.CogVideoXLayerNormZero",
     "diffusers' CogVideoXLayerNormZero",
     {"c719434e11fd5fe0-50620e76ce9d1bd": TRIED},

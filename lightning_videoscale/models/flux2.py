@@ -33,7 +33,7 @@ from lightning_videoscale.injection.modulation import per_sample
 from lightning_videoscale.injection.norms import LAYER_NORM, RMS_NORM, TRIED
 from lightning_videoscale.injection.parts import Part
 from lightning_videoscale.injection.residual_stream import ResidualStream
-from lightning_videoscale.models.flux.fused import attend_to_both, attended, clipped, two_streams
+from lightning_videoscale.models.flux.fused import attend_to_both, attended, clipped, projection_helpers, two_streams
 from lightning_videoscale.models.flux.split import DOUBLE, JOINT, OF_DOUBLE, SINGLE, TOKENS, joint_attention
 from lightning_videoscale.parallel import Projection, Refused, Split, SplitPlan
 from lightning_videoscale.parallel.plan import Rule
@@ -105,11 +105,7 @@ _OF_BOTH = Processor(
         "059e6deee8416c10-240c715240bdb141246951f4a518e745e7f78e0aa2e16290": "diffusers 0.40 to 0.42.1",
     },
     norms=(RMS_NORM,),
-    helpers=ROTARY_HELPER
-    | {
-        f"{_HOME}._get_qkv_projections": "188565caf5c0adff-57e5eb3cf",
-        f"{_HOME}._get_projections": "8fa10229a8e44bd5-aa2a03d78f539821821ec",
-    },
+    helpers=ROTARY_HELPER | projection_helpers(_HOME),
 )
 _OF_JOINED = Processor(
     class_path=f"{_HOME}.Flux2ParallelSelfAttnProcessor",

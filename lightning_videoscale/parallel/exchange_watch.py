@@ -21,7 +21,7 @@ _END = "the end of its forward pass"
 
 
 class ExchangeWatch:
-    """Makes what one rank of a group, or of all, meets in a forward pass an error of all of them."""
+    """Makes an objection or error of one rank in a forward pass an error on all ranks, of a group or of the job."""
 
     def __init__(self, split: SplitNetwork, group: ProcessGroup | None = None) -> None:
         self._name, self._network, self._context, self._group = split.name, split.network, split.context, group
@@ -38,7 +38,7 @@ class ExchangeWatch:
                 attention module that the plan names is computed and has not exchanged. Modules that do not run at all,
                 as in blocks that are dropped at random, have nothing to exchange.
         """
-        self._over, self._context.on_exchange = False, self._meet
+        self._over, self._context.on_exchange = False, self._compare
         try:
             with self._following_attention():
                 yield
@@ -49,7 +49,7 @@ class ExchangeWatch:
         finally:
             self._context.on_exchange = None
         if not self._over:
-            self._meet(_END, self._without_exchange())
+            self._compare(_END, self._without_exchange())
 
     @contextmanager
     def _following_attention(self) -> Iterator[None]:
@@ -81,7 +81,7 @@ class ExchangeWatch:
             "names, by torch's scaled_dot_product_attention (in diffusers the backend 'native'), or by attention=."
         )
 
-    def _meet(self, path: str, objection: str | None) -> None:
+    def _compare(self, path: str, objection: str | None) -> None:
         self._exchanged.add(path)
         said = self._agree(path, objection)
         objections = [f"rank {rank} at {where}: {why}" for rank, where, why in said if why is not None]

@@ -14,18 +14,18 @@ from lightning_videoscale.cost.calibration import read_budget
 from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.figures import StepSpreads
 from lightning_videoscale.data.planning.shapes import ClipShape
-from lightning_videoscale.report.reading import Record
+from lightning_videoscale.report.reading import LoggedRecord
 
 MOST_SAMPLES = 50_000
 """Of longer runs, as many samples in the same proportions are planned: a second's work."""
 
 
-def budget_of(plan: Record) -> Budget:
+def budget_of(plan: LoggedRecord) -> Budget:
     """The budget of a `plan` record."""
     return read_budget(plan["budget"])
 
 
-def seen_samples(windows: Sequence[Record]) -> Counter[tuple[int, int, int, int]]:
+def seen_samples(windows: Sequence[LoggedRecord]) -> Counter[tuple[int, int, int, int]]:
     """How many samples of each (frames, height, width, S) were trained on; fillers, which repeat samples, left out."""
     seen: Counter[tuple[int, int, int, int]] = Counter()
     for window in windows:
@@ -35,7 +35,7 @@ def seen_samples(windows: Sequence[Record]) -> Counter[tuple[int, int, int, int]
 
 
 def predict_balances(
-    windows: Sequence[Record], plan: Record, step_time: StepTimeModel | None
+    windows: Sequence[LoggedRecord], plan: LoggedRecord, step_time: StepTimeModel | None
 ) -> dict[Balance, StepSpreads]:
     """Plans the samples that a run saw with every balance, by its budget and its step-time model.
 

@@ -14,7 +14,7 @@ from lightning_videoscale.cost.points import Points, weighted_median
 from lightning_videoscale.cost.weighted_fit import fit_step_time
 from lightning_videoscale.data.planning import Balance
 from lightning_videoscale.report.comparison import budget_of
-from lightning_videoscale.report.reading import Record
+from lightning_videoscale.report.reading import LoggedRecord
 
 
 class ShapeTimes(NamedTuple):
@@ -55,7 +55,7 @@ class Bucket:
     predicted: float | None
 
 
-def kinds_of(windows: Sequence[Record]) -> list[ShapeTimes]:
+def kinds_of(windows: Sequence[LoggedRecord]) -> list[ShapeTimes]:
     """The micro-batches of all windows, those of one shape and size together, by sequence length."""
     found: dict[tuple[int, ...], list[tuple[int, int, float]]] = defaultdict(list)
     for window in windows:
@@ -85,7 +85,7 @@ def error_of(model: StepTimeModel, kinds: Sequence[ShapeTimes]) -> float:
     return weighted_median(np.abs(ratio - 1), weights)
 
 
-def buckets_of(kinds: Sequence[ShapeTimes], plans: Sequence[Record], model: StepTimeModel | None) -> list[Bucket]:
+def buckets_of(kinds: Sequence[ShapeTimes], plans: Sequence[LoggedRecord], model: StepTimeModel | None) -> list[Bucket]:
     """The bucket table, the shape that took the most time first."""
     total = sum(kind.micro_batches * kind.seconds for kind in kinds)
     by_shape: dict[tuple[int, int, int, int], list[ShapeTimes]] = defaultdict(list)
@@ -109,7 +109,7 @@ def buckets_of(kinds: Sequence[ShapeTimes], plans: Sequence[Record], model: Step
     return sorted(rows, key=lambda row: -row.share)
 
 
-def batch_size(plan: Record, tokens: int) -> int:
+def batch_size(plan: LoggedRecord, tokens: int) -> int:
     """Samples of a full micro-batch under a plan's budget."""
     budget = budget_of(plan)
     balance: Balance = plan["balance"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.report.reading import Record
+from lightning_videoscale.report.reading import LoggedRecord
 
 WORTH_SAYING = 0.2
 """Share of its throughput that a run must lose."""
@@ -47,7 +47,7 @@ class Drift(NamedTuple):
         return 1 - self.after / self.before
 
 
-def find_drift(windows: Sequence[Record]) -> Drift | None:
+def find_drift(windows: Sequence[LoggedRecord]) -> Drift | None:
     """Returns the fall of the throughput that divides a run best, or None where nothing says that there is one.
 
     Windows are few and differ by the shapes in them. So a fall counts only if it is large, beyond what their scatter
@@ -83,14 +83,14 @@ def _scatter(rates: NDArray[np.float64]) -> float:
     return float(np.abs(np.log(rates / np.median(rates))).sum())
 
 
-def _same_work(before: Sequence[Record], after: Sequence[Record]) -> float | None:
+def _same_work(before: Sequence[LoggedRecord], after: Sequence[LoggedRecord]) -> float | None:
     """The median factor between the seconds of micro-batches that both sides have."""
     was, now = _seconds_by_kind(before), _seconds_by_kind(after)
     ratios = [now[kind] / was[kind] for kind in was.keys() & now.keys() if was[kind] > 0]
     return float(np.median(ratios)) if ratios else None
 
 
-def _seconds_by_kind(windows: Sequence[Record]) -> dict[tuple[int, ...], float]:
+def _seconds_by_kind(windows: Sequence[LoggedRecord]) -> dict[tuple[int, ...], float]:
     seen: dict[tuple[int, ...], list[float]] = {}
     for window in windows:
         for *kind, _, _, seconds in window["batches"]:
@@ -98,12 +98,12 @@ def _seconds_by_kind(windows: Sequence[Record]) -> dict[tuple[int, ...], float]:
     return {kind: float(np.median(seconds)) for kind, seconds in seen.items()}
 
 
-def _grown(before: Sequence[Record], after: Sequence[Record]) -> str:
+def _grown(before: Sequence[LoggedRecord], after: Sequence[LoggedRecord]) -> str:
     was, now = _seconds_per_token(before), _seconds_per_token(after)
     return max(now, key=lambda part: now[part] - was[part])
 
 
-def _seconds_per_token(windows: Sequence[Record]) -> dict[str, float]:
+def _seconds_per_token(windows: Sequence[LoggedRecord]) -> dict[str, float]:
     """Of every part of the step but what lies between steps, which is not in the throughput either."""
     tokens = sum(window["tokens"] for window in windows)
     parts = [name for name in windows[0]["ranks"] if name != "other"]

@@ -19,7 +19,7 @@ from lightning_videoscale.report.costs import ShapeTimes, error_of, fit, kinds_o
 from lightning_videoscale.report.drift import Drift, find_drift
 from lightning_videoscale.report.judge import BALANCED, Advice, advice_on_run
 from lightning_videoscale.report.loading import Loading, loading_of
-from lightning_videoscale.report.reading import Record, RunRecords
+from lightning_videoscale.report.reading import LoggedRecord, RunRecords
 
 NEARLY_BALANCED = 0.15
 """Median CV_step up to which a run is called nearly balanced."""
@@ -39,17 +39,17 @@ class Findings:
     run: RunRecords
 
     @cached_property
-    def start(self) -> Record:
+    def start(self) -> LoggedRecord:
         """The last `start` record."""
         return self.run.of("start")[-1]
 
     @cached_property
-    def windows(self) -> list[Record]:
+    def windows(self) -> list[LoggedRecord]:
         """The `window` records."""
         return self.run.of("window")
 
     @cached_property
-    def plans(self) -> list[Record]:
+    def plans(self) -> list[LoggedRecord]:
         """The `plan` records."""
         return self.run.of("plan")
 

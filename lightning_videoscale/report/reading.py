@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_videoscale.report.log import LOG_NAME, VERSION
 
-Record = dict[str, Any]
+LoggedRecord = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class RunRecords:
     """
 
     folder: Path
-    records: Sequence[Record]
+    records: Sequence[LoggedRecord]
     notes: list[str] = field(default_factory=list)
 
-    def of(self, kind: str) -> list[Record]:
+    def of(self, kind: str) -> list[LoggedRecord]:
         """All records of a kind."""
         return [record for record in self.records if record["kind"] == kind]
 
-    def last(self, kind: str) -> Record | None:
+    def last(self, kind: str) -> LoggedRecord | None:
         """The last record of a kind, or None."""
         found = self.of(kind)
         return found[-1] if found else None
@@ -65,9 +65,9 @@ def read_run(folder: str | Path) -> RunRecords:
     return RunRecords(file.parent, records, notes)
 
 
-def _parse(file: Path) -> tuple[list[Record], list[str]]:
+def _parse(file: Path) -> tuple[list[LoggedRecord], list[str]]:
     """All whole records, and a note on lines that are none."""
-    records: list[Record] = []
+    records: list[LoggedRecord] = []
     damaged: list[int] = []
     with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
@@ -84,7 +84,7 @@ def _parse(file: Path) -> tuple[list[Record], list[str]]:
     return records, [f"{what} of {file.name} cannot be read, as after a kill while writing, and is left out."]
 
 
-def _record(line: str) -> Record | None:
+def _record(line: str) -> LoggedRecord | None:
     try:
         record = json.loads(line)
     except ValueError:
@@ -93,7 +93,7 @@ def _record(line: str) -> Record | None:
     return record if whole else None
 
 
-def _last_run(records: list[Record], notes: list[str]) -> list[Record]:
+def _last_run(records: list[LoggedRecord], notes: list[str]) -> list[LoggedRecord]:
     """The last run from step 0 on, in which resumptions replace the steps that they repeat."""
     starts = [n for n, record in enumerate(records) if record["kind"] == "start"]
     if not starts:
@@ -102,7 +102,7 @@ def _last_run(records: list[Record], notes: list[str]) -> list[Record]:
     begin = fresh[-1] if fresh else starts[0]
     if earlier := sum(n < begin for n in starts):
         notes.append(f"The log also holds {earlier} earlier start{'s' if earlier > 1 else ''}, left out here.")
-    run: list[Record] = []
+    run: list[LoggedRecord] = []
     for record in records[begin:]:
         if record["kind"] == "start":
             kept = [known for known in run if known["step"] <= record["step"]]

@@ -15,8 +15,7 @@ from lightning_videoscale.compat.diffusers import block_classes
 from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.families import known
 from lightning_videoscale.parallel.plan import matching_modules
-
-Undo = Callable[[], None]
+from lightning_videoscale.undo import Undo
 
 
 def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
@@ -70,7 +69,7 @@ def checkpoint_activations(network: nn.Module) -> Undo:
     hook splits is kept split.
 
     Returns:
-        A function that takes it back.
+        What takes it back.
 
     Raises:
         ValueError: If the network checkpoints its activations already, or has no blocks.
@@ -84,14 +83,8 @@ def checkpoint_activations(network: nn.Module) -> Undo:
 
 
 def replace_forwards(blocks: Sequence[nn.Module], change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
-    """Gives every block the changed forward, inside its hooks; returns a function that takes it back."""
-    undos = [patch(block, "forward", _ChangedForward(block.forward, change)) for block in blocks]
-
-    def undo() -> None:
-        for step in undos:
-            step()
-
-    return undo
+    """Gives every block the changed forward, inside its hooks; returns what takes it back."""
+    return Undo(*(patch(block, "forward", _ChangedForward(block.forward, change)) for block in blocks))
 
 
 class _ChangedForward:

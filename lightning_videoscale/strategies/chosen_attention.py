@@ -44,7 +44,7 @@ class ChoosesAttention(_Parent):
         result = super().optimizer_step(optimizer, *args, **kwargs)
         self._steps_of_run += 1
         if self._steps_of_run & (self._steps_of_run - 1) == 0:
-            # All ranks meet here, and new shapes come ever more rarely: log2(steps) meetings in a run.
+            # This is collective, and new shapes come ever more rarely: log2(steps) times in a run.
             self._settle_choices()
         return result
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_videoscale.compat.torch.compilation import with_integers_that_vary
 from lightning_videoscale.compat.torch.versions import mix_order_reduction_is_wrong
-from lightning_videoscale.strategies.blocks import Undo, find_blocks, replace_forwards
+from lightning_videoscale.strategies.blocks import find_blocks, replace_forwards
+from lightning_videoscale.undo import Undo
 
 CompileOptions = bool | Mapping[str, Any]
 """False, True, or keyword arguments of ``torch.compile``."""
@@ -34,7 +35,7 @@ def compile_blocks(network: nn.Module, options: CompileOptions, *, stays_compile
             often. So it must be where the two exchange other messages, as by other schedules than "serial".
 
     Returns:
-        A function that takes it back.
+        What takes it back.
     """
     blocks = list(find_blocks(network).values())
     arguments = dict(options) if isinstance(options, Mapping) else {}

@@ -25,7 +25,6 @@ from lightning_videoscale.compat.lightning import end_observation, launched_proc
 from lightning_videoscale.compat.lightning.training_loop import batches_begun
 from lightning_videoscale.graphs import EAGER_CALLS, GraphMode
 from lightning_videoscale.parallel import check_loss
-from lightning_videoscale.strategies.advice import OwnAdvice
 from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.buffers import SharedBuffers
 from lightning_videoscale.strategies.call_agreement import CallAgreement
@@ -38,6 +37,7 @@ from lightning_videoscale.strategies.failures.epoch_ends import EpochEnds
 from lightning_videoscale.strategies.failures.stopping import StopsOnSignals
 from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.graphs import describe_graphs
+from lightning_videoscale.strategies.lightning_messages import OwnMessages
 from lightning_videoscale.strategies.mesh.of_run import HasMesh
 from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks, split_plans, transform
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
@@ -57,7 +57,7 @@ class SequenceParallelMixin(
     PortableCheckpoints,
     WholeParameters,
     ChoosesSchedule,
-    OwnAdvice,
+    OwnMessages,
     StopsOnSignals,
 ):
     """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
@@ -162,9 +162,9 @@ class SequenceParallelMixin(
         self._ends.look(store)
 
     @override
-    def _meet_at_end_of_epoch(self) -> None:
+    def _wait_at_end_of_epoch(self) -> None:
         if self._watch is not None:
-            self._ends.meet(self._watch.store, timeout_of(self) or default_pg_timeout)
+            self._ends.wait_for_all(self._watch.store, timeout_of(self) or default_pg_timeout)
 
     def _place(self) -> str:
         """Where this rank is in the run, for messages to other ranks."""

@@ -9,10 +9,10 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_videoscale.compat.lightning import find_last_checkpoints_by_url, leave_precision_to
-from lightning_videoscale.strategies.advice import refuse_fabric
 from lightning_videoscale.strategies.ddp import SequenceParallelDDPStrategy
 from lightning_videoscale.strategies.deepspeed import SequenceParallelDeepSpeedStrategy
 from lightning_videoscale.strategies.fsdp2 import SequenceParallelFSDP2Strategy
+from lightning_videoscale.strategies.lightning_messages import refuse_fabric
 from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, ZERO_PRECISIONS, check_precision
 
 _LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {

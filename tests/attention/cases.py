@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.attention.case import AttentionCase, AttentionKey, length_class
-from lightning_videoscale.attention.records import Record
+from lightning_videoscale.attention.records import AttentionRecord
 from lightning_videoscale.attention.trial import Timing
 
 CPU = torch.device("cpu")
@@ -31,9 +31,9 @@ def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
 
 
-def record(**milliseconds: float | tuple[float, float]) -> Record:
+def record(**milliseconds: float | tuple[float, float]) -> AttentionRecord:
     pairs = {name: ms if isinstance(ms, tuple) else (ms, 0.0) for name, ms in milliseconds.items()}
-    return Record({name: Timing(ms / 1e3, first / 1e3) for name, (ms, first) in pairs.items()}, {})
+    return AttentionRecord({name: Timing(ms / 1e3, first / 1e3) for name, (ms, first) in pairs.items()}, {})
 
 
 def key(queries: int, rows: int = 12, **changes: Any) -> AttentionKey:

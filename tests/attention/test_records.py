@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_videoscale import measurement_file
-from lightning_videoscale.attention.records import SDPA, Record, RecordFile, slowest_of_ranks
+from lightning_videoscale.attention.records import SDPA, AttentionRecord, RecordFile, slowest_of_ranks
 from tests.attention.cases import key, record
 
 
@@ -28,17 +28,17 @@ from tests.attention.cases import key, record
         (record(sdpa=(10.0, 500.0), flash=18.0), 50, "flash"),
     ],
 )
-def test_the_fastest_over_all_calls_of_a_shape_is_chosen(times: Record, calls: float, fastest: str) -> None:
+def test_the_fastest_over_all_calls_of_a_shape_is_chosen(times: AttentionRecord, calls: float, fastest: str) -> None:
     assert times.fastest(calls) == fastest
 
 
 def test_what_was_late_on_one_rank_is_late_on_all() -> None:
-    of_one = Record(record(sdpa=10.0, math=9.0, flash=9.0).timings, {})
-    of_other = Record(record(sdpa=12.0).timings, {"math": "its turn", "flash": "wrong"}, ("math",))
+    of_one = AttentionRecord(record(sdpa=10.0, math=9.0, flash=9.0).timings, {})
+    of_other = AttentionRecord(record(sdpa=12.0).timings, {"math": "its turn", "flash": "wrong"}, ("math",))
     merged = slowest_of_ranks([of_one, of_other])
     assert merged.late == ("math",) and set(merged.reasons) == {"math", "flash"}
     # The second time the device took twice as long for all: what counts is the ratio.
-    again = Record(record(sdpa=24.0, math=6.0).timings, {})
+    again = AttentionRecord(record(sdpa=24.0, math=6.0).timings, {})
     assert again.after(merged).timings["math"].steady == pytest.approx(3e-3)
     assert again.after(merged).late == ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,13 @@ from lightning_videoscale.compat.diffusers import (
     kept_in_float32,
     modulation_method,
     own_attention_backend,
+    projection_functions,
 )
 from lightning_videoscale.compat.names import MissingNameError
 from tests.distributed.families.models import qwen_image, sd3
 from tests.models import tiny_wan
+
+TRANSFORMERS = "diffusers.models.transformers.transformer"
 
 
 def test_wan_declares_its_blocks_and_what_stays_in_float32() -> None:
@@ -38,6 +42,11 @@ def test_wan_declares_its_blocks_and_what_stays_in_float32() -> None:
     assert {type(block).__name__ for block in wan.blocks} == block_classes(wan)
     assert "scale_shift_table" in kept_in_float32(wan)
     assert "norm2" in kept_in_float32(wan)
+
+
+@pytest.mark.parametrize("model", ["flux", "flux2"])
+def test_projection_functions_are_in_the_modules_of_flux(model: str) -> None:
+    assert all(callable(pkgutil.resolve_name(path)) for path in projection_functions(f"{TRANSFORMERS}_{model}"))
 
 
 def test_another_network_declares_nothing() -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lightning_videoscale.kernels.cuda.head_kernels import constants, stage_bytes, together, vectors
-from lightning_videoscale.kernels.cuda.head_tuning import Direction, HeadTuning, tuning_for
+from lightning_videoscale.kernels.cuda.head_tuning import HeadTuning, tuning_for
+from lightning_videoscale.kernels.cuda.row_variant import Direction
 from lightning_videoscale.kernels.head_types import HeadOp, HeadVariant, Rotation
 from lightning_videoscale.kernels.qk_norm_rope import qk_norm_rope
 from tests.kernels.qk_oracle import Case

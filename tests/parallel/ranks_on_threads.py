@@ -18,14 +18,14 @@ from torch import Tensor
 from lightning_videoscale.parallel import Axis
 from lightning_videoscale.parallel.transport.draining import drain
 from lightning_videoscale.parallel.transport.peer_watchdog import Taking
-from lightning_videoscale.parallel.transport.rendezvous import Meetings
+from lightning_videoscale.parallel.transport.rendezvous import HostExchanges
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 
 PATIENCE = 20.0
 
 
 class World:
-    """What the ranks have in common: one lock, and what they bring to their meetings."""
+    """What the ranks have in common: one lock, and what they bring to their exchanges."""
 
     def __init__(self, size: int, guard: bool = True) -> None:
         self.size = size
@@ -93,11 +93,11 @@ class ThreadFabric:
         self._world, self._rank, self._delays = world, rank, delays
         self._timeout = timedelta(seconds=timeout)
         self.stream, self._side = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._meetings = Meetings("threads", self._timeout)
+        self._exchanges = HostExchanges("threads", self._timeout)
         self._allocations = 0
 
     def agree(self, told: Any, axis: Axis, purpose: str) -> list[Any]:
-        return self._meetings.agree(told, axis, self._world.store, purpose)
+        return self._exchanges.agree(told, axis, self._world.store, purpose)
 
     def allocate(self, nbytes: int, flags: int, axis: Axis) -> ThreadMemory:
         self._allocations += 1
@@ -122,7 +122,7 @@ class ThreadFabric:
         return self.failure or drain(self._synchronize, release, self._timeout)
 
     def renew(self) -> None:
-        self._meetings.renew()
+        self._exchanges.renew()
 
     def end(self) -> None:
         """Ends the threads: what backward left on one is freed with it, and not when the interpreter is gone."""

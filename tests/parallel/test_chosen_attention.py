@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_videoscale.attention import KERNELS, AttentionChoices
 from lightning_videoscale.attention.case import AttentionKey, length_class
-from lightning_videoscale.attention.records import Record, RecordFile
+from lightning_videoscale.attention.records import AttentionRecord, RecordFile
 from lightning_videoscale.attention.trial import Timing
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.injection.branch_bias import last_linear
@@ -123,7 +123,7 @@ def measured(folder: Path, backend: Any) -> AttentionChoices:
     choices = AttentionChoices(backend, candidates=["math"], folder=folder)
     choices.shortest = 1
     if backend == "auto":
-        fast = Record({"sdpa": Timing(1.0, 0.0), "math": Timing(0.1, 0.0)}, {})
+        fast = AttentionRecord({"sdpa": Timing(1.0, 0.0), "math": Timing(0.1, 0.0)}, {})
         lengths = length_class(48)
         key = AttentionKey("cpu", "float32", 12, 2, lengths, lengths, False, False, False)
         RecordFile("cpu", folder).add({key: fast})

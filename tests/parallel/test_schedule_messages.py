@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_videoscale.attention import as_choices
 from lightning_videoscale.parallel.schedules.across_heads import NormAcrossHeads, NormTensors
 from lightning_videoscale.parallel.schedules.attention_output import attend_and_project, project_output
-from lightning_videoscale.parallel.schedules.input_projections import Norm, project_heads
+from lightning_videoscale.parallel.schedules.input_projections import QueryKeyNorm, project_heads
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads, gather_heads, scatter_heads
 from tests.parallel.ranks_on_threads import axis_of, on_threads
@@ -60,7 +60,7 @@ def split_layer(
     linears = {name: (w[name], w[f"{name}_bias"]) for name in ("q", "k", "v")}
     projections = [F.linear(x, *linear) if name in computed else linear for name, linear in linears.items()]
     norm = NormAcrossHeads(WIDTH, 1e-6, "fp32_once", "reference")
-    parts = project_heads(x, projections, Norm(norm, tensors), ulysses, HEADS, by_slices=by_slices)
+    parts = project_heads(x, projections, QueryKeyNorm(norm, tensors), ulysses, HEADS, by_slices=by_slices)
     out = (w["out"], w["out_bias"])
     if not by_slices:
         attended = F.scaled_dot_product_attention(parts.query, parts.key, parts.value)
@@ -170,7 +170,7 @@ def test_every_product_is_sent_before_the_next_one_and_waited_for_last(by_slices
 
     x, weight = torch.randn(1, tokens, 24), torch.randn(24, 24)
     tensors = NormTensors((torch.ones(12), torch.ones(12)), (None, None))
-    norm = Norm(NormAcrossHeads(24, 1e-6, "fp32_once", "reference"), tensors)
+    norm = QueryKeyNorm(NormAcrossHeads(24, 1e-6, "fp32_once", "reference"), tensors)
     with Products(), torch.no_grad():
         project_heads(x, [(weight, None)] * 3, norm, ulysses, heads, by_slices=by_slices)
     of_one = ["product", "send 1", *["product"] * by_slices, "send 0"]

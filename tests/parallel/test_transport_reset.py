@@ -65,7 +65,7 @@ def test_layers_are_exact_after_steps_that_failed(size: int, everyone: bool) -> 
 
 
 class _Late(ThreadFabric):
-    """Rank 0 goes on late from where ranks meet."""
+    """Rank 0 goes on late from an exchange of all ranks."""
 
     def agree(self, told: Any, axis: Axis, purpose: str) -> list[Any]:
         everyone = super().agree(told, axis, purpose)

@@ -254,7 +254,7 @@ def replace_signal_handlers(
 ) -> Callable[[], None]:
     """Gives a Trainer other handlers, which it registers when a run begins; a user's own for SIGTERM stays beside.
 
-    Lightning's begin collectives where the signal meets a rank: a broadcast on SIGTERM, a checkpoint on SLURM's signal.
+    Lightning's begin collectives wherever a rank is then: a broadcast on SIGTERM, a checkpoint on SLURM's signal.
 
     Args:
         trainer: Before its handlers are registered.

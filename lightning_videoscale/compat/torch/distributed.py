@@ -40,7 +40,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def store_of(group: dist.ProcessGroup | None) -> Any:
-    """Returns the store that the ranks of a group met in, to exchange a few numbers from host to host."""
+    """Returns the store that a group was set up with, for its ranks to exchange a few numbers from host to host."""
     return TORCH.get("torch.distributed.distributed_c10d", "_get_process_group_store")(group)
 
 

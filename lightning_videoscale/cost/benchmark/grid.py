@@ -10,7 +10,7 @@ import numpy as np
 Shape = tuple[int, int, int, bool]
 """Frames, height and width of what is read, and whether that is latents."""
 
-Batch = dict[str, Any]
+TrainingBatch = dict[str, Any]
 """What the training step receives."""
 
 LONG = 20_000
@@ -32,7 +32,7 @@ class Cell(NamedTuple):
         return self.samples * self.sequence_length
 
 
-SyntheticBatches = Callable[[Cell], Batch]
+SyntheticBatches = Callable[[Cell], TrainingBatch]
 """Makes what the training step receives of a cell, in host memory, the same on every rank."""
 
 

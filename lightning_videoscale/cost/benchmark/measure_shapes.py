@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_videoscale.compat.names import installed_version
-from lightning_videoscale.cost.benchmark.grid import Batch, Cell, SyntheticBatches
+from lightning_videoscale.cost.benchmark.grid import Cell, SyntheticBatches, TrainingBatch
 from lightning_videoscale.cost.benchmark.growing_matrix import GrowingMatrix
 from lightning_videoscale.cost.benchmark.ranks import Ranks
 from lightning_videoscale.cost.benchmark.trainer_steps import RealSteps, real_steps
@@ -45,8 +45,8 @@ def measure_shapes(
     """Measures what training steps take, under a Trainer that is set up; collective over all ranks.
 
     A cell that is out of memory is a row like any other, and larger batches of its sequence length are left out. Under
-    strategies whose ranks meet within the forward pass (sharded parameters, split sequences), a cell is not tried where
-    the peaks so far say that it does not fit. Cells whose repeats differ by more than a tenth are measured once more in
+    strategies with exchanges in the forward pass (sharded parameters, split sequences), a cell is not tried where the
+    peaks so far say that it does not fit. Cells whose repeats differ by more than a tenth are measured once more in
     the end, the last first: what disturbed them, such as other work on the host, may be over then. Where networks run
     by CUDA graphs, a cell is timed once it has been captured, or will not be.
 
@@ -74,7 +74,7 @@ def measure_shapes(
         for cell in tqdm(cells, desc="benchmark", unit=" shapes", disable=not shown, leave=False):
             if cell.sequence_length in full or cell in matrix:
                 continue
-            if steps.meet_inside and _is_beyond(cell, matrix.rows, capacity):
+            if steps.exchanges_inside and _is_beyond(cell, matrix.rows, capacity):
                 row = _row(cell, outcome="not_tried")
             else:
                 row = _measure(steps, ranks, cell, batches, seconds, with_states)
@@ -148,7 +148,9 @@ def all_by_graph(before: Mapping[str, int], after: Mapping[str, int]) -> bool:
     return replayed > 0 and not any(others)
 
 
-def _first_step(steps: RealSteps, ranks: Ranks, cell: Cell, batches: SyntheticBatches) -> tuple[Batch, float] | None:
+def _first_step(
+    steps: RealSteps, ranks: Ranks, cell: Cell, batches: SyntheticBatches
+) -> tuple[TrainingBatch, float] | None:
     """The batch of a cell and the seconds of a step on it; None if any rank has no memory for either."""
     full = f"out of memory at {cell.samples} samples of {cell.sequence_length} tokens"
     batch = steps.make(batches, cell)

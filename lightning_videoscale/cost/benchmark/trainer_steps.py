@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_videoscale.compat.lightning import before_transfer, call_callbacks
 from lightning_videoscale.compat.patching import patch
-from lightning_videoscale.cost.benchmark.grid import Batch, Cell, SyntheticBatches
+from lightning_videoscale.cost.benchmark.grid import Cell, SyntheticBatches, TrainingBatch
 from lightning_videoscale.timing import StepTimer, StepTimes
 from lightning_videoscale.topology import RunsByGraphs, topology_of
 
@@ -41,14 +41,14 @@ class RealSteps:
         self._index = (0,) if takes_index else ()
 
     @property
-    def meet_inside(self) -> bool:
-        """Whether ranks meet within a step that does not reduce gradients, so that one alone must not leave it."""
+    def exchanges_inside(self) -> bool:
+        """Whether a step that does not reduce gradients has collectives, so that no rank alone must leave it."""
         if self._trainer.world_size == 1:
             return False
         is_replicated = isinstance(self._trainer.strategy.model, DistributedDataParallel)
         return not is_replicated or topology_of(self._trainer).sequence_parallel_size > 1
 
-    def make(self, batches: SyntheticBatches, cell: Cell) -> Batch | None:
+    def make(self, batches: SyntheticBatches, cell: Cell) -> TrainingBatch | None:
         """Makes a batch as the training step receives it; None if it is out of memory, as an encoder may be."""
         try:
             return batches(cell)
@@ -56,7 +56,7 @@ class RealSteps:
             _raise_unless_out_of_memory(error)
             return None
 
-    def fits(self, batch: Batch) -> bool:
+    def fits(self, batch: TrainingBatch) -> bool:
         """Runs one step, without reducing gradients where the strategy can do without; False if out of memory."""
         try:
             with getattr(self._trainer.strategy, "block_backward_sync", nullcontext)():
@@ -66,7 +66,7 @@ class RealSteps:
             return False
         return True
 
-    def run(self, batch: Batch) -> None:
+    def run(self, batch: TrainingBatch) -> None:
         """Runs one step; collective where the strategy's step is."""
         trainer, strategy, module = self._trainer, self._trainer.strategy, self._module
         batch = trainer.precision_plugin.convert_input(batch)

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from lightning_videoscale.data.planning.micro_batch import Batch, BatchMeta
 
-Columns = dict[str, Any]
+MemberColumns = dict[str, Any]
 """Members of B samples by name: one tensor (B, …) where shapes and dtypes agree, else a list of B values."""
 
 
@@ -28,14 +28,14 @@ def collate(samples: Sequence[dict[str, Any]], sample_ids: list[str], meta: Batc
     return batch_of(columns_of(samples), sample_ids, meta)
 
 
-def columns_of(samples: Sequence[dict[str, Any]]) -> Columns:
+def columns_of(samples: Sequence[dict[str, Any]]) -> MemberColumns:
     """Puts members of the same name together; in a DataLoader's worker right where the other process finds them."""
     names = dict.fromkeys(name for sample in samples for name in sample)
-    columns: Columns = {name: [sample.get(name) for sample in samples] for name in names}
+    columns: MemberColumns = {name: [sample.get(name) for sample in samples] for name in names}
     return {name: _stack(column) if _stackable(column) else column for name, column in columns.items()}
 
 
-def joined(parts: Sequence[Columns], pin: bool = False) -> Columns:
+def joined(parts: Sequence[MemberColumns], pin: bool = False) -> MemberColumns:
     """Puts the samples of parts below each other as if read at once, in page-locked memory if asked for."""
     if len(parts) == 1:
         return pinned(parts[0]) if pin else parts[0]
@@ -48,7 +48,7 @@ def joined(parts: Sequence[Columns], pin: bool = False) -> Columns:
     }
 
 
-def pinned(columns: Columns) -> Columns:
+def pinned(columns: MemberColumns) -> MemberColumns:
     """The same with tensors in page-locked memory, from which GPUs copy faster."""
     return {
         name: column.pin_memory() if isinstance(column, Tensor)
@@ -57,7 +57,7 @@ def pinned(columns: Columns) -> Columns:
     }  # fmt: skip
 
 
-def batch_of(columns: Columns, sample_ids: list[str], meta: BatchMeta) -> Batch:
+def batch_of(columns: MemberColumns, sample_ids: list[str], meta: BatchMeta) -> Batch:
     """Makes a batch of its columns, see `collate`."""
     others = dict(columns)
     main = "latents" if "latents" in others else "video"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_videoscale.data.loading.batch import Columns, pinned
+from lightning_videoscale.data.loading.batch import MemberColumns, pinned
 from lightning_videoscale.data.planning import MicroBatch
 from lightning_videoscale.data.shards.errors import ShardError
 
@@ -51,7 +51,7 @@ class ReadPart:
 
     part: BatchPart
     numbers: list[int]
-    columns: Columns
+    columns: MemberColumns
     problem: ShardError | None = None
 
     def pin_memory(self) -> ReadPart:

@@ -2,9 +2,9 @@
 
 - `table`: `SampleTable`, what the planner knows of the samples.
 - `stream`: in which order an epoch draws them.
-- `batches`: which samples meet in a micro-batch.
+- `batches`: which samples form a micro-batch.
 - `arrange`: in which step, on which data-parallel rank a micro-batch is trained.
-- `diversity`: how many different shapes meet in a step.
+- `diversity`: how many different shapes a step has.
 - `micro_batch`: `MicroBatch` and `BatchMeta`, what the plan says about one.
 - `plan`: `BucketPlanner`, all of it together; `epoch_plan`: what it makes, `EpochPlan`.
 - `windows`: an epoch that is not in memory as a whole; `lazy_stream`: the order of its draws.

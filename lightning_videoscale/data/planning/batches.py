@@ -1,9 +1,9 @@
-"""Which samples meet in a micro-batch.
+"""Which samples form a micro-batch.
 
-All samples of a micro-batch have one shape, and no more of them meet than the budget allows. Samples of a shape meet in
-the order of the stream. What remains when a bucket's samples are divided by its batch size is today's problem: the last
-batch is small, and rare shapes wait long for company. Here a shape's samples are divided *evenly* over as many
-micro-batches as the budget and the longest wait ask for.
+All samples of a micro-batch have one shape, and it holds no more of them than the budget allows. Samples of a shape are
+batched in the order of the stream. What remains when a bucket's samples are divided by its batch size is today's
+problem: the last batch is small, and rare shapes wait long for company. Here a shape's samples are divided *evenly*
+over as many micro-batches as the budget and the longest wait ask for.
 """
 
 from __future__ import annotations

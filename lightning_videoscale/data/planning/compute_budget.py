@@ -29,7 +29,7 @@ EQUAL = 0.005
 
 _DRAWS = 32_000
 _STEPS = 16
-"""What is planned: so many draws, or, where many ranks train, so many steps. In one step all shapes meet anyway."""
+"""What is planned: so many draws, or, where many ranks train, so many steps. One step has all shapes anyway."""
 
 
 class TriedBudget(NamedTuple):

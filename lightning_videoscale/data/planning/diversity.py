@@ -1,4 +1,4 @@
-"""How many different shapes meet in a step: a gradient from one shape alone is a poor one."""
+"""How many different shapes a step has: a gradient from one shape alone is a poor one."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ best; elsewhere `tuning_for` goes by the rules that this suggests.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Direction = Literal["forward", "backward"]
+from lightning_videoscale.kernels.cuda.row_variant import Direction
 
 
 class HeadTuning(NamedTuple):

@@ -12,11 +12,11 @@ from torch import Tensor
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import Modulation, per_sample
 from lightning_videoscale.injection.norms import LAYER_NORM, TRIED
-from lightning_videoscale.injection.parts import Kind, Part
+from lightning_videoscale.injection.parts import KnownClass, Part
 from lightning_videoscale.injection.residual_stream import ResidualStream
 from lightning_videoscale.models.cosmos.attention import HOME
 
-_ADAPTIVE_NORM = Kind(
+_ADAPTIVE_NORM = KnownClass(
     f"{HOME}.CosmosAdaLayerNormZero",
     "diffusers' CosmosAdaLayerNormZero",
     {"c02448b2b5f46757-84d2787f6ce46f626f4ec2ea215573": TRIED},

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_videoscale.compat.diffusers import projection_functions
 from lightning_videoscale.injection.attention import (
     OF_ADDED,
     ROTARY_HELPER,
@@ -34,11 +35,19 @@ from lightning_videoscale.injection.norms import (
     RMS_NORM,
     TRIED,
 )
-from lightning_videoscale.injection.parts import Kind, Part
+from lightning_videoscale.injection.parts import KnownClass, Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
 from lightning_videoscale.injection.side_by_side import side_by_side
 
 _HOME = "diffusers.models.transformers.transformer_flux"
+
+
+def projection_helpers(module: str) -> dict[str, str]:
+    """The functions by which a module of Flux's models makes queries, keys and values, each with its `source_hash`."""
+    hashes = "188565caf5c0adff-57e5eb3cf", "8fa10229a8e44bd5-aa2a03d78f539821821ec"
+    return dict(zip(projection_functions(module), hashes, strict=True))
+
+
 _PROCESSOR = Processor(
     class_path=f"{_HOME}.FluxAttnProcessor",
     known_calls={
@@ -46,11 +55,7 @@ _PROCESSOR = Processor(
         "b88fc1f181bd6ebb-240c715240bdb141246951f4a518e745e7f7d48": "diffusers 0.42.1",
     },
     norms=(RMS_NORM,),
-    helpers=ROTARY_HELPER
-    | {
-        f"{_HOME}._get_qkv_projections": "188565caf5c0adff-57e5eb3cf",
-        f"{_HOME}._get_projections": "8fa10229a8e44bd5-aa2a03d78f539821821ec",
-    },
+    helpers=ROTARY_HELPER | projection_helpers(_HOME),
 )
 
 
@@ -156,7 +161,7 @@ def attended(attn: Any, y: Tensor, **named: Any) -> Tensor:
     return output
 
 
-def double_block(class_path: str, forward: Any, known: str, norm: Kind) -> FusedBlock:
+def double_block(class_path: str, forward: Any, known: str, norm: KnownClass) -> FusedBlock:
     """Returns the replacement of blocks of two streams."""
     return FusedBlock(
         class_path=class_path,
@@ -176,7 +181,7 @@ def double_block(class_path: str, forward: Any, known: str, norm: Kind) -> Fused
     )
 
 
-def single_block(class_path: str, forward: Any, known: str, norm: Kind) -> FusedBlock:
+def single_block(class_path: str, forward: Any, known: str, norm: KnownClass) -> FusedBlock:
     """Returns the replacement of blocks of one stream."""
     return FusedBlock(
         class_path=class_path,

@@ -15,7 +15,7 @@ from lightning_videoscale.models.hidden_exchange.arguments import tables_of_all
 from lightning_videoscale.models.hidden_exchange.groups import HeadPlacement
 from lightning_videoscale.parallel import Projection
 from lightning_videoscale.parallel.schedules.across_heads import NormAcrossHeads, NormTensors
-from lightning_videoscale.parallel.schedules.input_projections import Norm
+from lightning_videoscale.parallel.schedules.input_projections import QueryKeyNorm
 
 _KINDS = {kind.class_path for kind in (RMS_NORM, DIFFUSERS_RMS_NORM)}
 _AUTOCAST_WIDENS_NORMS = autocast_widens_norms()
@@ -34,7 +34,9 @@ def changed_norm(attn: Any, projection: Projection) -> str | None:
     return None if norms[0].eps == norms[1].eps else f"{' and '.join(projection.norms)} have different eps"
 
 
-def norm_across(attn: Any, projection: Projection, tables: Any, stream: str, place: HeadPlacement, x: Tensor) -> Norm:
+def norm_across(
+    attn: Any, projection: Projection, tables: Any, stream: str, place: HeadPlacement, x: Tensor
+) -> QueryKeyNorm:
     """Returns the norm, with what it reads of this rank's heads and of the Ulysses group's tokens.
 
     Args:
@@ -58,10 +60,10 @@ def norm_across(attn: Any, projection: Projection, tables: Any, stream: str, pla
     )
     weights = norm_q.weight[channels], norm_k.weight[channels]
     if tables is None:
-        return Norm(across_heads, NormTensors(weights, (None, None)))
+        return QueryKeyNorm(across_heads, NormTensors(weights, (None, None)))
     wide = torch.promote_types(x.dtype, torch.float32)
     pairs = _pairs(tables_of_all(tables, stream, projection, place), projection.layout, len(mine))
-    return Norm(across_heads, NormTensors(weights, [_rows(table, x.shape[0], wide) for table in pairs]))
+    return QueryKeyNorm(across_heads, NormTensors(weights, [_rows(table, x.shape[0], wide) for table in pairs]))
 
 
 def _pairs(tables: Any, layout: str, heads: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_videoscale.injection.branch_bias import changed_linear
 from lightning_videoscale.models.hidden_exchange.across_heads import norm_across
 from lightning_videoscale.models.hidden_exchange.groups import HeadPlacement, StreamGroup, Streams
-from lightning_videoscale.parallel.schedules.input_projections import Heads, Norm, project_heads
+from lightning_videoscale.parallel.schedules.input_projections import Heads, QueryKeyNorm, project_heads
 from lightning_videoscale.parallel.schedules.messages import Linear
 
 _JOINED = {"to_q": "to_qkv", "add_q_proj": "to_added_qkv"}
@@ -26,7 +26,7 @@ class Arrived(NamedTuple):
     """
 
     heads: Heads
-    norm: Norm | None
+    norm: QueryKeyNorm | None
 
     def by_linear(self, group: StreamGroup, place: HeadPlacement) -> dict[str, Tensor]:
         """By the name of the Linear, (B, S, h · D), all tokens of a stream before those of the next."""

@@ -14,17 +14,17 @@ from torch import Tensor
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import Modulation, of_adaptive_norm, per_segment
 from lightning_videoscale.injection.norms import ADA_LAYER_NORM_ZERO, ADA_LAYER_NORM_ZERO_SINGLE, LAYER_NORM, TRIED
-from lightning_videoscale.injection.parts import Kind, Part
+from lightning_videoscale.injection.parts import KnownClass, Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
 from lightning_videoscale.injection.side_by_side import side_by_side
 
 _HOME = "diffusers.models.transformers.transformer_hunyuan_video"
-_OF_SEGMENTS = Kind(
+_OF_SEGMENTS = KnownClass(
     f"{_HOME}.HunyuanVideoTokenReplaceAdaLayerNormZero",
     "diffusers' HunyuanVideoTokenReplaceAdaLayerNormZero",
     {"820ff80cba740d4f-dd52625ce8f12d51b0e508bea8c8e1": TRIED},
 )
-_OF_SEGMENTS_SINGLE = Kind(
+_OF_SEGMENTS_SINGLE = KnownClass(
     f"{_HOME}.HunyuanVideoTokenReplaceAdaLayerNormZeroSingle",
     "diffusers' HunyuanVideoTokenReplaceAdaLayerNormZeroSingle",
     {"27537f5ff68d0fe1-dd52625ce459b161b0e508bea8c8be": TRIED},
@@ -137,7 +137,7 @@ def _embedded_segments(
     return per_segment(of_first, of_others, branches, x.shape[0], (tokens, x.shape[1]))
 
 
-def _fused(name: str, forward: Any, known: str, norm: Kind, *, home: str = _HOME) -> FusedBlock:
+def _fused(name: str, forward: Any, known: str, norm: KnownClass, *, home: str = _HOME) -> FusedBlock:
     double = not forward.__name__.startswith("_single")
     parts = (
         Part("norm1", norm),

@@ -27,7 +27,7 @@ from lightning_videoscale.injection.attention import (
 from lightning_videoscale.injection.branch_bias import changed_linear, without_bias_gradient
 from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.norms import TRIED
-from lightning_videoscale.injection.parts import Kind
+from lightning_videoscale.injection.parts import KnownClass
 
 HOME = "diffusers.models.transformers.transformer_kandinsky"
 _LINEARS, _NORMS = ("to_query", "to_key", "to_value"), ("query_norm", "key_norm")
@@ -41,7 +41,7 @@ def _misfit(norm: Any) -> str | None:
 _PROCESSOR = Processor(
     class_path=f"{HOME}.Kandinsky5AttnProcessor",
     known_calls={"f76cf90c660dc95a-563657ea1d5c03f4e2d16aed9015a39c0e0a": TRIED},
-    norms=(Kind("torch.nn.modules.normalization.RMSNorm", "torch's RMSNorm", misfit=_misfit),),
+    norms=(KnownClass("torch.nn.modules.normalization.RMSNorm", "torch's RMSNorm", misfit=_misfit),),
     helpers={},
     pairs=(_NORMS,),
 )

@@ -14,19 +14,19 @@ from torch import Tensor
 from lightning_videoscale.injection.fused_block import FusedBlock
 from lightning_videoscale.injection.modulation import Modulation
 from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, TRIED
-from lightning_videoscale.injection.parts import Kind, Part
+from lightning_videoscale.injection.parts import KnownClass, Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
 
 _HOME = "diffusers.models.transformers.transformer_mochi"
-_ADAPTIVE = Kind(
+_ADAPTIVE = KnownClass(
     f"{_HOME}.MochiRMSNormZero", "diffusers' MochiRMSNormZero", {"247f055960197d18-6812f0262963903199bf2": TRIED}
 )
-_ADAPTIVE_LAST = Kind(
+_ADAPTIVE_LAST = KnownClass(
     f"{_HOME}.MochiLayerNormContinuous",
     "diffusers' MochiLayerNormContinuous",
     {"f2bf95f7187eef09-dadd7e5f311655a": TRIED},
 )
-_MODULATED = Kind(
+_MODULATED = KnownClass(
     f"{_HOME}.MochiModulatedRMSNorm",
     "diffusers' MochiModulatedRMSNorm",
     {"442e40ed0154b09b-d772f0aad4ec1e119944c": TRIED},

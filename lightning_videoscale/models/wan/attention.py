@@ -17,7 +17,7 @@ from lightning_videoscale.kernels.recompute import recomputed, run_norm
 AUTOCAST_WIDENS_NORMS = autocast_widens_norms()  # q and k stay in float32 until attention
 _TEXT_TOKENS = 512  # behind the tokens of the image, as diffusers takes for granted
 
-Rotary = tuple[Tensor, Tensor] | None
+WanRotary = tuple[Tensor, Tensor] | None
 """cos and sin, (1, S, 1, D/H), both members of a pair alike."""
 
 ExchangingAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -29,7 +29,7 @@ def attend(
     hidden_states: Tensor,
     context: Tensor | None,
     mask: Tensor | None,
-    rotary_emb: Rotary,
+    rotary_emb: WanRotary,
     exchange: ExchangingAttention,
     *,
     fused: bool,
@@ -112,7 +112,7 @@ def _image_key_value(attn: Any, image: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fused_norms(
-    attn: Any, query: Tensor, key: Tensor, rotary_emb: Rotary, *, detached_biases: bool
+    attn: Any, query: Tensor, key: Tensor, rotary_emb: WanRotary, *, detached_biases: bool
 ) -> tuple[Tensor, Tensor]:
     """Normalises query and key over all heads and rotates them; from (B, S, D) to (B, S, H, D/H)."""
     rope, biases = None, {}
@@ -139,7 +139,7 @@ def _fused_norms(
     return normed
 
 
-def _norms(attn: Any, query: Tensor, key: Tensor, rotary_emb: Rotary) -> tuple[Tensor, Tensor]:
+def _norms(attn: Any, query: Tensor, key: Tensor, rotary_emb: WanRotary) -> tuple[Tensor, Tensor]:
     """What `_fused_norms` computes, operation by operation."""
     query, key = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key)))
     return (query, key) if rotary_emb is None else (_rotated(query, *rotary_emb), _rotated(key, *rotary_emb))

@@ -15,7 +15,7 @@ from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock, original_forward, unfused
 from lightning_videoscale.injection.methods import difference, replacement_of
 from lightning_videoscale.injection.norms import TRIED
-from lightning_videoscale.models.wan.attention import ExchangingAttention, Rotary, attend
+from lightning_videoscale.models.wan.attention import ExchangingAttention, WanRotary, attend
 
 _HOME = "diffusers.models.transformers"
 MODULE = f"{_HOME}.transformer_wan"
@@ -44,7 +44,7 @@ def _attention_forward(
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
-    rotary_emb: Rotary = None,
+    rotary_emb: WanRotary = None,
     **kwargs: Any,
 ) -> Tensor:
     """The fused forward; a processor that took the place of diffusers' own is called as before."""

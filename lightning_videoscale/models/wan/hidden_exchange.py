@@ -13,7 +13,7 @@ from lightning_videoscale.kernels.recompute import recomputed
 from lightning_videoscale.models.hidden_exchange.across_heads import norm_across
 from lightning_videoscale.models.hidden_exchange.groups import HeadPlacement
 from lightning_videoscale.models.hidden_exchange.projections import linears_of
-from lightning_videoscale.models.wan.attention import Rotary
+from lightning_videoscale.models.wan.attention import WanRotary
 from lightning_videoscale.parallel import Projection, SequenceContext
 from lightning_videoscale.parallel.attention import attend_heads
 from lightning_videoscale.parallel.schedules.attention_output import attend_and_project, project_output
@@ -27,7 +27,7 @@ OF_SELF = Projection(across_heads=True, rotary="rotary_emb", layout="bshd")
 def attend_hiding_exchange(
     attn: Any,
     hidden_states: Tensor,
-    rotary_emb: Rotary,
+    rotary_emb: WanRotary,
     context: SequenceContext,
     choices: AttentionChoices,
     *,

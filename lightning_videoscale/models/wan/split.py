@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.compat.diffusers import HearsOfBackends, own_attention_backend
 from lightning_videoscale.injection.fused_block import fused_block_of
-from lightning_videoscale.models.wan.attention import ExchangingAttention, Rotary, attend
+from lightning_videoscale.models.wan.attention import ExchangingAttention, WanRotary, attend
 from lightning_videoscale.models.wan.fused_attention import FUSED_ATTENTION, changed_attention, foreign
 from lightning_videoscale.models.wan.hidden_exchange import OF_SELF, attend_hiding_exchange
 from lightning_videoscale.parallel import (
@@ -57,7 +57,7 @@ class SequenceParallelWanAttention(HearsOfBackends):
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        rotary_emb: Rotary = None,
+        rotary_emb: WanRotary = None,
         detach_bias: bool = False,
     ) -> Tensor:
         """Attends from and to all tokens of the group; (B, s, dim) in and out."""

@@ -147,8 +147,8 @@ def _exchange(numbers: int, heads: int, ulysses: int, machine: Machine) -> float
     """Of all four messages; ``numbers`` are those of one head on this rank."""
     if ulysses == 1:
         return 0.0
-    travel = (ulysses - 1) * 8 * numbers * math.ceil(heads / ulysses) * _HALF / machine.link
-    return 4 * machine.message + travel + 8 * numbers * heads * 2 * _HALF / machine.memory
+    sent = (ulysses - 1) * 8 * numbers * math.ceil(heads / ulysses) * _HALF / machine.link
+    return 4 * machine.message + sent + 8 * numbers * heads * 2 * _HALF / machine.memory
 
 
 def _ring(attention: float, block: int, layout: Layout, machine: Machine, node: int) -> float:

@@ -34,7 +34,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Norm:
+class QueryKeyNorm:
     """The norm of query and key, and what it reads beside them."""
 
     across_heads: NormAcrossHeads
@@ -44,7 +44,7 @@ class Norm:
 def project_heads(
     x: Tensor,
     projections: Sequence[Linear | Tensor],
-    norm: Norm | None,
+    norm: QueryKeyNorm | None,
     ulysses: Ulysses,
     heads: int,
     *,
@@ -80,7 +80,7 @@ def project_heads(
     return Heads(query, key, value, None if norm is None else BeforeNorm(*before_norm))
 
 
-def norm_again(heads: BeforeNorm, batch: int, norm: Norm) -> tuple[Tensor, Tensor]:
+def norm_again(heads: BeforeNorm, batch: int, norm: QueryKeyNorm) -> tuple[Tensor, Tensor]:
     """Returns query and key of `project_heads` once more, to the bit; see `kernels.recompute`."""
     query, key = norm.across_heads.forward(heads, norm.tensors)
     return heads_first(query, batch), heads_first(key, batch)

@@ -88,20 +88,20 @@ def predict_schedules(
     }
 
 
-def _exposed(product: float, output: float, travel: float, few: float, pieces: int, attention: float) -> float:
+def _exposed(product: float, output: float, sent: float, few: float, pieces: int, attention: float) -> float:
     """What is not hidden of messages that leave in so many pieces, in seconds."""
-    qkv, messages = product * (1 + 2 * few), travel * (1 + 2 * few)
-    forward = _pipeline(qkv, messages, 3 * pieces) + _pipeline(attention, travel, pieces)
-    of_output = max(0.0, _pipeline(output, travel, pieces) - output)
-    value = travel * few
-    key = max(0.0, travel * few - product * few)
-    query = max(0.0, travel * (few + 1) - 3 * product * few - key)
+    qkv, messages = product * (1 + 2 * few), sent * (1 + 2 * few)
+    forward = _pipeline(qkv, messages, 3 * pieces) + _pipeline(attention, sent, pieces)
+    of_output = max(0.0, _pipeline(output, sent, pieces) - output)
+    value = sent * few
+    key = max(0.0, sent * few - product * few)
+    query = max(0.0, sent * (few + 1) - 3 * product * few - key)
     return forward + of_output + value + key + query
 
 
-def _pipeline(work: float, travel: float, pieces: int) -> float:
-    """What travel adds to work that makes it, piece by piece."""
-    return max(work + travel / pieces, work / pieces + travel) - work
+def _pipeline(work: float, sent: float, pieces: int) -> float:
+    """Seconds that messages, sent piece by piece as work makes them, add to that work."""
+    return max(work + sent / pieces, work / pieces + sent) - work
 
 
 def _idle_in_slices(layer: Layer, layout: Layout, machine: Machine, slices: int) -> float:

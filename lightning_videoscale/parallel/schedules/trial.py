@@ -18,7 +18,7 @@ from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.transport import ColumnExchange, CopiedColumns, Exchange, Join
 
-Run = Callable[[int], object]
+RunPasses = Callable[[int], object]
 """Makes so many passes, and returns when the device is done with them."""
 
 _SHORTEST_TURN = 0.1  # seconds: the host queues ahead as in training, and waits for the device but once in a turn
@@ -84,7 +84,7 @@ class _Unsent:
 
 
 def time_in_turns(
-    runs: Mapping[ScheduleName, Run],
+    runs: Mapping[ScheduleName, RunPasses],
     seconds: float,
     clock: Callable[[], float],
     slowest: Callable[[Sequence[float]], list[float]],

@@ -25,7 +25,7 @@ from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.schedules.across_heads import NormAcrossHeads, NormTensors
 from lightning_videoscale.parallel.schedules.attention_output import attend_and_send, project_output
-from lightning_videoscale.parallel.schedules.input_projections import Norm, project_heads
+from lightning_videoscale.parallel.schedules.input_projections import QueryKeyNorm, project_heads
 from lightning_videoscale.parallel.schedules.table import ScheduleKey, schedules_of
 from lightning_videoscale.parallel.sharding import split_sizes
 from lightning_videoscale.parallel.transport import Transport
@@ -191,7 +191,7 @@ class TrialLayer:
         axis, of_group, heads = self._group.mesh.ulysses, self._of_group(lengths), self._key.heads
         return Ulysses(axis, assign_heads(axis.rank, of_group, of_group, heads, heads), transport)
 
-    def _norm_across_heads(self, ulysses: Ulysses) -> Norm:
+    def _norm_across_heads(self, ulysses: Ulysses) -> QueryKeyNorm:
         """That of the one stream whose norms are over all heads."""
         mesh, dim = self._group.mesh, self._key.head_dim
         mine = ulysses.heads.out.heads[0][ulysses.axis.rank]
@@ -201,7 +201,7 @@ class TrialLayer:
         of_group = (table[first : first + tokens].to(dtype) for table in self._tables)
         tables = [table.repeat_interleave(batch, 0)[None, :, None] for table in of_group]
         across = NormAcrossHeads(self._key.heads * dim, _EPS, "fp32_once")
-        return Norm(across, NormTensors(weights, tables))
+        return QueryKeyNorm(across, NormTensors(weights, tables))
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

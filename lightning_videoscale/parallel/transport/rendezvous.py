@@ -1,7 +1,7 @@
-"""Where ranks meet, from host to host.
+"""Exchanges between the hosts of ranks, over a store.
 
-`Meetings`         to tell each other a few numbers
-`RendezvousStore`  to exchange the handles of memory, whatever other groups each of them has met before
+`HostExchanges`    of a few numbers
+`RendezvousStore`  of the handles of memory, whatever other groups each rank has set up before
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from lightning_videoscale.parallel.mesh import Axis
 
 
-class Meetings:
+class HostExchanges:
     """What the ranks of an axis tell each other over the host's network, since the devices may be busy for long.
 
-    Ranks count their meetings, and those of one number meet.
+    Ranks number their exchanges, and take part in those of one number together.
     """
 
     def __init__(self, token: str, timeout: timedelta) -> None:
@@ -32,7 +32,7 @@ class Meetings:
         return f"{self._token}/{self._generation}/{'-'.join(map(str, axis.ranks))}"
 
     def renew(self) -> None:
-        """Counts anew, under another name, so that ranks meet however often each of them came before."""
+        """Counts anew, under another name, so that ranks agree again, however many exchanges each has begun."""
         self._generation += 1
         self._number = 0
 
@@ -59,11 +59,11 @@ class Meetings:
 
 
 class RendezvousStore(Store):
-    """A store in which the ranks of one axis find each other to exchange the handles of memory.
+    """A store by which the ranks of one axis exchange the handles of memory.
 
-    Torch numbers the meetings of a process, those of all its groups together, and its keys are ``.../number/rank``.
-    Ranks whose other groups met more often, or less, would hence wait for each other under different keys. Here the
-    number is that of the axis' own meetings.
+    Torch numbers the exchanges of a process, those of all its groups together, and its keys are ``.../number/rank``.
+    Ranks whose other groups exchanged more often, or less, would hence wait for each other under different keys. Here
+    the number is that of the axis' own exchanges.
     """
 
     def __init__(self, store: Store, timeout: timedelta) -> None:
@@ -71,7 +71,7 @@ class RendezvousStore(Store):
         self._store = store
         self._timeout = timeout
         self._number = ""
-        self._meetings = 0
+        self._exchanges = 0
 
     def set(self, key: str, value: str) -> None:  # torch has bytes for the value when it calls this
         """Sets a key."""
@@ -89,5 +89,5 @@ class RendezvousStore(Store):
         name, number, rank = key.rsplit("/", 2)
         if number != self._number:
             self._number = number
-            self._meetings += 1
-        return f"{name}/{self._meetings}/{rank}"
+            self._exchanges += 1
+        return f"{name}/{self._exchanges}/{rank}"

@@ -37,7 +37,7 @@ from lightning_videoscale.compat.torch.distributed import (
 from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.transport.draining import drain
 from lightning_videoscale.parallel.transport.peer_watchdog import PeerWatchdog, Taking
-from lightning_videoscale.parallel.transport.rendezvous import Meetings, RendezvousStore
+from lightning_videoscale.parallel.transport.rendezvous import HostExchanges, RendezvousStore
 from lightning_videoscale.ranks import gather_over_ranks
 
 _GRANULE = 2 << 20  # the driver hands out such memory in pieces of 2 MiB
@@ -115,7 +115,7 @@ class Fabric(Protocol):
         """Which peers did not come, once one did not."""
 
     def agree(self, told: Any, axis: Axis, purpose: str) -> list[Any]:
-        """Returns what each rank of the axis tells, by rank; the host waits for them. See `Meetings.agree`."""
+        """Returns what each rank of the axis tells, by rank; the host waits for them. See `HostExchanges.agree`."""
 
     def allocate(self, nbytes: int, flags: int, axis: Axis) -> Memory:
         """Returns ``nbytes`` of memory per rank and ``flags`` flags, all zero; collective over the axis."""
@@ -144,7 +144,7 @@ class Fabric(Protocol):
         """
 
     def renew(self) -> None:
-        """Has ranks meet however often each of them came before; all of them call it between the same meetings."""
+        """Has ranks number their exchanges anew; all of them call it between the same exchanges."""
 
     def close(self, axis: Axis) -> None:
         """Waits until no rank of the axis uses the memory of another any more, so that it may be freed."""
@@ -211,7 +211,7 @@ class CudaFabric:
         # Of a priority that no stream has which may be stuck, see `PeerWatchdog`.
         self._releasing = torch.cuda.Stream(device, priority=-3)
         self._watch = PeerWatchdog(device, timeout)
-        self._meetings = Meetings(token, timeout)
+        self._exchanges = HostExchanges(token, timeout)
         self._groups: dict[str, tuple[RendezvousStore, dist.ProcessGroup]] = {}
 
     @property
@@ -225,11 +225,11 @@ class CudaFabric:
         Raises:
             TimeoutError: With the ranks that did not come.
         """
-        return self._meetings.agree(told, axis, store_of(axis.group), purpose)
+        return self._exchanges.agree(told, axis, store_of(axis.group), purpose)
 
     def allocate(self, nbytes: int, flags: int, axis: Axis) -> Memory:
         """See `Fabric`."""
-        name = self._meetings.name(axis)
+        name = self._exchanges.name(axis)
         if name not in self._groups:
             store = RendezvousStore(PrefixStore(name, store_of(axis.group)), self._timeout)
             self._groups[name] = store, dist.ProcessGroup(store, axis.rank, axis.size)
@@ -289,7 +289,7 @@ class CudaFabric:
         for name in self._groups:
             unregister_group(name)
         self._groups.clear()
-        self._meetings.renew()  # torch keeps the store of the first group of a name
+        self._exchanges.renew()  # torch keeps the store of the first group of a name
 
 
 class StreamFlags:

@@ -26,7 +26,7 @@ from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.folder import write_checkpoint
 from lightning_videoscale.strategies.checkpoints.places import CheckpointPlace, remove
-from lightning_videoscale.strategies.checkpoints.shares import Shares
+from lightning_videoscale.strategies.checkpoints.shares import RankAssignment
 
 _SHORT = 0.05  # s of waiting that nobody needs to hear of
 
@@ -160,7 +160,7 @@ def own_share(tensors: dict[str, Any]) -> dict[str, Any]:
     mine = {name: value for name, value in _leaves(tensors) if not isinstance(value, DTensor)}
     everyone = gather_over_ranks(list(mine))
     common = set(mine).intersection(*everyone)
-    shares, rank = Shares(len(everyone)), dist.get_rank()
+    shares, rank = RankAssignment(len(everyone)), dist.get_rank()
     others = {name for name in sorted(common) if shares.next(mine[name].numel()) != rank}
     return _without(tensors, others)
 

@@ -35,8 +35,8 @@ from typing_extensions import override
 from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.compat.torch.checkpoint import METADATA_CLASSES
 from lightning_videoscale.ranks import gather_over_ranks
-from lightning_videoscale.strategies.checkpoints.agreement import on_first
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
+from lightning_videoscale.strategies.checkpoints.first_rank import on_first
 from lightning_videoscale.strategies.checkpoints.places import (
     REST,
     TENSORS,

@@ -22,7 +22,7 @@ from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.fingerprints import Fingerprint
 from lightning_videoscale.strategies.checkpoints.gathering import gather_parameter
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors, StoredTensor
-from lightning_videoscale.strategies.checkpoints.shares import Shares
+from lightning_videoscale.strategies.checkpoints.shares import RankAssignment
 
 LEFT_OUT = "left_out"
 """Where in our part of a checkpoint the fingerprints are, by the parameters' names."""
@@ -48,7 +48,7 @@ def frozen_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 @torch.no_grad()
 def fingerprints(parameters: Mapping[str, nn.Parameter], device: torch.device) -> dict[str, Fingerprint]:
     """Returns the fingerprints of whole parameters, the same on all ranks, which share the work; collective."""
-    shares, mine = Shares(dist.get_world_size()), {}
+    shares, mine = RankAssignment(dist.get_world_size()), {}
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in parameters.items():
         first_names.setdefault(parameter, name)

@@ -32,10 +32,10 @@ from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
 from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints import frozen
 from lightning_videoscale.strategies.checkpoints.adapters import only_adapters_train
-from lightning_videoscale.strategies.checkpoints.agreement import on_first
 from lightning_videoscale.strategies.checkpoints.background import BackgroundSaves
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.fingerprints import Fingerprint
+from lightning_videoscale.strategies.checkpoints.first_rank import on_first
 from lightning_videoscale.strategies.checkpoints.folder import (
     CheckpointFolder,
     begin,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 
-class Shares:
-    """Deals tensors out to ranks so that all hold about as many elements; the same on every rank."""
+class RankAssignment:
+    """Assigns tensors to ranks so that all hold about as many elements; the same on every rank."""
 
     def __init__(self, ranks: int) -> None:
         self._held = [0] * ranks

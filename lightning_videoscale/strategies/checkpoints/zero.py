@@ -19,7 +19,7 @@ from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.optimizer_names import Names, ParameterNames, check_groups, named
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
-from lightning_videoscale.strategies.checkpoints.shares import Shares
+from lightning_videoscale.strategies.checkpoints.shares import RankAssignment
 from lightning_videoscale.strategies.checkpoints.zero_partitions import (
     assemble,
     gather,
@@ -39,7 +39,7 @@ class ZeroCheckpoints(PortableCheckpoints):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns this rank's share of the parameters, whole and in float32 where they are trained; collective."""
         assert self.lightning_module is not None
-        trained, shares, left_out = self._trained(), Shares(self.world_size), self._leave_out()
+        trained, shares, left_out = self._trained(), RankAssignment(self.world_size), self._leave_out()
         state: dict[str, Any] = {}
         for name, value in self.lightning_module.state_dict(keep_vars=True).items():
             if name in left_out:
@@ -55,7 +55,7 @@ class ZeroCheckpoints(PortableCheckpoints):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns this rank's share of the optimizer's states by parameter name; collective."""
-        pieces, names, shares = pieces_of(optimizer), self._names(), Shares(self.world_size)
+        pieces, names, shares = pieces_of(optimizer), self._names(), RankAssignment(self.world_size)
         state: dict[str, Any] = {}
         for piece in pieces:
             link_piece(piece)

@@ -14,9 +14,9 @@ from lightning_videoscale.compat.deepspeed import full_shape, is_gathered, own_v
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.optimizer_names import ParameterNames
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
-from lightning_videoscale.strategies.checkpoints.shares import Shares
+from lightning_videoscale.strategies.checkpoints.shares import RankAssignment
 from lightning_videoscale.strategies.checkpoints.zero_partitions import Piece, assemble, set_master, set_parameter
-from lightning_videoscale.trained_weights import Shares as Values
+from lightning_videoscale.trained_weights import LocalValues
 
 
 class ZeroWeights:
@@ -39,7 +39,7 @@ class ZeroWeights:
         return {key: piece.flat.detach() for key, piece in self._pieces.items()}
 
     @torch.no_grad()
-    def show(self, shares: Values) -> Callable[[], None]:
+    def show(self, shares: LocalValues) -> Callable[[], None]:
         """See `TrainedWeights`; keeps a copy of what this rank holds of the parameters."""
         own = {parameter: own_values(parameter).clone() for parameter in self._parameters()}
 
@@ -60,9 +60,9 @@ class ZeroWeights:
         return show_own
 
     @torch.no_grad()
-    def to_names(self, shares: Values) -> dict[str, Tensor]:
+    def to_names(self, shares: LocalValues) -> dict[str, Tensor]:
         """See `TrainedWeights`: this rank's share of whole tensors, on the CPU."""
-        names, ranks = ParameterNames(self._module), Shares(dist.get_world_size())
+        names, ranks = ParameterNames(self._module), RankAssignment(dist.get_world_size())
         found: dict[str, Tensor] = {}
         with self._in_copies(shares):
             for parameter in self._parameters():
@@ -96,7 +96,7 @@ class ZeroWeights:
         return [parameter for piece in self._pieces.values() for parameter in piece.parameters]
 
     @contextmanager
-    def _in_copies(self, shares: Values) -> Iterator[None]:
+    def _in_copies(self, shares: LocalValues) -> Iterator[None]:
         """Puts other values into the float32 copies, which DeepSpeed's functions read and set, and back."""
         if not self._is_current():
             raise RuntimeError(
@@ -110,6 +110,6 @@ class ZeroWeights:
         finally:
             self._fill(own)
 
-    def _fill(self, shares: Values) -> None:
+    def _fill(self, shares: LocalValues) -> None:
         for key, share in shares.items():
             self._pieces[key].flat.data.copy_(share)

@@ -170,7 +170,7 @@ class FailureDetector:
         self.store.close()
 
     def _add_calls(self, exception: BaseException) -> None:
-        """Adds who is in a network without its peers, whose other messages may have met this rank's."""
+        """Adds who is in a network without its peers, whose other collectives may have paired with this rank's."""
         if self._calls is None or not (is_timeout(exception) or is_broken_connection(exception)):
             return
         try:

@@ -1,8 +1,8 @@
 """Where an epoch's data end on one rank before they end on another: `EpochEnds`.
 
-Such a rank goes on to a validation, a checkpoint or the end of the run. What it exchanges there would meet the average
-of gradients that its peers wait in: with NCCL anything may come of it. So ranks wait for each other first, over the
-store, and a peer that has begun another batch is named at once.
+Such a rank goes on to a validation, a checkpoint or the end of the run. Its next collective would pair with the
+all-reduce of gradients that its peers wait in: with NCCL the result is undefined. So ranks wait for each other first,
+over the store, and a peer that has begun another batch is named at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EpochEnds:
         if store.check([f"{key}/first"]) and begun.of_run > int(store.get(f"{key}/first")):
             store.compare_set(f"{key}/beyond", "", str(self._rank))
 
-    def meet(self, store: _Store, timeout: timedelta) -> None:
+    def wait_for_all(self, store: _Store, timeout: timedelta) -> None:
         """Waits until all ranks are at the end of the epoch.
 
         Raises:

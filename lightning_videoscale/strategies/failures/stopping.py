@@ -152,19 +152,19 @@ class StopsOnSignals(_Parent):
         """Waits for the checkpoint under way; later ones are written before their save returns. Collective."""
         raise NotImplementedError
 
-    def _meet_at_end_of_epoch(self) -> None:
+    def _wait_at_end_of_epoch(self) -> None:
         """Waits until the epoch has ended on all ranks."""
         raise NotImplementedError
 
     def _listen(self, trainer: pl.Trainer) -> None:
-        """Takes the place of Lightning's handlers, which begin a collective wherever the signal meets a rank."""
+        """Replaces Lightning's handlers, which begin a collective wherever a rank is when the signal arrives."""
         self._stop = StopAgreement(self.global_rank, self.world_size)
         self._is_stopping = self._has_trained = False
         if trainer is not self._listens_to:
             self._listens_to = trainer
             self._save_and_requeue = replace_signal_handlers(trainer, self._on_sigterm, self._on_requeue)
             before_each_batch(trainer, self._before_batch)
-            at_end_of_epoch(trainer, self._meet_at_end_of_epoch)
+            at_end_of_epoch(trainer, self._wait_at_end_of_epoch)
             skip_waits_between_batches(trainer)
 
     def _on_sigterm(self) -> None:

@@ -286,7 +286,7 @@ class Where(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with real_steps(trainer) as steps:
-            self.meet = steps.meet_inside
+            self.meet = steps.exchanges_inside
 
 
 def _under(strategy: str) -> tuple[ShapeMatrix, bool]:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_videoscale.strategies import read_weights
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder
-from lightning_videoscale.strategies.checkpoints.zero import Shares
+from lightning_videoscale.strategies.checkpoints.zero import RankAssignment
 from tests.distributed.pool import ProcessPool
 from tests.strategies.checkpoints.checkpointing import OPTIMIZERS, Module, Stateful, fit, message, trainer
 
@@ -244,7 +244,7 @@ def test_a_file_of_lightnings_ddp_is_taken(ranks: Ranks, tmp_path: Path) -> None
 
 
 def test_ranks_take_about_equal_shares_of_what_is_assembled() -> None:
-    shares, held = Shares(3), [0, 0, 0]
+    shares, held = RankAssignment(3), [0, 0, 0]
     for elements in (100, 5, 60, 40, 30, 10, 1):
         held[shares.next(elements)] += elements
     assert max(held) == 100

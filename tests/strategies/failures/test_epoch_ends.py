@@ -1,4 +1,4 @@
-"""An epoch that ends on one rank while its peers go on: all are told at once, and nothing meets their gradients."""
+"""An epoch that ends on one rank while its peers go on: all are told at once, and their gradients stay right."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ def ends_of(rank: int, *begun: int) -> EpochEnds:
 
 def test_who_does_not_come_or_has_failed_is_an_error() -> None:
     soon, late = timedelta(seconds=0.2), timedelta(seconds=60)
-    [error] = in_turns(lambda store: ends_of(0, 2, 7, 21).meet(store, soon))
+    [error] = in_turns(lambda store: ends_of(0, 2, 7, 21).wait_for_all(store, soon))
     assert isinstance(error, RuntimeError) and "epoch 2 has ended on rank 0 after 7" in str(error).lower()
     assert "[1]" in str(error)
 
     def fail(store: TCPStore) -> None:
         store.set("first_error", "")
 
-    error, _ = in_turns(lambda store: ends_of(0, 2, 7, 21).meet(store, late), fail)
+    error, _ = in_turns(lambda store: ends_of(0, 2, 7, 21).wait_for_all(store, late), fail)
     assert isinstance(error, RuntimeError) and "failed" in str(error)
 
 
@@ -137,7 +137,10 @@ def test_a_rank_between_epochs_is_not_taken_for_one_that_goes_on() -> None:
             pass
         ends_of(1, 1, 8, 8).look(store)
         looked.set()
-        ends_of(1, 1, 2, 10).meet(store, timedelta(seconds=60))
+        ends_of(1, 1, 2, 10).wait_for_all(store, timedelta(seconds=60))
 
-    assert in_turns(lambda store: ends_of(0, 1, 2, 10).meet(store, timedelta(seconds=60)), come_late) == [None, None]
+    assert in_turns(lambda store: ends_of(0, 1, 2, 10).wait_for_all(store, timedelta(seconds=60)), come_late) == [
+        None,
+        None,
+    ]
     assert looked.is_set()

@@ -1,4 +1,4 @@
-"""What the ranks tell each other while they save, in a process group of their choice."""
+"""What rank 0 does for all ranks while they save, and how all of them learn whether it failed: `on_first`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of our strategies to take where Lightning's messages name its own, which do not split sequences."""
+"""Messages in the place of Lightning's: they name our strategies, as Lightning's own do not split sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _SHOWN = 5  # names of parameters in a message
 
 
-class OwnAdvice(LaunchedStrategy):
+class OwnMessages(LaunchedStrategy):
     """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`."""
 
     _settings: SequenceParallelSettings
