@@ -1,6 +1,6 @@
 """Where a rank's time goes: its own work, waiting for others, exchanging, waiting for data.
 
-- `step_times`: `StepTimes`, the time of one micro-batch by phase.
+- `step_times`: `StepTimes`, the time of one micro-batch by phase; `add_up` for those of an optimizer step.
 - `load`: `MicroBatchLoad`, how much a micro-batch is, and `load_of`, which reads it from a batch.
 - `step_log`: `subscribe_to_steps`, windows of all ranks' steps, which one log per Trainer gathers for all subscribers.
 - `step_window`: `StepWindow`, what a subscriber receives.
@@ -24,7 +24,7 @@ from lightning_videoscale.timing.marks import CudaMarks, Marks, marks_on
 from lightning_videoscale.timing.pause import LooksAway, Pauses, unwatched
 from lightning_videoscale.timing.step_log import check_interval, subscribe_to_steps
 from lightning_videoscale.timing.step_timer import StepTimer
-from lightning_videoscale.timing.step_times import Phase, StepTimes
+from lightning_videoscale.timing.step_times import Phase, StepTimes, add_up
 from lightning_videoscale.timing.step_window import FIELDS, StepWindow
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "StepTimer",
     "StepTimes",
     "StepWindow",
+    "add_up",
     "check_interval",
     "load_of",
     "marks_on",

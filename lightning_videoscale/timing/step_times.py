@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Phase = Literal["data", "forward", "backward", "wait", "exchange", "optimizer", "other"]
@@ -52,3 +53,8 @@ class StepTimes(NamedTuple):
     def total(self) -> float:
         """The whole time."""
         return sum(self)
+
+
+def add_up(times: Iterable[StepTimes]) -> StepTimes:
+    """Returns the sums, for example of the micro-batches of an optimizer step."""
+    return StepTimes(*(sum(column) for column in zip(*times, strict=True)))

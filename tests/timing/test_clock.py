@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from lightning_videoscale.timing import Marks, StepClock, StepTimes
+from lightning_videoscale.timing import Marks, StepClock, StepTimes, add_up
 
 
 class ScriptedMarks(Marks):
@@ -76,11 +76,13 @@ def test_every_second_is_told_apart(marks: ScriptedMarks) -> None:
     assert times.total == marks.now == 45
 
 
-def test_every_micro_batch_has_its_own_times(marks: ScriptedMarks) -> None:
+def test_micro_batches_add_up(marks: ScriptedMarks) -> None:
     clock = StepClock(marks)
     for _ in range(3):
         micro_batch(clock, marks)
-    assert clock.read() == [EXPECTED] * 3
+    times = clock.read()
+    assert times == [EXPECTED] * 3
+    assert add_up(times) == StepTimes(*(3 * value for value in EXPECTED))
     assert clock.read() == []
 
 
