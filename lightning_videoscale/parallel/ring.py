@@ -15,7 +15,7 @@ that add up to 1), that of the gradients of query, key and value by at most u ·
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +156,7 @@ def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tenso
 
     While the caller works on a block, the next is under way.
     """
-    message = by_words(_stacked, [key.transpose(1, 2), value.transpose(1, 2)]).view(-1)
+    message = by_words(torch.stack, [key.transpose(1, 2), value.transpose(1, 2)]).view(-1)
     batch, heads, _, dim = key.shape
     for step in range(ring.axis.size):
         owner = (ring.axis.rank - step) % ring.axis.size
@@ -166,10 +166,6 @@ def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tenso
         yield owner, k, v
         if not last:
             message = ring.transport.wait(arriving)
-
-
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(tensors))
 
 
 def _pass_on(message: Tensor, receive: int, ring: Ring) -> Any:

@@ -256,19 +256,15 @@ def _scatter(tensors: Sequence[Tensor], shares: HeadShares, ulysses: Ulysses) ->
 def _gather(tensors: Sequence[Tensor], shares: HeadShares, ulysses: Ulysses) -> tuple[Tensor, ...]:
     batch, _, _, dim = tensors[0].shape
     tokens_first = [x.permute(2, 0, 1, 3) for x in tensors]
-    message = by_words(_joined, tokens_first) if len(tensors) > 1 else tokens_first[0].contiguous()
+    message = by_words(partial(torch.cat, dim=2), tokens_first) if len(tensors) > 1 else tokens_first[0].contiguous()
     send, receive = times(shares.by_tokens, batch * dim), times(shares.by_heads, batch * dim)
     received = ulysses.exchange(message.flatten(), send, receive)
     return unpack(received, batch, dim, shares)
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(tensors), 2)
-
-
 def pack(tensors: Sequence[Tensor], shares: HeadShares) -> Tensor:
     """Writes for each rank, one behind the other, its heads of all tensors (B, s, H, D), reading each once."""
-    return by_words(partial(_pack_evenly if shares.even else _pack, shares), tensors)
+    return by_words(partial(_pack_evenly if shares.even else _pack, shares), list(tensors))
 
 
 def _pack_evenly(shares: HeadShares, tensors: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,14 +16,15 @@ _BYTES = 16
 _LEAST_BYTES = 2**20  # of less, a GPU's time is not worth the host's
 
 
-def by_words(move: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+def by_words(move: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> Tensor:
     """Returns ``move(tensors)``, computed on views of the tensors as words where that is worth it.
 
     Such views are not made where rows of the last dim are no whole words, dtypes differ, or a gradient is wanted; of
     little memory, since it takes the host longer; and in compiled code, which makes copies of its own.
 
     Args:
-        move: Only copies; its result has numbers that were neighbours in the last dim as neighbours in its last dim.
+        move: Only copies, such as `torch.cat`; its result has numbers that were neighbours in the last dim as neighbours
+            in its last dim.
         tensors: What it is given.
     """
     words = _as_words(tensors)
@@ -36,7 +37,7 @@ def copy_by_words(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
-def _as_words(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+def _as_words(tensors: list[Tensor]) -> list[Tensor] | None:
     if torch.compiler.is_compiling():
         return None
     first = tensors[0]

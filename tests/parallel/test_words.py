@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def of_any_size() -> Iterator[None]:
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8]
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
+def joined(tensors: list[Tensor]) -> Tensor:
     return torch.cat([x.transpose(0, 1) for x in tensors], 2)
 
 

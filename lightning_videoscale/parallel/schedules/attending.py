@@ -7,6 +7,7 @@ all queries at once: gradients of keys are not summed over slices.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -86,8 +87,8 @@ def _places(lengths: Sequence[Sequence[int]]) -> list[list[slice]]:
     return [flat[rank::ranks] for rank in range(ranks)]
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else by_words(lambda words: torch.cat(list(words), 2), parts)
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else by_words(partial(torch.cat, dim=2), parts)
 
 
 def joined_output(out: Tensor, ulysses: Ulysses) -> Tensor:

@@ -36,11 +36,7 @@ class CopiedColumns:
 
 def beside_each_other(rows: int, samples: int, pieces: Sequence[Tensor]) -> Tensor:
     """Returns (samples, rows, all columns) of pieces that are (rows, samples, columns), flat."""
-    return by_words(_side_by_side, [piece.view(rows, samples, -1).transpose(0, 1) for piece in pieces])
-
-
-def _side_by_side(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(pieces), 2)
+    return by_words(partial(torch.cat, dim=2), [piece.view(rows, samples, -1).transpose(0, 1) for piece in pieces])
 
 
 def check_columns(columns: Tensor, lengths: Sequence[int], widths: Sequence[int], axis: Axis) -> None:
