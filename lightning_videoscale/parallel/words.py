@@ -23,8 +23,7 @@ def by_words(move: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> T
     little memory, since it takes the host longer; and in compiled code, which makes copies of its own.
 
     Args:
-        move: Only copies, such as `torch.cat`; its result has numbers that were neighbours in the last dim as neighbours
-            in its last dim.
+        move: Only copies, such as `torch.cat`. Neighbours in the last dim stay neighbours in the last dim.
         tensors: What it is given.
     """
     words = _as_words(tensors)
