@@ -10,26 +10,17 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
-import sysconfig
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 
 import torch.distributed as dist
 
 from lightning_videoscale.compat.torch.distributed import count_collectives, process_groups, timeout_of
 from lightning_videoscale.parallel.mesh import is_in_background
-
-_NOT_THE_USERS = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[1]),
-    "<",
-)
+from lightning_videoscale.strategies.failures.main_thread import line_of_main_thread
 
 
 @dataclass(frozen=True)
@@ -98,7 +89,7 @@ class RankState:
     @classmethod
     def current(cls, place: str, collectives: dict[str, int], calls: dict[str, int], has_left: bool) -> RankState:
         """The state of this rank now."""
-        return cls(place, _line_of_main_thread(), collectives, dict(calls), has_left, time.time())
+        return cls(place, line_of_main_thread(), collectives, dict(calls), has_left, time.time())
 
     def dump(self) -> str:
         """As text, for `load`."""
@@ -141,15 +132,3 @@ def late_members(rank: int, states: Mapping[int, RankState]) -> dict[str, list[i
         if ranks:
             late[name] = ranks
     return late
-
-
-def _line_of_main_thread() -> str:
-    ident = threading.main_thread().ident
-    frame = sys._current_frames().get(ident) if ident is not None else None
-    if frame is None:
-        return "an unknown line"
-    inner: FrameType | None = frame
-    while inner is not None and inner.f_code.co_filename.startswith(_NOT_THE_USERS):
-        inner = inner.f_back
-    shown = inner or frame
-    return f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} in {shown.f_code.co_name}"
