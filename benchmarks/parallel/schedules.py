@@ -44,6 +44,7 @@ from benchmarks import provenance
 from benchmarks.timing import Times, alternate
 from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.attention.dispatch import attention
+from lightning_videoscale.graphs import Recorder
 from lightning_videoscale.kernels import qkv_linear
 from lightning_videoscale.parallel import CollectiveTransport, SequenceMesh, Transport
 from lightning_videoscale.parallel.schedules import PENDING, ScheduleName
@@ -201,12 +202,13 @@ def captured(run: Run, pool: Any) -> Run:
     return replay
 
 
-def choose(layer: Layer, transports: dict[str, Transport]) -> dict[str, ScheduleName]:
+def choose(layer: Layer, transports: dict[str, Transport], *, by_graphs: bool) -> dict[str, ScheduleName]:
     """What "auto" runs, by transport, measured anew."""
+    recorder = Recorder if by_graphs else None
     found = {}
     for name, transport in transports.items():
         with tempfile.TemporaryDirectory() as folder:
-            schedules = ScheduleChoices(folder=Path(folder), log=lambda line: print(line, flush=True))
+            schedules = ScheduleChoices(folder=Path(folder), recorder=recorder, log=partial(print, flush=True))
             schedules.prepare(layer.mesh, transport, layer.choices)
             schedules.choose(layer.shape, schedules.table)
             schedules.settle()
@@ -302,7 +304,7 @@ def measure(
     layer: Layer, transports: dict[str, Transport], options: argparse.Namespace, device: torch.device
 ) -> list[dict[str, Any]]:
     """All rows of a cell; they are shown as they come."""
-    difference, chosen = check(layer, transports), choose(layer, transports)
+    difference, chosen = check(layer, transports), choose(layer, transports, by_graphs=options.graphs)
     base = {"gpus": dist.get_world_size(), "batch_size": layer.x.shape[0], "s_local": layer.tokens}
     rows: list[dict[str, Any]] = []
     for part in ("projections", "layer"):

@@ -110,6 +110,12 @@ class Recorder:
         if graph is not None:
             graph.capture_end()
 
+    def repeat(self, call: Callable[[], object]) -> Callable[[], None]:
+        """Returns what does again, by a graph, what a call does on the device; what the call returns is lost."""
+        with self.stream(), self.recording() as graph:
+            call()
+        return graph.replay
+
     @contextmanager
     def recording(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Inside, kernels are recorded rather than run; the graph may end, and others begin, inside."""

@@ -19,14 +19,16 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_videoscale.graphs.agreement import Readiness, capture_together
 from lightning_videoscale.graphs.calls import NetworkCall, is_observed, read_call
 from lightning_videoscale.graphs.capture import CapturedPass, Recorder, capture
 from lightning_videoscale.graphs.inspection import inspect_call
+from lightning_videoscale.graphs.memory import GraphMemory
 from lightning_videoscale.graphs.options import GraphOptions
 from lightning_videoscale.graphs.replay import Tenancy, replay
 from lightning_videoscale.graphs.snapshot import Snapshot
@@ -39,8 +41,8 @@ EAGER_CALLS = 2
 
 _TRAINS = attrgetter("requires_grad")
 _DROPS = 4  # after which a network that is changed again and again stays eager
-_ROOM = 1.5  # times what a pass keeps, for all that it takes while it runs
 _AGREE = 64  # calls of a kind between two agreements
+_WORTH = 64  # replays for each capture, after which those that are used may be captured anew
 _LAUNCH_BOUND = 0.8  # of the device's time between the begin and the end of forward, that the host needs to launch it
 
 
@@ -53,6 +55,7 @@ class _Kind:
         seen: The network as it was when one was inspected; None if none was since the network was last changed.
         objection: Why they stay eager.
         bytes: Memory that a pass keeps for backward.
+        took: Memory by which its capture has made the pool larger.
         waits: The host's seconds for a forward, and the events around it on the device.
         replayed: The events around a replay of a forward, until it is compared with the eager one.
         captured: The pass, once there is one.
@@ -63,24 +66,11 @@ class _Kind:
     seen: Snapshot | None = None
     objection: str | None = None
     bytes: int = 0
+    took: int = 0
     waits: tuple[float, torch.cuda.Event, torch.cuda.Event] | None = None
     replayed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     captured: CapturedPass | None = None
     record: SplitRecord | None = None
-
-
-class _Readiness(NamedTuple):
-    """What a rank tells its peers of a kind of calls.
-
-    Attributes:
-        is_ready: Whether it has captured one, or can.
-        objection: Why they stay eager there.
-        dropped: Why it has dropped graphs since it was last asked; "" if it has not.
-    """
-
-    is_ready: bool
-    objection: str | None
-    dropped: str
 
 
 class GraphedNetwork:
@@ -93,13 +83,13 @@ class GraphedNetwork:
         options: When to capture, and with how much memory.
         gather: Returns what all ranks that share the sequence hand in together. None: this rank has it alone.
         kernels: Tells, in one value, which kernels of attention and schedules of exchanges are chosen.
-        places: Tells, in one value, where messages lie.
+        places: Tells, in one value, where messages lie, and keeps their memory.
         move_together: Whether all ranks that share the sequence see another such value in the same call.
         log: Is told what is captured, and what is not and why.
 
     Attributes:
         counts: Of calls: ``"replayed"``, ``"eager"``, ``"busy"`` (a pass before had not gone backward), ``"captured"``.
-        bytes: Memory of the device that the graphs keep.
+        memory: Of the device, that the graphs keep.
     """
 
     def __init__(
@@ -127,9 +117,10 @@ class GraphedNetwork:
         self._state: Hashable = None  # train or eval mode, and which parameters train
         self._relied_on: dict[Hashable, Snapshot] = {}  # by state
         self.counts: Counter[str] = Counter()
-        self.bytes = 0
+        self.memory = GraphMemory(options.max_memory)
         self._recorder: Recorder | None = None
         self._tenancy = Tenancy()
+        self._before = Counter[str]()  # what was counted when graphs were last dropped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The forward of the copy: a copy of a network (an average, a teacher) runs eagerly."""
@@ -138,7 +129,12 @@ class GraphedNetwork:
     def __reduce__(self) -> Any:
         return copy.copy, (self._forward,)
 
-    def drop(self, reason: str = "they are taken back") -> None:
+    def close(self) -> None:
+        """Lets all graphs go, and the memory of messages."""
+        self.drop("they are taken back")
+        self._lie = None
+
+    def drop(self, reason: str) -> None:
         """Lets all graphs go; calls are inspected and captured anew as they come."""
         if any(kind.captured is not None for kind in self._kinds.values()):
             torch.cuda.synchronize()  # some may still run
@@ -148,7 +144,13 @@ class GraphedNetwork:
             kind.captured, kind.objection, kind.seen = None, None, None
         self._relied_on.clear()
         self._parameters = list(self._network.parameters())
-        self._recorder, self._tenancy, self.bytes = None, Tenancy(), 0
+        self._recorder, self._tenancy, self.memory = None, Tenancy(), GraphMemory(self._options.max_memory)
+        self._before = self.counts.copy()
+
+    def _begin_anew(self) -> None:
+        """Has the kinds inspected and agreed on again; to be called by all ranks between the same calls."""
+        for known in self._kinds.values():
+            known.calls = min(known.calls, EAGER_CALLS - 1)
 
     def _compare(self) -> None:
         """Drops the graphs if the network is another than the one that they were captured of."""
@@ -178,11 +180,10 @@ class GraphedNetwork:
             self.drop("kernels or schedules were chosen anew")
             self._kinds.clear()  # as on all ranks, which agree in the third call from here
         if (lie := self._places()) != self._lie:
-            self._lie = lie
             self.drop("messages lie elsewhere")
+            self._lie = lie  # graphs that repeat messages where they lay before are gone
             if self._move_together:  # else peers agree in other calls; no first call here is slower than others
-                for known in self._kinds.values():
-                    known.calls = min(known.calls, EAGER_CALLS - 1)
+                self._begin_anew()
         self._state = self._network.training, tuple(map(_TRAINS, self._parameters))
         kind = self._kinds.setdefault((call.key, self._state), _Kind())
         kind.calls += 1
@@ -248,31 +249,55 @@ class GraphedNetwork:
             kind.objection = self._not_worth_it(kind, call)
             if kind.objection is not None:
                 self._explain(kind.objection, about="the host's share")  # else every long shape would have its line
-            elif (too_large := self._too_large(kind, trained, device)) is not None:
-                kind.objection = too_large
-                self._explain(too_large)
+            else:
+                needed = kind.bytes + sum(x.numel() * x.element_size() for x in trained) * torch.is_grad_enabled()
+                kind.objection = self.memory.why_too_large(max(needed, kind.took), device)
+                if kind.objection is not None:
+                    self._explain(kind.objection)
         can = kind.seen is not None and kind.objection is None and not self._tenancy.is_taken and not is_observed()
-        if not self._all_ready(_Readiness(kind.captured is not None or can, kind.objection, self._untold)):
+        if not self._all_ready(Readiness(kind.captured is not None or can, kind.objection, self._untold)):
             return
         is_new = kind.captured is None
-        before, start = torch.cuda.memory_reserved(device), time.perf_counter()
+        before, start = self.memory.bytes, time.perf_counter()
         attempt = partial(self._capture, kind, call, context, device) if is_new else _done
-        reason = capture_together(attempt, self._gather)
-        taken = torch.cuda.memory_reserved(device) - before
-        self.bytes += max(taken, 0)
+        with self.memory.counting(device):
+            reason = capture_together(attempt, self._gather)
         if reason is not None:
             kind.captured, kind.objection = None, reason
             self._explain(reason)
-        elif is_new:
+            return
+        if is_new:
+            kind.took = self.memory.bytes - before
             self.counts["captured"] += 1
             self._log(
                 f"{self._name} runs by CUDA graphs for inputs {[tuple(x.shape) for x in call.tensors]}: captured in "
-                f"{time.perf_counter() - start:.2f} s, {taken / 2**30:.2f} GiB more."
+                f"{time.perf_counter() - start:.2f} s, {kind.took / 2**30:.2f} GiB more."
             )
+        self._keep_within(kind, self.memory.excess(device) if is_new and kind.took else None)
 
-    def _all_ready(self, mine: _Readiness) -> bool:
+    def _keep_within(self, kind: _Kind, excess: str | None) -> None:
+        """Drops all graphs if a new kind's exceed the memory on a rank: those that are used are captured anew.
+
+        Where that happens before captures have paid, the new kind stays eager instead. Collective as `_settle`.
+        """
+        since = self.counts - self._before
+        everyone = self._gather((excess, since["replayed"] >= _WORTH * since["captured"]))
+        excess = next((theirs for theirs, _ in everyone if theirs is not None), None)
+        if excess is None:
+            return
+        if all(has_paid for _, has_paid in everyone):
+            self.drop(f"{excess}. Those of calls that come again are captured anew")
+            self._begin_anew()
+            return
+        kind.captured = None
+        if all(known.captured is None for known in self._kinds.values()):
+            self.drop(excess)  # it alone takes it, and would leave no room for others
+        kind.objection = f"CUDA graphs of its calls are too many or too large: {excess}"
+        self._explain(kind.objection, about="no room")
+
+    def _all_ready(self, mine: Readiness) -> bool:
         """Whether all ranks can replay or capture a kind; says why others cannot, and what they have dropped."""
-        everyone = self._gather(mine)
+        everyone: list[Readiness] = self._gather(mine)
         self._untold = ""
         for number, theirs in enumerate(everyone):
             if theirs.dropped and theirs.dropped != mine.dropped:
@@ -309,18 +334,6 @@ class GraphedNetwork:
         if share >= _LAUNCH_BOUND:
             return None
         return f"with inputs {[tuple(x.shape) for x in call.tensors]} the host takes {share:.2f} of the device's time"
-
-    def _too_large(self, kind: _Kind, trained: list[nn.Parameter], device: torch.device) -> str | None:
-        needed = kind.bytes + sum(x.numel() * x.element_size() for x in trained) * torch.is_grad_enabled()
-        allowed = self._options.max_memory * torch.cuda.get_device_properties(device).total_memory
-        if needed <= allowed:
-            if torch.cuda.mem_get_info(device)[0] < _ROOM * needed:
-                torch.cuda.empty_cache()  # the pool of graphs takes nothing of what the allocator keeps for others
-            return None
-        return (
-            f"a graph needs {needed / 2**30:.1f} GiB for activations and gradients, and "
-            f"graphs_max_memory={self._options.max_memory} allows {allowed / 2**30:.1f}"
-        )
 
     def _replayed(self, kind: _Kind, call: NetworkCall, context: SequenceContext | None) -> Any:
         assert kind.captured is not None
@@ -361,20 +374,6 @@ def _done() -> None:
 
 def _alone(mine: Any) -> list[Any]:
     return [mine]
-
-
-def capture_together(attempt: Callable[[], object], gather: Callable[[Any], list[Any]]) -> str | None:
-    """Captures on all ranks or on none; collective over those that gather.
-
-    Returns:
-        Why none shall replay, the same on all ranks; None if all can.
-    """
-    reason = None
-    try:
-        attempt()
-    except Exception as error:  # whatever it is, the eager pass that follows meets it again, or it is the capture's own
-        reason = f"its capture failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return next((found for found in gather(reason) if found is not None), None)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_videoscale.graphs import Recorder
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
 from lightning_videoscale.strategies.chosen_attention import ChoosesAttention
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
@@ -19,7 +20,9 @@ class ChoosesSchedule(ChoosesAttention):
             settings.schedule if self._only_serial is None else "serial", log=rank_zero_info
         )
 
-    def _say_schedule(self) -> None:
+    def _prepare_schedule(self, *, by_graphs: bool) -> None:
+        """To be called before the model is changed; steps run by CUDA graphs or may come to."""
+        self.schedule_choices.recorder = Recorder if by_graphs and self.root_device.type == "cuda" else None
         if self._only_serial is not None:
             rank_zero_info(
                 f"schedule='auto' is 'serial' beside {self._only_serial}, as blocks would be compiled anew for each "

@@ -36,7 +36,7 @@ def run_by_graphs(
         mesh.ring.size == 1,  # each Ulysses group has places of its own
         rank_zero_info,
     )
-    return Undo(graphed.drop, patch(network, "forward", graphed))
+    return Undo(graphed.close, patch(network, "forward", graphed))
 
 
 def describe_graphs(networks: Iterable[nn.Module]) -> dict[str, int]:
@@ -48,7 +48,8 @@ def describe_graphs(networks: Iterable[nn.Module]) -> dict[str, int]:
     graphed = [each for each in forwards if isinstance(each, GraphedNetwork)]
     if not graphed:
         return {}
-    return sum((each.counts for each in graphed), Counter[str]()) | {"bytes": sum(each.bytes for each in graphed)}
+    nbytes = sum(each.memory.bytes for each in graphed)
+    return sum((each.counts for each in graphed), Counter[str]()) | {"bytes": nbytes}
 
 
 def _entrances(network: nn.Module, segments: int) -> list[nn.Module]:

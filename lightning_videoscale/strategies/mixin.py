@@ -190,7 +190,7 @@ class SequenceParallelMixin(
         assert self.lightning_module is not None
         self._prepare_saving(self.lightning_module.trainer)
         self._prepare_attention()
-        self._say_schedule()
+        self._prepare_schedule(by_graphs=self.graph_mode is not False)
         self._seed = self._agree_on_seed()
         if self._undo_changes is None:
             self._undo_changes = self._change_networks(self.lightning_module)

@@ -82,7 +82,7 @@ def change_networks(
                     mesh,
                     settings.graphs,
                     lambda: (choices.version, schedules.version),
-                    lambda: 0 if transport is None else transport.memory_bytes,  # which grows to other places
+                    lambda: () if transport is None else transport.places,
                 )
             )
     return undo

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_videoscale.graphs.graphed_network import capture_together
+from lightning_videoscale.graphs.agreement import capture_together
 
 
 class Meeting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from lightning_videoscale.graphs import GraphedNetwork, GraphOptions, graphed_ne
 from lightning_videoscale.graphs.calls import NetworkCall
 from lightning_videoscale.graphs.snapshot import Snapshot
 
+TAKES: dict[Any, int] = {}
+"""What a GPU would: GiB that graphs of so many samples take, and all bytes so far, under "now"."""
+
 
 class WithoutGPU(GraphedNetwork):
     """Computes what it would replay."""
@@ -21,11 +25,9 @@ class WithoutGPU(GraphedNetwork):
         kind.seen = Snapshot(self._network)
         return self._eagerly("eager", args, kwargs)
 
-    def _too_large(self, *_: Any) -> None:
-        return None
-
-    def _capture(self, kind: Any, *_: Any) -> None:
+    def _capture(self, kind: Any, call: NetworkCall, *_: Any) -> None:
         kind.captured = object()
+        TAKES["now"] += 2**30 * TAKES.get(call.tensors[0].shape[0], 0)  # by samples
         self._relied_on[self._state] = kind.seen
 
     def _replayed(self, kind: Any, call: NetworkCall, context: Any) -> Any:
@@ -39,7 +41,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return NetworkCall(args[0].shape, list(args), None, list(args))
 
     monkeypatch.setattr(graphed_network, "read_call", read)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    TAKES.clear()
+    TAKES["now"] = 0
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: TAKES["now"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
@@ -62,9 +68,9 @@ class Network:
         self.asked.append(mine)
         return [mine, self.peer(mine)]
 
-    def call(self, times: int = 1) -> None:
+    def call(self, times: int = 1, samples: int = 1) -> None:
         for _ in range(times):
-            self.runs(torch.ones(1, 2))
+            self.runs(torch.ones(samples, 2))
 
     @property
     def drops(self) -> int:
@@ -114,3 +120,57 @@ def test_why_another_rank_stays_eager_is_said_once() -> None:
     assert sum("rank 1 of its group says: it draws" in line for line in network.log) == 1
     assert any("dropped on rank 1 of its group: a hook was added" in line for line in network.log)
     assert network.runs.counts["eager"] == 2 * 64
+
+
+# -- memory: of 80 GiB, 4 are allowed --------------------------------------------------------------------------------
+
+
+def test_those_of_calls_that_come_no_more_make_room() -> None:
+    network = Network()
+    TAKES.update({1: 3, 2: 1, 3: 1})
+    network.call(4, samples=1)
+    network.call(200, samples=2)
+    network.call(4, samples=3)  # 5 GiB
+    assert [line for line in network.log if "dropped" in line] == [
+        "CUDA graphs of Linear are dropped: they take 5.0 GiB, and graphs_max_memory=0.05 allows 4.0 GiB. "
+        "Those of calls that come again are captured anew."
+    ]
+    replayed = network.runs.counts["replayed"]
+    for samples in (2, 3):
+        network.call(4, samples=samples)
+    assert network.runs.memory.bytes == 2 * 2**30
+    assert network.runs.counts["replayed"] > replayed
+
+
+def test_before_captures_have_paid_what_comes_new_stays_eager() -> None:
+    network = Network()
+    TAKES.update({1: 3, 2: 2, 3: 0})
+    network.call(4, samples=1)
+    network.call(4, samples=2)
+    assert network.drops == 0
+    assert "Linear runs without CUDA graphs: CUDA graphs of its calls are too many or too large" in network.log[-1]
+    replayed = network.runs.counts["replayed"]
+    network.call(samples=1)
+    network.call(4, samples=3)  # which lie where those of others do
+    assert network.runs.counts["replayed"] == replayed + 1 + 2
+
+
+def test_what_alone_takes_too_much_is_captured_once() -> None:
+    network = Network()
+    TAKES.update({1: 6, 2: 1})
+    network.call(200, samples=1)
+    network.call(200, samples=2)
+    assert network.runs.counts["captured"] == 2 and network.runs.memory.bytes == 2**30
+    assert network.runs.counts["replayed"] == 200 - 2
+
+
+def test_a_rank_whose_memory_is_exceeded_has_all_drop_their_graphs() -> None:
+    network = Network()
+    network.call(200)
+
+    def peer(mine: Any) -> Any:
+        return ("they take 9.0 GiB", True) if isinstance(mine, tuple) and mine[0] is None and len(mine) == 2 else mine
+
+    network.peer = peer
+    network.call(3, samples=2)
+    assert any("dropped: they take 9.0 GiB" in line for line in network.log)

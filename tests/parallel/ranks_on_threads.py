@@ -87,7 +87,7 @@ class ThreadFabric:
     What is submitted to `stream` stands for what the device has yet to do while the host goes on.
     """
 
-    failure, is_capturing = None, False
+    failure = None
 
     def __init__(self, world: World, rank: int, delays: random.Random | None = None, timeout: float = PATIENCE) -> None:
         self._world, self._rank, self._delays = world, rank, delays

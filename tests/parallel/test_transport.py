@@ -207,6 +207,24 @@ def test_memory_grows_with_the_largest_message_and_keeps_what_is_pending() -> No
     assert on_threads(2, work) == [[0, 256, 256 + 2560, 256 + 2560]] * 2
 
 
+def test_places_are_others_once_memory_grows_and_keep_it_as_long_as_they_are_held() -> None:
+    def work(transport: SymmetricTransport, rank: int) -> list[Any]:
+        axis = axis_of(rank, 2)
+
+        def exchange(size: int) -> Any:
+            transport.wait(start(transport, axis, [size, size], [1, 1], size))
+            return transport.places
+
+        first = exchange(1)
+        same, other = exchange(1), exchange(100)
+        with_both = transport.memory_bytes
+        is_alike, is_other = first == same, first != other
+        del first, same
+        return [is_alike, is_other, with_both, transport.memory_bytes]
+
+    assert on_threads(2, work) == [[True, True, 256 + 1024, 1024]] * 2
+
+
 def test_pieces_are_sent_in_any_order() -> None:
     def work(transport: SymmetricTransport, rank: int) -> list[float]:
         message = torch.empty(6)

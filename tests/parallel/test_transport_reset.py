@@ -124,7 +124,7 @@ def test_what_only_one_rank_has_is_dropped(step: str, first: int, second: int, k
     assert on_threads(2, work) == [[kept, 1024]] * 2  # a slot for 100 numbers of 8 bytes, on 256
 
 
-def test_closed_it_frees_what_a_graph_of_one_rank_alone_still_has() -> None:
+def test_what_a_graph_of_one_rank_alone_still_has_goes_with_the_graph() -> None:
     def work(transport: SymmetricTransport, rank: int) -> list[int]:
         axis, fabric = axis_of(rank, 2), transport._fabric
 
@@ -135,9 +135,8 @@ def test_closed_it_frees_what_a_graph_of_one_rank_alone_still_has() -> None:
             ThreadFabric.allocate(fabric, *args)  # type: ignore[arg-type]
             raise torch.OutOfMemoryError("injected")
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fabric, "is_capturing", rank == 0)
-            exchange(1)
+        exchange(1)
+        held = transport.places if rank == 0 else ()
         if rank == 0:
             transport.all_to_all(torch.zeros(200, dtype=torch.int64), [100] * 2, [100] * 2, axis)
         else:
@@ -147,9 +146,11 @@ def test_closed_it_frees_what_a_graph_of_one_rank_alone_still_has() -> None:
         transport.reset()
         after_reset = transport.memory_bytes
         transport.close()
-        return [after_reset > 0, transport.memory_bytes, len(transport._known)]
+        closed = transport.memory_bytes
+        del held
+        return [after_reset > 0, closed > 0, transport.memory_bytes, len(transport._known)]
 
-    assert on_threads(2, work) == [[True, 0, 0], [False, 0, 0]]
+    assert on_threads(2, work) == [[True, True, 0, 0], [False, False, 0, 0]]
 
 
 def test_who_does_not_come_is_named() -> None:

@@ -31,7 +31,7 @@ from lightning_videoscale.parallel.schedules.table import (
     ScheduleTable,
     schedules_of,
 )
-from lightning_videoscale.parallel.schedules.trial import Alone, time_in_turns
+from lightning_videoscale.parallel.schedules.trial import Alone, RecordsCalls, time_in_turns
 from lightning_videoscale.parallel.schedules.trial_layer import TrialGroup, TrialLayer
 from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.ranks import gather_over_ranks, of_first_rank, rank_in_world
@@ -51,10 +51,12 @@ class ScheduleChoices:
         machine: Whose speeds a prediction takes; that of the device's name if left out.
         clock: Tells this rank's time in seconds.
         seconds: That measuring may take for a kind of layer, and in a run.
+        recorder: Returns what records calls as CUDA graphs on a device, where steps run by those; None elsewhere.
         log: Is told, on rank 0, what was chosen.
 
     Attributes:
         schedule: As it was asked for.
+        recorder: As given; what is set before `prepare` counts.
         table: What is chosen now.
         version: Counts the tables by which a layer that has run, runs another schedule.
 
@@ -70,11 +72,13 @@ class ScheduleChoices:
         machine: Machine | None = None,
         clock: Callable[[], float] = time.perf_counter,
         seconds: tuple[float, float] = (_SECONDS_OF_KEY, _SECONDS_OF_RUN),
+        recorder: Callable[[torch.device], RecordsCalls] | None = None,
         log: Callable[[str], None] = _log.info,
     ) -> None:
         if schedule not in get_args(ScheduleSetting):
             raise ValueError(f"schedule={schedule!r} is not one of {get_args(ScheduleSetting)}.")
         self.schedule: ScheduleSetting = schedule
+        self.recorder = recorder
         self.table = ScheduleTable({}, {}, None, None)
         self.version = 0
         self._folder, self._machine, self._clock, self._log = folder, machine, clock, log
@@ -143,7 +147,7 @@ class ScheduleChoices:
             if self._machine is None:
                 self._machine = machine_of(self._place.device)
             if rank_in_world() == 0:
-                self._records |= ScheduleFile(self._place.device, self._folder).read()
+                self._records |= self._file.read()
             self._records = of_first_rank(self._records)
         self._renew(self._common_objection())
 
@@ -171,8 +175,12 @@ class ScheduleChoices:
         for key in sorted(asked | measured.keys()):
             self._say(f"Schedule of {key}: {self._describe(key)}.")
         if rank_in_world() == 0 and (kept := {k: record for k, record in measured.items() if record.reason is None}):
-            assert self._place is not None
-            ScheduleFile(self._place.device, self._folder).add(kept)
+            self._file.add(kept)
+
+    @property
+    def _file(self) -> ScheduleFile:
+        assert self._place is not None
+        return ScheduleFile(self._place.device, self._folder, by_graphs=self.recorder is not None)
 
     def _measure_all(self, keys: Sequence[ScheduleKey]) -> tuple[dict[ScheduleKey, ScheduleRecord], set[ScheduleKey]]:
         """Measures kinds of layers one by one, as long as there is time; also returns those to be tried again."""
@@ -205,16 +213,38 @@ class ScheduleChoices:
         if self._group.attention.is_prepared:
             self._group.attention.settle()  # the rehearsal has asked for its kernels
         transport, device = self._group.transport, self._group.device
+        passes: Mapping[ScheduleName, Callable[[], object]]
+        passes = {name: partial(run, transport) for name, run in layer.runs().items()}
+        if self.recorder is not None:
+            passes = self._by_graphs(key, passes, self.recorder(device))
 
-        def repeated(run: Callable[[Transport], Any], passes: int) -> None:
-            for _ in range(passes):
-                run(transport)
+        def repeated(run: Callable[[], object], times: int) -> None:
+            for _ in range(times):
+                run()
             wait_for(device)
 
-        runs = {name: partial(repeated, run) for name, run in layer.runs().items()}
+        runs = {name: partial(repeated, run) for name, run in passes.items()}
         left = self._seconds_of_key - max(gather_over_ranks(self._clock() - begin))
         turns = time_in_turns(runs, left, self._clock, _slowest)
         return None if turns is None else ScheduleRecord.of_turns(turns)
+
+    def _by_graphs(
+        self, key: ScheduleKey, passes: Mapping[ScheduleName, Callable[[], object]], recorder: RecordsCalls
+    ) -> Mapping[ScheduleName, Callable[[], object]]:
+        """The same as CUDA graphs, which launch nothing, as steps by graphs do; as they are where a rank cannot."""
+        assert self._group is not None
+        for run in passes.values():  # what it needs for the first time, it does not meet in a capture
+            run()
+        wait_for(self._group.device)
+        recorded, reason = {}, None
+        try:
+            recorded = {name: recorder.repeat(run) for name, run in passes.items()}
+        except Exception as error:  # peers must not wait for this rank
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        reasons = [f"rank {rank}: {each}" for rank, each in enumerate(gather_over_ranks(reason)) if each is not None]
+        if reasons:
+            self._say(f"Schedule of {key}: it is measured without CUDA graphs ({'; '.join(reasons)}).")
+        return passes if reasons else recorded
 
     def _common_objection(self) -> str | None:
         """What stands against other schedules on some rank; None if nothing does on any. Collective."""

@@ -56,11 +56,11 @@ class ScheduleRecord(NamedTuple):
 
 
 class ScheduleFile(MeasurementFile[ScheduleKey, ScheduleRecord]):
-    """The records of a kind of device and these versions, on disk."""
+    """The records of a kind of device and these versions, on disk; apart those of steps by CUDA graphs."""
 
-    def __init__(self, device_name: str, folder: Path | None = None) -> None:
+    def __init__(self, device_name: str, folder: Path | None = None, *, by_graphs: bool = False) -> None:
         nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
-        machine = {"device": device_name, **versions_of_torch(), "nccl": nccl, "schedules": _MADE}
+        machine = {"device": device_name, **versions_of_torch(), "nccl": nccl, "schedules": _MADE, "graphs": by_graphs}
         super().__init__("schedules", machine, folder)
 
     @override

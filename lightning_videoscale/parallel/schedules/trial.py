@@ -2,6 +2,7 @@
 
 `Alone`          a transport that sends nothing: to see that a rank can run a layer before its peers rely on it
 `time_in_turns`  seconds of forward and backward, on all ranks at the same time
+`RecordsCalls`   has calls repeated by CUDA graphs, as in steps that run by those
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +26,19 @@ _SHORTEST_TURN = 0.1  # seconds: the host queues ahead as in training, and waits
 _MOST_PASSES, _FEWEST_ROUNDS, _MOST_ROUNDS = 16, 3, 9
 
 
+class RecordsCalls(Protocol):
+    """Records what calls do on a device; see `graphs.Recorder`."""
+
+    def repeat(self, call: Callable[[], object]) -> Callable[[], object]:
+        """Returns what does it again; nothing of it is done meanwhile, nor communicated."""
+
+
 class Alone:
     """A transport of a rank without peers: nothing is sent, and zeros arrive. See `Transport` for the contract."""
 
     name = "alone"
     traceable = True
-    memory_bytes = 0
+    memory_bytes, places = 0, ()
     failure = None
 
     def carrier(self, axis: Axis) -> str:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -79,6 +79,10 @@ class Transport(Protocol):
     @property
     def memory_bytes(self) -> int:
         """Bytes of this rank's device that it takes now and that torch's own statistics lack."""
+
+    @property
+    def places(self) -> Hashable:
+        """What messages lie in on their way: another value once one lies elsewhere. Who holds it, keeps the memory."""
 
     @property
     def failure(self) -> str | None:

@@ -5,7 +5,7 @@ Traced, they are functional collectives; run eagerly those take the host about t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +73,11 @@ class CollectiveTransport:
     def memory_bytes(self) -> int:
         """None: what gloo and NCCL take is not known."""
         return 0
+
+    @property
+    def places(self) -> Hashable:
+        """None that anybody need hold: a graph of CUDA has what its collectives take."""
+        return ()
 
     @property
     def failure(self) -> str | None:

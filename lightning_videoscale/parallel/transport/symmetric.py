@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -46,7 +46,7 @@ class SymmetricTransport(CollectiveTransport):
 
     Messages are pushed, those begun by `begin` are pulled, and columns are joined; see `exchanges`.
     Everything else is inherited: all-gathers and the messages of other axes (a ring's) go by collectives. Compiled
-    code calls it by ops. Slots that a CUDA graph uses are kept until `close`.
+    code calls it by ops. Who repeats exchanges by a CUDA graph holds `places`, or their memory goes.
 
     Args:
         fabric: Memory that peers can write.
@@ -65,8 +65,7 @@ class SymmetricTransport(CollectiveTransport):
         self._sizes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[list[int]]] = {}
         self._layouts: dict[tuple[Any, ...], SlotLayout] = {}
         self._slots: dict[type[SymmetricExchange], list[Slot]] = {way: [] for way in _WAYS}
-        self._captured: list[Slot] = []  # that graphs use
-        self._known: weakref.WeakSet[Slot] = weakref.WeakSet()  # with those that graphs alone use
+        self._known: weakref.WeakSet[Slot] = weakref.WeakSet()  # with those that graphs alone hold
         self._has_begun = False  # to take memory, as all ranks have or none
 
     @classmethod
@@ -86,7 +85,12 @@ class SymmetricTransport(CollectiveTransport):
     @property
     def memory_bytes(self) -> int:
         """Bytes of this rank's GPU that slots and flags take now; torch's own statistics lack them."""
-        return sum(slot.memory.nbytes for slot in {*self._captured, *self._current})
+        return sum(slot.memory.nbytes for slot in self._known)
+
+    @property
+    def places(self) -> Hashable:
+        """See `Transport`."""
+        return tuple(slot for slots in self._slots.values() for slot in slots)
 
     @property
     def failure(self) -> str | None:
@@ -98,7 +102,7 @@ class SymmetricTransport(CollectiveTransport):
         return self.name if axis.ranks == self._axis.ranks else super().name
 
     def close(self) -> None:
-        """Frees the slots once no peer reads or writes them any more; collective over the Ulysses axis.
+        """Lets go of the slots once no peer reads or writes them any more; collective over the Ulysses axis.
 
         Raises:
             TimeoutError: If a peer does not come.
@@ -109,7 +113,6 @@ class SymmetricTransport(CollectiveTransport):
                 slot.pending = None  # what nobody has finished would keep the memory
             for slots in self._slots.values():
                 slots.clear()
-            self._captured.clear()
             self._has_begun = False
 
     def reset(self) -> None:
@@ -133,10 +136,6 @@ class SymmetricTransport(CollectiveTransport):
         for slot in slots:
             slot.restart()
         self._come_to_rest([])  # before any peer sets a flag anew
-
-    @property
-    def _current(self) -> list[Slot]:
-        return [slot for slots in self._slots.values() for slot in slots]
 
     def _come_to_rest(self, slots: Sequence[Slot]) -> None:
         """Waits until no rank's device has work left, ending its waits for flags of these slots."""
@@ -257,10 +256,7 @@ class SymmetricTransport(CollectiveTransport):
             self._has_begun = True
             slots[number : number + 1] = [Slot(self._axis, self._fabric, number, layout.capacity)]
             self._known.add(slots[number])
-        slot = slots[number]
-        if self._fabric.is_capturing and slot not in self._captured:
-            self._captured.append(slot)
-        return self._fabric, slot, layout
+        return self._fabric, slots[number], layout
 
     def _agree(self, send: tuple[int, ...], receive: tuple[int, ...]) -> list[list[int]]:
         """Returns ``sizes[s][r]``, the bytes that go from rank s to rank r."""

@@ -120,10 +120,6 @@ class Fabric(Protocol):
     def allocate(self, nbytes: int, flags: int, axis: Axis) -> Memory:
         """Returns ``nbytes`` of memory per rank and ``flags`` flags, all zero; collective over the axis."""
 
-    @property
-    def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being recorded."""
-
     def take(self, memory: Memory, ranks: Mapping[int, int]) -> Taking:
         """Has the current stream take flags of a memory; ``ranks`` are those that set them."""
 
@@ -236,11 +232,6 @@ class CudaFabric:
             register_group(name, self._groups[name][1])
         return CudaMemory(nbytes, flags, axis, name, self._device, self._driver)
 
-    @property
-    def is_capturing(self) -> bool:
-        """See `Fabric`."""
-        return torch.cuda.is_current_stream_capturing()
-
     def take(self, memory: Memory, ranks: Mapping[int, int]) -> Taking:
         """See `Fabric`."""
         memory.take(list(ranks))
@@ -262,7 +253,8 @@ class CudaFabric:
 
     def watched(self, what: str, memory: Memory, takings: Sequence[Taking]) -> AbstractContextManager[None]:
         """See `Fabric`; a graph's own waits are not watched."""
-        return nullcontext() if self.is_capturing else self._watch.watched(what, memory, takings)
+        is_recorded = torch.cuda.is_current_stream_capturing()
+        return nullcontext() if is_recorded else self._watch.watched(what, memory, takings)
 
     def close(self, axis: Axis) -> None:
         """See `Fabric`.

@@ -201,7 +201,7 @@ def test_graphs_leave_their_memory() -> None:
     for number in range(4):
         other.step(number, SHAPES[0])
     before = torch.cuda.memory_reserved()
-    runs.drop()
+    runs.close()
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < before
