@@ -6,9 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.overrides import BaseTorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_videoscale.compat.torch.autograd import adds_to_gradient, function_modes_active, has_hooks, version_of
+from lightning_videoscale.compat.torch.autograd import (
+    adds_to_gradient,
+    dispatch_modes_active,
+    function_modes_active,
+    has_hooks,
+    version_of,
+)
 
 
 class Asking(torch.autograd.Function):
@@ -67,3 +75,13 @@ def test_writing_to_a_tensor_is_counted() -> None:
     with torch.inference_mode():
         y = torch.ones(2)
         assert version_of(y.add_(1)) == 0
+
+
+def test_modes_that_watch_what_is_dispatched_are_counted() -> None:
+    assert dispatch_modes_active() == 0
+    with FakeTensorMode():
+        assert dispatch_modes_active() == 1
+        with FlopCounterMode(display=False):
+            assert dispatch_modes_active() == 2
+    with BaseTorchFunctionMode():
+        assert dispatch_modes_active() == 0

@@ -14,9 +14,12 @@ from diffusers import FirstBlockCacheConfig, MagCacheConfig
 from diffusers.hooks._helpers import TransformerBlockRegistry
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_videoscale.compat.diffusers import (
     CLASS_NAME,
+    KERNELS_OF_BACKENDS,
+    HearsOfBackends,
     active_attention_backend,
     attends_by_torch,
     block_classes,
@@ -31,6 +34,7 @@ from lightning_videoscale.compat.diffusers import (
     projection_functions,
 )
 from lightning_videoscale.compat.names import MissingNameError
+from lightning_videoscale.compat.torch.attention import sdpa_choice
 from tests.distributed.families.models import qwen_image, sd3
 from tests.models import tiny_wan
 
@@ -107,10 +111,11 @@ def test_a_processor_tells_what_it_was_set_to() -> None:
     wan = tiny_wan()
     processor = wan.blocks[0].attn1.processor
     assert own_attention_backend(processor) is None
-    wan.set_attention_backend("_native_math")
-    assert own_attention_backend(processor) == "_native_math"
-    wan.reset_attention_backend()
-    assert own_attention_backend(processor) is None
+    with attention_backend("native"):  # which the model's method else changes for the whole process
+        wan.set_attention_backend("_native_math")
+        assert own_attention_backend(processor) == "_native_math"
+        wan.reset_attention_backend()
+        assert own_attention_backend(processor) is None
 
 
 def test_how_many_tokens_a_block_feeds_forward_at_once() -> None:
@@ -145,3 +150,49 @@ def test_the_method_that_modulates_qwen_images_blocks() -> None:
     shift, scale, expected = values.chunk(3, -1)
     torch.testing.assert_close(shifted, x * (1 + scale[:, None]) + shift[:, None])
     torch.testing.assert_close(gate, expected[:, None])
+
+
+class Hearing(HearsOfBackends):
+    def __init__(self) -> None:
+        self.heard: list[str | None] = []
+
+    def on_backend(self, name: str | None) -> None:
+        self.heard.append(name)
+
+
+def test_a_processor_hears_of_the_backend_that_is_set() -> None:
+    wan, processor = tiny_wan(), Hearing()
+    wan.blocks[0].attn1.set_processor(processor)
+    with attention_backend("native"):
+        wan.set_attention_backend("_native_math")
+        assert own_attention_backend(processor) == "_native_math"
+        wan.reset_attention_backend()
+    assert processor.heard == ["_native_math", None]
+    assert own_attention_backend(processor) is None
+
+
+class Kernels(TorchFunctionMode):
+    """Notes which kernels torch's attention may take, and leaves it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_on: list[frozenset[str] | None] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.left_on.append(sdpa_choice())
+        return args[0] if args else kwargs["query"]
+
+
+@pytest.mark.parametrize("backend", [name for name in KERNELS_OF_BACKENDS if "native" in name])
+def test_backends_of_torch_take_the_kernels_that_we_name(backend: str) -> None:
+    kernels, x = Kernels(), torch.ones(1, 5, 2, 8)
+    with attention_backend(backend), kernels:
+        dispatch_attention_fn(x, x, x)
+    kernel = KERNELS_OF_BACKENDS[backend]
+    assert kernels.left_on == [None if kernel == "sdpa" else {kernel}]
+
+
+def test_all_backends_that_we_name_can_be_set() -> None:
+    assert KERNELS_OF_BACKENDS.keys() < {backend.value for backend in AttentionBackendName}

@@ -6,9 +6,11 @@ import collections
 from importlib.metadata import version
 
 import pytest
+import torch
+from packaging.version import Version
 from torch import nn
 
-from lightning_videoscale.compat.names import MissingNameError, Package
+from lightning_videoscale.compat.names import MissingNameError, Package, installed_version
 from lightning_videoscale.compat.patching import patch
 
 TORCH = Package("torch", "2.11")
@@ -56,3 +58,8 @@ def test_patches_are_taken_back_in_the_other_order() -> None:
     undo_first()
     assert module(0) == 0
     assert "forward" not in vars(module)
+
+
+def test_the_installed_version() -> None:
+    assert Version(installed_version("torch") or "0").public == Version(torch.__version__).public
+    assert installed_version("no-such-package-is-installed") is None

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
+
+from lightning_videoscale.compat.torch.precision import product_settings
 
 READ = "from lightning_videoscale.compat.torch.precision import *"
 SET = {  # whether products of float32 are coarse on a GPU then
@@ -24,3 +28,24 @@ def test_settings_of_products(setting: str) -> None:
     code = f"import torch\n{READ}\n{setting}\nproduct_settings()\nprint(float32_products_are_coarse('cuda'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.stdout.strip(), done.returncode) == (str(SET[setting]), 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("owner", "setting"),
+    [
+        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+        (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+        (torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+        (torch.backends.cudnn, "enabled"),
+        (torch.backends.cudnn, "benchmark"),
+        (torch.backends.cudnn, "deterministic"),
+    ],
+)
+def test_each_setting_of_products_counts(owner: Any, setting: str) -> None:
+    before, was_on = product_settings(), getattr(owner, setting)
+    setattr(owner, setting, not was_on)
+    try:
+        assert sum(old != new for old, new in zip(before, product_settings(), strict=True)) == 1
+    finally:
+        setattr(owner, setting, was_on)
+    assert product_settings() == before

@@ -39,7 +39,7 @@ def url_writer(url: str) -> StorageWriter:
 
 
 def url_reader(url: str) -> StorageReader:
-    """Returns what reads tensors from there, each by one request for its bytes.
+    """Returns what reads tensors from there, each by one request for its bytes; it reads no metadata.
 
     torch's own opens a file for each tensor, and fsspec then reads megabytes ahead.
     """

@@ -42,5 +42,6 @@ def end_allocation(device: torch.device, pool: Any) -> None:
 
     Else the allocator takes the capture for under way, and gives no memory back to the device any more.
     """
+    end = TORCH.get("torch._C", "_cuda_endAllocateToPool")
     with suppress(RuntimeError):  # it has ended
-        TORCH.get("torch._C", "_cuda_endAllocateToPool")(device.index, pool)
+        end(device.index, pool)

@@ -1,0 +1,26 @@
+"""Nested structures are taken apart and put together again."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from lightning_videoscale.compat.torch import trees
+
+
+def test_a_structure_is_filled_again() -> None:
+    tree = {"a": [torch.ones(1), 2], "b": (3, None), "c": {}}
+    leaves, structure = trees.tree_flatten(tree)
+    assert leaves == [tree["a"][0], 2, 3, None]
+    assert trees.tree_unflatten(leaves, structure) == tree
+    assert trees.tree_unflatten([1, 2, 3, 4], structure) == {"a": [1, 2], "b": (3, 4), "c": {}}
+    assert structure == trees.tree_flatten({"a": [0, 0], "b": (0, 0), "c": {}})[1] != trees.tree_flatten({"a": [0]})[1]
+
+
+def test_a_tensor_that_is_spread_over_ranks_wraps_another() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    assert trees.is_wrapper(distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,))))
+    assert not trees.is_wrapper(torch.nn.Parameter(torch.ones(2)))
