@@ -13,12 +13,12 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.graphs import Recorder
-from lightning_videoscale.parallel import SequenceMesh, create_transport
+from lightning_videoscale.parallel import SequenceMesh
 from lightning_videoscale.parallel.schedules import PENDING
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
 from lightning_videoscale.parallel.schedules.records import ScheduleFile, ScheduleRecord
 from lightning_videoscale.parallel.schedules.table import LayerShape
-from lightning_videoscale.parallel.transport import TransportName
+from lightning_videoscale.parallel.transport import TransportName, create_transport
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips, RectifiedFlow
