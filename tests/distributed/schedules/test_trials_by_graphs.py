@@ -44,6 +44,7 @@ def by_graphs(folder: Path, breaks: int | None) -> tuple[Any, ...]:
         schedules = prepared(mesh, folder=folder, clock=clock, recorder=lambda _: recorder, log=lines.append)
         ask(schedules)
         schedules.settle()
+        dist.barrier()  # rank 0 has written
         kept = ScheduleFile("cpu", folder, by_graphs=True).read()
         return (
             ask(schedules),
