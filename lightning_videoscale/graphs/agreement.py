@@ -1,7 +1,8 @@
 """What ranks that share a sequence tell each other of their graphs, so that all capture or none.
 
 `Readiness`         whether a rank can run a kind of calls by graphs
-`capture_together`  captures on all of them
+`Captured`          whether it has captured them, and what that takes
+`capture_together`  captures on all ranks
 """
 
 from __future__ import annotations
@@ -24,15 +25,24 @@ class Readiness(NamedTuple):
     dropped: str
 
 
-def capture_together(attempt: Callable[[], object], gather: Callable[[Any], list[Any]]) -> str | None:
-    """Captures on all ranks or on none; collective over those that gather.
+class Captured(NamedTuple):
+    """What a rank tells its peers once it has captured a kind of calls, or could not.
 
-    Returns:
-        Why none shall replay, the same on all ranks; None if all can.
+    Attributes:
+        failure: Why it could not; None if it could.
+        excess: What its graphs take, if that is more than they may; else None.
+        has_paid: Whether its graphs were replayed often enough to be captured anew.
     """
-    reason = None
+
+    failure: str | None
+    excess: str | None = None
+    has_paid: bool = False
+
+
+def capture_together(attempt: Callable[[], Captured], gather: Callable[[Any], list[Any]]) -> list[Captured]:
+    """Captures on a rank, and returns what all ranks tell of it; collective over those that gather."""
     try:
-        attempt()
+        mine = attempt()
     except Exception as error:  # whatever it is, the eager pass that follows meets it again, or it is the capture's own
-        reason = f"its capture failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return next((found for found in gather(reason) if found is not None), None)
+        mine = Captured(f"its capture failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    return gather(mine)

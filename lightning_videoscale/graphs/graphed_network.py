@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_videoscale.graphs.agreement import Readiness, capture_together
+from lightning_videoscale.graphs.agreement import Captured, Readiness, capture_together
 from lightning_videoscale.graphs.calls import NetworkCall, is_observed, read_call
 from lightning_videoscale.graphs.capture import CapturedPass, Recorder, capture
 from lightning_videoscale.graphs.inspection import inspect_call
@@ -257,43 +257,50 @@ class GraphedNetwork:
         can = kind.seen is not None and kind.objection is None and not self._tenancy.is_taken and not is_observed()
         if not self._all_ready(Readiness(kind.captured is not None or can, kind.objection, self._untold)):
             return
-        is_new = kind.captured is None
-        before, start = self.memory.bytes, time.perf_counter()
-        attempt = partial(self._capture, kind, call, context, device) if is_new else _done
-        with self.memory.counting(device):
-            reason = capture_together(attempt, self._gather)
-        if reason is not None:
-            kind.captured, kind.objection = None, reason
-            self._explain(reason)
+        is_new, start = kind.captured is None, time.perf_counter()
+        everyone = capture_together(partial(self._attempt, kind, call, context, device), self._gather)
+        failure = next((theirs.failure for theirs in everyone if theirs.failure is not None), None)
+        excess = next((theirs.excess for theirs in everyone if theirs.excess is not None), None)
+        if failure is not None:
+            kind.captured, kind.objection = None, failure
+            self._explain(failure)
             return
         if is_new:
-            kind.took = self.memory.bytes - before
             self.counts["captured"] += 1
             self._log(
                 f"{self._name} runs by CUDA graphs for inputs {[tuple(x.shape) for x in call.tensors]}: captured in "
                 f"{time.perf_counter() - start:.2f} s, {kind.took / 2**30:.2f} GiB more."
             )
-        self._keep_within(kind, self.memory.excess(device) if is_new and kind.took else None)
+        if excess is not None:
+            self._make_room(kind, excess, all(theirs.has_paid for theirs in everyone))
 
-    def _keep_within(self, kind: _Kind, excess: str | None) -> None:
-        """Drops all graphs if a new kind's exceed the memory on a rank: those that are used are captured anew.
+    def _attempt(
+        self, kind: _Kind, call: NetworkCall, context: SequenceContext | None, device: torch.device
+    ) -> Captured:
+        """Captures a pass, unless only a peer has lost its graphs."""
+        since, excess = self.counts - self._before, None
+        if kind.captured is None:
+            with self.memory.counting(device) as taken:
+                self._capture(kind, call, context, device)
+            kind.took = taken()
+            excess = self.memory.excess(device) if kind.took else None
+        return Captured(None, excess, since["replayed"] >= _WORTH * max(since["captured"], 1))
 
-        Where that happens before captures have paid, the new kind stays eager instead. Collective as `_settle`.
+    def _make_room(self, kind: _Kind, excess: str, have_paid: bool) -> None:
+        """Drops all graphs as a new kind's are too many, so that those that are used are captured anew.
+
+        Where captures have not paid yet, the new kind stays eager instead. To be called by all ranks alike.
         """
-        since = self.counts - self._before
-        everyone = self._gather((excess, since["replayed"] >= _WORTH * since["captured"]))
-        excess = next((theirs for theirs, _ in everyone if theirs is not None), None)
-        if excess is None:
-            return
-        if all(has_paid for _, has_paid in everyone):
+        if have_paid:
             self.drop(f"{excess}. Those of calls that come again are captured anew")
             self._begin_anew()
-            return
-        kind.captured = None
-        if all(known.captured is None for known in self._kinds.values()):
-            self.drop(excess)  # it alone takes it, and would leave no room for others
-        kind.objection = f"CUDA graphs of its calls are too many or too large: {excess}"
-        self._explain(kind.objection, about="no room")
+        else:
+            kind.captured = None
+            if all(known.captured is None for known in self._kinds.values()):
+                self.drop(excess)  # it alone takes it, and would leave no room for others
+            kind.objection = f"CUDA graphs of its calls are too many or too large: {excess}"
+            self._explain(kind.objection, about="no room")
+        torch.cuda.empty_cache()  # else a pool that is gone would still take its memory
 
     def _all_ready(self, mine: Readiness) -> bool:
         """Whether all ranks can replay or capture a kind; says why others cannot, and what they have dropped."""
@@ -366,10 +373,6 @@ class GraphedNetwork:
                 )
                 kind.waits = None
             yield
-
-
-def _done() -> None:
-    """What a rank does that has captured before its peers, one of which has lost its graphs."""
 
 
 def _alone(mine: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -37,13 +37,15 @@ class GraphMemory:
         return None
 
     @contextmanager
-    def counting(self, device: torch.device) -> Iterator[None]:
-        """Counts what the process takes inside."""
-        before = torch.cuda.memory_reserved(device)
-        try:
-            yield
-        finally:
-            self.bytes += max(torch.cuda.memory_reserved(device) - before, 0)
+    def counting(self, device: torch.device) -> Iterator[Callable[[], int]]:
+        """Counts what the process takes inside, unless that fails: its memory is then nobody's.
+
+        Yields:
+            What was counted, once it has ended.
+        """
+        before, bytes_before = torch.cuda.memory_reserved(device), self.bytes
+        yield lambda: self.bytes - bytes_before
+        self.bytes += max(torch.cuda.memory_reserved(device) - before, 0)
 
     def excess(self, device: torch.device) -> str | None:
         """What the graphs take, if that is more than they may; else None."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_videoscale.graphs.agreement import capture_together
+from lightning_videoscale.graphs.agreement import Captured, capture_together
 
 
 class Meeting:
@@ -31,28 +31,32 @@ class Meeting:
 def test_all_ranks_learn_why_one_cannot(error: Exception) -> None:
     meeting, attempts = Meeting(3), []
 
-    def on_rank(rank: int) -> str | None:
-        def attempt() -> None:
+    def on_rank(rank: int) -> list[Captured]:
+        def attempt() -> Captured:
             attempts.append(rank)
             if rank == 1:
                 raise error
+            return Captured(None)
 
         return capture_together(attempt, meeting.of(rank))
 
     with ThreadPoolExecutor(3) as ranks:
-        reasons = list(ranks.map(on_rank, range(3)))
+        told = list(ranks.map(on_rank, range(3)))
     assert sorted(attempts) == [0, 1, 2]
-    (reason,) = set(reasons)
+    assert told[0] == told[1] == told[2]
+    before, reason, after = (theirs.failure for theirs in told[0])
+    assert before is None and after is None
     assert reason is not None and type(error).__name__ in reason and str(error).partition("\n")[0] in reason
     assert "more" not in reason
 
 
-def test_where_all_can_all_replay() -> None:
-    assert capture_together(lambda: None, lambda mine: [None, mine, None]) is None
+def test_what_a_rank_has_captured_is_told() -> None:
+    mine = Captured(None, "they take 9.0 GiB", True)
+    assert capture_together(lambda: mine, lambda told: [told, Captured(None)]) == [mine, Captured(None)]
 
 
 def test_an_interrupt_is_no_failed_capture() -> None:
-    def interrupted() -> None:
+    def interrupted() -> Captured:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

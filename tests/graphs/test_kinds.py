@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.graphs import GraphedNetwork, GraphOptions, graphed_network
+from lightning_videoscale.graphs.agreement import Captured
 from lightning_videoscale.graphs.calls import NetworkCall
 from lightning_videoscale.graphs.snapshot import Snapshot
 
@@ -164,12 +165,26 @@ def test_what_alone_takes_too_much_is_captured_once() -> None:
     assert network.runs.counts["replayed"] == 200 - 2
 
 
+def test_a_capture_that_fails_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(self: Any, kind: Any, *_: Any) -> None:
+        TAKES["now"] += 9 * 2**30
+        raise torch.OutOfMemoryError("no more")
+
+    network = Network()
+    with monkeypatch.context() as patch:
+        patch.setattr(WithoutGPU, "_capture", breaks)
+        network.call(4, samples=1)
+    network.call(4, samples=2)
+    assert network.runs.memory.bytes == 0
+    assert network.runs.counts["replayed"] == 2
+
+
 def test_a_rank_whose_memory_is_exceeded_has_all_drop_their_graphs() -> None:
     network = Network()
     network.call(200)
 
     def peer(mine: Any) -> Any:
-        return ("they take 9.0 GiB", True) if isinstance(mine, tuple) and mine[0] is None and len(mine) == 2 else mine
+        return mine._replace(excess="they take 9.0 GiB") if isinstance(mine, Captured) else mine
 
     network.peer = peer
     network.call(3, samples=2)

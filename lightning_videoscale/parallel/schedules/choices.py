@@ -216,7 +216,7 @@ class ScheduleChoices:
         passes: Mapping[ScheduleName, Callable[[], object]]
         passes = {name: partial(run, transport) for name, run in layer.runs().items()}
         if self.recorder is not None:
-            passes = self._by_graphs(key, passes, self.recorder(device))
+            passes = self._by_graphs(key, passes, self.recorder)
 
         def repeated(run: Callable[[], object], times: int) -> None:
             for _ in range(times):
@@ -229,7 +229,10 @@ class ScheduleChoices:
         return None if turns is None else ScheduleRecord.of_turns(turns)
 
     def _by_graphs(
-        self, key: ScheduleKey, passes: Mapping[ScheduleName, Callable[[], object]], recorder: RecordsCalls
+        self,
+        key: ScheduleKey,
+        passes: Mapping[ScheduleName, Callable[[], object]],
+        recorder_on: Callable[[torch.device], RecordsCalls],
     ) -> Mapping[ScheduleName, Callable[[], object]]:
         """The same as CUDA graphs, which launch nothing, as steps by graphs do; as they are where a rank cannot."""
         assert self._group is not None
@@ -238,6 +241,7 @@ class ScheduleChoices:
         wait_for(self._group.device)
         recorded, reason = {}, None
         try:
+            recorder = recorder_on(self._group.device)
             recorded = {name: recorder.repeat(run) for name, run in passes.items()}
         except Exception as error:  # peers must not wait for this rank
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
