@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
+from multiprocessing import active_children
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -233,15 +236,39 @@ class PlannedLoader:
         yield from self._batches() if encode is None else map(encode, self._batches())
 
     def _batches(self) -> Iterator[Batch]:
-        pin = self._loader.pin_memory and torch.cuda.is_available()
+        pin = self._settings["pin_memory"] and torch.cuda.is_available()
         parts: list[ReadPart] = []
-        for part in self._loader:
+        for part in self._parts():
             parts.append(part)
             if part.part.is_last:
                 batch = self.reader.together(parts, pin)
                 del part, parts[:]  # while the batch is trained on, nothing else shall take memory
                 yield batch
                 del batch
+
+    def _parts(self) -> Iterator[ReadPart]:
+        others = active_children()
+        parts = iter(self._loader)
+        workers = [child for child in active_children() if child not in others]
+        try:
+            yield from parts
+        except (OSError, EOFError) as error:
+            # Of a worker that is killed while it hands a part over, torch may see a lost connection before its end.
+            ended = _ended_of(workers, seconds=1)
+            if not ended:
+                raise
+            raise RuntimeError(
+                f"DataLoader worker (pid {ended}) exited while it handed over what it had read. A negative exit code "
+                "is the number of a signal: -9 often says that the host is short of memory; take fewer workers then."
+            ) from error
+
+
+def _ended_of(workers: list[BaseProcess], seconds: float) -> str:
+    closed = wait([worker.sentinel for worker in workers], seconds) if workers else []
+    ended = [worker for worker in workers if worker.sentinel in closed]
+    for worker in ended:
+        worker.join(seconds)  # its files are closed a moment before it has ended
+    return ", ".join(f"{worker.pid}, exit code {worker.exitcode}" for worker in ended)
 
 
 class _PartSampler(Sampler[BatchPart]):

@@ -97,7 +97,8 @@ class EpochPlan:
         columns = (self.stream, self.members, self.starts, self.shape_id, self.grid, self.weight)
         content = hashlib.sha256(repr((self.table.shapes, self.table.sequence_lengths.tolist())).encode())
         for column in columns:
-            content.update(np.ascontiguousarray(column).tobytes())
+            # The shape as well: the same numbers are 200 steps of one micro-batch or 100 of two.
+            content.update(repr((column.dtype.str, column.shape)).encode() + np.ascontiguousarray(column).tobytes())
         if self.table.rows is not None:
             content.update(self.table.rows.tobytes())
         return content.hexdigest()

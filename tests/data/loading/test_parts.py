@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import warnings
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import Batch, BatchMeta, MicroBatch, ShardError, VideoDataModule
+from lightning_videoscale.data.loading import reader as loading
 from lightning_videoscale.data.loading.loader import PlannedLoader
 from lightning_videoscale.data.loading.parts import in_parts
 from lightning_videoscale.data.loading.reader import MicroBatchReader
@@ -177,11 +182,58 @@ class _Killing(SampleReader):
         return super().read(number, cut)
 
 
-def test_a_worker_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single one: until torch forgets it, the end of every other child raises once more, wherever this process is."""
-    monkeypatch.setattr("lightning_videoscale.data.loading.reader.SampleReader", _Killing)
-    with pytest.raises(RuntimeError, match=r"worker \(pid\(?s?\)? \d+\) .*(Killed|exited)"):
-        _loaded(_pictures(tmp_path), _micro_batch(0, 1), _micro_batch(5, 6, 7, 8), num_workers=1)
+class _Losing:
+    """Loses the connection to the one worker after its first part, a moment before that is killed."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Any:
+        return self._parts(iter(self._loader))
+
+    def _parts(self, received: Any) -> Any:
+        yield next(received)
+        (worker,) = active_children()
+        threading.Timer(0.2, worker.kill).start()
+        raise ConnectionResetError
+
+
+NAMED = r"worker \(pid\(?s?\)? \d+.*\) .*(Killed|exited)"
+
+
+def _reads_with_a_worker_that_is_killed(shard: Path) -> None:
+    torch.multiprocessing.set_start_method("fork", force=True)  # the worker is to find what is replaced here
+    loading.SampleReader = _Killing  # type: ignore[attr-defined,misc]
+    with pytest.raises(RuntimeError, match=NAMED):
+        _loaded(shard, _micro_batch(0, 1), _micro_batch(5, 6, 7, 8), num_workers=1)
+
+
+def _loses_the_connection_before_the_end_is_known(shard: Path, method: str) -> None:
+    torch.multiprocessing.set_start_method(method, force=True)
+    plan = _Plan(_micro_batch(0), _micro_batch(1))
+    loader = PlannedLoader(MicroBatchReader(index_shards([str(shard)])), plan, num_workers=1)  # type: ignore[arg-type]
+    loader._loader = _Losing(loader._loader)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match=NAMED):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        _reads_with_a_worker_that_is_killed,
+        partial(_loses_the_connection_before_the_end_is_known, method="fork"),
+        partial(_loses_the_connection_before_the_end_is_known, method="forkserver"),  # Python's choice as of 3.14
+    ],
+    ids=["while reading", "in a connection", "in a connection of a forkserver"],
+)
+def test_a_worker_that_dies_is_named(tmp_path: Path, read: Callable[[Path], None]) -> None:
+    """In a process of its own: torch raises wherever the main thread is when it hears of the end."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preloaded"])  # the one server of the session
+    process = context.Process(target=read, args=(_pictures(tmp_path),))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
 
 
 class Pixels(Witness):

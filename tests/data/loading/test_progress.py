@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_videoscale.cost import BucketBudget
@@ -74,7 +74,12 @@ planners = st.builds(
 )
 
 
+SINGLES = replace(PLANNER, budget=BucketBudget(10, 10), dp_size=1, micro_batches=1)
+"""One sample in a micro-batch: steps of one and of two are planned of the same numbers."""
+
+
 @given(st.lists(st.tuples(planners, st.floats(0, 1)), min_size=1, max_size=8))
+@example([(SINGLES, 0.5), (replace(SINGLES, micro_batches=2), 0.0)])
 def test_every_sample_once_however_often_a_run_stops_and_whatever_changes(
     legs: list[tuple[BucketPlanner, float]],
 ) -> None:
