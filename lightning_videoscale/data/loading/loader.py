@@ -268,7 +268,7 @@ def _ended_of(workers: list[BaseProcess], seconds: float) -> str:
     ended = [worker for worker in workers if worker.sentinel in closed]
     for worker in ended:
         worker.join(seconds)  # its files are closed a moment before it has ended
-    return ", ".join(f"{worker.pid}, exit code {worker.exitcode}" for worker in ended)
+    return ", ".join(f"{worker.pid}, exit code {worker.exitcode}" for worker in ended if worker.exitcode)
 
 
 class _PartSampler(Sampler[BatchPart]):
