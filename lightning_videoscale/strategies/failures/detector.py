@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but missing from the type hints
 
+from lightning_videoscale.compat.python import ThreadStack
 from lightning_videoscale.ranks import gather_over_ranks, of_first_rank
 from lightning_videoscale.strategies.failures.answering_store import AnsweringStore
 from lightning_videoscale.strategies.failures.endings import end_by_alarm, is_broken_connection, is_timeout
@@ -82,6 +83,7 @@ class FailureDetector:
     ) -> None:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._place, self._each_look, self._before_exit = place, each_look, before_exit
+        self._main = ThreadStack()
         self._calls: NetworkCalls | None = None
         # What went before is no concern of this job's: an earlier one in this process may have left a rank behind.
         self._earlier = begun_collectives()
@@ -334,7 +336,8 @@ class FailureDetector:
         # The collectives first: were a call entered in between, this rank would seem to have passed it by.
         begun = self._begun()
         calls = self._calls.counts if self._calls is not None else {}
-        return RankState.current("after its run" if self._has_left else self._place(), begun, calls, self._has_left)
+        place = "after its run" if self._has_left else self._place()
+        return RankState.current(place, self._main, begun, calls, self._has_left)
 
     def _read(self, ranks: Iterable[int]) -> dict[int, RankState]:
         ranks = list(ranks)

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from lightning_videoscale.compat.python import ThreadStack
 from lightning_videoscale.compat.torch.distributed import count_collectives, process_groups, timeout_of
 from lightning_videoscale.parallel.mesh import is_in_background
-from lightning_videoscale.strategies.failures.main_thread import line_of_main_thread
+from lightning_videoscale.strategies.failures.current_line import line_of
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,11 @@ class RankState:
     time: float
 
     @classmethod
-    def current(cls, place: str, collectives: dict[str, int], calls: dict[str, int], has_left: bool) -> RankState:
-        """The state of this rank now."""
-        return cls(place, line_of_main_thread(), collectives, dict(calls), has_left, time.time())
+    def current(
+        cls, place: str, main: ThreadStack, collectives: dict[str, int], calls: dict[str, int], has_left: bool
+    ) -> RankState:
+        """The state of this rank now, whose main thread has that stack."""
+        return cls(place, line_of(main), collectives, dict(calls), has_left, time.time())
 
     def dump(self) -> str:
         """As text, for `load`."""
