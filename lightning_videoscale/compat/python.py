@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import platform
 import sys
 import tempfile
 import threading
 
-from lightning_videoscale.compat.names import Package
-
-_PYTHON = Package("Python", "3.11.7 and 3.12.1")
+from lightning_videoscale.compat.names import MissingNameError
 
 
 class ThreadStack:
@@ -29,7 +28,11 @@ class ThreadStack:
         self._thread = threading.current_thread()
         if sys.version_info < (3, 13):
             name = "_Py_DumpTraceback"
-            _PYTHON.get(ctypes.pythonapi, name)
+            if not hasattr(ctypes.pythonapi, name):
+                raise MissingNameError(
+                    f"This build of Python {platform.python_version()} does not export {name}, by which a rank tells "
+                    "its peers at which line it is. It was tried with CPython 3.11.7 and 3.12.1, and 3.13 does without."
+                )
             self._dump = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)((name, ctypes.pythonapi))
             self._state = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))()
 

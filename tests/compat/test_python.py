@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from lightning_videoscale.compat.names import MissingNameError
 from lightning_videoscale.compat.python import ThreadStack
 
 LOOKING = """
@@ -98,3 +101,10 @@ def test_frames_are_told_from_the_innermost_on() -> None:
     outer()
     names = [line.rpartition(" in ")[2] for line in seen[0].splitlines() if line.startswith("  File ")]
     assert names.index("inner") < names.index("outer") < names.index("test_frames_are_told_from_the_innermost_on")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="as of 3.13 it is not needed")
+def test_a_build_that_lacks_the_function_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "pythonapi", SimpleNamespace())
+    with pytest.raises(MissingNameError, match=r"_Py_DumpTraceback.*3\.11\.7 and 3\.12\.1"):
+        ThreadStack()

@@ -22,7 +22,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import Batch, BatchMeta, MicroBatch, ShardError, VideoDataModule
-from lightning_videoscale.data.loading import reader as loading
+from lightning_videoscale.data.loading import reader as reader_module
 from lightning_videoscale.data.loading.loader import PlannedLoader
 from lightning_videoscale.data.loading.parts import in_parts
 from lightning_videoscale.data.loading.reader import MicroBatchReader
@@ -203,7 +203,7 @@ NAMED = r"worker \(pid\(?s?\)? \d+.*\) .*(Killed|exited)"
 
 def _reads_with_a_worker_that_is_killed(shard: Path) -> None:
     torch.multiprocessing.set_start_method("fork", force=True)  # the worker is to find what is replaced here
-    loading.SampleReader = _Killing  # type: ignore[attr-defined,misc]
+    reader_module.SampleReader = _Killing  # type: ignore[attr-defined,misc]
     with pytest.raises(RuntimeError, match=NAMED):
         _loaded(shard, _micro_batch(0, 1), _micro_batch(5, 6, 7, 8), num_workers=1)
 
