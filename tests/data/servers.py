@@ -21,7 +21,8 @@ class RangeServer(ThreadingHTTPServer):
     ``requests`` lists what was asked for (name, first byte, last byte; -1 for HEAD). Of the GET requests, the next
     ``failures`` ones end in ``failure``: a status such as 503, "cut" for half of the bytes and a closed connection, or
     "reset" for a connection that breaks; so does every request for ``broken``, a byte of a file. With ``weather``, one
-    request in ten ends in any of these, and one in 403. Every answer comes after ``delay`` seconds.
+    request in ten ends in any of these, and one in 403. Every answer comes after ``delay`` seconds;
+    ``most_at_a_time`` requests waited for theirs together.
     """
 
     daemon_threads = True
@@ -38,11 +39,22 @@ class RangeServer(ThreadingHTTPServer):
         self.honours_ranges = True
         self.is_gone = False
         self.delay = 0.0
+        self.most_at_a_time = 0
+        self._waiting = 0
         self._lock = Lock()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def wait(self) -> None:
+        """The delay of an answer."""
+        with self._lock:
+            self._waiting += 1
+            self.most_at_a_time = max(self.most_at_a_time, self._waiting)
+        time.sleep(self.delay)
+        with self._lock:
+            self._waiting -= 1
 
     def failure_now(self, name: str, asked: range | None) -> Failure | None:
         """How a request for these bytes fails, if it does; for HEAD there are none."""
@@ -74,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.is_gone:  # connections that are kept alive outlive the server's socket
             self.close_connection = True
             return
-        time.sleep(self.server.delay)
+        self.server.wait()
         name, _, asked = self._asked()
         failure = self.server.failure_now(name, asked if with_body else None)
         if isinstance(failure, int):

@@ -118,6 +118,11 @@ class ThreadFabric:
     def watched(self, what: str, memory: Any, takings: Sequence[Taking]) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def come_to_rest(self, axis: Axis, release: Callable[[Sequence[int]], None]) -> list[str | None]:
+        resting = self._exchanges.meet(axis, self._world.store, "to come to rest in `reset`")
+        resting.tell(self.drain(lambda: release(resting.have_told())))
+        return resting.hear()
+
     def drain(self, release: Callable[[], None]) -> str | None:
         return self.failure or drain(self._synchronize, release, self._timeout)
 

@@ -17,7 +17,7 @@ def drain(synchronize: Callable[[], None], release: Callable[[], None], timeout:
 
     Args:
         synchronize: Waits for the device.
-        release: Sets the flags that its streams may wait for; does not wait.
+        release: Sets the flags that its streams wait for in vain; does not wait.
         timeout: How long to try.
 
     Returns:

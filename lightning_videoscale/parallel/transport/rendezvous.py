@@ -1,6 +1,7 @@
 """Exchanges between the hosts of ranks, over a store.
 
 `HostExchanges`    of a few numbers
+`Meeting`          one of those
 `RendezvousStore`  of the handles of memory, whatever other groups each rank has set up before
 """
 
@@ -42,20 +43,51 @@ class HostExchanges:
         Raises:
             TimeoutError: With the ranks that did not come.
         """
+        meeting = self.meet(axis, store, purpose)
+        meeting.tell(told)
+        return meeting.hear()
+
+    def meet(self, axis: Axis, store: Store, purpose: str) -> Meeting:
+        """Begins an exchange in which each rank tells something once it can."""
         self._number += 1
-        place = PrefixStore(f"{self.name(axis)}/{self._number}", store)
-        place.set(str(axis.rank), json.dumps(told))
-        keys = [str(rank) for rank in range(axis.size)]
+        return Meeting(axis, PrefixStore(f"{self.name(axis)}/{self._number}", store), self._timeout, purpose)
+
+
+class Meeting:
+    """An exchange that has begun on this rank; see `HostExchanges`."""
+
+    def __init__(self, axis: Axis, store: Store, timeout: timedelta, purpose: str) -> None:
+        self._axis, self._store = axis, store
+        self._timeout, self._purpose = timeout, purpose
+        self._missing = list(range(axis.size))
+
+    def tell(self, told: Any) -> None:
+        """Tells the others."""
+        self._store.set(str(self._axis.rank), json.dumps(told))
+
+    def have_told(self) -> list[int]:
+        """The positions in the axis that have told something so far; does not wait."""
+        self._missing = [rank for rank in self._missing if not self._store.check([str(rank)])]
+        return [rank for rank in range(self._axis.size) if rank not in self._missing]
+
+    def hear(self) -> list[Any]:
+        """Returns what each rank tells, by rank, and waits for it.
+
+        Raises:
+            TimeoutError: With the ranks that did not come.
+        """
+        axis = self._axis
         deadline = time.monotonic() + self._timeout.total_seconds()
-        while missing := [rank for rank, key in zip(axis.ranks, keys, strict=True) if not place.check([key])]:
+        while len(self.have_told()) < axis.size:
             if time.monotonic() > deadline:
+                missing = [axis.ranks[rank] for rank in self._missing]
                 raise TimeoutError(
                     f"Rank {axis.ranks[axis.rank]} waited {self._timeout} for ranks {missing} of the {axis.name} axis "
-                    f"{purpose}. See what those ranks printed first; all ranks must call the model equally often and "
-                    "with the same shapes, and all of them must call `reset` if one does."
+                    f"{self._purpose}. See what those ranks printed first; all ranks must call the model equally often "
+                    "and with the same shapes, and all of them must call `reset` if one does."
                 )
             time.sleep(0.0005)
-        return [json.loads(place.get(key)) for key in keys]
+        return [json.loads(self._store.get(str(rank))) for rank in range(axis.size)]
 
 
 class RendezvousStore(Store):

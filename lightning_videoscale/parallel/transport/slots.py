@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis
@@ -59,10 +61,11 @@ class Slot:
         self.pending: object | None = None
         self.memory.flags[axis.size :] = 1  # it has not been written to
 
-    def release(self) -> None:
-        """Sets all flags of this rank, by no kernel: loading one may wait for a device that waits for a flag."""
-        for flag in range(len(self.memory.flags)):
-            self.memory.signal(self.axis.rank, flag)
+    def release(self, peers: Sequence[int]) -> None:
+        """Sets this rank's flags for these peers, by no kernel: loading one may wait for a device that waits."""
+        for peer in peers:
+            self.memory.signal(self.axis.rank, self.arrived(peer))
+            self.memory.signal(self.axis.rank, self.released(peer))
 
     def restart(self) -> None:
         """Forgets the exchange, on the current stream; no rank's device may have one on its way."""

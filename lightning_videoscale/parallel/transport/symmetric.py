@@ -138,14 +138,19 @@ class SymmetricTransport(CollectiveTransport):
         self._come_to_rest([])  # before any peer sets a flag anew
 
     def _come_to_rest(self, slots: Sequence[Slot]) -> None:
-        """Waits until no rank's device has work left, ending its waits for flags of these slots."""
+        """Waits until no rank's device has work left, ending its waits for what no peer will send in these slots.
 
-        def release() -> None:
+        What the ranks exchanged before one of them raised is whole: a peer's flags are set for it only once its device
+        is at rest. All that it was to send has then come, and what is still waited for, it has never begun to send. The
+        rank that came least far waits for nothing, then the next one for none but that one, and so on.
+        """
+
+        def release(peers: Sequence[int]) -> None:
             for slot in slots:
-                slot.release()
+                slot.release(peers)
 
         axis = self._axis
-        reasons = self._fabric.agree(self._fabric.drain(release), axis, "to come to rest in `reset`")
+        reasons = self._fabric.come_to_rest(axis, release)
         if failed := {rank: reason for rank, reason in zip(axis.ranks, reasons, strict=True) if reason is not None}:
             raise RuntimeError(
                 f"`reset` cannot put the ranks {axis.ranks} of the {axis.name} axis back in step: "

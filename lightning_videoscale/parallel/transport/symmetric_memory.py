@@ -132,11 +132,16 @@ class Fabric(Protocol):
     def watched(self, what: str, memory: Memory, takings: Sequence[Taking]) -> AbstractContextManager[None]:
         """Notes that the current stream's work inside waits for these, some added inside, to name who is missing."""
 
-    def drain(self, release: Callable[[], None]) -> str | None:
-        """Waits until this rank's device has done all it was given, or returns why it does not come to that.
+    def come_to_rest(self, axis: Axis, release: Callable[[Sequence[int]], None]) -> list[str | None]:
+        """Waits until the devices of an axis have done all they were given; collective.
 
         Args:
-            release: Sets the flags that streams may wait for; called again and again, on a stream that is not stuck.
+            axis: The ranks.
+            release: Sets this rank's flags for the peers, by position, whose devices are at rest: these set none any
+                more. Called again and again, on a stream that is not stuck.
+
+        Returns:
+            By rank, why its device does not come to rest; None where it does.
         """
 
     def renew(self) -> None:
@@ -266,15 +271,21 @@ class CudaFabric:
         self.agree(None, axis, "to close the transport")
         self.renew()
 
-    def drain(self, release: Callable[[], None]) -> str | None:
-        """See `Fabric`."""
+    def come_to_rest(self, axis: Axis, release: Callable[[Sequence[int]], None]) -> list[str | None]:
+        """See `Fabric`.
+
+        Raises:
+            TimeoutError: With the ranks that did not come.
+        """
+        resting = self._exchanges.meet(axis, store_of(axis.group), "to come to rest in `reset`")
 
         def release_beside() -> None:
             if self._releasing.query():  # what was set before is set
                 with torch.cuda.stream(self._releasing):
-                    release()
+                    release(resting.have_told())
 
-        return self.failure or drain(lambda: torch.cuda.synchronize(self._device), release_beside, self._timeout)
+        resting.tell(self.failure or drain(lambda: torch.cuda.synchronize(self._device), release_beside, self._timeout))
+        return resting.hear()
 
     def renew(self) -> None:
         """See `Fabric`."""

@@ -116,11 +116,15 @@ def test_ten_thousand_checkpointed_layers_with_random_delays(gpu_ranks: Ranks, s
 
 
 def wrong_steps_after_failures(count: int) -> list[int]:
-    """A rank raises somewhere in the middle of a step, eagerly, while its peers run the step or replay it."""
+    """A rank raises somewhere in the middle of a step, eagerly, while its peers run the step or replay it.
+
+    Devices are still at the step before then, one of them late.
+    """
     # Few layers: a host that has filled the queue of a stuck device cannot go on to `reset`.
     depth, draws = 2, random.Random(1)  # which are alike on all ranks
     steps = Steps(depth)
     found = [steps.run()]  # takes memory of this stream: nothing may wait for a device that is stuck
+    torch.cuda._sleep(1)  # loads the kernel
     torch.cuda.synchronize()
     for number in range(count):
         steps.draw(number)
@@ -135,7 +139,10 @@ def wrong_steps_after_failures(count: int) -> list[int]:
         else:
             steps.attempt()
         steps.transport.reset()
-        found += [steps.replay(), steps.run()]
+        found.append(steps.replay())
+        if steps.rank == number % steps.size:
+            torch.cuda._sleep(20_000_000)  # cycles, some milliseconds
+        found.append(steps.run())
     return _true(found)
 
 
