@@ -38,7 +38,7 @@ def kept_after(*shapes: tuple[int, int, int]) -> tuple[int, int]:
     """Bytes of messages after four steps of each shape, one shape after the other, and how many calls were replayed."""
     pl.seed_everything(1, verbose=False)
     strategy = SequenceParallelDDPStrategy(
-        2, 1, transport="symmetric", schedule="sliced", attention="sdpa", graphs=True
+        2, 1, transport="symmetric", schedule="sliced", attention_backend="sdpa", graphs=True
     )
     found = []
 
