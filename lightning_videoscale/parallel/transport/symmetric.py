@@ -118,7 +118,8 @@ class SymmetricTransport(CollectiveTransport):
     def reset(self) -> None:
         """See `Transport`; collective over the Ulysses axis, and the host waits for the device.
 
-        Streams that wait for a peer are released. Memory stays where it is, and graphs that were captured stay valid.
+        Whole steps that devices are still at are done first. Streams that wait for what a peer never sends are then
+        released. Memory stays where it is, and graphs that were captured stay valid.
         What only some ranks have of sizes and memory, as the exception came in between, is dropped on all of them.
 
         Raises:
