@@ -119,7 +119,7 @@ class ThreadFabric:
         return nullcontext()
 
     def come_to_rest(self, axis: Axis, release: Callable[[Sequence[int]], None]) -> list[str | None]:
-        resting = self._exchanges.meet(axis, self._world.store, "to come to rest in `reset`")
+        resting = self._exchanges.begin(axis, self._world.store, "to come to rest in `reset`")
         resting.tell(self.drain(lambda: release(resting.have_told())))
         return resting.hear()
 

@@ -1,7 +1,7 @@
 """Exchanges between the hosts of ranks, over a store.
 
 `HostExchanges`    of a few numbers
-`Meeting`          one of those
+`HostExchange`     one of those
 `RendezvousStore`  of the handles of memory, whatever other groups each rank has set up before
 """
 
@@ -43,17 +43,17 @@ class HostExchanges:
         Raises:
             TimeoutError: With the ranks that did not come.
         """
-        meeting = self.meet(axis, store, purpose)
-        meeting.tell(told)
-        return meeting.hear()
+        exchange = self.begin(axis, store, purpose)
+        exchange.tell(told)
+        return exchange.hear()
 
-    def meet(self, axis: Axis, store: Store, purpose: str) -> Meeting:
+    def begin(self, axis: Axis, store: Store, purpose: str) -> HostExchange:
         """Begins an exchange in which each rank tells something once it can."""
         self._number += 1
-        return Meeting(axis, PrefixStore(f"{self.name(axis)}/{self._number}", store), self._timeout, purpose)
+        return HostExchange(axis, PrefixStore(f"{self.name(axis)}/{self._number}", store), self._timeout, purpose)
 
 
-class Meeting:
+class HostExchange:
     """An exchange that has begun on this rank; see `HostExchanges`."""
 
     def __init__(self, axis: Axis, store: Store, timeout: timedelta, purpose: str) -> None:

@@ -277,7 +277,7 @@ class CudaFabric:
         Raises:
             TimeoutError: With the ranks that did not come.
         """
-        resting = self._exchanges.meet(axis, store_of(axis.group), "to come to rest in `reset`")
+        resting = self._exchanges.begin(axis, store_of(axis.group), "to come to rest in `reset`")
 
         def release_beside() -> None:
             if self._releasing.query():  # what was set before is set
