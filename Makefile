@@ -24,6 +24,7 @@ SLOWEST := --durations=25 --durations-min=3
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SEVERAL := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo docs test test-full test-upstream test-gpu support lint format build clean
@@ -52,10 +53,12 @@ test test-full test-upstream test-gpu support: export OMP_NUM_THREADS ?= 1
 test test-full: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(INSTALLED) ## Run the test suite
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST)
+	$(SEVERAL) -m "not full and not timed"
+	$(BIN)/python -m pytest -m "timed and not full"
 
 test-full: $(INSTALLED) ## Run the suite with the exhaustive matrices, long kill tests and downloads
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) -m ""
+	$(SEVERAL) -m "not timed"
+	$(BIN)/python -m pytest -m timed
 
 test-upstream: $(INSTALLED) ## Run diffusers' own tests with every model split (DIFFUSERS=checkout, see tests/upstream)
 	$(if $(DIFFUSERS),,$(error Name a checkout of diffusers: make test-upstream DIFFUSERS=folder))

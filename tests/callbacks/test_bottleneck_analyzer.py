@@ -36,6 +36,7 @@ class SlowLoader(list[Any]):
 BATCHES = [{"x": batch["x"]} for batch in batches_of([Meta(1, 10)] * 4)]
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("module", "rows", "name"),
     [

@@ -84,6 +84,7 @@ def test_a_failing_logger_is_reported_once_and_the_other_and_training_go_on() ->
     assert monitor.metrics.sums["samples"] == 3
 
 
+@pytest.mark.timed
 def test_validation_is_not_timed() -> None:
     class SlowToValidate(Slope):
         def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -95,6 +96,7 @@ def test_validation_is_not_timed() -> None:
     assert 0 < monitor.metrics.sums["seconds"] < 0.6
 
 
+@pytest.mark.timed
 def test_sampling_in_a_validation_is_not_timed_either() -> None:
     class Samples(Slope):
         def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -109,6 +111,7 @@ def test_sampling_in_a_validation_is_not_timed_either() -> None:
     assert 0 < monitor.metrics.sums["seconds"] < 0.4
 
 
+@pytest.mark.timed
 def test_the_time_of_a_step_is_told_apart() -> None:
     class Slow(Slope):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:

@@ -63,6 +63,7 @@ def test_it_leaves_nothing_behind() -> None:
         reading.reads = []
 
 
+@pytest.mark.timed
 def test_validation_and_a_slow_loader_are_told_apart() -> None:
     class SlowLoader(list[Any]):
         def __getitem__(self, index: Any) -> Any:

@@ -105,6 +105,7 @@ def test_what_runs_by_graphs_is_timed_when_it_does(tmp_path: Path) -> None:
     assert without.differences(matrix.provenance, ["graphs"]) == ["graphs: None measured, 'auto' now"]
 
 
+@pytest.mark.timed
 def test_what_disturbed_a_cell_is_forgotten_when_it_is_measured_once_more() -> None:
     """The host is busy with something else while a shape is measured for the first time."""
 
@@ -331,6 +332,7 @@ def _measured_and_observed(shards: str) -> tuple[float, list[float]]:
     return row.seconds, observing.seconds
 
 
+@pytest.mark.timed
 def test_the_recalibrator_observes_what_the_benchmark_measures(ranks: Ranks, tmp_path: Path) -> None:
     """Forward, backward and exchanges: all ranks of a group pay them, so that they are the micro-batch's cost."""
     shard = write_shard(tmp_path / "000.tar", [clip(i, (4, 3, 8, 8)) for i in range(4)])

@@ -21,6 +21,8 @@ from tests.timing.slow_training import Pace, train
 
 Ranks = Callable[[int], ProcessPool]
 
+pytestmark = pytest.mark.timed
+
 
 def findings_of_ranks(strategy: str, paces: list[Pace]) -> list[dict[str, Any]]:
     analyzer = BottleneckAnalyzer(every_n_steps=3)
@@ -30,17 +32,17 @@ def findings_of_ranks(strategy: str, paces: list[Pace]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_slow_rank_is_named(ranks: Ranks, strategy: str) -> None:
-    first, second = ranks(2).run(findings_of_ranks, strategy, [Pace(forward=0.3), Pace(forward=0.02)])
+    first, second = ranks(2).run(findings_of_ranks, strategy, [Pace(forward=0.9), Pace(forward=0.06)])
     assert first == second, "every rank comes to the same judgement"
     [finding] = first
     assert finding["name"] == "straggler"
-    assert finding["seconds"]["straggler"] == pytest.approx(0.14, abs=0.06)  # one of two ranks waits for 280 ms
+    assert finding["seconds"]["straggler"] == pytest.approx(0.42, abs=0.06)  # one of two ranks waits for 840 ms
     assert "rank 0 is the last in 100%" in finding["figure"]
     assert "nearly always rank 0" in finding["advice"]
 
 
 def test_a_rank_that_is_late_because_of_its_loader_is_named_for_it(ranks: Ranks) -> None:
-    for findings in ranks(2).run(findings_of_ranks, "ddp", [Pace(), Pace(data=0.2, forward=0.02)]):
+    for findings in ranks(2).run(findings_of_ranks, "ddp", [Pace(), Pace(data=0.6, forward=0.06)]):
         assert [finding["name"] for finding in findings] == ["data"]
 
 

@@ -196,6 +196,7 @@ def close_without_a_peer(rank: int, folder: Path, fault: str) -> None:
     (folder / "seconds").write_text(str(time.monotonic() - start))
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("fault", ["kill", "hang"])
 def test_closing_does_not_wait_for_a_peer_that_is_gone(tmp_path: Path, fault: str) -> None:
     context = mp.get_context("forkserver")
