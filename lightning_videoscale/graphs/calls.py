@@ -46,14 +46,15 @@ def read_call(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for tensor in tensors:
-        if tensor.device.type != "cuda":
-            return f"an input is on {tensor.device}"
         if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
             return f"an input is a {type(tensor).__name__}"
     others = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]
     if others:
         kinds = sorted({type(leaf).__name__ for leaf in others})
         return f"an input of type {kinds} may change, and still be the same object"
+    elsewhere = next((tensor.device for tensor in tensors if tensor.device.type != "cuda"), None)
+    if elsewhere is not None:
+        return f"an input is on {elsewhere}"
     facts = tuple(_fact(leaf) for leaf in leaves)
     return NetworkCall((facts, repr(structure), network.training, *_modes()), leaves, structure, tensors)
 

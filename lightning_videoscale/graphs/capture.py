@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_videoscale.compat.torch.graphs import alias, end_allocation
 from lightning_videoscale.compat.torch.trees import tree_flatten, tree_unflatten
 from lightning_videoscale.graphs.calls import NetworkCall
+from lightning_videoscale.graphs.host_constants import HostConstants
 
 
 @dataclass
@@ -51,6 +52,7 @@ class CapturedPass:
         output_gradients: To be filled before backward, one for each output that requires it, else None.
         segments: Of backward, those that run first in front; empty without gradients.
         input_gradients: For each input, in memory of the pool; None where it requires none.
+        constants: What the kernels read beside inputs and parameters.
     """
 
     inputs: list[Tensor]
@@ -60,6 +62,7 @@ class CapturedPass:
     output_gradients: list[Tensor | None]
     segments: list[Segment]
     input_gradients: list[Tensor | None]
+    constants: list[Tensor] = field(default_factory=list)
 
     @property
     def last(self) -> int:
@@ -73,7 +76,7 @@ class Recorder:
     """Records graphs one behind the other, on a stream of its own and in one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream, self._other = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_warm = False
@@ -96,6 +99,13 @@ class Recorder:
             x @ x
         torch.cuda.synchronize()
         self._is_warm = True
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, work is done now and not recorded, in memory that is not of the pool; it is complete afterwards."""
+        with torch.cuda.stream(self._other):
+            yield
+        self._other.synchronize()
 
     def begin(self) -> torch.cuda.CUDAGraph:
         """Begins a graph."""
@@ -148,8 +158,18 @@ def capture(
     entrances: Sequence[nn.Module],
     recorder: Recorder,
     region: Callable[[], AbstractContextManager[object]],
+    reads_host: bool,
 ) -> CapturedPass:
     """Records a pass.
+
+    Args:
+        network: Whose.
+        forward: Its forward.
+        call: Inputs that the pass is recorded for.
+        entrances: Modules in front of which backward is cut.
+        recorder: Records.
+        region: Holds the region in which random numbers are drawn.
+        reads_host: Whether the forward copies from the host, see `HostConstants`.
 
     Raises:
         RuntimeError: If something in the pass cannot be captured.
@@ -159,7 +179,8 @@ def capture(
     leaves = [next(of_tensor) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     args, kwargs = tree_unflatten(leaves, call.structure)
     cuts = _Cuts()
-    with recorder.stream(), _fresh_parameters(network) as parameters:
+    constants = HostConstants(inputs[0].device, recorder.beside)
+    with recorder.stream(), _fresh_parameters(network) as parameters, constants if reads_host else nullcontext():
         with region(), cuts.in_front_of(entrances), _casting_anew(), recorder.recording() as graph:
             outputs, structure = tree_flatten(forward(*args, **kwargs))
         needs = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
@@ -178,7 +199,7 @@ def capture(
     for static in inputs:
         static.requires_grad_(False)
     aliases = [alias(x.detach()) if isinstance(x, Tensor) else x for x in outputs]
-    return CapturedPass(inputs, graph, aliases, structure, gradients, segments, of_inputs)
+    return CapturedPass(inputs, graph, aliases, structure, gradients, segments, of_inputs, constants.kept)
 
 
 @contextmanager

@@ -55,6 +55,7 @@ class _Kind:
         seen: The network as it was when one was inspected; None if none was since the network was last changed.
         objection: Why they stay eager.
         bytes: Memory that a pass keeps for backward.
+        reads_host: Whether a forward copies from the host.
         took: Memory by which its capture has made the pool larger.
         waits: The host's seconds for a forward, and the events around it on the device.
         replayed: The events around a replay of a forward, until it is compared with the eager one.
@@ -66,6 +67,7 @@ class _Kind:
     seen: Snapshot | None = None
     objection: str | None = None
     bytes: int = 0
+    reads_host: bool = False
     took: int = 0
     waits: tuple[float, torch.cuda.Event, torch.cuda.Event] | None = None
     replayed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -230,7 +232,8 @@ class GraphedNetwork:
             return result
 
         result, seen = inspect_call(self._network, run, call, context, call.tensors[0].device)
-        kind.seen, kind.objection, kind.bytes = seen.network, seen.objection, seen.bytes
+        kind.seen, kind.objection = seen.network, seen.objection
+        kind.bytes, kind.reads_host = seen.bytes, seen.reads_host
         if kind.objection is not None:
             self._explain(kind.objection)
         return result
@@ -317,17 +320,19 @@ class GraphedNetwork:
         assert kind.seen is not None
         try:
             with _generators_put_back(context, device):
-                kind.captured = self._record(call, context, device)
+                kind.captured = self._record(call, context, device, kind.reads_host)
         finally:
             if context is not None:  # what layers have found out meanwhile was never computed
                 kind.record = context.record = replace(context.record, known={})
         self._relied_on[self._state] = kind.seen
 
-    def _record(self, call: NetworkCall, context: SequenceContext | None, device: torch.device) -> CapturedPass:
+    def _record(
+        self, call: NetworkCall, context: SequenceContext | None, device: torch.device, reads_host: bool
+    ) -> CapturedPass:
         if self._recorder is None:
             self._recorder = Recorder(device)
         region = nullcontext if context is None else lambda: context.randomness.held(device)
-        return capture(self._network, self._forward, call, self._entrances, self._recorder, region)
+        return capture(self._network, self._forward, call, self._entrances, self._recorder, region, reads_host)
 
     def _not_worth_it(self, kind: _Kind, call: NetworkCall) -> str | None:
         if self._options.mode is True:

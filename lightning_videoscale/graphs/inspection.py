@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +16,11 @@ from lightning_videoscale.compat.torch.autograd import has_hooks, version_of
 from lightning_videoscale.graphs.calls import NetworkCall
 from lightning_videoscale.graphs.snapshot import Snapshot, foreign_hook, stray_parameter
 from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.region_randomness import RegionRandomness
+
+_States = tuple[Tensor, Tensor | None]
+_WAITS = "called a synchronizing CUDA operation"
+"""What torch's synchronization debug mode says."""
 
 
 class Inspection(NamedTuple):
@@ -23,11 +30,13 @@ class Inspection(NamedTuple):
         network: The network as it was.
         objection: Why no graph can stand for the call; None if one can.
         bytes: Memory that the pass has kept for backward.
+        reads_host: Whether the host has waited for the device, as where something is copied from one to the other.
     """
 
     network: Snapshot
     objection: str | None
     bytes: int
+    reads_host: bool
 
 
 def inspect_call(
@@ -39,10 +48,11 @@ def inspect_call(
     inputs that are written to.
     """
     before, versions = Snapshot(network), [version_of(x) for x in call.tensors]
-    host, offset = _generators_of_host(), _drawn_on(device)
-    kept = torch.cuda.memory_allocated(device)
-    result = run()
-    kept = torch.cuda.memory_allocated(device) - kept
+    randomness = RegionRandomness(0) if context is None else context.randomness
+    others, outside, kept = _other_generators(), randomness.outside(device), _allocated(device)
+    with _noting_waits(device) as waits:
+        result = run()
+    kept = _allocated(device) - kept
     return result, Inspection(
         before,
         foreign_hook(network)
@@ -50,8 +60,10 @@ def inspect_call(
         or stray_parameter(network)
         or _changed(before)
         or _written(versions, call.tensors)
-        or _drawn(host == _generators_of_host(), offset == _drawn_on(device), context),
+        or ("its forward draws random numbers on the host" if others != _other_generators() else None)
+        or _drawn(outside, randomness.outside(device), randomness, is_split=context is not None),
         kept,
+        bool(waits),
     )
 
 
@@ -70,19 +82,42 @@ def _written(versions: list[int], tensors: list[Tensor]) -> str | None:
     return None if same else "its forward writes to its inputs"
 
 
-def _drawn(host_is_same: bool, device_is_same: bool, context: SequenceContext | None) -> str | None:
-    if not host_is_same or (context is not None and context.randomness.drew_on_host):
+def _drawn(before: _States, after: _States, randomness: RegionRandomness, is_split: bool) -> str | None:
+    (of_host, of_device), (host_now, device_now) = before, after
+    if not torch.equal(of_host, host_now) or randomness.drew_on_host:
         return "its forward draws random numbers on the host"
-    if context is not None and not device_is_same:
+    if is_split and of_device is not None and device_now is not None and not torch.equal(of_device, device_now):
         return "its forward draws random numbers outside of the region where the sequence is split"
     return None
 
 
-def _drawn_on(device: torch.device) -> int:
-    """How far a GPU's default generator has come in its stream of random numbers."""
-    return torch.cuda.default_generators[device.index].get_offset()
-
-
-def _generators_of_host() -> tuple[Any, ...]:
+def _other_generators() -> tuple[Any, ...]:
+    """Those of Python and NumPy."""
     numpy_state: Any = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy_state[1].tobytes(), numpy_state[2]
+    return random.getstate(), numpy_state[1].tobytes(), numpy_state[2]
+
+
+@contextmanager
+def _noting_waits(device: torch.device) -> Iterator[list[str]]:
+    """Yields where what torch says of operations in which the host waits for the device is put down."""
+    found: list[str] = []
+    if device.type != "cuda":
+        yield found
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for warning in caught:
+        if _WAITS in str(warning.message):
+            found.append(str(warning.message))
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -193,11 +193,15 @@ class Repeated(NamedTuple):
 
 
 def find_repeated(timestep: Tensor, tokens: int | None) -> Repeated | None:
-    """Returns what repeats in (B·S,) timesteps, or None where fewer than half do, and in a compiled forward.
+    """Returns what repeats in (B·S,) timesteps, or None where fewer than half do, in compiled code and in CUDA graphs.
 
     How many are different decides over shapes, hence the host waits for the device, once in a forward.
     """
-    if tokens is None or torch.compiler.is_compiling():
+    if tokens is None or torch.compiler.is_compiling() or _is_captured(timestep):
         return None
     values, which = torch.unique(timestep, return_inverse=True)
     return Repeated(values, which.unflatten(0, (-1, tokens))) if 2 * len(values) <= len(timestep) else None
+
+
+def _is_captured(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -37,8 +37,6 @@ class RegionRandomness:
     Args:
         rank: This rank's position in the group that shares the sequence.
 
-    Attributes:
-        drew_on_host: Whether the last region drew random numbers from the CPU's generator.
     """
 
     def __init__(self, rank: int) -> None:
@@ -46,9 +44,28 @@ class RegionRandomness:
         self._outside: tuple[Tensor, torch.device, Tensor | None] | None = None
         self._is_held = False
         self._begun: Tensor | None = None
-        self.drew_on_host = False
+        self._drew_on_host = False
         self._origin = b""
         self._passes = 0
+
+    @property
+    def drew_on_host(self) -> bool:
+        """Whether the region drew random numbers from the CPU's generator, so far or when it was last left."""
+        return self._drew_on_host if self._outside is None else self._has_drawn()
+
+    def _has_drawn(self) -> bool:
+        assert self._begun is not None
+        return not torch.equal(self._begun, torch.get_rng_state())
+
+    def outside(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Returns the generators of torch as they are outside of the region, also while inside.
+
+        Returns:
+            States of the CPU's and of ``device``'s, the latter None unless it is a GPU.
+        """
+        if self._outside is not None:
+            return self._outside[0], self._outside[2]
+        return _states(device)
 
     def enter(self, device: torch.device) -> RegionSeed | None:
         """Begins this rank's own stream, and returns its seed; without effect inside the region (None)."""
@@ -71,8 +88,8 @@ class RegionRandomness:
             self._begin(device, seed.seed)
 
     def _begin(self, device: torch.device, seed: int) -> None:
-        state = torch.get_rng_state()
-        self._outside = state, device, torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        state, device_state = _states(device)
+        self._outside = state, device, device_state
         torch.default_generator.manual_seed(seed)
         self._begun = torch.get_rng_state()
         if device.type == "cuda":
@@ -84,40 +101,45 @@ class RegionRandomness:
         if self._outside is None or self._is_held:
             return
         state, device, device_state = self._outside
+        self._drew_on_host = self._has_drawn()
         self._outside = None
-        assert self._begun is not None
-        self.drew_on_host = not torch.equal(self._begun, torch.get_rng_state())
         torch.set_rng_state(state)
         if device_state is not None:
             torch.cuda.set_rng_state(device_state, device)
 
     @contextmanager
     def held(self, device: torch.device) -> Iterator[RegionSeed | None]:
-        """All that runs inside is one region, of which `enter` and `leave` change nothing; yields what `enter` does."""
+        """All that runs inside is one region, of which `enter` and `leave` change nothing; yields what `enter` does.
+
+        It ends here also where it began before, as where an argument of the network itself was split.
+        """
         seed, self._is_held = self.enter(device), True
         try:
             yield seed
         finally:
             self._is_held = False
-            if seed is not None:
-                self.leave()
+            self.leave()
 
     @contextmanager
     def put_back(self, device: torch.device) -> Iterator[None]:
-        """Afterwards all generators (torch's, NumPy's, Python's), and the next region's stream, are as before."""
-        torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        place = self._origin, self._passes
+        """Afterwards all generators (torch's, NumPy's, Python's), the region and the next one's stream are as now."""
+        numpy_state, python_state = np.random.get_state(), random.getstate()
+        torch_state, device_state = _states(device)
+        region, place = (self._outside, self._begun), (self._origin, self._passes)
         try:
             yield
         finally:
-            self._outside = None
+            self._outside, self._begun = region
             self._origin, self._passes = place
             torch.set_rng_state(torch_state)
             np.random.set_state(numpy_state)
             random.setstate(python_state)
             if device_state is not None:
                 torch.cuda.set_rng_state(device_state, device)
+
+
+def _states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 def _digest(state: Tensor) -> bytes:

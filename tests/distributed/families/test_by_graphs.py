@@ -1,0 +1,81 @@
+"""Nothing in a family's forward stands against CUDA graphs, as far as a machine without a GPU can tell.
+
+What is captured is a forward inside the network's hooks. It may not draw numbers on the host nor keep anything, and the
+region of random numbers, which some families enter before it, ends with it also where it is replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_videoscale.graphs.calls import NetworkCall, read_call
+from lightning_videoscale.graphs.inspection import inspect_call
+from lightning_videoscale.injection import inject_fused_kernels
+from lightning_videoscale.parallel import SequenceMesh, parallelize
+from lightning_videoscale.parallel.auxiliary_loss import context_of
+from tests.distributed.families.harness import Case, run
+from tests.distributed.families.test_parity import FAMILIES, FUSED, LENGTHS
+from tests.distributed.pool import ProcessPool
+
+Ranks = Callable[[int], ProcessPool]
+CPU = torch.device("cpu")
+
+
+class Watched:
+    """Stands in front of a network's forward, as graphs do: the second call is inspected, the third as if replayed."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network, self._forward = network, network.forward
+        self._calls = 0
+        self.objections: list[str | None] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context = context_of(self._network)
+        assert context is not None
+        if context.suspended or context.on_exchange:  # a rehearsal of the plan
+            return self._forward(*args, **kwargs)
+        self._calls += 1
+        if self._calls == 2:
+            self.objections.append(read_call(self._network, args, kwargs))  # type: ignore[arg-type]
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            call = NetworkCall(None, [], None, tensors)
+            result, seen = inspect_call(self._network, lambda: self._forward(*args, **kwargs), call, context, CPU)
+            self.objections.append(seen.objection)
+            return result
+        with context.randomness.held(CPU) if self._calls == 3 else contextlib.nullcontext():
+            return self._forward(*args, **kwargs)
+
+
+def objections(cases: list[Case]) -> list[tuple[list[str | None], bool, bool]]:
+    """Of each case: what was said, whether the last two calls agree, and whether they left the generator alone."""
+    found = []
+    for case in cases:
+        network, inputs = FAMILIES[case.family].model(case), FAMILIES[case.family].inputs(case, 0)
+        if case.fused:
+            inject_fused_kernels(network)
+        with SequenceMesh.create("cpu", ulysses_size=case.mesh[2], ring_size=case.mesh[1]) as mesh:
+            undo = parallelize(network, mesh, verify_plan=False)
+            network.forward = watched = Watched(network)
+            before = torch.get_rng_state()
+            results = [run(network, inputs)[1].item() for _ in range(3)]
+            undo()
+            found.append((watched.objections, results[1] == results[2], torch.equal(before, torch.get_rng_state())))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_can_run_by_graphs(ranks: Ranks, family: str) -> None:
+    cases = [
+        Case(family, (1, 1, 2), {**LENGTHS[0], **variant}, place % 2 == 0, float32=True, fused=fused)
+        for place, variant in enumerate(FAMILIES[family].variants)
+        for fused in {False, family in FUSED}
+    ]
+    for of_rank in ranks(2).run(objections, cases):
+        for case, found in zip(cases, of_rank, strict=True):
+            assert found == (["an input is on cpu", None], True, True), case
