@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.autograd import has_hooks, version_of
+from lightning_videoscale.compat.torch.modules import is_compiled
 from lightning_videoscale.graphs.calls import NetworkCall
 from lightning_videoscale.graphs.snapshot import Snapshot, foreign_hook, stray_parameter
 from lightning_videoscale.parallel.context import SequenceContext
@@ -30,7 +31,8 @@ class Inspection(NamedTuple):
         network: The network as it was.
         objection: Why no graph can stand for the call; None if one can.
         bytes: Memory that the pass has kept for backward.
-        reads_host: Whether the host has waited for the device, as where something is copied from one to the other.
+        reads_host: Whether the host has waited for the device, as where something is copied from one to the other. Not
+            told where a part is compiled: beside the mode that cares for that, it would be compiled anew.
     """
 
     network: Snapshot
@@ -63,7 +65,7 @@ def inspect_call(
         or ("its forward draws random numbers on the host" if others != _other_generators() else None)
         or _drawn(outside, randomness.outside(device), randomness, is_split=context is not None),
         kept,
-        bool(waits),
+        bool(waits) and not any(map(is_compiled, network.modules())),
     )
 
 
