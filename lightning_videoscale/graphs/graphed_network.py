@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_videoscale.graphs.agreement import Captured, Readiness, capture_together
 from lightning_videoscale.graphs.calls import NetworkCall, is_observed, read_call
 from lightning_videoscale.graphs.capture import CapturedPass, Recorder, capture
+from lightning_videoscale.graphs.capture_together import Captured, Readiness, capture_together
 from lightning_videoscale.graphs.inspection import inspect_call
 from lightning_videoscale.graphs.memory import GraphMemory
 from lightning_videoscale.graphs.options import GraphOptions

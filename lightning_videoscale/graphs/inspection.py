@@ -49,7 +49,7 @@ def inspect_call(
     That is Python code which keeps something, numbers that are drawn on the host or outside of the split region, and
     inputs that are written to.
     """
-    before, versions = Snapshot(network), [version_of(x) for x in call.tensors]
+    before, versions = Snapshot(network, device), [version_of(x) for x in call.tensors]
     randomness = RegionRandomness(0) if context is None else context.randomness
     others, outside, kept = _other_generators(), randomness.outside(device), _allocated(device)
     with _noting_waits(device) as waits:

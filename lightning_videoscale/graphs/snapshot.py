@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from itertools import chain
+from itertools import chain, starmap
 from operator import attrgetter, is_
 from types import FunctionType, MethodType
 from typing import Any
@@ -32,10 +32,14 @@ class Snapshot:
     """What a network's forward may depend on beside its inputs.
 
     These are its modules' classes, attributes and hooks, and of tensors where they are and whether they train. Contents
-    of tensors are left out: a graph reads them anew.
+    of tensors are left out, as a graph reads them anew; but not of those on the host, which it has read once.
+
+    Args:
+        network: It.
+        device: Where it computes.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, device: torch.device) -> None:
         self._modules = list(network.modules())
         self._classes = list(map(type, self._modules))
         self._forwards = _forwards(self._classes)
@@ -50,6 +54,8 @@ class Snapshot:
         self._meanings = list(map(_meaning, self._values))
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._facts = _facts(self._tensors)
+        on_host = [x for x in self._tensors if x.device.type == "cpu" != device.type]
+        self._on_host = [(x, x.detach().clone()) for x in on_host]
 
     def difference(self) -> str | None:
         """Says where the network has changed since; None if it has not."""
@@ -66,9 +72,9 @@ class Snapshot:
                 if value is not before and _meaning(value) != self._meanings[number]:
                     return self._place(number)
             self._values = values
-        if _facts(self._tensors) == self._facts:
-            return None
-        return "where a parameter is, its shape, whether it trains, or a hook on its gradient"
+        if _facts(self._tensors) != self._facts:
+            return "where a parameter is, its shape, whether it trains, or a hook on its gradient"
+        return None if all(starmap(_equal, self._on_host)) else "what a tensor on the host contains"
 
     def _place(self, number: int) -> str:
         for place, length in zip(self._places, self._lengths, strict=True):
@@ -142,6 +148,12 @@ def _meaning(value: Any) -> Hashable:
 def _forwards(classes: list[type[nn.Module]]) -> list[Any]:
     """Of each class once; somebody may have put another one in its place."""
     return [cls.forward for cls in dict.fromkeys(classes)]
+
+
+def _equal(x: Tensor, before: Tensor) -> bool:
+    return torch.equal(x, before) or (
+        x.is_floating_point() and torch.allclose(x, before, rtol=0.0, atol=0.0, equal_nan=True)
+    )
 
 
 def _facts(tensors: list[Tensor]) -> tuple[list[Any], ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_videoscale.graphs.agreement import Captured, capture_together
+from lightning_videoscale.graphs.capture_together import Captured, capture_together
 
 
 class Meeting:

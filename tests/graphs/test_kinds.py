@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.graphs import GraphedNetwork, GraphOptions, graphed_network
-from lightning_videoscale.graphs.agreement import Captured
 from lightning_videoscale.graphs.calls import NetworkCall
+from lightning_videoscale.graphs.capture_together import Captured
 from lightning_videoscale.graphs.snapshot import Snapshot
 
+CPU = torch.device("cpu")
 TAKES: dict[Any, int] = {}
 """What a GPU would: GiB that graphs of so many samples take, and all bytes so far, under "now"."""
 
@@ -23,7 +24,7 @@ class WithoutGPU(GraphedNetwork):
     """Computes what it would replay."""
 
     def _inspected(self, kind: Any, call: NetworkCall, context: Any, args: Any, kwargs: Any) -> Any:
-        kind.seen = Snapshot(self._network)
+        kind.seen = Snapshot(self._network, CPU)
         return self._eagerly("eager", args, kwargs)
 
     def _capture(self, kind: Any, call: NetworkCall, *_: Any) -> None:

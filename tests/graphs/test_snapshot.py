@@ -16,6 +16,8 @@ from lightning_videoscale.graphs.snapshot import Snapshot, foreign_hook, stray_p
 from lightning_videoscale.injection import inject_fused_kernels
 from tests.models import tiny_wan
 
+CPU = torch.device("cpu")
+
 
 def scale_attribute(network: Any) -> None:
     network.blocks[0].norm2.eps = 0.25
@@ -104,24 +106,24 @@ CHANGES = [
 def test_a_change_is_noticed(change: Callable[[Any], None]) -> None:
     network: Any = tiny_wan()
     network.numbers, network.steps = {1, 2}, deque([1])
-    before = Snapshot(network)
+    before = Snapshot(network, CPU)
     assert before.difference() is None
     with attention_backend("native"):  # setting one sets it for all networks too, until the block ends
         change(network)
     assert before.difference() is not None
-    assert Snapshot(network).difference() is None
+    assert Snapshot(network, CPU).difference() is None
 
 
 def test_another_forward_of_a_class_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     network: Any = tiny_wan()
-    before = Snapshot(network)
+    before = Snapshot(network, CPU)
     monkeypatch.setattr(type(network.blocks[0]), "forward", lambda self, x, *_: x)
     assert before.difference() is not None
 
 
 def test_an_optimizer_step_and_equal_values_are_no_change() -> None:
     network = tiny_wan()
-    before = Snapshot(network)
+    before = Snapshot(network, CPU)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     for parameter in network.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -132,15 +134,24 @@ def test_an_optimizer_step_and_equal_values_are_no_change() -> None:
     assert before.difference() is None
 
 
+def test_what_a_graph_has_read_on_the_host_is_compared() -> None:
+    network: Any = tiny_wan().to("meta")
+    network.rope.table = torch.tensor([1.0, float("nan")])  # which its forward may copy to the device
+    before = Snapshot(network, torch.device("meta"))
+    assert before.difference() is None
+    network.rope.table.data[0] = 2.0
+    assert before.difference() == "what a tensor on the host contains"
+
+
 def test_adapters_are_part_of_it() -> None:
     config = peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
     adapted: Any = peft.get_peft_model(tiny_wan(), config)
     network = adapted.get_base_model()
-    before = Snapshot(network)
+    before = Snapshot(network, CPU)
     adapted.merge_adapter()
     assert before.difference() is not None
     adapted.unmerge_adapter()
-    before = Snapshot(network)
+    before = Snapshot(network, CPU)
     adapted.base_model.disable_adapter_layers()
     assert before.difference() is not None
 

@@ -81,7 +81,7 @@ class Pushed:
         self.wait = future.result
 
 
-class ThreadFabric:
+class ThreadInterconnect:
     """A rank's own thread stands for its current stream, another for its side stream.
 
     What is submitted to `stream` stands for what the device has yet to do while the host goes on.
@@ -157,15 +157,15 @@ def on_threads(
     work: Callable[[Any, int], Any],
     guard: bool = True,
     kind: type[SymmetricTransport] = SymmetricTransport,
-    fabric: type[ThreadFabric] = ThreadFabric,
+    interconnect: type[ThreadInterconnect] = ThreadInterconnect,
     timeout: float = PATIENCE,
 ) -> list[Any]:
     """Calls ``work(transport, rank)`` on a thread for each rank and returns the results by rank."""
     world = World(size, guard)
-    fabrics = [fabric(world, rank, random.Random(rank), timeout) for rank in range(size)]
-    transports = [kind(each, axis_of(rank, size), slots=4) for rank, each in enumerate(fabrics)]
+    interconnects = [interconnect(world, rank, random.Random(rank), timeout) for rank in range(size)]
+    transports = [kind(each, axis_of(rank, size), slots=4) for rank, each in enumerate(interconnects)]
     with ExitStack() as ending, ThreadPoolExecutor(size) as pool:
-        for each in fabrics:
+        for each in interconnects:
             ending.callback(each.end)
         futures = [pool.submit(work, transport, rank) for rank, transport in enumerate(transports)]
         return [future.result() for future in futures]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
-from tests.parallel.ranks_on_threads import ThreadFabric, World, axis_of, on_threads
+from tests.parallel.ranks_on_threads import ThreadInterconnect, World, axis_of, on_threads
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -54,7 +54,7 @@ def test_columns_stay_until_their_reader_is_done(guard: bool) -> None:
 
     def work(rank: int) -> list[float]:
         axis, shape = axis_of(rank, 2), ([2, 2], [1, 1])
-        transport = SymmetricTransport(ThreadFabric(world, rank), axis, slots=1)
+        transport = SymmetricTransport(ThreadInterconnect(world, rank), axis, slots=1)
         first = transport.begin_columns(torch.full((4, 1, 1), 1.0), *shape, axis)
         seen = first.wait()
         if rank == 1:

@@ -26,7 +26,7 @@ from lightning_videoscale.parallel.transport.slots import SlotLayout
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.pool import ProcessPool
-from tests.parallel.ranks_on_threads import PATIENCE, Point, ThreadFabric, World, axis_of, on_threads
+from tests.parallel.ranks_on_threads import PATIENCE, Point, ThreadInterconnect, World, axis_of, on_threads
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -125,14 +125,14 @@ def test_a_piece_is_not_computed_before_the_last_one_was_fetched(guard: bool) ->
     """Rank 0 fetches late; its peer, which has what it needs, goes on with the same slot."""
     world = World(2, guard)
 
-    class Late(ThreadFabric):
+    class Late(ThreadInterconnect):
         def _delayed(self, work: Callable[[], None]) -> None:
             time.sleep(0.2)
             work()
 
     def work(rank: int) -> list[list[float]]:
         axis = axis_of(rank, 2)
-        transport = SymmetricTransport((Late if rank == 0 else ThreadFabric)(world, rank), axis, slots=1)
+        transport = SymmetricTransport((Late if rank == 0 else ThreadInterconnect)(world, rank), axis, slots=1)
         results = []
         for number in (1, 2) if guard or rank == 1 else (1,):
             exchange = transport.begin(torch.empty(0), [2, 2], [2, 2], axis)
@@ -375,7 +375,7 @@ def test_an_unknown_transport_is_refused() -> None:
 
 def other_axis() -> list[float]:
     mesh = SequenceMesh.create("cpu", ulysses_size=1, ring_size=2)
-    transport = SymmetricTransport(ThreadFabric(World(1), 0), mesh.ulysses, slots=4)
+    transport = SymmetricTransport(ThreadInterconnect(World(1), 0), mesh.ulysses, slots=4)
     message = torch.arange(2.0) + 10 * dist.get_rank()
     result: list[float] = transport.wait(transport.all_to_all(message, [1, 1], [1, 1], mesh.ring)).tolist()
     return result

@@ -15,7 +15,7 @@ from lightning_videoscale.parallel import Axis
 from lightning_videoscale.parallel.transport.draining import drain
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 from tests.parallel.exact_layers import CALLS, DisturbedTransport, ExactLayers, failure_after
-from tests.parallel.ranks_on_threads import PATIENCE, ThreadFabric, axis_of, on_threads
+from tests.parallel.ranks_on_threads import PATIENCE, ThreadInterconnect, axis_of, on_threads
 
 DEPTH = 3
 
@@ -43,8 +43,8 @@ def test_layers_are_exact_after_steps_that_failed(size: int, everyone: bool) -> 
     looked = threading.Barrier(size, timeout=PATIENCE)
 
     def work(transport: DisturbedTransport, rank: int) -> tuple[list[bool], list[bool]]:
-        layers, fabric = ExactLayers(axis_of(rank, size), DEPTH), transport._fabric
-        assert isinstance(fabric, ThreadFabric)
+        layers, interconnect = ExactLayers(axis_of(rank, size), DEPTH), transport._interconnect
+        assert isinstance(interconnect, ThreadInterconnect)
         failed, as_at_first = [], []
 
         def attempt(calls: int | None) -> None:
@@ -58,8 +58,8 @@ def test_layers_are_exact_after_steps_that_failed(size: int, everyone: bool) -> 
             inputs = layers.draw(number)
             if plan is not None:
                 # The host does not wait for them.
-                before = fabric.stream.submit(layers.are_wrong, inputs, transport)
-                step = fabric.stream.submit(attempt, plan.get(rank))
+                before = interconnect.stream.submit(layers.are_wrong, inputs, transport)
+                step = interconnect.stream.submit(attempt, plan.get(rank))
                 transport.reset()
                 assert not before.result(0)
                 failed.append(isinstance(step.exception(0), torch.OutOfMemoryError))
@@ -75,7 +75,7 @@ def test_layers_are_exact_after_steps_that_failed(size: int, everyone: bool) -> 
         assert as_at_first == [True] * 8
 
 
-class _Late(ThreadFabric):
+class _Late(ThreadInterconnect):
     """Rank 0 goes on late from an exchange of all ranks."""
 
     def agree(self, told: Any, axis: Axis, purpose: str) -> list[Any]:
@@ -102,7 +102,7 @@ def test_exchanges_that_were_pending_are_refused() -> None:
         result: list[float] = transport.exchange(torch.arange(4.0) + 10 * rank, [2, 2], [2, 2], axis).tolist()
         return result
 
-    assert on_threads(2, work, fabric=_Late) == [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
+    assert on_threads(2, work, interconnect=_Late) == [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
 
 
 @pytest.mark.parametrize(("step", "first", "second", "kept"), [("agree", 100, 1, 1024), ("allocate", 1, 100, 0)])
@@ -110,13 +110,13 @@ def test_what_only_one_rank_has_is_dropped(step: str, first: int, second: int, k
     """Rank 1 raises when it has told a message's sizes, or has taken memory for it, which rank 0 then has alone."""
 
     def work(transport: SymmetricTransport, rank: int) -> list[int]:
-        axis, fabric = axis_of(rank, 2), transport._fabric
+        axis, interconnect = axis_of(rank, 2), transport._interconnect
 
         def begin(size: int) -> Any:
             return transport.all_to_all(torch.full((2 * size,), rank), [size] * 2, [size] * 2, axis)
 
         def interrupted(*args: Any) -> Any:
-            getattr(ThreadFabric, step)(fabric, *args)
+            getattr(ThreadInterconnect, step)(interconnect, *args)
             raise torch.OutOfMemoryError("injected")
 
         transport.wait(begin(first))
@@ -124,7 +124,7 @@ def test_what_only_one_rank_has_is_dropped(step: str, first: int, second: int, k
             begin(second)
         else:
             with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-                patch.setattr(fabric, step, interrupted)
+                patch.setattr(interconnect, step, interrupted)
                 begin(second)
         transport.reset()
         taken = [transport.memory_bytes]
@@ -137,13 +137,13 @@ def test_what_only_one_rank_has_is_dropped(step: str, first: int, second: int, k
 
 def test_what_a_graph_of_one_rank_alone_still_has_goes_with_the_graph() -> None:
     def work(transport: SymmetricTransport, rank: int) -> list[int]:
-        axis, fabric = axis_of(rank, 2), transport._fabric
+        axis, interconnect = axis_of(rank, 2), transport._interconnect
 
         def exchange(size: int) -> None:
             transport.exchange(torch.full((2 * size,), rank), [size] * 2, [size] * 2, axis)
 
         def interrupted(*args: Any) -> Any:
-            ThreadFabric.allocate(fabric, *args)  # type: ignore[arg-type]
+            ThreadInterconnect.allocate(interconnect, *args)  # type: ignore[arg-type]
             raise torch.OutOfMemoryError("injected")
 
         exchange(1)
@@ -152,7 +152,7 @@ def test_what_a_graph_of_one_rank_alone_still_has_goes_with_the_graph() -> None:
             transport.all_to_all(torch.zeros(200, dtype=torch.int64), [100] * 2, [100] * 2, axis)
         else:
             with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-                patch.setattr(fabric, "allocate", interrupted)
+                patch.setattr(interconnect, "allocate", interrupted)
                 exchange(100)
         transport.reset()
         after_reset = transport.memory_bytes
@@ -176,7 +176,7 @@ def test_who_does_not_come_is_named() -> None:
         assert "0:00:00.2" in message and "ranks [11] of the ulysses axis" in message and "`reset`" in message
 
 
-class _Failed(ThreadFabric):
+class _Failed(ThreadInterconnect):
     def drain(self, release: Any) -> str | None:
         return "its device has failed (CUDA error)" if self._rank == 1 else super().drain(release)
 
@@ -187,7 +187,7 @@ def test_a_failed_device_is_an_error_on_all_ranks() -> None:
             transport.reset()
         return str(error.value)
 
-    for message in on_threads(3, work, fabric=_Failed):
+    for message in on_threads(3, work, interconnect=_Failed):
         assert "(10, 11, 12) of the ulysses axis" in message
         assert "rank 11: its device has failed (CUDA error)" in message
         assert "rank 10:" not in message and "rank 12:" not in message

@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_videoscale.parallel.transport.collective import Join
 from lightning_videoscale.parallel.transport.peer_watchdog import Taking
 from lightning_videoscale.parallel.transport.slots import Slot, SlotLayout
-from lightning_videoscale.parallel.transport.symmetric_memory import Fabric, Finished
+from lightning_videoscale.parallel.transport.symmetric_memory import Finished, Interconnect
 
 _WORD = torch.complex128  # what a thread copies at once; what the bytes stand for is nothing to a copy
 
@@ -39,8 +39,8 @@ class SymmetricExchange:
 
     pieces: Sequence[Tensor]
 
-    def __init__(self, fabric: Fabric, slot: Slot, layout: SlotLayout) -> None:
-        self._fabric = fabric
+    def __init__(self, interconnect: Interconnect, slot: Slot, layout: SlotLayout) -> None:
+        self._interconnect = interconnect
         self._slot = slot
         self._layout = layout
         self._me, self._size = slot.axis.rank, slot.axis.size
@@ -81,8 +81,8 @@ class SymmetricExchange:
 
     def _arrived(self, join: Join | None = None) -> Tensor:
         """What is received; the slot is this exchange's yet."""
-        if self._fabric.failure is not None:
-            raise RuntimeError(self._fabric.failure)
+        if self._interconnect.failure is not None:
+            raise RuntimeError(self._interconnect.failure)
         self._check_pending()
         axis = self._slot.axis
         if lacking := sorted(set(range(self._size)) - self._sent):
@@ -107,7 +107,7 @@ class SymmetricExchange:
     def _watched(self) -> AbstractContextManager[None]:
         axis = self._slot.axis
         what = f"An exchange of the {axis.name} axis on rank {axis.ranks[self._me]}"
-        return self._fabric.watched(what, self._slot.memory, self._takings)
+        return self._interconnect.watched(what, self._slot.memory, self._takings)
 
     @property
     def _others(self) -> list[int]:
@@ -115,7 +115,7 @@ class SymmetricExchange:
 
     def _take(self, flag: Callable[[int], int], peers: Sequence[int]) -> None:
         ranks = {flag(peer): self._slot.axis.ranks[peer] for peer in peers}
-        self._takings.append(self._fabric.take(self._slot.memory, ranks))
+        self._takings.append(self._interconnect.take(self._slot.memory, ranks))
 
     def _tell(self, flag: Callable[[int], int], peers: Sequence[int]) -> None:
         for peer in peers:
@@ -125,8 +125,8 @@ class SymmetricExchange:
 class PushedExchange(SymmetricExchange):
     """Of a message that is there, as pieces for each rank."""
 
-    def __init__(self, fabric: Fabric, slot: Slot, layout: SlotLayout, pieces: Sequence[Tensor]) -> None:
-        super().__init__(fabric, slot, layout)
+    def __init__(self, interconnect: Interconnect, slot: Slot, layout: SlotLayout, pieces: Sequence[Tensor]) -> None:
+        super().__init__(interconnect, slot, layout)
         self.pieces = pieces
 
     @staticmethod
@@ -142,7 +142,7 @@ class PushedExchange(SymmetricExchange):
                 self._place(self._me, peer).copy_(self.pieces[peer].view(torch.uint8))
                 self._tell(self._slot.arrived, [peer])
 
-        self._copied = self._fabric.aside(copy)  # all together: a switch of streams takes the host long
+        self._copied = self._interconnect.aside(copy)  # all together: a switch of streams takes the host long
 
     def _receive(self, join: Join | None) -> Tensor:
         if self._copied is not None:
@@ -163,9 +163,9 @@ class PulledExchange(SymmetricExchange):
     """Of pieces that are computed; this rank's own where it is received, 1-D."""
 
     def __init__(
-        self, fabric: Fabric, slot: Slot, layout: SlotLayout, received: Tensor, receive: Sequence[int]
+        self, interconnect: Interconnect, slot: Slot, layout: SlotLayout, received: Tensor, receive: Sequence[int]
     ) -> None:
-        super().__init__(fabric, slot, layout)
+        super().__init__(interconnect, slot, layout)
         self._received = received
         self._places = received.split(list(receive))
         with self._watched():
@@ -192,7 +192,7 @@ class PulledExchange(SymmetricExchange):
                 self._places[sender].view(torch.uint8).copy_(self._place(sender, self._me))
                 self._tell(self._slot.released, [sender])
 
-        self._copied = self._fabric.aside(copy)
+        self._copied = self._interconnect.aside(copy)
 
     def _receive(self, join: Join | None) -> Tensor:
         if self._copied is not None:
@@ -208,14 +208,14 @@ class JoinedExchange(SymmetricExchange):
 
     def __init__(
         self,
-        fabric: Fabric,
+        interconnect: Interconnect,
         slot: Slot,
         layout: SlotLayout,
         columns: Tensor,
         lengths: Sequence[int],
         widths: Sequence[int],
     ) -> None:
-        super().__init__(fabric, slot, layout)
+        super().__init__(interconnect, slot, layout)
         self._lengths, self._widths = lengths, widths
         self._like = columns
         self.pieces = columns.split(list(lengths))
@@ -256,10 +256,10 @@ class JoinedExchange(SymmetricExchange):
             for peer in peers:
                 samples = zip(self._place(peer).unbind(), self.pieces[peer].unbind(1), strict=True)
                 for target, source in samples:
-                    self._fabric.copy_rows(target, source)
+                    self._interconnect.copy_rows(target, source)
                 self._tell(self._slot.arrived, [peer])
 
-        self._copied = self._fabric.aside(copy)
+        self._copied = self._interconnect.aside(copy)
 
     def _receive(self, join: Join | None) -> Tensor:
         if self._copied is not None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_videoscale.parallel.mesh import Axis
-from lightning_videoscale.parallel.transport.symmetric_memory import Fabric, Memory
+from lightning_videoscale.parallel.transport.symmetric_memory import Interconnect, Memory
 
 _ALIGNMENT = 256  # bytes; more than any vectorised copy asks of a piece's first byte
 
@@ -53,11 +53,11 @@ class Slot:
         pending: This rank's exchange that has it, or None; kept here, so that what it writes to is not freed before.
     """
 
-    def __init__(self, axis: Axis, fabric: Fabric, number: int, capacity: int) -> None:
+    def __init__(self, axis: Axis, interconnect: Interconnect, number: int, capacity: int) -> None:
         self.axis = axis
         self.number = number
         self.capacity = capacity
-        self.memory: Memory = fabric.allocate(capacity, 2 * axis.size, axis)
+        self.memory: Memory = interconnect.allocate(capacity, 2 * axis.size, axis)
         self.pending: object | None = None
         self.memory.flags[axis.size :] = 1  # it has not been written to
 

@@ -35,7 +35,7 @@ from lightning_videoscale.parallel.transport.exchanges import (
     SymmetricExchange,
 )
 from lightning_videoscale.parallel.transport.slots import Slot, SlotLayout
-from lightning_videoscale.parallel.transport.symmetric_memory import CudaFabric, Fabric, why_unavailable
+from lightning_videoscale.parallel.transport.symmetric_memory import CudaInterconnect, Interconnect, why_unavailable
 from lightning_videoscale.ranks import of_first_rank
 
 _WAYS: tuple[type[SymmetricExchange], ...] = PushedExchange, PulledExchange, JoinedExchange
@@ -49,7 +49,7 @@ class SymmetricTransport(CollectiveTransport):
     code calls it by ops. Who repeats exchanges by a CUDA graph holds `places`, or their memory goes.
 
     Args:
-        fabric: Memory that peers can write.
+        interconnect: Memory that peers can write.
         axis: The ranks whose all-to-all is pushed.
         slots: Exchanges of each way that may be pending at a time. Each takes as much memory as the largest message
             that it has had.
@@ -58,8 +58,8 @@ class SymmetricTransport(CollectiveTransport):
     name = "symmetric"
     traceable = False
 
-    def __init__(self, fabric: Fabric, axis: Axis, slots: int) -> None:
-        self._fabric = fabric
+    def __init__(self, interconnect: Interconnect, axis: Axis, slots: int) -> None:
+        self._interconnect = interconnect
         self._axis = axis
         self._most = slots
         self._sizes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[list[int]]] = {}
@@ -80,7 +80,7 @@ class SymmetricTransport(CollectiveTransport):
                 f"memory, but {'; '.join(reasons)}. Use transport='collective', or a smaller ulysses_size."
             )
         token = of_first_rank(f"symmetric-{uuid.uuid4()}")
-        return cls(CudaFabric(device, token, timeout), mesh.ulysses, slots)
+        return cls(CudaInterconnect(device, token, timeout), mesh.ulysses, slots)
 
     @property
     def memory_bytes(self) -> int:
@@ -95,7 +95,7 @@ class SymmetricTransport(CollectiveTransport):
     @property
     def failure(self) -> str | None:
         """Which peers did not come within the timeout, once one did not; the device is unusable from then on."""
-        return self._fabric.failure
+        return self._interconnect.failure
 
     def carrier(self, axis: Axis) -> str:
         """Its own name along the Ulysses axis, else that of the collectives."""
@@ -108,7 +108,7 @@ class SymmetricTransport(CollectiveTransport):
             TimeoutError: If a peer does not come.
         """
         if self._has_begun:
-            self._fabric.close(self._axis)
+            self._interconnect.close(self._axis)
             for slot in self._known:
                 slot.pending = None  # what nobody has finished would keep the memory
             for slots in self._slots.values():
@@ -126,10 +126,10 @@ class SymmetricTransport(CollectiveTransport):
             RuntimeError: As in `Transport`; nothing is as before then, and the processes are to be ended.
             TimeoutError: Likewise.
         """
-        self._fabric.renew()
+        self._interconnect.renew()
         capacities = [[slot.capacity for slot in slots] for slots in self._slots.values()]
         told = [list(self._sizes.values()), capacities]
-        everyone = self._fabric.agree(told, self._axis, "to call `reset` of the transport")
+        everyone = self._interconnect.agree(told, self._axis, "to call `reset` of the transport")
         # All are here: nobody begins exchanges any more, nor computes on with what released streams make up.
         slots = list(self._known)
         self._come_to_rest(slots)
@@ -151,7 +151,7 @@ class SymmetricTransport(CollectiveTransport):
                 slot.release(peers)
 
         axis = self._axis
-        reasons = self._fabric.come_to_rest(axis, release)
+        reasons = self._interconnect.come_to_rest(axis, release)
         if failed := {rank: reason for rank, reason in zip(axis.ranks, reasons, strict=True) if reason is not None}:
             raise RuntimeError(
                 f"`reset` cannot put the ranks {axis.ranks} of the {axis.name} axis back in step: "
@@ -247,7 +247,7 @@ class SymmetricTransport(CollectiveTransport):
             layout = self._layouts[way, *shape] = way.layout(self._agree(*shape))
         return layout
 
-    def _place(self, way: type[SymmetricExchange], layout: SlotLayout) -> tuple[Fabric, Slot, SlotLayout]:
+    def _place(self, way: type[SymmetricExchange], layout: SlotLayout) -> tuple[Interconnect, Slot, SlotLayout]:
         """The first slot that is free; which one hence depends on nothing but what is pending."""
         if self.failure is not None:
             raise RuntimeError(self.failure)
@@ -260,16 +260,16 @@ class SymmetricTransport(CollectiveTransport):
             )
         if number == len(slots) or slots[number].capacity < layout.capacity:
             self._has_begun = True
-            slots[number : number + 1] = [Slot(self._axis, self._fabric, number, layout.capacity)]
+            slots[number : number + 1] = [Slot(self._axis, self._interconnect, number, layout.capacity)]
             self._known.add(slots[number])
-        return self._fabric, slots[number], layout
+        return self._interconnect, slots[number], layout
 
     def _agree(self, send: tuple[int, ...], receive: tuple[int, ...]) -> list[list[int]]:
         """Returns ``sizes[s][r]``, the bytes that go from rank s to rank r."""
         axis = self._axis
         if (send, receive) in self._sizes:
             return self._sizes[send, receive]
-        sizes = self._fabric.agree(send, axis, "to tell the sizes of a message of a new shape")
+        sizes = self._interconnect.agree(send, axis, "to tell the sizes of a message of a new shape")
         coming = tuple(theirs[axis.rank] for theirs in sizes)
         if coming != receive:
             raise RuntimeError(

@@ -1,7 +1,7 @@
 """What the `symmetric` transport stands on: memory that peers can write, flags that streams can wait for.
 
-`Memory`, `Fabric`   the few operations that the transport's protocol needs
-`CudaFabric`         PyTorch symmetric memory, peer copies by the copy engine, stream memory operations of the driver
+`Memory`, `Interconnect`   the few operations that the transport's protocol needs
+`CudaInterconnect`         PyTorch symmetric memory, peer copies by the copy engine, stream memory operations
 
 Of torch's symmetric memory (`compat.torch.distributed`), allocation and the exchange of handles are used, and no
 multicast operation. The handles are exchanged in process groups of this file's own, which have a `RendezvousStore` and
@@ -107,7 +107,7 @@ class Memory(Protocol):
         """Makes the current stream wait until all of these flags of this rank are set, and then clears them."""
 
 
-class Fabric(Protocol):
+class Interconnect(Protocol):
     """Where memory comes from, and the stream that pushes."""
 
     @property
@@ -201,8 +201,8 @@ class CudaMemory:
         return self._known[key]
 
 
-class CudaFabric:
-    """See `Fabric`."""
+class CudaInterconnect:
+    """See `Interconnect`."""
 
     def __init__(self, device: torch.device, token: str, timeout: timedelta) -> None:
         self._device = device
@@ -217,11 +217,11 @@ class CudaFabric:
 
     @property
     def failure(self) -> str | None:
-        """See `Fabric`."""
+        """See `Interconnect`."""
         return self._watch.failure
 
     def agree(self, told: Any, axis: Axis, purpose: str) -> list[Any]:
-        """See `Fabric`.
+        """See `Interconnect`.
 
         Raises:
             TimeoutError: With the ranks that did not come.
@@ -229,7 +229,7 @@ class CudaFabric:
         return self._exchanges.agree(told, axis, store_of(axis.group), purpose)
 
     def allocate(self, nbytes: int, flags: int, axis: Axis) -> Memory:
-        """See `Fabric`."""
+        """See `Interconnect`."""
         name = self._exchanges.name(axis)
         if name not in self._groups:
             store = RendezvousStore(PrefixStore(name, store_of(axis.group)), self._timeout)
@@ -238,14 +238,14 @@ class CudaFabric:
         return CudaMemory(nbytes, flags, axis, name, self._device, self._driver)
 
     def take(self, memory: Memory, ranks: Mapping[int, int]) -> Taking:
-        """See `Fabric`."""
+        """See `Interconnect`."""
         memory.take(list(ranks))
         taken = torch.cuda.Event()
         taken.record()
         return Taking(ranks, taken)
 
     def aside(self, work: Callable[[], None]) -> Finished:
-        """See `Fabric`."""
+        """See `Interconnect`."""
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             work()
@@ -253,16 +253,16 @@ class CudaFabric:
         return finished
 
     def copy_rows(self, target: Tensor, source: Tensor) -> None:
-        """See `Fabric`."""
+        """See `Interconnect`."""
         self._copies.run(target, source)
 
     def watched(self, what: str, memory: Memory, takings: Sequence[Taking]) -> AbstractContextManager[None]:
-        """See `Fabric`; a graph's own waits are not watched."""
+        """See `Interconnect`; a graph's own waits are not watched."""
         is_recorded = torch.cuda.is_current_stream_capturing()
         return nullcontext() if is_recorded else self._watch.watched(what, memory, takings)
 
     def close(self, axis: Axis) -> None:
-        """See `Fabric`.
+        """See `Interconnect`.
 
         Raises:
             TimeoutError: With the ranks that did not come.
@@ -272,7 +272,7 @@ class CudaFabric:
         self.renew()
 
     def come_to_rest(self, axis: Axis, release: Callable[[Sequence[int]], None]) -> list[str | None]:
-        """See `Fabric`.
+        """See `Interconnect`.
 
         Raises:
             TimeoutError: With the ranks that did not come.
@@ -288,7 +288,7 @@ class CudaFabric:
         return resting.hear()
 
     def renew(self) -> None:
-        """See `Fabric`."""
+        """See `Interconnect`."""
         for name in self._groups:
             unregister_group(name)
         self._groups.clear()

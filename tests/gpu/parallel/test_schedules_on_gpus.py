@@ -25,7 +25,7 @@ from lightning_videoscale.parallel import CollectiveTransport, SequenceMesh, Tra
 from lightning_videoscale.parallel.schedules import HIDING, PENDING, ScheduleName
 from lightning_videoscale.parallel.schedules.input_projections import project_heads
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
-from lightning_videoscale.parallel.transport.symmetric_memory import CudaFabric
+from lightning_videoscale.parallel.transport.symmetric_memory import CudaInterconnect
 from lightning_videoscale.parallel.ulysses import Ulysses, assign_heads
 from tests.distributed.pool import SHARED, ProcessPool
 from tests.distributed.schedules.random_layers import random_shape, run_layer
@@ -51,8 +51,8 @@ def transport_of(name: str, mesh: SequenceMesh) -> Transport:
         return SymmetricTransport.create(mesh, device(), timedelta(minutes=1), PENDING["sliced"])
     token = [f"shared-{uuid.uuid4()}"]  # `create` refuses ranks on one GPU, which no training has
     dist.broadcast_object_list(token)
-    fabric = CudaFabric(device(), token[0], timedelta(minutes=1))
-    return SymmetricTransport(fabric, mesh.ulysses, PENDING["sliced"])
+    interconnect = CudaInterconnect(device(), token[0], timedelta(minutes=1))
+    return SymmetricTransport(interconnect, mesh.ulysses, PENDING["sliced"])
 
 
 def layer_differences(name: str, schedule: ScheduleName, count: int) -> tuple[float, int]:
