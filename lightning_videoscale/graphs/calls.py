@@ -21,6 +21,9 @@ from lightning_videoscale.compat.torch.modules import has_global_hooks
 from lightning_videoscale.compat.torch.precision import product_settings
 from lightning_videoscale.compat.torch.trees import tree_flatten
 
+DEVICE = "cuda"
+"""Type of the devices that have graphs."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.layout)
 """What cannot change, so that equal arguments are alike."""
 
@@ -52,7 +55,7 @@ def read_call(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if others:
         kinds = sorted({type(leaf).__name__ for leaf in others})
         return f"an input of type {kinds} may change, and still be the same object"
-    elsewhere = next((tensor.device for tensor in tensors if tensor.device.type != "cuda"), None)
+    elsewhere = next((tensor.device for tensor in tensors if tensor.device.type != DEVICE), None)
     if elsewhere is not None:
         return f"an input is on {elsewhere}"
     facts = tuple(_fact(leaf) for leaf in leaves)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_videoscale.compat.torch.graphs import alias, end_allocation
 from lightning_videoscale.compat.torch.trees import tree_flatten, tree_unflatten
 from lightning_videoscale.graphs.calls import NetworkCall
-from lightning_videoscale.graphs.host_constants import HostConstants
+from lightning_videoscale.graphs.host_constants import HostConstants, differ
 
 
 @dataclass
@@ -52,7 +52,7 @@ class CapturedPass:
         output_gradients: To be filled before backward, one for each output that requires it, else None.
         segments: Of backward, those that run first in front; empty without gradients.
         input_gradients: For each input, in memory of the pool; None where it requires none.
-        constants: What the kernels read beside inputs and parameters.
+        constants: What the kernels read beside inputs and parameters; None where that was not asked for.
     """
 
     inputs: list[Tensor]
@@ -62,7 +62,7 @@ class CapturedPass:
     output_gradients: list[Tensor | None]
     segments: list[Segment]
     input_gradients: list[Tensor | None]
-    constants: list[Tensor] = field(default_factory=list)
+    constants: HostConstants | None = None
 
     @property
     def last(self) -> int:
@@ -158,7 +158,7 @@ def capture(
     entrances: Sequence[nn.Module],
     recorder: Recorder,
     region: Callable[[], AbstractContextManager[object]],
-    reads_host: bool,
+    constants: HostConstants | None = None,
 ) -> CapturedPass:
     """Records a pass.
 
@@ -169,7 +169,7 @@ def capture(
         entrances: Modules in front of which backward is cut.
         recorder: Records.
         region: Holds the region in which random numbers are drawn.
-        reads_host: Whether the forward copies from the host, see `HostConstants`.
+        constants: Takes what the forward copies from the host; None if it does not.
 
     Raises:
         RuntimeError: If something in the pass cannot be captured.
@@ -179,8 +179,7 @@ def capture(
     leaves = [next(of_tensor) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     args, kwargs = tree_unflatten(leaves, call.structure)
     cuts = _Cuts()
-    constants = HostConstants(inputs[0].device, recorder.beside)
-    with recorder.stream(), _fresh_parameters(network) as parameters, constants if reads_host else nullcontext():
+    with recorder.stream(), _fresh_parameters(network) as parameters, constants or nullcontext():
         with region(), cuts.in_front_of(entrances), _casting_anew(), recorder.recording() as graph:
             outputs, structure = tree_flatten(forward(*args, **kwargs))
         needs = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
@@ -199,7 +198,27 @@ def capture(
     for static in inputs:
         static.requires_grad_(False)
     aliases = [alias(x.detach()) if isinstance(x, Tensor) else x for x in outputs]
-    return CapturedPass(inputs, graph, aliases, structure, gradients, segments, of_inputs, constants.kept)
+    return CapturedPass(inputs, graph, aliases, structure, gradients, segments, of_inputs, constants)
+
+
+def capture_with_constants(
+    network: nn.Module,
+    forward: Callable[..., Any],
+    call: NetworkCall,
+    entrances: Sequence[nn.Module],
+    recorder: Recorder,
+    region: Callable[[], AbstractContextManager[object]],
+) -> CapturedPass:
+    """As `capture`, of a forward that copies from the host: twice, as what differs from call to call is no constant.
+
+    Raises:
+        RuntimeError: If it differs, or something in the pass cannot be captured.
+    """
+    constants = [HostConstants(call.tensors[0].device, recorder.beside) for _ in range(2)]
+    passes = [capture(network, forward, call, entrances, recorder, region, each) for each in constants]
+    if differ(*constants):
+        raise RuntimeError("What it copies from the host differs between two calls.")
+    return passes[1]
 
 
 @contextmanager

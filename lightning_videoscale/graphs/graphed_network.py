@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lightning_videoscale.graphs.calls import NetworkCall, is_observed, read_call
-from lightning_videoscale.graphs.capture import CapturedPass, Recorder, capture
+from lightning_videoscale.graphs.capture import CapturedPass, Recorder, capture, capture_with_constants
 from lightning_videoscale.graphs.capture_together import Captured, Readiness, capture_together
 from lightning_videoscale.graphs.inspection import inspect_call
 from lightning_videoscale.graphs.memory import GraphMemory
@@ -187,7 +187,9 @@ class GraphedNetwork:
             if self._move_together:  # else peers agree in other calls; no first call here is slower than others
                 self._begin_anew()
         self._state = self._network.training, tuple(map(_TRAINS, self._parameters))
-        kind = self._kinds.setdefault((call.key, self._state), _Kind())
+        # Arguments may be slices already, and one rank's of equal length where those of others are not.
+        split = None if context is None else context.record.division
+        kind = self._kinds.setdefault((call.key, self._state, split), _Kind())
         kind.calls += 1
         if kind.captured is not None:
             self._compare()
@@ -223,6 +225,7 @@ class GraphedNetwork:
     ) -> Any:
         def run() -> Any:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()  # a forward that waits for the device is not to wait for what came before
             begin.record()
             start = time.perf_counter()
             result = self._eagerly("eager", args, kwargs)
@@ -332,7 +335,8 @@ class GraphedNetwork:
         if self._recorder is None:
             self._recorder = Recorder(device)
         region = nullcontext if context is None else lambda: context.randomness.held(device)
-        return capture(self._network, self._forward, call, self._entrances, self._recorder, region, reads_host)
+        record = capture_with_constants if reads_host else capture
+        return record(self._network, self._forward, call, self._entrances, self._recorder, region)
 
     def _not_worth_it(self, kind: _Kind, call: NetworkCall) -> str | None:
         if self._options.mode is True:

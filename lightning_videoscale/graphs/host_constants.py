@@ -10,22 +10,26 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_MAKES = frozenset({torch.tensor, torch.as_tensor, Tensor.new_tensor, Tensor.to, Tensor.cuda, Tensor.type_as})
-"""Functions that return a copy on the device of what is on the host."""
+from lightning_videoscale.compat.torch.trees import tree_leaves
+
+_OF_DATA = frozenset({torch.tensor, torch.as_tensor, Tensor.new_tensor})
+_OF_TENSOR = frozenset({Tensor.to, Tensor.cuda, Tensor.type_as})
+"""Functions that return on the device what is on the host, of numbers and of a tensor."""
 
 
 class HostConstants(TorchFunctionMode):
     """Inside, copies from the host are made beside the capture, once for all replays.
 
     Tables of rotations and lists of sizes are examples. They follow from shapes and attributes, which a graph holds
-    constant anyway: no input is on the host, and a forward that draws numbers there is not captured.
+    constant anyway: no input is on the host, and a forward that draws numbers there is not captured. Each replay reads
+    copies of them, as the forward may write into what it has made.
 
     Args:
         device: To which is copied.
         beside: In which copies are made; they are complete when it ends.
 
     Attributes:
-        kept: The copies, to be kept as long as the graphs that read them.
+        kept: What was copied, in this order; to be kept as long as the graphs that read it.
     """
 
     def __init__(self, device: torch.device, beside: Callable[[], AbstractContextManager[object]]) -> None:
@@ -37,25 +41,39 @@ class HostConstants(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _MAKES:
+        if func in _OF_DATA:
+            data = args[1:] if func is Tensor.new_tensor else args
+            is_known = not any(map(self._is_there, tree_leaves((data, kwargs))))
+            return self._made(func, args, kwargs) if is_known else func(*args, **kwargs)
+        if func in _OF_TENSOR and _is_on_host(args[0]):
             return self._made(func, args, kwargs)
-        if func is Tensor.copy_ and self._is_there(args[0]) and _is_on_host(args[1]):
-            source = self._made(Tensor.to, (args[1], self._device), {})
-            return func(args[0], source, *args[2:], **kwargs)
+        if func is Tensor.copy_ and len(args) > 1 and self._is_there(args[0]) and _is_on_host(args[1]):
+            return func(args[0], self._made(Tensor.to, (args[1], self._device), {}), *args[2:], **kwargs)
         return func(*args, **kwargs)
 
     def _made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Beside the capture if it copies from the host, and where it is otherwise."""
-        if isinstance(args[0], Tensor) and func is not Tensor.new_tensor and not _is_on_host(args[0]):
-            return func(*args, **kwargs)
         with self._beside():
             result = func(*args, **kwargs)
-        if self._is_there(result):
-            self.kept.append(result)
-        return result
+        if not self._is_there(result):
+            return result
+        self.kept.append(result.detach())
+        return result.clone()
 
     def _is_there(self, x: Any) -> bool:
         return isinstance(x, Tensor) and x.device.type == self._device.type
+
+
+def differ(first: HostConstants, second: HostConstants) -> bool:
+    """Whether two captures of one forward have copied something else."""
+    if len(first.kept) != len(second.kept):
+        return True
+    pairs = zip(first.kept, second.kept, strict=True)
+    return not all(x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Equal also where numbers are NaN."""
+    return x.contiguous().flatten().view(torch.uint8) if x.numel() else x
 
 
 def _is_on_host(x: Any) -> bool:

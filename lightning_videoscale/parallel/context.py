@@ -133,6 +133,11 @@ class SplitRecord:
         return None
 
     @property
+    def division(self) -> Hashable:
+        """Equal for passes whose streams, as far as they were split, are divided among the ranks alike."""
+        return tuple((stream, *counts) for stream, counts in self.tables.items()), tuple(self.short.items())
+
+    @property
     def local_lengths(self) -> set[int]:
         """Tokens that this rank has of any streams together."""
         counts = {0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_videoscale.graphs.host_constants import HostConstants
+from lightning_videoscale.graphs.host_constants import HostConstants, differ
 
 DEVICE = torch.device("meta")
 
@@ -38,19 +39,20 @@ def there() -> Tensor:
         lambda: torch.ones(3).to(there()),
         lambda: torch.ones(3).to(torch.float64).to(device=DEVICE, dtype=torch.float16),
         lambda: torch.tensor([1.0, 2.0, 3.0], device=DEVICE),
+        lambda: torch.tensor(data=[1.0, 2.0, 3.0], device=DEVICE),
         lambda: torch.as_tensor([1.0, 2.0, 3.0], device=DEVICE),
         lambda: there().new_tensor([1.0, 2.0, 3.0]),
         lambda: torch.ones(3).type_as(there()),
     ],
 )
-def test_what_is_copied_from_the_host_is_kept(copy: Callable[[], Tensor]) -> None:
+def test_what_is_copied_from_the_host_is_kept_and_may_be_written_into(copy: Callable[[], Tensor]) -> None:
     beside = Beside()
     with HostConstants(DEVICE, beside) as constants:
         copied = copy()
-        again = copied * 2
+        copied += 1
     assert beside.times >= 1 and not beside.is_inside
-    assert [x is copied for x in constants.kept] == [True]
-    assert again.device == DEVICE
+    [kept] = constants.kept
+    assert copied.device == kept.device == DEVICE and copied.dtype == kept.dtype and copied is not kept
 
 
 def test_what_is_written_into_memory_of_the_graph_is_written_by_the_graph() -> None:
@@ -70,3 +72,31 @@ def test_what_is_on_the_device_already_is_left_to_the_graph() -> None:
         _ = torch.tensor([1.0]) + torch.ones(1).double()  # on the host alone
     assert constants.kept == []
     assert torch.tensor([1.0]).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor([1.0, there()[0]], device="cpu"),
+        lambda: torch.as_tensor([[there()[0]]], device=DEVICE),
+        lambda: there().new_tensor(there()),
+    ],
+)
+def test_what_is_made_of_numbers_on_the_device_is_no_constant(make: Callable[[], Tensor]) -> None:
+    beside = Beside()
+    with HostConstants(DEVICE, beside), contextlib.suppress(RuntimeError):  # "meta" has no numbers
+        make()
+    assert beside.times == 0
+
+
+def test_constants_are_compared() -> None:
+    def of(*rows: Tensor) -> HostConstants:
+        constants = HostConstants(DEVICE, Beside())
+        constants.kept += rows
+        return constants
+
+    one, nan = torch.ones(2, 2).T, torch.full((1,), float("nan"))
+    assert not differ(of(one, nan), of(one.clone(), nan.clone()))
+    assert not differ(of(torch.empty(0)), of(torch.empty(0)))
+    for other in (of(one), of(nan, one), of(one, nan + 1, nan), of(one.double(), nan), of(2 * one, nan)):
+        assert differ(of(one, nan), other)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_videoscale.graphs import GraphedNetwork, GraphOptions, calls
 from lightning_videoscale.graphs.calls import NetworkCall, read_call
 from lightning_videoscale.graphs.inspection import inspect_call
 from lightning_videoscale.injection import inject_fused_kernels
@@ -79,3 +81,38 @@ def test_a_family_can_run_by_graphs(ranks: Ranks, family: str) -> None:
     for of_rank in ranks(2).run(objections, cases):
         for case, found in zip(cases, of_rank, strict=True):
             assert found == (["an input is on cpu", None], True, True), case
+
+
+class Settling(GraphedNetwork):
+    """Computes what it would replay, and notes the calls in which ranks agree on what is captured."""
+
+    settled: list[int]
+
+    def _settle(self, *_: Any) -> None:
+        self.settled = [*getattr(self, "settled", []), self.counts["eager"]]
+
+    def _inspected(self, kind: Any, call: NetworkCall, context: Any, args: Any, kwargs: Any) -> Any:
+        return self._eagerly("eager", args, kwargs)
+
+
+def calls_to_agree(family: str, lengths: list[dict[str, Any]]) -> list[int]:
+    cases = [Case(family, (1, 1, 2), settings, float32=True) for settings in lengths]
+    network = FAMILIES[family].model(cases[0])
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh, patch.object(calls, "DEVICE", "cpu"):
+        undo = parallelize(network, mesh, verify_plan=False)
+        options = GraphOptions(True)
+        network.forward = runs = Settling(network, network.forward, [], options, list, int, int, True, print)
+        for case in cases * 4:
+            run(network, FAMILIES[family].inputs(case, 0))
+        undo()
+    return runs.settled
+
+
+@pytest.mark.parametrize("short", [{"frames": 4}, {"frames": 5, "text": 1}])
+def test_ranks_agree_in_the_same_calls_where_only_one_has_slices_of_equal_length(
+    ranks: Ranks, short: dict[str, Any]
+) -> None:
+    """Of 5 tokens and of 4, the second rank has 2; of 1 token of text and of 2, each rank has one."""
+    lengths = {"frames": 5, "side": 1, "text": 2}
+    first, second = ranks(2).run(calls_to_agree, "flux", [lengths, lengths | short])
+    assert first == second == [4, 5]
