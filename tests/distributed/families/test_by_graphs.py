@@ -74,9 +74,8 @@ def objections(cases: list[Case]) -> list[tuple[list[str | None], bool, bool]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_can_run_by_graphs(ranks: Ranks, family: str) -> None:
     cases = [
-        Case(family, (1, 1, 2), {**LENGTHS[0], **variant}, place % 2 == 0, float32=True, fused=fused)
+        Case(family, (1, 1, 2), {**LENGTHS[0], **variant}, place % 2 == 0, float32=True, fused=family in FUSED)
         for place, variant in enumerate(FAMILIES[family].variants)
-        for fused in {False, family in FUSED}
     ]
     for of_rank in ranks(2).run(objections, cases):
         for case, found in zip(cases, of_rank, strict=True):
