@@ -202,23 +202,23 @@ def capture(
 
 
 def capture_with_constants(
-    network: nn.Module,
-    forward: Callable[..., Any],
-    call: NetworkCall,
-    entrances: Sequence[nn.Module],
-    recorder: Recorder,
-    region: Callable[[], AbstractContextManager[object]],
+    record: Callable[[HostConstants], CapturedPass], device: torch.device, recorder: Recorder
 ) -> CapturedPass:
-    """As `capture`, of a forward that copies from the host: twice, as what differs from call to call is no constant.
+    """Records a pass that copies from the host: twice, as what differs from call to call is no constant.
+
+    Args:
+        record: Records it, by `capture`.
+        device: To which is copied.
+        recorder: By which it is recorded.
 
     Raises:
-        RuntimeError: If it differs, or something in the pass cannot be captured.
+        RuntimeError: If what is copied differs, or something in the pass cannot be captured.
     """
-    constants = [HostConstants(call.tensors[0].device, recorder.beside) for _ in range(2)]
-    passes = [capture(network, forward, call, entrances, recorder, region, each) for each in constants]
+    constants = [HostConstants(device, recorder.beside) for _ in range(2)]
+    _, captured = (record(each) for each in constants)
     if differ(*constants):
         raise RuntimeError("What it copies from the host differs between two calls.")
-    return passes[1]
+    return captured
 
 
 @contextmanager

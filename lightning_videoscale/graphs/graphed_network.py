@@ -27,6 +27,7 @@ from torch import nn
 from lightning_videoscale.graphs.calls import NetworkCall, is_observed, read_call
 from lightning_videoscale.graphs.capture import CapturedPass, Recorder, capture, capture_with_constants
 from lightning_videoscale.graphs.capture_together import Captured, Readiness, capture_together
+from lightning_videoscale.graphs.host_constants import HostConstants
 from lightning_videoscale.graphs.inspection import inspect_call
 from lightning_videoscale.graphs.memory import GraphMemory
 from lightning_videoscale.graphs.options import GraphOptions
@@ -321,22 +322,17 @@ class GraphedNetwork:
 
     def _capture(self, kind: _Kind, call: NetworkCall, context: SequenceContext | None, device: torch.device) -> None:
         assert kind.seen is not None
-        try:
-            with _generators_put_back(context, device):
-                kind.captured = self._record(call, context, device, kind.reads_host)
-        finally:
-            if context is not None:  # what layers have found out meanwhile was never computed
-                kind.record = context.record = replace(context.record, known={})
-        self._relied_on[self._state] = kind.seen
-
-    def _record(
-        self, call: NetworkCall, context: SequenceContext | None, device: torch.device, reads_host: bool
-    ) -> CapturedPass:
-        if self._recorder is None:
-            self._recorder = Recorder(device)
+        recorder = self._recorder = self._recorder or Recorder(device)
         region = nullcontext if context is None else lambda: context.randomness.held(device)
-        record = capture_with_constants if reads_host else capture
-        return record(self._network, self._forward, call, self._entrances, self._recorder, region)
+
+        def record(constants: HostConstants | None = None) -> CapturedPass:
+            with _without_traces(context, device):
+                captured = capture(self._network, self._forward, call, self._entrances, recorder, region, constants)
+                kind.record = None if context is None else replace(context.record, known={})
+            return captured
+
+        kind.captured = capture_with_constants(record, device, recorder) if kind.reads_host else record()
+        self._relied_on[self._state] = kind.seen
 
     def _not_worth_it(self, kind: _Kind, call: NetworkCall) -> str | None:
         if self._options.mode is True:
@@ -389,8 +385,16 @@ def _alone(mine: Any) -> list[Any]:
 
 
 @contextmanager
-def _generators_put_back(context: SequenceContext | None, device: torch.device) -> Iterator[None]:
-    """What a capture draws is drawn again by its replay."""
+def _without_traces(context: SequenceContext | None, device: torch.device) -> Iterator[None]:
+    """What a capture draws is drawn again by its replay, and what layers find out meanwhile was never computed."""
     randomness = RegionRandomness(0) if context is None else context.randomness
     with randomness.put_back(device):
-        yield
+        if context is None:
+            yield
+            return
+        begun = context.record
+        context.record = replace(begun, known={})
+        try:
+            yield
+        finally:
+            context.record = begun
