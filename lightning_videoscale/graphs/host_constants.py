@@ -43,8 +43,8 @@ class HostConstants(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _OF_DATA:
             data = args[1:] if func is Tensor.new_tensor else args
-            is_known = not any(map(self._is_there, tree_leaves((data, kwargs))))
-            return self._made(func, args, kwargs) if is_known else func(*args, **kwargs)
+            is_of_host = not any(map(self._is_there, tree_leaves((data, kwargs))))
+            return self._made(func, args, kwargs) if is_of_host else func(*args, **kwargs)
         if func in _OF_TENSOR and _is_on_host(args[0]):
             return self._made(func, args, kwargs)
         if func is Tensor.copy_ and len(args) > 1 and self._is_there(args[0]) and _is_on_host(args[1]):
@@ -65,15 +65,16 @@ class HostConstants(TorchFunctionMode):
 
 def differ(first: HostConstants, second: HostConstants) -> bool:
     """Whether two captures of one forward have copied something else."""
-    if len(first.kept) != len(second.kept):
-        return True
-    pairs = zip(first.kept, second.kept, strict=True)
-    return not all(x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)
+    return len(first.kept) != len(second.kept) or not all(map(same_contents, first.kept, second.kept))
+
+
+def same_contents(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors on one device have the same dtype, shape and bytes; so NaN equals itself."""
+    return (x.dtype, x.shape) == (y.dtype, y.shape) and torch.equal(_bytes(x), _bytes(y))
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Equal also where numbers are NaN."""
-    return x.contiguous().flatten().view(torch.uint8) if x.numel() else x
+    return x.detach().contiguous().flatten().view(torch.uint8)
 
 
 def _is_on_host(x: Any) -> bool:

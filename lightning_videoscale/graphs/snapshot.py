@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.autograd import has_hooks
 from lightning_videoscale.compat.torch.modules import attributes_beside_parameters, hooks_of
+from lightning_videoscale.graphs.host_constants import same_contents
 from lightning_videoscale.parallel.context import SequenceContext
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -74,7 +75,7 @@ class Snapshot:
             self._values = values
         if _facts(self._tensors) != self._facts:
             return "where a parameter is, its shape, whether it trains, or a hook on its gradient"
-        return None if all(starmap(_equal, self._on_host)) else "what a tensor on the host contains"
+        return None if all(starmap(same_contents, self._on_host)) else "what a tensor on the host contains"
 
     def _place(self, number: int) -> str:
         for place, length in zip(self._places, self._lengths, strict=True):
@@ -148,12 +149,6 @@ def _meaning(value: Any) -> Hashable:
 def _forwards(classes: list[type[nn.Module]]) -> list[Any]:
     """Of each class once; somebody may have put another one in its place."""
     return [cls.forward for cls in dict.fromkeys(classes)]
-
-
-def _equal(x: Tensor, before: Tensor) -> bool:
-    return torch.equal(x, before) or (
-        x.is_floating_point() and torch.allclose(x, before, rtol=0.0, atol=0.0, equal_nan=True)
-    )
 
 
 def _facts(tensors: list[Tensor]) -> tuple[list[Any], ...]:

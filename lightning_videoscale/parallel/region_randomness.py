@@ -36,7 +36,6 @@ class RegionRandomness:
 
     Args:
         rank: This rank's position in the group that shares the sequence.
-
     """
 
     def __init__(self, rank: int) -> None:

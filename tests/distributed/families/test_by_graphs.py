@@ -62,7 +62,7 @@ def objections(cases: list[Case]) -> list[tuple[list[str | None], bool, bool]]:
         if case.fused:
             inject_fused_kernels(network)
         with SequenceMesh.create("cpu", ulysses_size=case.mesh[2], ring_size=case.mesh[1]) as mesh:
-            undo = parallelize(network, mesh, verify_plan=False)
+            undo = parallelize(network, mesh, verify_plan=False, schedule=case.schedule)
             network.forward = watched = Watched(network)
             before = torch.get_rng_state()
             results = [run(network, inputs)[1].item() for _ in range(3)]
@@ -80,6 +80,13 @@ def test_a_family_can_run_by_graphs(ranks: Ranks, family: str) -> None:
     for of_rank in ranks(2).run(objections, cases):
         for case, found in zip(cases, of_rank, strict=True):
             assert found == (["an input is on cpu", None], True, True), case
+
+
+def test_tables_that_are_given_and_read_whole_stay_eager(ranks: Ranks) -> None:
+    """A capture would look for the whole of a slice by its address, and its inputs are elsewhere."""
+    case = Case("allegro", (1, 1, 2), LENGTHS[0], float32=True, schedule="sliced")
+    for [(said, agree, _)] in ranks(2).run(objections, [case]):
+        assert said[1] is not None and "tables of all tokens" in said[1] and agree
 
 
 class Settling(GraphedNetwork):
