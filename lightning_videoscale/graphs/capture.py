@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from lightning_videoscale.compat.torch.graphs import alias, end_allocation
 from lightning_videoscale.compat.torch.trees import tree_flatten, tree_unflatten
 from lightning_videoscale.graphs.calls import NetworkCall
 from lightning_videoscale.graphs.host_constants import HostConstants, differ
+from lightning_videoscale.parallel.context import SequenceContext
+from lightning_videoscale.parallel.region_randomness import RegionRandomness
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Segment:
     gradients: list[Tensor] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class CapturedPass:
     """A pass that can be replayed.
 
@@ -53,6 +55,7 @@ class CapturedPass:
         segments: Of backward, those that run first in front; empty without gradients.
         input_gradients: For each input, in memory of the pool; None where it requires none.
         constants: What the kernels read beside inputs and parameters; None where that was not asked for.
+        is_gone: Whether it was let go, and can be replayed no more.
     """
 
     inputs: list[Tensor]
@@ -63,6 +66,13 @@ class CapturedPass:
     segments: list[Segment]
     input_gradients: list[Tensor | None]
     constants: HostConstants | None = None
+    is_gone: bool = False
+
+    def let_go(self) -> None:
+        """Lets its graphs go, whoever still holds the pass; the device is to have run them."""
+        self.is_gone = True
+        for graph in (self.forward, *(segment.graph for segment in self.segments)):
+            graph.reset()
 
     @property
     def last(self) -> int:
@@ -219,6 +229,22 @@ def capture_with_constants(
     if differ(*constants):
         raise RuntimeError("What it copies from the host differs between two calls.")
     return captured
+
+
+@contextmanager
+def without_traces(context: SequenceContext | None, device: torch.device) -> Iterator[None]:
+    """What a capture draws is drawn again by its replay, and what layers find out meanwhile was never computed."""
+    randomness = RegionRandomness(0) if context is None else context.randomness
+    with randomness.put_back(device):
+        if context is None:
+            yield
+            return
+        begun = context.record
+        context.record = replace(begun, known={})
+        try:
+            yield
+        finally:
+            context.record = begun
 
 
 @contextmanager

@@ -20,12 +20,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from lightning_videoscale.graphs.calls import NetworkCall, is_observed, read_call
-from lightning_videoscale.graphs.capture import CapturedPass, Recorder, capture, capture_with_constants
+from lightning_videoscale.graphs.capture import CapturedPass, Recorder, capture, capture_with_constants, without_traces
 from lightning_videoscale.graphs.capture_together import Captured, Readiness, capture_together
 from lightning_videoscale.graphs.host_constants import HostConstants
 from lightning_videoscale.graphs.inspection import inspect_call
@@ -35,7 +36,6 @@ from lightning_videoscale.graphs.replay import Tenancy, replay
 from lightning_videoscale.graphs.snapshot import Snapshot
 from lightning_videoscale.parallel.auxiliary_loss import context_of
 from lightning_videoscale.parallel.context import SequenceContext, SplitRecord
-from lightning_videoscale.parallel.region_randomness import RegionRandomness
 
 EAGER_CALLS = 2
 """Calls of a kind that run eagerly before one is captured: the first, and the one that is inspected."""
@@ -123,6 +123,7 @@ class GraphedNetwork:
         self.memory = GraphMemory(options.max_memory)
         self._recorder: Recorder | None = None
         self._tenancy = Tenancy()
+        self._passes = WeakSet[CapturedPass]()
         self._before = Counter[str]()  # what was counted when graphs were last dropped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -136,6 +137,10 @@ class GraphedNetwork:
         """Lets all graphs go, and the memory of messages."""
         self.drop("they are taken back")
         self._lie = None
+        if self._passes:  # also those whose loss somebody keeps: NCCL waits for their graphs when its groups end
+            torch.cuda.synchronize()
+        for each in self._passes:
+            each.let_go()
 
     def drop(self, reason: str) -> None:
         """Lets all graphs go; calls are inspected and captured anew as they come."""
@@ -326,9 +331,10 @@ class GraphedNetwork:
         region = nullcontext if context is None else lambda: context.randomness.held(device)
 
         def record(constants: HostConstants | None = None) -> CapturedPass:
-            with _without_traces(context, device):
+            with without_traces(context, device):
                 captured = capture(self._network, self._forward, call, self._entrances, recorder, region, constants)
                 kind.record = None if context is None else replace(context.record, known={})
+            self._passes.add(captured)
             return captured
 
         kind.captured = capture_with_constants(record, device, recorder) if kind.reads_host else record()
@@ -382,19 +388,3 @@ class GraphedNetwork:
 
 def _alone(mine: Any) -> list[Any]:
     return [mine]
-
-
-@contextmanager
-def _without_traces(context: SequenceContext | None, device: torch.device) -> Iterator[None]:
-    """What a capture draws is drawn again by its replay, and what layers find out meanwhile was never computed."""
-    randomness = RegionRandomness(0) if context is None else context.randomness
-    with randomness.put_back(device):
-        if context is None:
-            yield
-            return
-        begun = context.record
-        context.record = replace(begun, known={})
-        try:
-            yield
-        finally:
-            context.record = begun

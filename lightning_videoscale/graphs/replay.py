@@ -56,6 +56,11 @@ class Replay:
 
     def backward(self, number: int) -> list[Tensor]:
         """Runs a segment of backward and returns its parameters' gradients, in memory of the pool."""
+        if self.captured.is_gone:
+            raise RuntimeError(
+                "A pass that ran by a CUDA graph goes backward after the run in which it was computed has ended, and "
+                "its graphs with it. Go backward inside the run, or take graphs=False."
+            )
         if self.is_over or not self._tenancy.is_held_by(self):
             raise RuntimeError(
                 "A pass that ran by a CUDA graph goes backward once, since its activations are overwritten meanwhile. "
