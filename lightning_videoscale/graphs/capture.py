@@ -26,6 +26,9 @@ from lightning_videoscale.graphs.host_constants import HostConstants, differ
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.region_randomness import RegionRandomness
 
+_OTHER_SEED = "set_current_seed"
+"""Named by torch's error for a seed that is set in a capture."""
+
 
 @dataclass
 class Segment:
@@ -169,6 +172,7 @@ def capture(
     recorder: Recorder,
     region: Callable[[], AbstractContextManager[object]],
     constants: HostConstants | None = None,
+    draws: bool = False,
 ) -> CapturedPass:
     """Records a pass.
 
@@ -180,6 +184,7 @@ def capture(
         recorder: Records.
         region: Holds the region in which random numbers are drawn.
         constants: Takes what the forward copies from the host; None if it does not.
+        draws: Whether the forward draws random numbers, which checkpoints would have to draw again.
 
     Raises:
         RuntimeError: If something in the pass cannot be captured.
@@ -189,19 +194,20 @@ def capture(
     leaves = [next(of_tensor) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     args, kwargs = tree_unflatten(leaves, call.structure)
     cuts = _Cuts()
-    with recorder.stream(), _fresh_parameters(network) as parameters, constants or nullcontext():
-        with region(), cuts.in_front_of(entrances), _casting_anew(), recorder.recording() as graph:
+    with recorder.stream(), _fresh_parameters(network) as parameters, constants or nullcontext(), region():
+        with cuts.in_front_of(entrances), _casting_anew(), recorder.recording() as graph:
             outputs, structure = tree_flatten(forward(*args, **kwargs))
         needs = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
         gradients = [torch.zeros_like(x) if need else None for x, need in zip(outputs, needs, strict=True)]
         trained = [x for x in (*inputs, *parameters) if x.requires_grad]
-        segments, others = _record_backward(
-            [x for x, need in zip(outputs, needs, strict=True) if need],
-            [x for x in gradients if x is not None],
-            trained,
-            cuts,
-            recorder,
-        )
+        with _refusing_to_draw_again() if draws else nullcontext():
+            segments, others = _record_backward(
+                [x for x, need in zip(outputs, needs, strict=True) if need],
+                [x for x in gradients if x is not None],
+                trained,
+                cuts,
+                recorder,
+            )
     for segment in segments:
         segment.parameters = [parameters[fresh] for fresh in segment.parameters]
     of_inputs = [others.get(x) for x in inputs]
@@ -245,6 +251,22 @@ def without_traces(context: SequenceContext | None, device: torch.device) -> Ite
             yield
         finally:
             context.record = begun
+
+
+@contextmanager
+def _refusing_to_draw_again() -> Iterator[None]:
+    """Inside, a checkpoint that brings generators back breaks the capture.
+
+    Where nothing is drawn, generators are brought back to the seed that they have, without effect. A recomputed layer
+    that draws would have other numbers than its forward: they follow from the place in the graph.
+    """
+    torch.cuda.manual_seed(torch.cuda.initial_seed() ^ 1)  # torch refuses other seeds than this while it captures
+    try:
+        yield
+    except RuntimeError as error:
+        if _OTHER_SEED in str(error):
+            raise RuntimeError("Checkpoints would draw random numbers again, such as those of dropout.") from error
+        raise
 
 
 @contextmanager

@@ -57,6 +57,7 @@ class _Kind:
         objection: Why they stay eager.
         bytes: Memory that a pass keeps for backward.
         reads_host: Whether a forward copies from the host.
+        draws: Whether a forward draws random numbers.
         took: Memory by which its capture has made the pool larger.
         waits: The host's seconds for a forward, and the events around it on the device.
         replayed: The events around a replay of a forward, until it is compared with the eager one.
@@ -69,6 +70,7 @@ class _Kind:
     objection: str | None = None
     bytes: int = 0
     reads_host: bool = False
+    draws: bool = False
     took: int = 0
     waits: tuple[float, torch.cuda.Event, torch.cuda.Event] | None = None
     replayed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -242,7 +244,7 @@ class GraphedNetwork:
 
         result, seen = inspect_call(self._network, run, call, context, call.tensors[0].device)
         kind.seen, kind.objection = seen.network, seen.objection
-        kind.bytes, kind.reads_host = seen.bytes, seen.reads_host
+        kind.bytes, kind.reads_host, kind.draws = seen.bytes, seen.reads_host, seen.draws
         if kind.objection is not None:
             self._explain(kind.objection)
         return result
@@ -332,7 +334,8 @@ class GraphedNetwork:
 
         def record(constants: HostConstants | None = None) -> CapturedPass:
             with without_traces(context, device):
-                captured = capture(self._network, self._forward, call, self._entrances, recorder, region, constants)
+                parts = self._network, self._forward, call, self._entrances, recorder, region
+                captured = capture(*parts, constants, kind.draws)
                 kind.record = None if context is None else replace(context.record, known={})
             self._passes.add(captured)
             return captured

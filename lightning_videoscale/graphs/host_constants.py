@@ -60,7 +60,9 @@ class HostConstants(TorchFunctionMode):
         return result.clone()
 
     def _is_there(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and x.device.type == self._device.type
+        if isinstance(x, Tensor):
+            return x.device.type == self._device.type
+        return hasattr(x, "__cuda_array_interface__")  # another library's, which is taken where it lies
 
 
 def differ(first: HostConstants, second: HostConstants) -> bool:

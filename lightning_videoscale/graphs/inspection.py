@@ -17,12 +17,13 @@ from lightning_videoscale.compat.torch.modules import is_compiled
 from lightning_videoscale.graphs.calls import NetworkCall
 from lightning_videoscale.graphs.snapshot import Snapshot, foreign_hook, stray_parameter
 from lightning_videoscale.parallel.context import SequenceContext
-from lightning_videoscale.parallel.region_randomness import RegionRandomness
+from lightning_videoscale.parallel.region_randomness import RegionRandomness, differing
 
-_States = tuple[Tensor, Tensor | None]
 _WAITS = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode is a prototype feature"
 """What torch's synchronization debug mode says, of an operation and of itself."""
+_DRAWS_ON_HOST = "its forward draws random numbers on the host"
+_DRAWS_OUTSIDE = "its forward draws random numbers outside of the region where the sequence is split"
 _WHOLE = "its schedule reads tables of all tokens that it is given, of which it sees a slice"
 
 
@@ -35,12 +36,14 @@ class Inspection(NamedTuple):
         bytes: Memory that the pass has kept for backward.
         reads_host: Whether the host has waited for the device, as where something is copied from one to the other. Not
             told where a part is compiled: beside the mode that cares for that, it would be compiled anew.
+        draws: Whether the device has drawn random numbers.
     """
 
     network: Snapshot
     objection: str | None
     bytes: int
     reads_host: bool
+    draws: bool
 
 
 def inspect_call(
@@ -58,6 +61,7 @@ def inspect_call(
     with _noting_waits(device) as waits:
         result = run()
     kept = _allocated(device) - kept
+    drew = differing(outside, randomness.outside(device))
     return result, Inspection(
         before,
         whole
@@ -66,10 +70,11 @@ def inspect_call(
         or stray_parameter(network)
         or _changed(before)
         or _written(versions, call.tensors)
-        or ("its forward draws random numbers on the host" if others != _other_generators() else None)
-        or _drawn(outside, randomness.outside(device), randomness, is_split=context is not None),
+        or (_DRAWS_ON_HOST if drew[0] or randomness.drew_on_host or others != _other_generators() else None)
+        or (_DRAWS_OUTSIDE if drew[1] and context is not None else None),
         kept,
         bool(waits) and not any(map(is_compiled, network.modules())),
+        drew[1] or randomness.drew_on_device,
     )
 
 
@@ -86,15 +91,6 @@ def _changed(before: Snapshot) -> str | None:
 def _written(versions: list[int], tensors: list[Tensor]) -> str | None:
     same = all(version == version_of(x) for version, x in zip(versions, tensors, strict=True))
     return None if same else "its forward writes to its inputs"
-
-
-def _drawn(before: _States, after: _States, randomness: RegionRandomness, is_split: bool) -> str | None:
-    (of_host, of_device), (host_now, device_now) = before, after
-    if not torch.equal(of_host, host_now) or randomness.drew_on_host:
-        return "its forward draws random numbers on the host"
-    if is_split and of_device is not None and device_now is not None and not torch.equal(of_device, device_now):
-        return "its forward draws random numbers outside of the region where the sequence is split"
-    return None
 
 
 def _other_generators() -> tuple[Any, ...]:

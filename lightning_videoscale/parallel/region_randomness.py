@@ -18,6 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+GeneratorStates = tuple[Tensor, Tensor | None]
+"""Of the CPU's generator of torch, and of a device's, None unless that is a GPU."""
+
 
 class RegionSeed(NamedTuple):
     """What a pass draws from in its region: digest of the generator outside, and seed of this rank's stream."""
@@ -42,21 +45,26 @@ class RegionRandomness:
         self._rank = rank
         self._outside: tuple[Tensor, torch.device, Tensor | None] | None = None
         self._is_held = False
-        self._begun: Tensor | None = None
-        self._drew_on_host = False
+        self._begun: GeneratorStates | None = None
+        self._drew = False, False
         self._origin = b""
         self._passes = 0
 
     @property
     def drew_on_host(self) -> bool:
         """Whether the region drew random numbers from the CPU's generator, so far or when it was last left."""
-        return self._drew_on_host if self._outside is None else self._has_drawn()
+        return (self._drew if self._outside is None else self._has_drawn(self._outside[1]))[0]
 
-    def _has_drawn(self) -> bool:
+    @property
+    def drew_on_device(self) -> bool:
+        """Whether it drew from the device's generator."""
+        return (self._drew if self._outside is None else self._has_drawn(self._outside[1]))[1]
+
+    def _has_drawn(self, device: torch.device) -> tuple[bool, bool]:
         assert self._begun is not None
-        return not torch.equal(self._begun, torch.get_rng_state())
+        return differing(self._begun, _states(device))
 
-    def outside(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def outside(self, device: torch.device) -> GeneratorStates:
         """Returns the generators of torch as they are outside of the region, also while inside.
 
         Returns:
@@ -90,17 +98,17 @@ class RegionRandomness:
         state, device_state = _states(device)
         self._outside = state, device, device_state
         torch.default_generator.manual_seed(seed)
-        self._begun = torch.get_rng_state()
         if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
+        self._begun = _states(device)
 
     def leave(self) -> None:
         """Puts the generators back as they were before; without effect outside the region."""
         if self._outside is None or self._is_held:
             return
         state, device, device_state = self._outside
-        self._drew_on_host = self._has_drawn()
+        self._drew = self._has_drawn(device)
         self._outside = None
         torch.set_rng_state(state)
         if device_state is not None:
@@ -137,7 +145,14 @@ class RegionRandomness:
                 torch.cuda.set_rng_state(device_state, device)
 
 
-def _states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+def differing(before: GeneratorStates, after: GeneratorStates) -> tuple[bool, bool]:
+    """Whether the CPU's generator has moved between two states, and whether the device's has."""
+    (host, device), (host_now, device_now) = before, after
+    has_moved = device is not None and device_now is not None and not torch.equal(device, device_now)
+    return not torch.equal(host, host_now), has_moved
+
+
+def _states(device: torch.device) -> GeneratorStates:
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 

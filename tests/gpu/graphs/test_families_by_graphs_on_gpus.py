@@ -95,7 +95,11 @@ def test_a_family_by_graphs(gpu_ranks: Ranks, family: str) -> None:
         Case(family, (1, 1, 2), {**LENGTHS, **variant}, place % 2 == 1, float32=True, fused=family in FUSED)
         for place, variant in enumerate(FAMILIES[family].variants)
     ]
-    for of_rank in gpu_ranks(2).run(compare, cases):
-        for found in of_rank:
-            assert found.loss <= 1e-5 and found.gradients <= 1e-5, found
-            assert found.replayed == (0 if family in READS_THE_DEVICE else REPLAYED), found
+    replayed = 0 if family in READS_THE_DEVICE else REPLAYED
+    wrong = [
+        str(found)
+        for of_rank in gpu_ranks(2).run(compare, cases)
+        for found in of_rank
+        if found.replayed != replayed or max(found.loss, found.gradients) > 1e-5
+    ]
+    assert not wrong, "\n".join(wrong)

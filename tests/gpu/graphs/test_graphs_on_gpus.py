@@ -55,7 +55,12 @@ def own_checkpoints(network: Any) -> None:
     network.enable_gradient_checkpointing()
 
 
-@pytest.mark.parametrize("change", [freeze, drop_out])
+def own_checkpoints_and_dropout(network: Any) -> None:
+    own_checkpoints(network)
+    drop_out(network)
+
+
+@pytest.mark.parametrize("change", [freeze, drop_out, own_checkpoints])
 def test_networks_with_other_parts(change: Callable[[nn.Module], object]) -> None:
     eager, other, runs = both(change)
     for number in range(8):
@@ -63,12 +68,12 @@ def test_networks_with_other_parts(change: Callable[[nn.Module], object]) -> Non
     assert runs.counts["replayed"] == 6
 
 
-def test_what_cannot_be_captured_stays_eager_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    eager, other, runs = both(own_checkpoints)
+def test_checkpoints_that_would_draw_again_stay_eager_and_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    eager, other, runs = both(own_checkpoints_and_dropout)
     for number in range(6):
         assert eager.step(number, SHAPES[0]) == other.step(number, SHAPES[0])
-    if not runs.counts["replayed"]:
-        assert "runs without CUDA graphs" in capsys.readouterr().out
+    assert runs.counts["replayed"] == 0
+    assert "Checkpoints would draw random numbers again" in capsys.readouterr().out
 
 
 def reads_a_number(network: Any) -> None:
@@ -299,6 +304,9 @@ def test_two_gpus_train_as_without_graphs(
         ((2, 1), {"transport": "symmetric", "schedule": "overlap"}),
         ((2, 1), {"schedule": "sliced"}),
         ((1, 2), {"transport": "symmetric"}),
+        ((2, 1), {"activation_checkpointing": True}),
+        ((1, 2), {"activation_checkpointing": True, "transport": "symmetric"}),
+        ((2, 1), {"activation_checkpointing": True, "transport": "symmetric", "schedule": "sliced"}),
     ],
     ids=str,
 )
