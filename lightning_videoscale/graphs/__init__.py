@@ -7,8 +7,8 @@
 `EAGER_CALLS`     so many calls of a kind come before one is captured
 """
 
-from lightning_videoscale.graphs.capture import Recorder
 from lightning_videoscale.graphs.graphed_network import EAGER_CALLS, GraphedNetwork
 from lightning_videoscale.graphs.options import GraphMode, GraphOptions, no_graphs
+from lightning_videoscale.graphs.recorder import Recorder
 
 __all__ = ["EAGER_CALLS", "GraphMode", "GraphOptions", "GraphedNetwork", "Recorder", "no_graphs"]

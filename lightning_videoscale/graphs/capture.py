@@ -10,19 +10,20 @@ until the next forward, so tensors over them do not own their memory (`alias`).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from lightning_videoscale.compat.torch.graphs import alias, end_allocation
+from lightning_videoscale.compat.torch.graphs import alias
 from lightning_videoscale.compat.torch.trees import tree_flatten, tree_unflatten
 from lightning_videoscale.graphs.calls import NetworkCall
 from lightning_videoscale.graphs.host_constants import HostConstants, differ
+from lightning_videoscale.graphs.recorder import Recorder
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.region_randomness import RegionRandomness
 
@@ -83,85 +84,6 @@ class CapturedPass:
         if any(gradient is not None for gradient in self.input_gradients):
             return len(self.segments) - 1
         return max((number for number, segment in enumerate(self.segments) if segment.parameters), default=-1)
-
-
-class Recorder:
-    """Records graphs one behind the other, on a stream of its own and in one pool of memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream, self._other = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._is_warm = False
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        """Inside, work goes to the recorder's stream, behind all work so far."""
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
-            if not self._is_warm:
-                self._warm_up()
-            yield
-        torch.cuda.synchronize()
-
-    def _warm_up(self) -> None:
-        """Has cuBLAS take its workspace of the stream, once and not from the pool."""
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            x = torch.ones(16, 16, device=self._stream.device, dtype=dtype)
-            torch.nn.functional.linear(x, x, x[0])
-            x @ x
-        torch.cuda.synchronize()
-        self._is_warm = True
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Inside, work is done now and not recorded, in memory that is not of the pool; it is complete afterwards."""
-        with torch.cuda.stream(self._other):
-            yield
-        self._other.synchronize()
-
-    def begin(self) -> torch.cuda.CUDAGraph:
-        """Begins a graph."""
-        self._graph = torch.cuda.CUDAGraph()
-        # Relaxed, since a graph of backward ends in a thread of the autograd engine.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-        return self._graph
-
-    def end(self) -> None:
-        """Ends the graph."""
-        graph, self._graph = self._graph, None
-        if graph is not None:
-            graph.capture_end()
-
-    def repeat(self, call: Callable[[], object]) -> Callable[[], None]:
-        """Returns what does again, by a graph, what a call does on the device; what the call returns is lost."""
-        with self.stream(), self.recording() as graph:
-            call()
-        return graph.replay
-
-    @contextmanager
-    def recording(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Inside, kernels are recorded rather than run; the graph may end, and others begin, inside."""
-        try:
-            yield self.begin()
-            self.end()
-        except BaseException:
-            self._abandon()
-            raise
-
-    def _abandon(self) -> None:
-        """Leaves allocator and generators as they were before a capture that was broken."""
-        graph, self._graph = self._graph, None
-        with suppress(RuntimeError):  # which says less than what broke the capture
-            if graph is not None:
-                graph.capture_end()
-        end_allocation(self._stream.device, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
-        with suppress(RuntimeError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the graph is empty
-            empty = torch.cuda.CUDAGraph()  # generators believe in a capture until the next one ends
-            empty.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-            empty.capture_end()
 
 
 def capture(
@@ -327,7 +249,7 @@ def _record_backward(
         # As backward runs outside of the user's autocast.
         with torch.autocast("cuda", enabled=False), recorder.recording() as first:
             segments.append(Segment(first))
-            found = list(torch.autograd.grad(outputs, trained, gradients, allow_unused=True))
+            found = gradients_of(outputs, trained, gradients)
     finally:
         for handle in handles:
             handle.remove()
@@ -341,6 +263,17 @@ def _record_backward(
         else:
             others[x] = alias(gradient)
     return segments, others
+
+
+def gradients_of(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """`torch.autograd.grad`, which a `HostConstants` around it follows: what checkpoints copy again is seen.
+
+    Given tensors, torch tells the mode of the whole call, and leaves it aside meanwhile.
+    """
+    begins, ends = [get_gradient_edge(x) for x in outputs], [get_gradient_edge(x) for x in inputs]
+    return list(torch.autograd.grad(begins, ends, gradients, allow_unused=True))
 
 
 class _Cuts:

@@ -26,12 +26,13 @@ import torch
 from torch import nn
 
 from lightning_videoscale.graphs.calls import NetworkCall, is_observed, read_call
-from lightning_videoscale.graphs.capture import CapturedPass, Recorder, capture, capture_with_constants, without_traces
+from lightning_videoscale.graphs.capture import CapturedPass, capture, capture_with_constants, without_traces
 from lightning_videoscale.graphs.capture_together import Captured, Readiness, capture_together
 from lightning_videoscale.graphs.host_constants import HostConstants
 from lightning_videoscale.graphs.inspection import inspect_call
 from lightning_videoscale.graphs.memory import GraphMemory
 from lightning_videoscale.graphs.options import GraphOptions
+from lightning_videoscale.graphs.recorder import Recorder
 from lightning_videoscale.graphs.replay import Tenancy, replay
 from lightning_videoscale.graphs.snapshot import Snapshot
 from lightning_videoscale.parallel.auxiliary_loss import context_of

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from lightning_videoscale.graphs.capture import gradients_of
 from lightning_videoscale.graphs.host_constants import HostConstants, differ
 
 DEVICE = torch.device("meta")
@@ -100,3 +102,16 @@ def test_constants_are_compared() -> None:
     assert not differ(of(torch.empty(0)), of(torch.empty(0)))
     for other in (of(one), of(nan, one), of(one, nan + 1, nan), of(one.double(), nan), of(2 * one, nan)):
         assert differ(of(one, nan), other)
+
+
+def test_what_a_checkpoint_copies_again_is_seen() -> None:
+    weight = torch.empty(3, device=DEVICE, requires_grad=True)
+
+    def scaled(x: Tensor) -> Tensor:
+        return (x * torch.tensor([1.0, 2.0, 3.0], device=DEVICE)).sin()
+
+    with HostConstants(DEVICE, Beside()) as constants:
+        out = checkpoint(scaled, weight * 2, use_reentrant=False, preserve_rng_state=False)
+        assert len(constants.kept) == 1
+        [gradient] = gradients_of([out], [weight], [torch.ones_like(out)])
+    assert gradient is not None and len(constants.kept) == 2

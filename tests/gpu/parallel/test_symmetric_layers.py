@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_videoscale.graphs.capture import Recorder
+from lightning_videoscale.graphs.recorder import Recorder
 from lightning_videoscale.parallel import SequenceMesh
 from tests.distributed.pool import ProcessPool
 from tests.parallel.exact_layers import CALLS, DisturbedTransport, ExactLayers, failure_after
