@@ -142,7 +142,7 @@ def capture(
 def capture_with_constants(
     record: Callable[[HostConstants], CapturedPass], device: torch.device, recorder: Recorder
 ) -> CapturedPass:
-    """Records a pass that copies from the host: twice, as what differs from call to call is no constant.
+    """Records a pass that may copy from the host: then twice, as what differs from call to call is no constant.
 
     Args:
         record: Records it, by `capture`.
@@ -152,10 +152,12 @@ def capture_with_constants(
     Raises:
         RuntimeError: If what is copied differs, or something in the pass cannot be captured.
     """
-    constants = [HostConstants(device, recorder.beside) for _ in range(2)]
-    _, captured = (record(each) for each in constants)
-    if differ(*constants):
-        raise RuntimeError("What it copies from the host differs between two calls.")
+    first, second = (HostConstants(device, recorder.beside) for _ in range(2))
+    captured = record(first)
+    if first.kept:
+        captured = record(second)
+        if differ(first, second):
+            raise RuntimeError("What it copies from the host differs between two calls.")
     return captured
 
 

@@ -25,6 +25,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from lightning_videoscale.compat.torch.modules import is_compiled
 from lightning_videoscale.graphs.calls import NetworkCall, is_observed, read_call
 from lightning_videoscale.graphs.capture import CapturedPass, capture, capture_with_constants, without_traces
 from lightning_videoscale.graphs.capture_together import Captured, Readiness, capture_together
@@ -57,7 +58,6 @@ class _Kind:
         seen: The network as it was when one was inspected; None if none was since the network was last changed.
         objection: Why they stay eager.
         bytes: Memory that a pass keeps for backward.
-        reads_host: Whether a forward copies from the host.
         draws: Whether a forward draws random numbers.
         took: Memory by which its capture has made the pool larger.
         waits: The host's seconds for a forward, and the events around it on the device.
@@ -70,7 +70,6 @@ class _Kind:
     seen: Snapshot | None = None
     objection: str | None = None
     bytes: int = 0
-    reads_host: bool = False
     draws: bool = False
     took: int = 0
     waits: tuple[float, torch.cuda.Event, torch.cuda.Event] | None = None
@@ -245,7 +244,7 @@ class GraphedNetwork:
 
         result, seen = inspect_call(self._network, run, call, context, call.tensors[0].device)
         kind.seen, kind.objection = seen.network, seen.objection
-        kind.bytes, kind.reads_host, kind.draws = seen.bytes, seen.reads_host, seen.draws
+        kind.bytes, kind.draws = seen.bytes, seen.draws
         if kind.objection is not None:
             self._explain(kind.objection)
         return result
@@ -341,7 +340,9 @@ class GraphedNetwork:
             self._passes.add(captured)
             return captured
 
-        kind.captured = capture_with_constants(record, device, recorder) if kind.reads_host else record()
+        # Beside the mode that finds constants, what is compiled would be compiled anew.
+        copies_unseen = any(map(is_compiled, self._network.modules()))
+        kind.captured = record() if copies_unseen else capture_with_constants(record, device, recorder)
         self._relied_on[self._state] = kind.seen
 
     def _not_worth_it(self, kind: _Kind, call: NetworkCall) -> str | None:

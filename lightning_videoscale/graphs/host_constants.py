@@ -15,6 +15,7 @@ from lightning_videoscale.compat.torch.trees import tree_leaves
 _OF_DATA = frozenset({torch.tensor, torch.as_tensor, Tensor.new_tensor})
 _OF_TENSOR = frozenset({Tensor.to, Tensor.cuda, Tensor.type_as})
 """Functions that return on the device what is on the host, of numbers and of a tensor."""
+_INDEXED = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 
 
 class HostConstants(TorchFunctionMode):
@@ -48,8 +49,28 @@ class HostConstants(TorchFunctionMode):
         if func in _OF_TENSOR and _is_on_host(args[0]):
             return self._made(func, args, kwargs)
         if func is Tensor.copy_ and len(args) > 1 and self._is_there(args[0]) and _is_on_host(args[1]):
-            return func(args[0], self._made(Tensor.to, (args[1], self._device), {}), *args[2:], **kwargs)
+            return func(args[0], self._there(args[1]), *args[2:], **kwargs)
+        if func in _INDEXED and self._is_there(args[0]):
+            indexed, index, *values = args
+            return func(indexed, self._index_there(index), *(self._there(x) if _is_on_host(x) else x for x in values))
         return func(*args, **kwargs)
+
+    def _there(self, x: Tensor) -> Any:
+        return self._made(Tensor.to, (x, self._device), {})
+
+    def _index_there(self, index: Any) -> Any:
+        """The index with its lists and tensors on the device, to which torch would copy them."""
+        parts = index if isinstance(index, tuple) else (index,)
+        moved: list[Any] = []
+        for part in parts:
+            chosen = torch.tensor(part) if isinstance(part, list) and _is_of_numbers(part) else part
+            if not _is_on_host(chosen) or chosen.ndim == 0:  # a single number is no copy
+                moved.append(part)
+            elif chosen.dtype is torch.bool:
+                moved += [self._there(places) for places in chosen.nonzero(as_tuple=True)]
+            else:
+                moved.append(self._there(chosen))
+        return tuple(moved)
 
     def _made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._beside():
@@ -77,6 +98,10 @@ def same_contents(x: Tensor, y: Tensor) -> bool:
 
 def _bytes(x: Tensor) -> Tensor:
     return x.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _is_of_numbers(x: list[Any]) -> bool:
+    return bool(x) and all(isinstance(number, int) for number in x)
 
 
 def _is_on_host(x: Any) -> bool:

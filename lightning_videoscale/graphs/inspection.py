@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,15 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.autograd import has_hooks, version_of
-from lightning_videoscale.compat.torch.modules import is_compiled
 from lightning_videoscale.graphs.calls import NetworkCall
 from lightning_videoscale.graphs.snapshot import Snapshot, foreign_hook, stray_parameter
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.region_randomness import RegionRandomness, differing
 
-_WAITS = "called a synchronizing CUDA operation"
-_PROTOTYPE = "Synchronization debug mode is a prototype feature"
-"""What torch's synchronization debug mode says, of an operation and of itself."""
 _DRAWS_ON_HOST = "its forward draws random numbers on the host"
 _DRAWS_OUTSIDE = "its forward draws random numbers outside of the region where the sequence is split"
 _WHOLE = "its schedule reads tables of all tokens that it is given, of which it sees a slice"
@@ -34,15 +28,12 @@ class Inspection(NamedTuple):
         network: The network as it was.
         objection: Why no graph can stand for the call; None if one can.
         bytes: Memory that the pass has kept for backward.
-        reads_host: Whether the host has waited for the device, as where something is copied from one to the other. Not
-            told where a part is compiled: beside the mode that cares for that, it would be compiled anew.
         draws: Whether the device has drawn random numbers.
     """
 
     network: Snapshot
     objection: str | None
     bytes: int
-    reads_host: bool
     draws: bool
 
 
@@ -58,8 +49,7 @@ def inspect_call(
     randomness = RegionRandomness(0) if context is None else context.randomness
     others, outside, kept = _other_generators(), randomness.outside(device), _allocated(device)
     whole = None if context is None or not context.record.wholes else _WHOLE
-    with _noting_waits(device) as waits:
-        result = run()
+    result = run()
     kept = _allocated(device) - kept
     drew = differing(outside, randomness.outside(device))
     return result, Inspection(
@@ -73,7 +63,6 @@ def inspect_call(
         or (_DRAWS_ON_HOST if drew[0] or randomness.drew_on_host or others != _other_generators() else None)
         or (_DRAWS_OUTSIDE if drew[1] and context is not None else None),
         kept,
-        bool(waits) and not any(map(is_compiled, network.modules())),
         drew[1] or randomness.drew_on_device,
     )
 
@@ -97,29 +86,6 @@ def _other_generators() -> tuple[Any, ...]:
     """Those of Python and NumPy."""
     numpy_state: Any = np.random.get_state()
     return random.getstate(), numpy_state[1].tobytes(), numpy_state[2]
-
-
-@contextmanager
-def _noting_waits(device: torch.device) -> Iterator[list[str]]:
-    """Yields where what torch says of operations in which the host waits for the device is put down."""
-    found: list[str] = []
-    if device.type != "cuda":
-        yield found
-        return
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-    for warning in caught:
-        said = str(warning.message)
-        if _WAITS in said:
-            found.append(said)
-        if not (said.startswith(_PROTOTYPE) or (_WAITS in said and mode == 0)):
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def _allocated(device: torch.device) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,32 @@ def test_what_is_written_into_memory_of_the_graph_is_written_by_the_graph() -> N
     assert result is target and target.dtype is torch.float32
     [constant] = constants.kept
     assert constant.device == DEVICE and constant is not target
+
+
+@pytest.mark.parametrize(
+    ("index", "copies"),
+    [
+        ([0, -1], 1),
+        ([True, False, True], 1),
+        ((slice(None), [2, 0, 0]), 1),
+        (([0, 1], [1, 0]), 2),
+        (torch.tensor([[1, 0]]), 1),
+        (torch.eye(3, 4, dtype=torch.bool), 2),
+        ((..., None, torch.tensor([3])), 1),
+        ((0, slice(1, 3)), 0),
+        ((torch.tensor(1), 2), 0),
+        (None, 0),
+    ],
+    ids=str,
+)
+def test_an_index_on_the_host_is_a_constant(index: Any, copies: int) -> None:
+    table, cpu = torch.arange(12).view(3, 4), torch.device("cpu")  # the device here, so that numbers can be compared
+    written = torch.zeros_like(table)
+    with HostConstants(cpu, Beside()) as constants:
+        found = table[index]
+        assert len(constants.kept) == copies
+        written[index] = found
+    assert torch.equal(found, table[index]) and torch.equal(written[index], found)
 
 
 def test_what_is_on_the_device_already_is_left_to_the_graph() -> None:

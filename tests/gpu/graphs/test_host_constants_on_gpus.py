@@ -48,6 +48,18 @@ def copied_into(_: Any, hidden: Tensor) -> Tensor:
     return torch.empty(hidden.shape[-1], device=hidden.device).copy_(torch.linspace(0.5, 1.5, hidden.shape[-1]))
 
 
+def index(_: Any, hidden: Tensor) -> Tensor:
+    scales = torch.linspace(0.5, 1.5, 4, device=hidden.device)
+    return scales[[0, -1]].sum() + scales[torch.tensor([2])]
+
+
+def pinned(_: Any, hidden: Tensor) -> Tensor:
+    """Copied without a wait, from memory that is given back at once."""
+    table = torch.linspace(0.5, 1.5, hidden.shape[-1]).pin_memory().to(hidden.device, non_blocking=True)
+    torch.zeros(hidden.shape[-1]).pin_memory()
+    return table
+
+
 def table_of_checkpoints(network: Any) -> None:
     scaled_by(table)(network)
     network.enable_gradient_checkpointing()
@@ -57,6 +69,8 @@ CONSTANT = {
     "table": scaled_by(table),
     "written into": scaled_by(written_into),
     "copied into": scaled_by(copied_into),
+    "index": scaled_by(index),
+    "pinned": scaled_by(pinned),
     "recomputed": table_of_checkpoints,
 }
 
