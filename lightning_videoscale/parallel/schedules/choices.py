@@ -11,6 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -20,7 +21,7 @@ import torch
 from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.attention.case import device_name
 from lightning_videoscale.attention.trial import wait_for
-from lightning_videoscale.parallel.layout.machines import Machine, machine_of
+from lightning_videoscale.parallel.layout.machines import Host, Machine, machine_of
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.schedules import ScheduleName, ScheduleSetting
 from lightning_videoscale.parallel.schedules.records import ScheduleFile, ScheduleRecord
@@ -146,6 +147,8 @@ class ScheduleChoices:
             self._place, self._keys = _place_of(self._group), {}
             if self._machine is None:
                 self._machine = machine_of(self._place.device)
+            if self.recorder is not None:  # what graphs launch waits for no host
+                self._machine = replace(self._machine, alone=Host(0.0, 0.0, 0.0))
             if rank_in_world() == 0:
                 self._records |= self._file.read()
             self._records = of_first_rank(self._records)
@@ -154,17 +157,16 @@ class ScheduleChoices:
     def settle(self) -> None:
         """Measures what was asked for since the last time; collective over all ranks, between two steps.
 
-        It takes at most 3 s for a kind of layer, beside what kernels need to compile, and 30 s in a run; what is left
-        then goes by the nearest kind that was measured, or by the prediction. Where a trial fails on one rank, all run
-        "serial". Nothing of it is done where all is known.
+        It takes at most 3 s for a kind of layer, beside what kernels need to compile, and 30 s in a run. What is left
+        then, or hardly differs in size, goes by the nearest that was measured, or by the prediction. Where a trial
+        fails on one rank, all run "serial". Nothing of it is done where all is known.
         """
         if self._group is None:
             return
         asked = {key for keys in gather_over_ranks(self._asked) for key in keys} - self._met
         self._asked.clear()
         objection = self._common_objection()
-        unknown = (asked | self._unmeasured) - self._records.keys()
-        wanted = sorted(key for key in unknown if len(schedules_of(key)) > 1)
+        wanted = self._unlike_any(asked | self._unmeasured)
         if objection is None:
             measured, self._unmeasured = self._measure_all(wanted)
         else:
@@ -176,6 +178,14 @@ class ScheduleChoices:
             self._say(f"Schedule of {key}: {self._describe(key)}.")
         if rank_in_world() == 0 and (kept := {k: record for k, record in measured.items() if record.reason is None}):
             self._file.add(kept)
+
+    def _unlike_any(self, keys: set[ScheduleKey]) -> list[ScheduleKey]:
+        """Those of which one is to be measured: no measurement, and no other among them, stands for it."""
+        wanted: list[ScheduleKey] = []
+        for key in sorted(keys):
+            if len(schedules_of(key)) > 1 and not any(map(key.is_like, [*self._records, *wanted])):
+                wanted.append(key)
+        return wanted
 
     @property
     def _file(self) -> ScheduleFile:
@@ -258,7 +268,7 @@ class ScheduleChoices:
     def _renew(self, objection: str | None) -> None:
         if objection is not None and objection != self.table.objection:
             self._say(f"Schedules: all layers run serial, as {objection}.")
-        measured = {key: record.fastest for key, record in self._records.items()}
+        measured = {key: record.gains for key, record in self._records.items()}
         before, self.table = self.chosen, ScheduleTable(measured, self._before, self._machine, objection)
         self.version += self.chosen != before
         self._report_changes()

@@ -12,10 +12,9 @@ from typing_extensions import override
 
 from lightning_videoscale.measurement_file import MeasurementFile, versions_of_torch
 from lightning_videoscale.parallel.schedules import ScheduleName
-from lightning_videoscale.parallel.schedules.table import ScheduleKey
+from lightning_videoscale.parallel.schedules.table import ScheduleKey, fastest
 
-_WORTH = 1.01  # times as fast as serial, at least: less is within the spread of the measurement
-_MADE = 3  # counted up when a schedule or the trial changes so that older measurements say nothing
+_MADE = 4  # counted up when a schedule or the trial changes so that older measurements say nothing
 
 
 class ScheduleRecord(NamedTuple):
@@ -42,9 +41,8 @@ class ScheduleRecord(NamedTuple):
 
     @property
     def fastest(self) -> ScheduleName:
-        """The schedule to run; "serial" unless another one gains 1 % at least."""
-        names = [name for name in self.gains if self.gains[name] >= _WORTH]
-        return max(names, key=lambda name: self.gains[name]) if names else "serial"
+        """The schedule to run."""
+        return fastest(self.gains)
 
     def __str__(self) -> str:
         """Such as "sliced, 1.07 x serial (serial 10.20 ms, sliced 9.53 ms)"."""

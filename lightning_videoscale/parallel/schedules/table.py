@@ -15,14 +15,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_videoscale.attention.case import length_class, length_of
 from lightning_videoscale.kernels.autograd import under_autocast
 from lightning_videoscale.parallel.layout.latency import Layer, Layout
 from lightning_videoscale.parallel.layout.machines import Machine
 from lightning_videoscale.parallel.schedules import HIDING, ScheduleName, ScheduleSetting
 from lightning_videoscale.parallel.schedules.prediction import predict_schedules
 
-_NONE = -1
+_WORTH = 1.01  # times as fast as serial, at least: less is within the spread of a measurement
+_ALIKE = 0.25  # octaves of lengths and batch sizes, up to which one measurement stands for both
 
 
 class LayerShape(NamedTuple):
@@ -85,10 +85,9 @@ class LayerPlacement(NamedTuple):
 
 
 class ScheduleKey(NamedTuple):
-    """What calls share that one measurement stands for; of plain values, as it is written to a file.
+    """A kind of layer at a place, as it is measured; of plain values, as it is written to a file.
 
-    `LayerPlacement` and `LayerShape` have their meaning; batch, tokens and apart are classes of half an octave, see
-    `length_class`. That of none apart is -1.
+    `LayerPlacement` and `LayerShape` have their meaning.
     """
 
     device: str
@@ -110,25 +109,8 @@ class ScheduleKey(NamedTuple):
     @classmethod
     def of(cls, shape: LayerShape, place: LayerPlacement) -> ScheduleKey:
         """Returns that of a layer at a place."""
-        apart = length_class(shape.apart) if shape.apart else _NONE
-        classes = length_class(shape.batch), length_class(shape.tokens), apart
-        numbers = shape.width, shape.heads, shape.kv_heads, shape.head_dim
-        return cls(*place, shape.dtype, *numbers, shape.across_heads, shape.is_projected, *classes)
-
-    @property
-    def samples(self) -> int:
-        """In the middle of the class of batch sizes."""
-        return length_of(self.batch)
-
-    @property
-    def length(self) -> int:
-        """Tokens in the middle of the class of lengths; one for each rank at least."""
-        return max(length_of(self.tokens), self.ulysses * self.ring)
-
-    @property
-    def length_apart(self) -> int:
-        """Tokens in the middle of the class of those apart; 0 if there are none."""
-        return 0 if self.apart == _NONE else length_of(self.apart)
+        numbers, sizes = (shape.width, shape.heads, shape.kv_heads, shape.head_dim), (shape.batch, shape.tokens)
+        return cls(*place, shape.dtype, *numbers, shape.across_heads, shape.is_projected, *sizes, shape.apart)
 
     def __str__(self) -> str:
         """Such as "bfloat16, 5120 channels, 40 heads of 128, batch 1, 32768 tokens over ulysses 4, collective"."""
@@ -136,26 +118,31 @@ class ScheduleKey(NamedTuple):
         norm = ", normalised over all heads" if self.across_heads else ""
         layer = f"{self.dtype}, {self.width} channels, {self.heads} heads of {self.head_dim}{few}{norm}"
         layer += "" if self.is_projected else ", output not projected"
-        apart = "" if self.apart == _NONE else f" ({self.length_apart} with weights of their own)"
+        apart = f" ({self.apart} with weights of their own)" if self.apart else ""
         hosts = f" on {self.hosts} hosts" if self.hosts > 1 else ""
         over = f"{Layout(self.ulysses, self.ring)}{hosts}, {self.transport}"
-        return f"{layer}, batch {self.samples}, {self.length} tokens{apart} over {over}"
+        return f"{layer}, batch {self.batch}, {self.tokens} tokens{apart} over {over}"
 
     def distance(self, other: ScheduleKey) -> float | None:
         """How far another key is away, in octaves of lengths and batch sizes; None where layers differ in kind."""
-        if self[:-3] != other[:-3] or (self.apart == _NONE) != (other.apart == _NONE):
+        if self[:-3] != other[:-3] or (self.apart == 0) != (other.apart == 0):
             return None
-        return sum(abs(mine - its) for mine, its in zip(self[-3:], other[-3:], strict=True)) / 2
+        return sum(abs(math.log2(mine / its)) for mine, its in zip(self[-3:], other[-3:], strict=True) if its)
+
+    def is_like(self, other: ScheduleKey) -> bool:
+        """Whether one measurement stands for both: they differ in kind in nothing, and hardly in size."""
+        distance = self.distance(other)
+        return distance is not None and distance <= _ALIKE
 
     def predict(self, machine: Machine) -> Mapping[ScheduleName, float]:
         """Returns the seconds by schedule, see `predict_schedules`."""
-        layer = Layer(self.heads, self.head_dim, self.length, self.samples, in_block=False)
+        layer = Layer(self.heads, self.head_dim, self.tokens, self.batch, in_block=False)
         return predict_schedules(
             layer,
             Layout(self.ulysses, self.ring),
             machine,
             kv_heads=self.kv_heads,
-            groups=1 if self.apart == _NONE else 2,
+            groups=2 if self.apart else 1,
             is_projected=self.is_projected,
             by_pieces=self.transport == "symmetric",
             between_nodes=self.hosts > 1,
@@ -167,14 +154,22 @@ def schedules_of(key: ScheduleKey) -> tuple[ScheduleName, ...]:
     return ("serial", *HIDING) if key.kv_heads == key.heads else ("serial",)
 
 
+def fastest(gains: Mapping[ScheduleName, float]) -> ScheduleName:
+    """The schedule to run, by how many times as fast as "serial" each is: another one must gain 1 % at least."""
+    names = [name for name in gains if gains[name] >= _WORTH]
+    return max(names, key=lambda name: gains[name]) if names else "serial"
+
+
 class ScheduleTable:
     """What is chosen for each kind of layer, as it stood at a time. It never changes.
 
     It is what was measured; where nothing was, what a checkpoint says that the run has chosen before; else what was
-    measured of the nearest kind; else what is predicted, if the prediction is of a gain that is worth it.
+    measured at the nearest sizes, by as much more or less as the prediction of both differs; else what is predicted,
+    if the prediction is of a gain that is worth it. Sizes close to each other may differ: a few heads fill the last
+    wave of the processors with 16 384 tokens and half of it with 14 040, and slices have more last waves.
 
     Args:
-        measured: The fastest schedule of kinds of layers.
+        measured: How many times as fast as "serial" schedules are, of kinds of layers.
         before: What was chosen before a checkpoint, by the kind's description.
         machine: Whose speeds the prediction takes; None predicts nothing.
         objection: Why only "serial" can run, whatever the kind; None if others can.
@@ -182,7 +177,7 @@ class ScheduleTable:
 
     def __init__(
         self,
-        measured: Mapping[ScheduleKey, ScheduleName],
+        measured: Mapping[ScheduleKey, Mapping[ScheduleName, float]],
         before: Mapping[str, ScheduleName],
         machine: Machine | None,
         objection: str | None,
@@ -207,14 +202,25 @@ class ScheduleTable:
         if len(schedules_of(key)) == 1:
             return "serial", "no other can run it"
         if key in self._measured:
-            return self._measured[key], "measured"
+            return fastest(self._measured[key]), "measured"
         if str(key) in self._before:
             return self._before[str(key)], "as before the checkpoint, not measured"
         distances = {known: key.distance(known) for known in self._measured}
         if near := [(distance, known) for known, distance in distances.items() if distance is not None]:
             nearest = min(near)[1]
-            return self._measured[nearest], f"measured of {nearest.samples} x {nearest.length} tokens, the nearest"
+            name = fastest(self._carried_over(nearest, key))
+            return name, f"measured of {nearest.batch} x {nearest.tokens} tokens, the nearest"
         return self._predict(key)
+
+    def _carried_over(self, known: ScheduleKey, key: ScheduleKey) -> Mapping[ScheduleName, float]:
+        """The gains measured at other sizes, times by how much those predicted differ."""
+        gains = self._measured[known]
+        if self._machine is None or math.isinf(self._machine.margin):
+            return gains
+        there, here = known.predict(self._machine), key.predict(self._machine)
+        return {
+            name: gain * (here["serial"] / here[name]) / (there["serial"] / there[name]) for name, gain in gains.items()
+        }
 
     def _predict(self, key: ScheduleKey) -> tuple[ScheduleName, str]:
         if self._machine is None or math.isinf(self._machine.margin):

@@ -53,21 +53,28 @@ class _Stream:
     Attributes:
         lengths: Tokens of each rank of ``mesh.sp``.
         qkv: Weights of the projections, (H · D, C) or of fewer heads.
-        output: That of the output, (C, H · D); None if it is not projected.
+        biases: Likewise, (H · D,).
+        output: Weight and bias of the output, (C, H · D) and (C,); empty if it is not projected.
         x: (B, s, C), this rank's tokens.
         dy: The gradient of what becomes of them.
     """
 
     lengths: tuple[int, ...]
     qkv: tuple[Tensor, Tensor, Tensor]
-    output: Tensor | None
+    biases: tuple[Tensor, Tensor, Tensor]
+    output: tuple[Tensor, ...]
     x: Tensor
     dy: Tensor
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """All of them."""
-        return self.qkv if self.output is None else (*self.qkv, self.output)
+        return *self.qkv, *self.biases, *self.output
+
+    @property
+    def output_linear(self) -> tuple[Tensor, Tensor] | None:
+        """Weight and bias of the output; None if it is not projected."""
+        return (self.output[0], self.output[1]) if self.output else None
 
 
 class TrialLayer:
@@ -88,7 +95,8 @@ class TrialLayer:
         weights = [
             (
                 [draw(rows, key.width, scale=key.width**-0.5) for rows in (inner, few, few)],
-                draw(key.width, inner, scale=inner**-0.5) if key.is_projected else None,
+                [draw(rows) for rows in (inner, few, few)],
+                (draw(key.width, inner, scale=inner**-0.5), draw(key.width)) if key.is_projected else (),
             )
             for _ in counts
         ]
@@ -99,9 +107,14 @@ class TrialLayer:
         rank, width = group.mesh.sp.rank, key.width if key.is_projected else inner
         self._streams = [
             _Stream(
-                each, (q, k, v), output, draw(key.samples, each[rank], key.width), draw(key.samples, each[rank], width)
+                each,
+                (q, k, v),
+                (of_q, of_k, of_v),
+                output,
+                draw(key.batch, each[rank], key.width),
+                draw(key.batch, each[rank], width),
             )
-            for each, ((q, k, v), output) in zip(lengths, weights, strict=True)
+            for each, ((q, k, v), (of_q, of_k, of_v), output) in zip(lengths, weights, strict=True)
         ]
 
     def runs(self) -> dict[ScheduleName, Callable[[Transport], Sequence[Tensor]]]:
@@ -131,13 +144,16 @@ class TrialLayer:
 
     def _serial(self, transport: Transport) -> Sequence[Tensor]:
         dim, mesh = self._key.head_dim, self._group.mesh
-        projected = [qkv_linear(stream.x, stream.qkv) for stream in self._streams]
+        projected = [qkv_linear(stream.x, stream.qkv, self._biases_of(stream)) for stream in self._streams]
         query, key, value = (_joined(each, 1).unflatten(-1, (-1, dim)) for each in zip(*projected, strict=True))
         if self._norms:
             rank = mesh.sp.rank
             first = sum(self._lengths[:rank])
             cos, sin = (table[first : first + self._lengths[rank]] for table in self._tables)
-            query, key = qk_norm_rope(query, key, *self._norms, eps=_EPS, rope=(cos, sin))
+            of_query, of_key, _ = self._streams[0].biases
+            query, key = qk_norm_rope(
+                query, key, *self._norms, q_proj_bias=of_query, k_proj_bias=of_key, eps=_EPS, rope=(cos, sin)
+            )
         out = sequence_parallel_attention(
             query,
             key,
@@ -149,7 +165,12 @@ class TrialLayer:
         )
         parts = out.flatten(2).split([stream.x.shape[1] for stream in self._streams], 1)
         pairs = zip(parts, self._streams, strict=True)
-        return [x if stream.output is None else F.linear(x, stream.output) for x, stream in pairs]
+        return [F.linear(x, *stream.output) if stream.output else x for x, stream in pairs]
+
+    def _biases_of(self, stream: _Stream) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the projections; where norms are over all heads, their kernel sums the gradients of two."""
+        query, key, value = stream.biases
+        return (query.detach(), key.detach(), value) if self._norms else stream.biases
 
     def _hiding(self, transport: Transport, *, by_slices: bool) -> Sequence[Tensor]:
         mesh, heads = self._group.mesh, self._key.heads
@@ -157,7 +178,7 @@ class TrialLayer:
         parts = []
         for stream, ulysses in zip(self._streams, groups, strict=True):
             norm = self._norm_across_heads(ulysses) if self._norms else None
-            linears = [(weight, None) for weight in stream.qkv]
+            linears = list(zip(stream.qkv, stream.biases, strict=True))
             parts.append(project_heads(stream.x, linears, norm, ulysses, heads, by_slices=by_slices))
         query, key, value = (
             _joined(each, 2) for each in zip(*((part.query, part.key, part.value) for part in parts), strict=True)
@@ -175,9 +196,7 @@ class TrialLayer:
             )
         of_streams = out.split([sum(self._of_group(stream.lengths)) for stream in self._streams], 2)
         return [
-            project_output(
-                x, None if stream.output is None else (stream.output, None), ulysses, here, by_slices=by_slices
-            )
+            project_output(x, stream.output_linear, ulysses, here, by_slices=by_slices)
             for x, stream, ulysses, here in zip(of_streams, self._streams, groups, arrived, strict=True)
         ]
 
@@ -197,7 +216,7 @@ class TrialLayer:
         mine = ulysses.heads.out.heads[0][ulysses.axis.rank]
         weights = [weight[mine.start * dim : mine.stop * dim] for weight in self._norms]
         first, tokens = sum(self._lengths[: mesh.ring.rank * mesh.ulysses.size]), sum(self._of_group(self._lengths))
-        batch, dtype = self._key.samples, torch.promote_types(self._norms[0].dtype, torch.float32)
+        batch, dtype = self._key.batch, torch.promote_types(self._norms[0].dtype, torch.float32)
         of_group = (table[first : first + tokens].to(dtype) for table in self._tables)
         tables = [table.repeat_interleave(batch, 0)[None, :, None] for table in of_group]
         across = NormAcrossHeads(self._key.heads * dim, _EPS, "fp32_once")
@@ -213,8 +232,8 @@ def shortened(key: ScheduleKey, device: torch.device) -> list[int]:
 
     Those apart come second, if there are any, and are shortened alike.
     """
-    flops = 14 * key.samples * key.length**2 * key.heads * key.head_dim / (key.ulysses * key.ring)
+    flops = 14 * key.batch * key.tokens**2 * key.heads * key.head_dim / (key.ulysses * key.ring)
     most, ranks = _MOST_FLOPS if device.type == "cuda" else _MOST_FLOPS_CPU, key.ulysses * key.ring
     share = min(1.0, (most / flops) ** 0.5)
-    tokens, apart = int(key.length * share), max(int(key.length_apart * share), ranks)
-    return [max(tokens - apart, ranks), apart] if key.length_apart else [max(tokens, ranks)]
+    tokens, apart = int(key.tokens * share), max(int(key.apart * share), ranks)
+    return [max(tokens - apart, ranks), apart] if key.apart else [max(tokens, ranks)]

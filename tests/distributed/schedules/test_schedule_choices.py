@@ -181,6 +181,24 @@ def spend_slowly(folder: Path) -> tuple[list[str], ScheduleName]:
         return lines, ask(schedules)
 
 
+def ask_for_close_ones(folder: Path) -> tuple[list[str], list[ScheduleName]]:
+    lines: list[str] = []
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh:
+        schedules = prepared(mesh, folder=folder, clock=clock_of((0.05, 0.025)), log=lines.append)
+        shapes = [SHAPE._replace(tokens=tokens) for tokens in (60, 64, 70)]
+        for shape in shapes:
+            ask(schedules, shape)
+        schedules.settle()
+        return lines, [ask(schedules, shape) for shape in shapes]
+
+
+def test_of_sizes_close_to_each_other_one_is_measured_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
+    (lines, chosen), other = ranks(2).run(ask_for_close_ones, tmp_path)
+    assert chosen == other[1] == ["sliced"] * 3 and len(lines) == 3
+    assert "60 tokens" in lines[0] and " ms" in lines[0]
+    assert all("1 x 60 tokens, the nearest" in line for line in lines[1:])
+
+
 def of_two_groups(folder: Path) -> tuple[list[str], dict[str, ScheduleName]]:
     """Two groups of two ranks train on clips of different lengths; clocks are the same on all ranks."""
     lines: list[str] = []
