@@ -86,6 +86,16 @@ def cache_by_values(network: nn.Module) -> str | None:
     return name if name in ("FirstBlockCacheConfig", "SeaCacheConfig") else None
 
 
+def cache_of(network: nn.Module) -> str | None:
+    """Says which module has a hook of ``enable_cache`` that keeps numbers from call to call; None if none has."""
+    for path, module in network.named_modules():
+        registry = module.__dict__.get("_diffusers_hook")
+        for name, hook in () if registry is None else registry.hooks.items():
+            if DIFFUSERS.get(hook, "_is_stateful"):
+                return f"{path or 'it'} has a cache, {name}, which keeps numbers from call to call"
+    return None
+
+
 def dispatch_settings(processor: Any) -> tuple[Any, Any]:
     """Returns the attention backend and the parallel configuration that a processor hands to ``dispatch_attention_fn``.
 

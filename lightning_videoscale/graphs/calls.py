@@ -15,6 +15,7 @@ from lightning_videoscale.compat.torch.autograd import (
     dispatch_modes_active,
     function_modes_active,
     function_transforms_active,
+    in_forward_mode,
     saved_tensors_pack_hook,
 )
 from lightning_videoscale.compat.torch.modules import has_global_hooks
@@ -51,7 +52,7 @@ def read_call(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     for tensor in tensors:
         if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
             return f"an input is a {type(tensor).__name__}"
-    others = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]
+    others = [leaf for leaf in leaves if not is_plain(leaf)]
     if others:
         kinds = sorted({type(leaf).__name__ for leaf in others})
         return f"an input of type {kinds} may change, and still be the same object"
@@ -62,10 +63,16 @@ def read_call(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return NetworkCall((facts, repr(structure), network.training, *_modes()), leaves, structure, tensors)
 
 
+def is_plain(leaf: Any) -> bool:
+    """Whether an argument, or a part of what is returned, is a tensor or cannot change."""
+    return isinstance(leaf, (Tensor, *_PLAIN))
+
+
 def is_observed() -> bool:
     """Whether something follows each operation or module: a transform, a counter, a hook on what is saved."""
     return (
         function_transforms_active()
+        or in_forward_mode()
         or dispatch_modes_active() > 0
         or function_modes_active()
         or saved_tensors_pack_hook() is not None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_videoscale.compat.torch.graphs import alias
+from lightning_videoscale.compat.torch.modules import parameters_of
 from lightning_videoscale.compat.torch.trees import tree_flatten, tree_unflatten
 from lightning_videoscale.graphs.calls import NetworkCall
 from lightning_videoscale.graphs.host_constants import HostConstants, differ
@@ -59,6 +60,7 @@ class CapturedPass:
         segments: Of backward, those that run first in front; empty without gradients.
         input_gradients: For each input, in memory of the pool; None where it requires none.
         constants: What the kernels read beside inputs and parameters; None where that was not asked for.
+        messages: Keeps the memory in which its messages lie.
         is_gone: Whether it was let go, and can be replayed no more.
     """
 
@@ -70,11 +72,12 @@ class CapturedPass:
     segments: list[Segment]
     input_gradients: list[Tensor | None]
     constants: HostConstants | None = None
+    messages: object = None
     is_gone: bool = False
 
     def let_go(self) -> None:
         """Lets its graphs go, whoever still holds the pass; the device is to have run them."""
-        self.is_gone = True
+        self.is_gone, self.messages = True, None
         for graph in (self.forward, *(segment.graph for segment in self.segments)):
             graph.reset()
 
@@ -116,12 +119,15 @@ def capture(
     leaves = [next(of_tensor) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     args, kwargs = tree_unflatten(leaves, call.structure)
     cuts = _Cuts()
-    with recorder.stream(), _fresh_parameters(network) as parameters, constants or nullcontext(), region():
+    with recorder.stream(), fresh_parameters(network) as parameters, constants or nullcontext(), region():
         with cuts.in_front_of(entrances), _casting_anew(), recorder.recording() as graph:
             outputs, structure = tree_flatten(forward(*args, **kwargs))
         needs = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
+        refuse_other_leaves([x for x, need in zip(outputs, needs, strict=True) if need], [*inputs, *parameters])
         gradients = [torch.zeros_like(x) if need else None for x, need in zip(outputs, needs, strict=True)]
         trained = [x for x in (*inputs, *parameters) if x.requires_grad]
+        if constants is not None:
+            constants.end_forward()
         with _refusing_to_draw_again() if draws else nullcontext():
             segments, others = _record_backward(
                 [x for x, need in zip(outputs, needs, strict=True) if need],
@@ -130,6 +136,8 @@ def capture(
                 cuts,
                 recorder,
             )
+    if any(x.grad is not None for x in trained):
+        raise RuntimeError("Its backward goes backward by itself, and keeps gradients that a graph would not have.")
     for segment in segments:
         segment.parameters = [parameters[fresh] for fresh in segment.parameters]
     of_inputs = [others.get(x) for x in inputs]
@@ -194,7 +202,7 @@ def _refusing_to_draw_again() -> Iterator[None]:
 
 
 @contextmanager
-def _fresh_parameters(network: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+def fresh_parameters(network: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
     """Inside, the network has other parameters of the same values, in the same memory.
 
     The autograd engine has the gradients of a parameter wait for the stream on which it first saw that parameter, also
@@ -204,18 +212,19 @@ def _fresh_parameters(network: nn.Module) -> Iterator[dict[nn.Parameter, nn.Para
         The network's parameters by those that take their place.
     """
     places = [
-        (module, name, parameter)
-        for module in network.modules()
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        (parameters, name, own)
+        for parameters in map(parameters_of, network.modules())
+        for name, own in parameters.items()
+        if own is not None
     ]
     fresh = {id(own): nn.Parameter(own.detach(), requires_grad=own.requires_grad) for _, _, own in places}
     try:
-        for module, name, own in places:
-            setattr(module, name, fresh[id(own)])
+        for parameters, name, own in places:
+            parameters[name] = fresh[id(own)]
         yield {fresh[id(own)]: own for _, _, own in places}
     finally:
-        for module, name, own in places:
-            setattr(module, name, own)
+        for parameters, name, own in places:
+            parameters[name] = own
 
 
 def _static(x: Tensor) -> Tensor:
@@ -265,6 +274,24 @@ def _record_backward(
         else:
             others[x] = alias(gradient)
     return segments, others
+
+
+def refuse_other_leaves(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    """Raises a ``RuntimeError`` if outputs have gradients for a leaf that is not known, which a graph would not have.
+
+    Such as adapters that another module owns, and a changed forward calls.
+    """
+    ours, seen = set(map(id, known)), set[Any]()
+    nodes = [x.grad_fn for x in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # only those that add to a leaf's gradient have one
+        if leaf is not None and id(leaf) not in ours:
+            raise RuntimeError(f"It trains a parameter of shape {tuple(leaf.shape)} that none of its modules owns.")
+        nodes += [following for following, _ in node.next_functions]
 
 
 def gradients_of(

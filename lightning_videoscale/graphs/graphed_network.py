@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -31,13 +31,14 @@ from lightning_videoscale.graphs.capture import CapturedPass, capture, capture_w
 from lightning_videoscale.graphs.capture_together import Captured, Readiness, capture_together
 from lightning_videoscale.graphs.host_constants import HostConstants
 from lightning_videoscale.graphs.inspection import inspect_call
+from lightning_videoscale.graphs.kinds import Kind, Kinds
 from lightning_videoscale.graphs.memory import GraphMemory
 from lightning_videoscale.graphs.options import GraphOptions
 from lightning_videoscale.graphs.recorder import Recorder
 from lightning_videoscale.graphs.replay import Tenancy, replay
 from lightning_videoscale.graphs.snapshot import Snapshot
 from lightning_videoscale.parallel.auxiliary_loss import context_of
-from lightning_videoscale.parallel.context import SequenceContext, SplitRecord
+from lightning_videoscale.parallel.context import SequenceContext
 
 EAGER_CALLS = 2
 """Calls of a kind that run eagerly before one is captured: the first, and the one that is inspected."""
@@ -47,35 +48,6 @@ _DROPS = 4  # after which a network that is changed again and again stays eager
 _AGREE = 64  # calls of a kind between two agreements
 _WORTH = 64  # replays for each capture, after which those that are used may be captured anew
 _LAUNCH_BOUND = 0.8  # of the device's time between the begin and the end of forward, that the host needs to launch it
-
-
-@dataclass
-class _Kind:
-    """What is known of the calls of one key.
-
-    Attributes:
-        calls: How many there were.
-        seen: The network as it was when one was inspected; None if none was since the network was last changed.
-        objection: Why they stay eager.
-        bytes: Memory that a pass keeps for backward.
-        draws: Whether a forward draws random numbers.
-        took: Memory by which its capture has made the pool larger.
-        waits: The host's seconds for a forward, and the events around it on the device.
-        replayed: The events around a replay of a forward, until it is compared with the eager one.
-        captured: The pass, once there is one.
-        record: How the pass was split.
-    """
-
-    calls: int = 0
-    seen: Snapshot | None = None
-    objection: str | None = None
-    bytes: int = 0
-    draws: bool = False
-    took: int = 0
-    waits: tuple[float, torch.cuda.Event, torch.cuda.Event] | None = None
-    replayed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-    captured: CapturedPass | None = None
-    record: SplitRecord | None = None
 
 
 class GraphedNetwork:
@@ -115,7 +87,7 @@ class GraphedNetwork:
         self._places, self._lie, self._move_together = places, places(), move_together
         self._is_alone, self._gather = gather is None, gather or _alone
         self._name = type(network).__name__
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds = Kinds()
         self._said: set[str] = set()
         self._changes, self._always, self._untold = 0, "", ""
         self._parameters = list(network.parameters())
@@ -146,12 +118,11 @@ class GraphedNetwork:
 
     def drop(self, reason: str) -> None:
         """Lets all graphs go; calls are inspected and captured anew as they come."""
-        if any(kind.captured is not None for kind in self._kinds.values()):
+        if any(kind.captured is not None for kind in self._kinds):
             torch.cuda.synchronize()  # some may still run
             self._log(f"CUDA graphs of {self._name} are dropped: {reason}.")
             self._untold = reason
-        for kind in self._kinds.values():
-            kind.captured, kind.objection, kind.seen = None, None, None
+        self._kinds.let_go()
         self._relied_on.clear()
         self._parameters = list(self._network.parameters())
         self._recorder, self._tenancy, self.memory = None, Tenancy(), GraphMemory(self._options.max_memory)
@@ -159,7 +130,7 @@ class GraphedNetwork:
 
     def _begin_anew(self) -> None:
         """Has the kinds inspected and agreed on again; to be called by all ranks between the same calls."""
-        for known in self._kinds.values():
+        for known in self._kinds:
             known.calls = min(known.calls, EAGER_CALLS - 1)
 
     def _compare(self) -> None:
@@ -194,10 +165,10 @@ class GraphedNetwork:
             self._lie = lie  # graphs that repeat messages where they lay before are gone
             if self._move_together:  # else peers agree in other calls; no first call here is slower than others
                 self._begin_anew()
-        self._state = self._network.training, tuple(map(_TRAINS, self._parameters))
+        self._state = self._kinds.one_of(self._network.training, tuple(map(_TRAINS, self._parameters)))
         # Arguments may be slices already, and one rank's of equal length where those of others are not.
         split = None if context is None else context.record.division
-        kind = self._kinds.setdefault((call.key, self._state, split), _Kind())
+        kind = self._kinds.find((call.key, self._state, split))
         kind.calls += 1
         if kind.captured is not None:
             self._compare()
@@ -225,7 +196,7 @@ class GraphedNetwork:
 
     def _inspected(
         self,
-        kind: _Kind,
+        kind: Kind,
         call: NetworkCall,
         context: SequenceContext | None,
         args: tuple[Any, ...],
@@ -242,14 +213,15 @@ class GraphedNetwork:
             kind.waits, kind.replayed = (seconds, begin, end), None
             return result
 
-        result, seen = inspect_call(self._network, run, call, context, call.tensors[0].device)
-        kind.seen, kind.objection = seen.network, seen.objection
+        result, seen = inspect_call(self._network, run, call, (args, kwargs), context, call.tensors[0].device)
+        self._kinds.note(kind, self._state, seen.network)
+        kind.objection = seen.objection
         kind.bytes, kind.draws = seen.bytes, seen.draws
         if kind.objection is not None:
             self._explain(kind.objection)
         return result
 
-    def _settle(self, kind: _Kind, call: NetworkCall, context: SequenceContext | None) -> None:
+    def _settle(self, kind: Kind, call: NetworkCall, context: SequenceContext | None) -> None:
         """Captures a pass if it is worth it and fits; collective over the ranks that share the sequence."""
         if self._is_alone and (kind.captured is not None or kind.objection is not None or kind.seen is None):
             return
@@ -289,7 +261,7 @@ class GraphedNetwork:
             self._make_room(kind, excess, all(theirs.has_paid for theirs in everyone))
 
     def _attempt(
-        self, kind: _Kind, call: NetworkCall, context: SequenceContext | None, device: torch.device
+        self, kind: Kind, call: NetworkCall, context: SequenceContext | None, device: torch.device
     ) -> Captured:
         """Captures a pass, unless only a peer has lost its graphs."""
         since, excess = self.counts - self._before, None
@@ -300,7 +272,7 @@ class GraphedNetwork:
             excess = self.memory.excess(device) if kind.took else None
         return Captured(None, excess, since["replayed"] >= _WORTH * max(since["captured"], 1))
 
-    def _make_room(self, kind: _Kind, excess: str, have_paid: bool) -> None:
+    def _make_room(self, kind: Kind, excess: str, have_paid: bool) -> None:
         """Drops all graphs as a new kind's are too many, so that those that are used are captured anew.
 
         Where captures have not paid yet, the new kind stays eager instead. To be called by all ranks alike.
@@ -310,7 +282,7 @@ class GraphedNetwork:
             self._begin_anew()
         else:
             kind.captured = None
-            if all(known.captured is None for known in self._kinds.values()):
+            if all(known.captured is None for known in self._kinds):
                 self.drop(excess)  # it alone takes it, and would leave no room for others
             kind.objection = f"CUDA graphs of its calls are too many or too large: {excess}"
             self._explain(kind.objection, about="no room")
@@ -327,7 +299,7 @@ class GraphedNetwork:
                 self._explain(f"rank {number} of its group says: {theirs.objection}")
         return all(theirs.is_ready for theirs in everyone)
 
-    def _capture(self, kind: _Kind, call: NetworkCall, context: SequenceContext | None, device: torch.device) -> None:
+    def _capture(self, kind: Kind, call: NetworkCall, context: SequenceContext | None, device: torch.device) -> None:
         assert kind.seen is not None
         recorder = self._recorder = self._recorder or Recorder(device)
         region = nullcontext if context is None else lambda: context.randomness.held(device)
@@ -337,6 +309,7 @@ class GraphedNetwork:
                 parts = self._network, self._forward, call, self._entrances, recorder, region
                 captured = capture(*parts, constants, kind.draws)
                 kind.record = None if context is None else replace(context.record, known={})
+            captured.messages = self._lie  # also where they come to lie elsewhere before its backward
             self._passes.add(captured)
             return captured
 
@@ -345,7 +318,7 @@ class GraphedNetwork:
         kind.captured = record() if copies_unseen else capture_with_constants(record, device, recorder)
         self._relied_on[self._state] = kind.seen
 
-    def _not_worth_it(self, kind: _Kind, call: NetworkCall) -> str | None:
+    def _not_worth_it(self, kind: Kind, call: NetworkCall) -> str | None:
         if self._options.mode is True:
             return None
         if any(x.requires_grad for x in call.tensors):
@@ -358,7 +331,7 @@ class GraphedNetwork:
             return None
         return f"with inputs {[tuple(x.shape) for x in call.tensors]} the host takes {share:.2f} of the device's time"
 
-    def _replayed(self, kind: _Kind, call: NetworkCall, context: SequenceContext | None) -> Any:
+    def _replayed(self, kind: Kind, call: NetworkCall, context: SequenceContext | None) -> Any:
         assert kind.captured is not None
         self.counts["replayed"] += 1
         with self._timed(kind, call):
@@ -370,7 +343,7 @@ class GraphedNetwork:
         return result
 
     @contextmanager
-    def _timed(self, kind: _Kind, call: NetworkCall) -> Iterator[None]:
+    def _timed(self, kind: Kind, call: NetworkCall) -> Iterator[None]:
         """Around a replay; says once what it gains, without waiting for the device."""
         if kind.waits is None or kind.calls == EAGER_CALLS + 1:  # told already, or the first replay, which sets up
             yield

@@ -15,6 +15,7 @@ from lightning_videoscale.compat.torch.trees import tree_leaves
 _OF_DATA = frozenset({torch.tensor, torch.as_tensor, Tensor.new_tensor})
 _OF_TENSOR = frozenset({Tensor.to, Tensor.cuda, Tensor.type_as})
 """Functions that return on the device what is on the host, of numbers and of a tensor."""
+_TO_HOST = frozenset({Tensor.to, Tensor.cpu})
 _INDEXED = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 
 
@@ -37,6 +38,14 @@ class HostConstants(TorchFunctionMode):
         super().__init__()
         self._device, self._beside = device, beside
         self.kept: list[Tensor] = []
+        self._forward: list[Tensor] | None = None  # what the forward has copied, once it has ended
+
+    def end_forward(self) -> None:
+        """From now on a copy is refused unless the forward has made the same.
+
+        A recomputed layer does. Activations that wait on the host would not be copied yet.
+        """
+        self._forward = list(self.kept)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,6 +57,13 @@ class HostConstants(TorchFunctionMode):
             return self._made(func, args, kwargs) if is_of_host else func(*args, **kwargs)
         if func in _OF_TENSOR and _is_on_host(args[0]):
             return self._made(func, args, kwargs)
+        if func in _TO_HOST and self._is_there(args[0]):
+            result = func(*args, **kwargs)
+            if _is_on_host(result):
+                raise RuntimeError("It copies to the host, which a graph's replay would not wait for.")
+            return result
+        if func is Tensor.copy_ and len(args) > 1 and _is_on_host(args[0]) and self._is_there(args[1]):
+            raise RuntimeError("It copies to the host, which a graph's replay would not wait for.")
         if func is Tensor.copy_ and len(args) > 1 and self._is_there(args[0]) and _is_on_host(args[1]):
             return func(args[0], self._there(args[1]), *args[2:], **kwargs)
         if func in _INDEXED and self._is_there(args[0]):
@@ -75,8 +91,10 @@ class HostConstants(TorchFunctionMode):
     def _made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._beside():
             result = func(*args, **kwargs)
-        if not self._is_there(result):
-            return result
+            if not self._is_there(result):
+                return result
+            if self._forward is not None and not any(same_contents(result, known) for known in self._forward):
+                raise RuntimeError("Its backward copies from the host what its forward has not.")
         self.kept.append(result.detach())
         return result.clone()
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_videoscale.compat.diffusers import cache_of
 from lightning_videoscale.compat.torch.autograd import has_hooks, version_of
-from lightning_videoscale.graphs.calls import NetworkCall
+from lightning_videoscale.compat.torch.trees import tree_flatten, tree_leaves
+from lightning_videoscale.graphs.calls import NetworkCall, is_plain
 from lightning_videoscale.graphs.snapshot import Snapshot, foreign_hook, stray_parameter
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.region_randomness import RegionRandomness, differing
@@ -38,12 +41,17 @@ class Inspection(NamedTuple):
 
 
 def inspect_call(
-    network: nn.Module, run: Callable[[], Any], call: NetworkCall, context: SequenceContext | None, device: torch.device
+    network: nn.Module,
+    run: Callable[[], Any],
+    call: NetworkCall,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    context: SequenceContext | None,
+    device: torch.device,
 ) -> tuple[Any, Inspection]:
     """Runs a call and looks for what a graph would not repeat; returns the network's output, and what was seen.
 
-    That is Python code which keeps something, numbers that are drawn on the host or outside of the split region, and
-    inputs that are written to.
+    That is Python code which keeps something, numbers that are drawn on the host or outside of the split region,
+    inputs that are written to, and outputs of which a graph does not see the tensors.
     """
     before, versions = Snapshot(network, device), [version_of(x) for x in call.tensors]
     randomness = RegionRandomness(0) if context is None else context.randomness
@@ -56,11 +64,17 @@ def inspect_call(
         before,
         whole
         or foreign_hook(network)
+        or cache_of(network)
         or _hooked_parameter(network)
         or stray_parameter(network)
         or _changed(before)
-        or _written(versions, call.tensors)
-        or (_DRAWS_ON_HOST if drew[0] or randomness.drew_on_host or others != _other_generators() else None)
+        or _written(versions, call, arguments)
+        or _unseen(result)
+        or (
+            _DRAWS_ON_HOST
+            if drew[0] or randomness.drew_on_host or others != _other_generators() or before.has_drawn()
+            else None
+        )
         or (_DRAWS_OUTSIDE if drew[1] and context is not None else None),
         kept,
         drew[1] or randomness.drew_on_device,
@@ -77,9 +91,17 @@ def _changed(before: Snapshot) -> str | None:
     return f"its forward changes attributes of {where}" if where is not None else None
 
 
-def _written(versions: list[int], tensors: list[Tensor]) -> str | None:
-    same = all(version == version_of(x) for version, x in zip(versions, tensors, strict=True))
+def _written(versions: list[int], call: NetworkCall, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
+    same = all(version == version_of(x) for version, x in zip(versions, call.tensors, strict=True))
+    leaves, structure = tree_flatten(arguments)  # lists and dicts may have others now
+    same = same and structure == call.structure and all(map(is_, leaves, call.leaves))
     return None if same else "its forward writes to its inputs"
+
+
+def _unseen(result: Any) -> str | None:
+    """A graph writes to the same memory again and hands out copies, which it cannot make of what it does not know."""
+    others = {type(leaf).__name__ for leaf in tree_leaves(result) if not is_plain(leaf)}
+    return f"it returns an object, {', '.join(sorted(others))}, that may hold tensors" if others else None
 
 
 def _other_generators() -> tuple[Any, ...]:

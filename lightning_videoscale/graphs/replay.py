@@ -25,12 +25,20 @@ class Tenancy:
 
     def __init__(self) -> None:
         self._tenant: weakref.ref[Replay] | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def is_taken(self) -> bool:
         """Whether a pass may still go backward."""
         run = None if self._tenant is None else self._tenant()
         return run is not None and not run.is_over
+
+    def follow(self) -> None:
+        """Has this stream wait for the one of the pass before, which may still read what the next one overwrites."""
+        stream = torch.cuda.current_stream()
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def take(self, run: Replay) -> None:
         """Gives the pool to a pass."""
@@ -48,6 +56,7 @@ class Replay:
         self.captured, self._tenancy = captured, tenancy
         self.is_over = False
         self.last = captured.last
+        self._next = 0  # segment of backward
         tenancy.take(self)
 
     def outputs(self) -> list[Any]:
@@ -61,11 +70,13 @@ class Replay:
                 "A pass that ran by a CUDA graph goes backward after the run in which it was computed has ended, and "
                 "its graphs with it. Go backward inside the run, or take graphs=False."
             )
-        if self.is_over or not self._tenancy.is_held_by(self):
+        if self.is_over or number != self._next or not self._tenancy.is_held_by(self):
             raise RuntimeError(
-                "A pass that ran by a CUDA graph goes backward once, since its activations are overwritten meanwhile. "
-                "Add the losses up and go backward once, or take graphs=False."
+                "A pass that ran by a CUDA graph goes backward once, since its activations are overwritten meanwhile, "
+                "also where only some gradients are asked for. Add the losses up and go backward once, or take "
+                "graphs=False."
             )
+        self._next += 1
         segment = self.captured.segments[number]
         segment.graph.replay()
         self.is_over = number == self.last
@@ -74,6 +85,8 @@ class Replay:
 
 def replay(captured: CapturedPass, tensors: Sequence[Tensor], tenancy: Tenancy) -> Any:
     """Computes a pass by its graphs, of the arguments' tensors; returns what the network returns."""
+    if tensors[0].is_cuda:
+        tenancy.follow()
     for static, x in zip(captured.inputs, tensors, strict=True):
         static.copy_(x.detach())
     run = Replay(captured, tenancy)

@@ -8,6 +8,7 @@ first and in milliseconds.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain, starmap
@@ -15,6 +16,7 @@ from operator import attrgetter, is_
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ from lightning_videoscale.parallel.context import SequenceContext
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _OPAQUE = (nn.Module, Tensor, SequenceContext, FunctionType, MethodType, type)
 _CONTAINERS = dict, list, set, deque
+_GENERATORS = torch.Generator, random.Random, np.random.Generator
 _DEPTH = 2  # of containers, and of objects such as attention processors
 
 
@@ -55,6 +58,7 @@ class Snapshot:
         self._meanings = list(map(_meaning, self._values))
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._facts = _facts(self._tensors)
+        self._drawn_from = [(value, _state_of(value)) for value in self._values if isinstance(value, _GENERATORS)]
         on_host = [x for x in self._tensors if x.device.type == "cpu" != device.type]
         self._on_host = [(x, x.detach().clone()) for x in on_host]
 
@@ -76,6 +80,10 @@ class Snapshot:
         if _facts(self._tensors) != self._facts:
             return "where a parameter is, its shape, whether it trains, or a hook on its gradient"
         return None if all(starmap(same_contents, self._on_host)) else "what a tensor on the host contains"
+
+    def has_drawn(self) -> bool:
+        """Whether a generator of the network's own has moved since, as of a layer that is dropped at random."""
+        return any(_state_of(generator) != state for generator, state in self._drawn_from)
 
     def _place(self, number: int) -> str:
         for place, length in zip(self._places, self._lengths, strict=True):
@@ -110,6 +118,12 @@ def stray_parameter(network: nn.Module) -> str | None:
                 if any(id(item) in trained for each in _values(container) for item in _items(each)):
                     return f"{'.'.join(filter(None, (path, name)))} holds a parameter that no module has by that name"
     return None
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    return generator.getstate() if isinstance(generator, random.Random) else repr(generator.bit_generator.state)
 
 
 def _items(value: Any) -> tuple[Any, ...]:

@@ -142,3 +142,16 @@ def test_what_a_checkpoint_copies_again_is_seen() -> None:
         assert len(constants.kept) == 1
         [gradient] = gradients_of([out], [weight], [torch.ones_like(out)])
     assert gradient is not None and len(constants.kept) == 2
+
+
+def test_backward_copies_what_forward_has_and_nothing_is_copied_to_the_host() -> None:
+    """Of activations that wait on the host, a graph would copy what was there before."""
+    constants = HostConstants(torch.device("cpu"), Beside())
+    with constants:
+        torch.tensor([1.0, 2.0], device="cpu")
+        constants.end_forward()
+        torch.tensor([1.0, 2.0], device="cpu")
+        with pytest.raises(RuntimeError, match="what its forward has not"):
+            torch.tensor([1.0, 3.0], device="cpu")
+    with HostConstants(DEVICE, Beside()), pytest.raises(RuntimeError, match="copies to the host"):
+        torch.empty(2).copy_(torch.empty(2, device=DEVICE))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_videoscale.graphs import GraphedNetwork, GraphOptions, graphed_network
 from lightning_videoscale.graphs.calls import NetworkCall
 from lightning_videoscale.graphs.capture_together import Captured
+from lightning_videoscale.graphs.kinds import Kinds
 from lightning_videoscale.graphs.snapshot import Snapshot
 
 CPU = torch.device("cpu")
@@ -190,3 +191,23 @@ def test_a_rank_whose_memory_is_exceeded_has_all_drop_their_graphs() -> None:
     network.peer = peer
     network.call(3, samples=2)
     assert any("dropped: they take 9.0 GiB" in line for line in network.log)
+
+
+def test_of_very_many_kinds_those_that_came_once_are_forgotten() -> None:
+    kinds = Kinds()
+    often = kinds.find("often")
+    often.calls = 2
+    for number in range(2000):
+        kinds.find(number).calls += 1
+    assert kinds.find("often") is often
+    assert len(list(kinds)) < 1000
+
+
+def test_kinds_share_what_was_seen_of_the_network_until_it_changes() -> None:
+    network, kinds = nn.Linear(2, 2), Kinds()
+    first, second, third = (kinds.find(name) for name in "abc")
+    for kind in (first, second):
+        kinds.note(kind, "state", Snapshot(network, torch.device("cpu")))
+    network.weight = nn.Parameter(torch.ones(2, 2))
+    kinds.note(third, "state", Snapshot(network, torch.device("cpu")))
+    assert first.seen is second.seen and third.seen is not first.seen

@@ -76,3 +76,30 @@ def test_gradients_are_not_copied_where_they_are_added_up(product: Product) -> N
     product(2.0).backward()
     product(2.0).backward(inputs=[product.weight])
     assert seen == [product.pool.data_ptr()] * 2
+
+
+def product_of_two() -> tuple[Tensor, list[nn.Parameter]]:
+    """The sum over ``x * first * second`` of one replay, whose backward has two segments."""
+    first, second = (nn.Parameter(torch.full((3,), value)) for value in (2.0, 3.0))
+    x, out, gradient, of_first, of_second = (torch.zeros(3) for _ in range(5))
+    forward: Any = Work(lambda: out.copy_(x * first.detach() * second.detach()))
+    late: Any = Work(lambda: of_second.copy_(gradient * x * first.detach()))
+    early: Any = Work(lambda: of_first.copy_(gradient * x * second.detach()))
+    segments = [Segment(late, [second], [of_second]), Segment(early, [first], [of_first])]
+    leaves, structure = tree_flatten((out,))
+    captured = CapturedPass([x], forward, leaves, structure, [gradient], segments, [None])
+    (result,) = replay(captured, [torch.ones(3)], Tenancy())
+    return result.sum(), [first, second]
+
+
+def test_a_backward_that_stops_halfway_is_the_only_one() -> None:
+    """Its layers have freed their activations: as for a weight between two losses, by gradients of the last layer."""
+    loss, (first, second) = product_of_two()
+    (of_second,) = torch.autograd.grad(loss, [second], retain_graph=True)
+    assert of_second.tolist() == [2.0] * 3
+    with pytest.raises(RuntimeError, match="only some gradients"):
+        loss.backward()
+    loss, (first, second) = product_of_two()
+    loss.backward()
+    assert first.grad is not None and second.grad is not None
+    assert (first.grad.tolist(), second.grad.tolist()) == ([3.0] * 3, [2.0] * 3)

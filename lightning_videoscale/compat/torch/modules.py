@@ -47,6 +47,15 @@ def attributes_beside_parameters(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name != "_parameters"}
 
 
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Returns the mapping of a module's own parameters itself.
+
+    To put something in a place without a check: inside ``torch.func.functional_call`` plain tensors are there.
+    """
+    parameters: dict[str, nn.Parameter | None] = TORCH.get(module, "_parameters")
+    return parameters
+
+
 def buffers_of(module: nn.Module) -> Mapping[str, Tensor | None]:
     """Returns the module's own buffers by name, also those that are None.
 

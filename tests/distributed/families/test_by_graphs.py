@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_videoscale.compat.torch.trees import tree_flatten
 from lightning_videoscale.graphs import GraphedNetwork, GraphOptions, calls
 from lightning_videoscale.graphs.calls import NetworkCall, read_call
 from lightning_videoscale.graphs.inspection import inspect_call
@@ -45,9 +46,11 @@ class Watched:
         self._calls += 1
         if self._calls == 2:
             self.objections.append(read_call(self._network, args, kwargs))  # type: ignore[arg-type]
-            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            call = NetworkCall(None, [], None, tensors)
-            result, seen = inspect_call(self._network, lambda: self._forward(*args, **kwargs), call, context, CPU)
+            leaves, structure = tree_flatten((args, kwargs))
+            call = NetworkCall(None, leaves, structure, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            result, seen = inspect_call(
+                self._network, lambda: self._forward(*args, **kwargs), call, (args, kwargs), context, CPU
+            )
             self.objections.append(seen.objection)
             return result
         with context.randomness.held(CPU) if self._calls == 3 else contextlib.nullcontext():
