@@ -45,7 +45,7 @@ EAGER_CALLS = 2
 
 _TRAINS = attrgetter("requires_grad")
 _DROPS = 4  # after which a network that is changed again and again stays eager
-_AGREE = 64  # calls of a kind between two agreements
+_AGREE = 64  # calls of a kind between two agreements, or two looks at whether what stood against it has gone
 _WORTH = 64  # replays for each capture, after which those that are used may be captured anew
 _LAUNCH_BOUND = 0.8  # of the device's time between the begin and the end of forward, that the host needs to launch it
 
@@ -223,7 +223,8 @@ class GraphedNetwork:
 
     def _settle(self, kind: Kind, call: NetworkCall, context: SequenceContext | None) -> None:
         """Captures a pass if it is worth it and fits; collective over the ranks that share the sequence."""
-        if self._is_alone and (kind.captured is not None or kind.objection is not None or kind.seen is None):
+        is_settled = kind.captured is not None or (kind.objection is not None and kind.calls % _AGREE > 0)
+        if self._is_alone and (is_settled or kind.seen is None):
             return
         device = call.tensors[0].device
         trained = [parameter for parameter in self._network.parameters() if parameter.requires_grad]

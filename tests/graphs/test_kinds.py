@@ -25,7 +25,7 @@ class WithoutGPU(GraphedNetwork):
     """Computes what it would replay."""
 
     def _inspected(self, kind: Any, call: NetworkCall, context: Any, args: Any, kwargs: Any) -> Any:
-        kind.seen = Snapshot(self._network, CPU)
+        kind.seen, kind.objection = Snapshot(self._network, CPU), getattr(self._network, "objection", None)
         return self._eagerly("eager", args, kwargs)
 
     def _capture(self, kind: Any, call: NetworkCall, *_: Any) -> None:
@@ -55,7 +55,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 class Network:
     """A linear layer by graphs, its log, and where its messages lie."""
 
-    def __init__(self, *, move_together: bool = True) -> None:
+    def __init__(self, *, move_together: bool = True, alone: bool = False) -> None:
         self.layer, self.place = nn.Linear(2, 2), 0
         forward, options = self.layer.forward, GraphOptions(True)
         self.log: list[str] = []
@@ -63,8 +63,9 @@ class Network:
         # As of two ranks, of which the other says the same, or what it is told to.
         self.asked: list[Any] = []
         self.peer: Callable[[Any], Any] = lambda mine: mine
+        gather = None if alone else self._gather
         self.runs = WithoutGPU(
-            self.layer, forward, [], options, self._gather, lambda: 0, places, move_together, self.log.append
+            self.layer, forward, [], options, gather, lambda: 0, places, move_together, self.log.append
         )
 
     def _gather(self, mine: Any) -> list[Any]:
@@ -123,6 +124,17 @@ def test_why_another_rank_stays_eager_is_said_once() -> None:
     assert sum("rank 1 of its group says: it draws" in line for line in network.log) == 1
     assert any("dropped on rank 1 of its group: a hook was added" in line for line in network.log)
     assert network.runs.counts["eager"] == 2 * 64
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_stood_against_a_graph_may_go(alone: bool) -> None:
+    network = Network(alone=alone)
+    network.layer.objection = "it has a hook"  # type: ignore[assignment]
+    network.call(63)
+    assert network.runs.counts["replayed"] == 0
+    network.layer.objection = None  # type: ignore[assignment]
+    network.call(2 * 64)
+    assert network.runs.counts["replayed"] > 50
 
 
 # -- memory: of 80 GiB, 4 are allowed --------------------------------------------------------------------------------
