@@ -72,6 +72,7 @@ class BudgetRecalibrator(pl.Callback):
         self.history: list[dict[str, Any]] = []
         self._recalibration: Recalibration | None = None
         self._state: dict[str, Any] | None = None
+        self._origin: dict[str, Any] = {}  # what the calibration began with, and on which machine
         self._load: MicroBatchLoad | None = None
         self._gauge: MemoryGauge | None = None
         self._best_effort = BestEffort("BudgetRecalibrator")
@@ -96,8 +97,18 @@ class BudgetRecalibrator(pl.Callback):
         planned = Calibration(data.planner.budget, data.planner.step_time)
         longest = int(data.planner.table.sequence_lengths.max())
         self._recalibration = Recalibration(planned, self.target_sync, longest)
-        if self._state is not None:
+        origin = {"planned": planned.to_dict(), "machine": [*machine_of(trainer)]}
+        if self._state is not None and self._goes_on(self._state, planned):
             self._recalibration.load_state_dict(self._state)
+            if self._origin.get("machine", origin["machine"]) != origin["machine"]:
+                self._recalibration.forget_memory()
+                rank_zero_info(
+                    f"BudgetRecalibrator drops the checkpoint's peaks of memory: they are those of (device, ranks, "
+                    f"sequence-parallel ranks) = {self._origin['machine']}, this run has {origin['machine']}. M_mem "
+                    f"stays {self._recalibration.calibration.budget.m_mem:.0f} tokens until it is measured here."
+                )
+            origin["planned"] = self._origin.get("planned", origin["planned"])
+        self._origin = origin
         self._heed_earlier_failures(trainer, self._recalibration)
         if self._recalibration.calibration != planned:
             data.adopt(self._recalibration.calibration)
@@ -146,12 +157,23 @@ class BudgetRecalibrator(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the calibration, everything that the next one depends on, and the history."""
         state = self._recalibration.state_dict() if self._recalibration else self._state
-        return {"recalibration": state, "history": [*self.history]}
+        return {"recalibration": state, "history": [*self.history], **self._origin}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes them up again."""
         self._state = state_dict["recalibration"]
         self.history = [*state_dict["history"]]
+        self._origin = {name: state_dict[name] for name in ("planned", "machine") if name in state_dict}
+
+    def _goes_on(self, state: dict[str, Any], planned: Calibration) -> bool:
+        """Whether a checkpoint's calibration counts: the data plans by it, or by what it began with then."""
+        if "planned" not in self._origin or planned.to_dict() in (self._origin["planned"], state["calibration"]):
+            return True
+        rank_zero_info(
+            f"BudgetRecalibrator begins anew: the data has {planned.budget}, and another budget was in force when the "
+            "checkpoint was made."
+        )
+        return False
 
     # -- one window --------------------------------------------------------------------------------------------------
 

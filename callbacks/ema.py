@@ -78,7 +78,7 @@ class EMA(pl.Callback):
     def update(self, trainer: pl.Trainer) -> None:
         """Takes the weights after the last optimizer step into the average, unless that is done; local."""
         steps = trainer.global_step
-        if steps <= self._latest_update or steps - 1 < self.first_step or (steps - 1) % self.every_n_steps:
+        if not self._is_due(steps):
             return
         shares = self._prepared(trainer).shares()
         for key, share in shares.items():
@@ -89,6 +89,11 @@ class EMA(pl.Callback):
         if self._has_begun:
             self._move_towards(shares)
         self._has_begun, self._latest_update = True, steps
+
+    def _is_due(self, steps: int) -> bool:
+        """Whether one of every n steps is among those since the last update: each optimizer's counts."""
+        latest = (steps - 1) // self.every_n_steps * self.every_n_steps
+        return latest >= max(self.first_step, self._latest_update)
 
     def _move_towards(self, shares: Mapping[str, Tensor]) -> None:
         alike = [key for key, share in shares.items() if share.dtype == self._average[key].dtype]
@@ -165,7 +170,7 @@ class EMA(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Takes up what a checkpoint brought."""
         self._prepared(trainer)
-        self._latest_update = min(self._latest_update, trainer.global_step)  # another Trainer counts anew
+        self._latest_update = trainer.global_step  # what came before is in the average, or another Trainer's
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

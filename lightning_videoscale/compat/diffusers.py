@@ -71,6 +71,11 @@ def projection_functions(module: str) -> tuple[str, str]:
     return f"{module}._get_qkv_projections", f"{module}._get_projections"
 
 
+def projection_functions_of_wan(module: str) -> tuple[str, str]:
+    """As `projection_functions`, of Wan and its copies: of the tokens, and of the image that is attended to, too."""
+    return f"{module}._get_qkv_projections", f"{module}._get_added_kv_projections"
+
+
 def chunk_of_feed_forward(block: Any) -> int | None:
     """How many tokens a block of SD3 feeds forward at once, which ``enable_forward_chunking`` sets; None: all."""
     size: int | None = block._chunk_size

@@ -169,6 +169,10 @@ class Recalibration:
         self._peaks = dict(state["peaks"])
         self._m_mem_limit = state["m_mem_limit"]
 
+    def forget_memory(self) -> None:
+        """Forgets peaks and limits of M_mem, which hold for one kind of machine."""
+        self._peaks, self._m_mem_limit = {}, math.inf
+
     def _fit(self, points: Points) -> StepTimeModel:
         """The fit to points; where M_comp is in tokens to the power p, with p near what holds."""
         p = self.calibration.budget.p

@@ -36,7 +36,15 @@ from lightning_videoscale.kernels.autograd import under_autocast
 from lightning_videoscale.kernels.head_types import HeadRounding, RopeLayout, wide_dtype
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
-ROTARY_HELPER = {"diffusers.models.embeddings.apply_rotary_emb": "480c311aec97a129-50531e"}
+
+def rotary_helper(module: str = "diffusers.models.embeddings") -> dict[str, str]:
+    """The function by which processors rotate, by where they look it up, with its `source_hash`.
+
+    Args:
+        module: Of the processor, if it imports the function by its name; left out where it imports it in each call.
+    """
+    return {f"{module}.apply_rotary_emb": "480c311aec97a129-50531e"}
+
 
 Rotary = tuple[Tensor, Tensor] | None
 """cos and sin, an entry for each channel, both members of a pair alike."""
@@ -231,11 +239,13 @@ def normed(
     settings: dict[str, Any] = {"norm": "none"}
     if norm_q is not None:
         settings = of_norm(norm_q)
+        for name in settings.keys() & {"weight", "bias"}:
+            settings[name] = _fitting(settings[name], query)
         if settings["eps"] is None:  # torch's default, for the float32 that eager code hands such a norm
             settings["eps"] = torch.finfo(wide_dtype(query)).eps
-        settings["q_weight"], settings["k_weight"] = settings.pop("weight"), norm_k.weight
+        settings["q_weight"], settings["k_weight"] = settings.pop("weight"), _fitting(norm_k.weight, query)
         if settings["norm"] == "layer":
-            settings["q_bias"], settings["k_bias"] = settings.pop("bias"), norm_k.bias
+            settings["q_bias"], settings["k_bias"] = settings.pop("bias"), _fitting(norm_k.bias, query)
     settings["q_proj_bias"], settings["k_proj_bias"] = biases
     return Projected(
         partial(
@@ -254,6 +264,12 @@ def normed(
         ),
         value,
     )
+
+
+def _fitting(parameter: Tensor | None, query: Tensor) -> Tensor | None:
+    """A norm's parameter in a dtype that the kernels take: autocast may have chosen another for queries."""
+    wide = wide_dtype(query)
+    return parameter if parameter is None or parameter.dtype in (query.dtype, wide) else parameter.to(wide)
 
 
 def attend_jointly(

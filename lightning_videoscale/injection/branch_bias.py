@@ -54,7 +54,7 @@ def output_linear(attn: Any) -> nn.Linear | str:
         return f"to_out.0 {change}"
     if type(dropout) is not nn.Dropout or changed(dropout) is not None:
         return "to_out.1 is not a Dropout alone"
-    if dropout.p and attn.training:
+    if dropout.p and dropout.training:
         return f"to_out.1 drops {dropout.p} of the activations"
     return "to_out.0 has no bias" if projection.bias is None else projection
 

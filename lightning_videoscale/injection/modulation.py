@@ -193,11 +193,12 @@ class Repeated(NamedTuple):
 
 
 def find_repeated(timestep: Tensor, tokens: int | None) -> Repeated | None:
-    """Returns what repeats in (B·S,) timesteps, or None where fewer than half do, in compiled code and in CUDA graphs.
+    """Returns what repeats in (B·S,) timesteps, or None where fewer than half do.
 
+    None also in compiled code, in CUDA graphs, and where timesteps have gradients, which are of each token.
     How many are different decides over shapes, hence the host waits for the device, once in a forward.
     """
-    if tokens is None or torch.compiler.is_compiling() or _is_captured(timestep):
+    if tokens is None or timestep.requires_grad or torch.compiler.is_compiling() or _is_captured(timestep):
         return None
     values, which = torch.unique(timestep, return_inverse=True)
     return Repeated(values, which.unflatten(0, (-1, tokens))) if 2 * len(values) <= len(timestep) else None

@@ -70,7 +70,15 @@ class ResidualStream:
         once = self._widens and under_autocast(x)
         self._settings = {"rounding": "fp32_once" if once else rounding, "backend": block.kernel_backend}
 
-    def branch(self, module: Any, norm: Any, modulation: Modulation | None, *args: Any, **kwargs: Any) -> None:
+    def branch(
+        self,
+        module: Any,
+        norm: Any,
+        modulation: Modulation | None,
+        *args: Any,
+        by_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Runs a branch: a norm, a module, a gate.
 
         Args:
@@ -78,14 +86,21 @@ class ResidualStream:
             norm: Of one of the kinds of `norms`; None for a branch that reads the stream as it is.
             modulation: Of the norm and the gate; None for neither.
             *args: Further arguments of the module.
+            by_name: How the first argument is called where the model gives it by name, as hooks see it.
             **kwargs: Likewise.
         """
+
+        def call(y: Tensor) -> tuple[Any, Tensor | None]:
+            if by_name is None:
+                return branch_and_bias(module, y, *args, **kwargs)
+            return branch_and_bias(module, *args, **{by_name: y}, **kwargs)
+
         if norm is None:
-            output, bias = branch_and_bias(module, self.end(), *args, **kwargs)
+            output, bias = call(self.end())
         else:
             y = self.norm(norm, modulation)
             with self.recomputed(y):
-                output, bias = branch_and_bias(module, y, *args, **kwargs)
+                output, bias = call(y)
         self.add(output, modulation, bias)
 
     def norm(self, norm: Any, modulation: Modulation | None = None) -> Tensor:

@@ -105,9 +105,9 @@ def refuse_forward_mode(operation: str, *inputs: object) -> None:
 
 
 def under_autocast(x: Tensor) -> bool:
-    """Whether PyTorch's operations on tensors like x choose their dtype themselves just now."""
+    """Whether PyTorch's operations on tensors like x choose their dtype themselves just now: not on float64."""
     kind = x.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)  # meta has no autocast to ask for
+    return kind != "meta" and x.dtype is not torch.float64 and torch.is_autocast_enabled(kind)  # meta has none to ask
 
 
 def in_dtypes_of_forward(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_videoscale.compat.torch.autograd import saved_tensors_pack_hook
+from lightning_videoscale.compat.torch.autograd import saved_tensors_pack_hook, version_of
 
 _NormOutputs = Tensor | Sequence[Tensor]
 
@@ -98,12 +98,14 @@ class _Pack:
     """The hook on what is saved. It outlives the context, hence it holds no output."""
 
     def __init__(self, outputs: Sequence[Tensor], recipe: _Recipe, around: Callable[[Tensor], Any] | None) -> None:
-        self._which = {(y.untyped_storage().data_ptr(), y.dtype): i for i, y in enumerate(outputs)}
+        self._which = {(y.untyped_storage().data_ptr(), y.dtype): (i, version_of(y)) for i, y in enumerate(outputs)}
         self._recipe, self._around = recipe, around
 
     def __call__(self, saved: Tensor) -> Any:
-        which = self._which.get((saved.untyped_storage().data_ptr(), saved.dtype)) if saved.numel() else None
-        if which is not None:
+        which, version = -1, -1
+        if saved.numel():
+            which, version = self._which.get((saved.untyped_storage().data_ptr(), saved.dtype), (-1, -1))
+        if version >= 0 and version == version_of(saved):  # else somebody has written into it since
             return self._recipe.view(which, saved)
         return saved if self._around is None else self._around(saved)
 

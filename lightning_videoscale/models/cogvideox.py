@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.attention import (
-    ROTARY_HELPER,
     Processor,
     attend_jointly,
     attended_by_torch,
@@ -27,6 +26,7 @@ from lightning_videoscale.injection.attention import (
     project_out,
     projected,
     rope_of,
+    rotary_helper,
 )
 from lightning_videoscale.injection.branch_bias import branch_and_bias
 from lightning_videoscale.injection.fused_block import FusedBlock
@@ -92,7 +92,7 @@ _PROCESSOR = Processor(
         "f12300d3abe92e2f-0f6bdc0e369ff49a03d78f53ca11fc97fe54b8da26e9457afb4ad1aa2e160518a8": TRIED,
     },
     norms=(LAYER_NORM,),
-    helpers=ROTARY_HELPER,
+    helpers=rotary_helper(),
 )
 _ADAPTIVE_NORM = KnownClass(
     "diffusers.models.normalization.CogVideoXLayerNormZero",

@@ -52,7 +52,7 @@ def _changed(feed_forward: Any) -> str | None:
         if change is not None:
             return f"{name} {change}"
     for name, each in (("net.1", dropout), *(("net.3", last) for last in final)):
-        if each.p and feed_forward.training:
+        if each.p and each.training:
             return f"{name} drops {each.p} of the activations"
     return None
 

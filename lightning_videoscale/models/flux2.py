@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.injection.attention import (
-    ROTARY_HELPER,
     Processor,
     Rotary,
     attend_jointly,
@@ -26,6 +25,7 @@ from lightning_videoscale.injection.attention import (
     normed,
     original_if_changed,
     rope_of,
+    rotary_helper,
 )
 from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock
@@ -105,7 +105,7 @@ _OF_BOTH = Processor(
         "059e6deee8416c10-240c715240bdb141246951f4a518e745e7f78e0aa2e16290": "diffusers 0.40 to 0.42.1",
     },
     norms=(RMS_NORM,),
-    helpers=ROTARY_HELPER | projection_helpers(_HOME),
+    helpers=rotary_helper(_HOME) | projection_helpers(_HOME),
 )
 _OF_JOINED = Processor(
     class_path=f"{_HOME}.Flux2ParallelSelfAttnProcessor",
@@ -114,7 +114,7 @@ _OF_JOINED = Processor(
         "d4dd8d733e63314f-cf30fbaa14ac4e5defef75240bdb14124695a518e745e7f7783cb316044c": "diffusers 0.40 to 0.42.1",
     },
     norms=(RMS_NORM,),
-    helpers=ROTARY_HELPER,
+    helpers=rotary_helper(_HOME),
     pairs=(("norm_q", "norm_k"),),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -35,7 +36,7 @@ def digest_of(contents: Mapping[str, str]) -> str:
 
 def check_same_index(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Raises ValueError, naming the difference, if the shards are not those that an epoch was begun with."""
-    if before == now:
+    if list(before.items()) == list(now.items()):  # in one order: samples are drawn by their numbers
         return
     kinds = {
         "gone": sorted(before.keys() - now.keys()),
@@ -49,5 +50,28 @@ def check_same_index(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     )
     raise ValueError(
         f"The epoch was begun with other shards ({listed or 'in another order'}): which of their samples are done "
-        "with cannot be told any more. Bring the shards back, or start a new run from the weights."
+        "with cannot be told any more. Bring the shards back (in the same order: a pattern is sorted, the result of "
+        "glob.glob is not), or start a new run from the weights."
     )
+
+
+def drawn_by(settings: Mapping[str, Any], weights: Mapping[str, float] | None) -> dict[str, Any]:
+    """What the order of an epoch's samples depends on, of a DataModule's arguments, beside its shards."""
+    order = {name: settings[name] for name in ("seed", "shard_window")}
+    return order | {"weights": None if weights is None else list(weights.values())}
+
+
+def check_same_draws(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ValueError if samples are not drawn in the order that an epoch was begun with.
+
+    Args:
+        before: The arguments of the DataModule that order depends on, as a checkpoint has them.
+        now: Likewise, as they were given.
+    """
+    changed = [f"{name}={before[name]!r}, now {now[name]!r}" for name in before if before[name] != now.get(name)]
+    if changed:
+        raise ValueError(
+            f"The epoch was begun with {'; '.join(changed)}: which of its samples are done with cannot be told any "
+            "more. Give what it was begun with, and another value from the next epoch on; or start a new run from the "
+            "weights."
+        )

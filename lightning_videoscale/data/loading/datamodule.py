@@ -18,7 +18,14 @@ from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.cost import Calibration, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.encoding.online_encoder import BatchEncoder, check_geometry
-from lightning_videoscale.data.loading.consistency import check_same_index, check_same_plan, contents_of, digest_of
+from lightning_videoscale.data.loading.consistency import (
+    check_same_draws,
+    check_same_index,
+    check_same_plan,
+    contents_of,
+    digest_of,
+    drawn_by,
+)
 from lightning_videoscale.data.loading.data_warnings import say_passes, warn_of_oversized, warn_of_shapeless
 from lightning_videoscale.data.loading.indexed_shards import IndexedShards, Shards
 from lightning_videoscale.data.loading.loader import PlannedLoader, PlannedSampler
@@ -151,9 +158,21 @@ class VideoDataModule(pl.LightningDataModule):
         self._position: TrainerPosition | None = None  # in the sampler's epoch
         self._contents: dict[str, str] = {}  # of the shards that the sampler plans
         self._state: Mapping[str, Any] | None = None
-        if val_shards is None and type(self).val_dataloader is VideoDataModule.val_dataloader:
-            # Lightning validates unless the hook is its own: an empty list would be a warning in every run.
+        self._validates = val_shards is not None or type(self).val_dataloader is not VideoDataModule.val_dataloader
+        self._leave_validation_out()
+
+    def _leave_validation_out(self) -> None:
+        """Lightning validates unless the hook is its own: an empty list would be a warning in every run."""
+        if not self._validates:
             patch(self, "val_dataloader", super().val_dataloader)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the hook, which would be found by its name, and be this class's, in another process."""
+        return {name: value for name, value in vars(self).items() if self._validates or name != "val_dataloader"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._leave_validation_out()
 
     def prepare_data(self) -> None:
         """Packs folders, indexes the shards once per node and keeps the table, for the other ranks and the next run."""
@@ -198,6 +217,7 @@ class VideoDataModule(pl.LightningDataModule):
             if self._state:
                 if not self._state.get("is_over"):
                     check_same_index(self._state["shards"], contents)
+                    check_same_draws(self._state.get("drawn_by", {}), drawn_by(self._settings, self._shards.weights))
                 progress = resumed(trainer, planner, self._state)
             position = TrainerPosition(trainer, self._state["total"] if self._state else None)
         sampler = PlannedSampler(
@@ -237,7 +257,8 @@ class VideoDataModule(pl.LightningDataModule):
             return dict(self._state) if self._state is not None else {}
         trained = self._position.now(self._sampler)
         state = self._sampler.state_dict(trained.micro_batches, trained.is_over, trained.has_ended)
-        return {**state, **self._budget.state_dict(), "shards": self._contents, "total": trained.total}
+        order = {"shards": self._contents, "drawn_by": drawn_by(self._settings, self._shards.weights)}
+        return {**state, **self._budget.state_dict(), **order, "total": trained.total}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a state: the next train_dataloader begins there, with what was adopted before."""

@@ -14,7 +14,7 @@ from lightning_videoscale.cost import BucketBudget, Calibration, MemoryModel, Sh
 from lightning_videoscale.cost.auto_budget import AutoBudget, budget_of_longest, step_time_of
 from lightning_videoscale.cost.benchmark.grid import SyntheticBatches, spread_over_shapes
 from lightning_videoscale.cost.benchmark.known_matrix import known_matrix
-from lightning_videoscale.cost.benchmark.measure_shapes import measure_shapes
+from lightning_videoscale.cost.benchmark.measure_shapes import DECISIVE, measure_shapes, provenance_of
 from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.compute_budget import best_of, explain, try_budgets
@@ -47,7 +47,9 @@ class RunBudget:
         self.training: Budget | None = budget if isinstance(budget, Budget) else None
         self.step_time = budget.step_time if step_time is None and isinstance(budget, TimeBudget) else step_time
         self._auto = None if isinstance(budget, Budget) else AutoBudget() if budget == "auto" else budget
+        self._given_step_time = self.step_time
         self._found: Calibration | None = None
+        self._found_under: dict[str, Any] | None = None  # which machine, strategy and model
         self._adopted: Calibration | None = None
 
     def find(
@@ -71,6 +73,8 @@ class RunBudget:
         Raises:
             ValueError: If the matrix that was asked for cannot be read or used.
         """
+        if trainer is not None:
+            self._forget_if_elsewhere(trainer)
         if self.training is not None or self._auto is None:
             return None
         planner = make_planner()
@@ -93,6 +97,7 @@ class RunBudget:
         rank_zero_info(why)
         # The last bits of a fit may differ between processors, and all ranks must plan alike.
         self._found = found if trainer is None else trainer.strategy.broadcast(found)
+        self._found_under = None if trainer is None else _decisive(trainer)
         self._use(self._found)
         return self.training
 
@@ -135,15 +140,33 @@ class RunBudget:
     def state_dict(self) -> dict[str, Any]:
         """Returns what was found and adopted, for the checkpoint."""
         kept = {"calibration": self._adopted, "found_budget": self._found}
-        return {name: calibration.to_dict() for name, calibration in kept.items() if calibration is not None}
+        state: dict[str, Any] = {name: each.to_dict() for name, each in kept.items() if each is not None}
+        return state | ({"found_under": self._found_under} if self._found_under is not None else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lets count again what the checkpoint holds; a matrix that is named now goes before what was found then."""
         if "found_budget" in state and self._auto is not None and self._auto.matrix is None:
-            self._found = Calibration.from_dict(state["found_budget"])
+            self._found, self._found_under = Calibration.from_dict(state["found_budget"]), state.get("found_under")
             self._use(self._found)
         if "calibration" in state:
             self.adopt(Calibration.from_dict(state["calibration"]))
 
+    def _forget_if_elsewhere(self, trainer: pl.Trainer) -> None:
+        """Forgets a budget that was found on another machine, or for another model, and not adopted since."""
+        if self._found is None or self._found_under is None or self._adopted is not None:
+            return
+        now = _decisive(trainer)
+        then = self._found_under
+        changed = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if then.get(name) != now[name]]
+        if changed:
+            rank_zero_info(f"The checkpoint's budget was found elsewhere ({'; '.join(changed)}): it is found anew.")
+            self._found, self.training, self.step_time = None, None, self._given_step_time
+
     def _use(self, calibration: Calibration) -> None:
         self.training, self.step_time = calibration.budget, calibration.step_time
+
+
+def _decisive(trainer: pl.Trainer) -> dict[str, Any]:
+    """What a measured budget holds for."""
+    provenance = provenance_of(trainer)
+    return {name: provenance[name] for name in DECISIVE}

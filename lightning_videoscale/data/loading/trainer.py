@@ -61,7 +61,7 @@ def micro_batches_of(trainer: pl.Trainer | None, planned: int | None) -> int:
             f"and the Trainer makes them of {accumulated}: set "
             f"Trainer(accumulate_grad_batches={planned}), or leave micro_batches out."
         )
-    if any(type(callback) is GradientAccumulationScheduler for callback in _callbacks(trainer)):
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in _callbacks(trainer)):
         raise ValueError("GradientAccumulationScheduler changes the micro-batches per step, and the plan does not.")
     return accumulated
 

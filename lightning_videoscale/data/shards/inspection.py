@@ -73,10 +73,14 @@ def describe(
         return Described(known._replace(caption_length=len(caption.text)), caption.field)
     main = _main_member(key, members)
     read = {extension: at for extension, at in members.items() if extension == main or _passes_through(extension)}
-    for extension in read:
-        if extension != "txt" and batch_name(extension) in RESERVED:
+    taken = {"latents" if main in _LATENTS else "video": main}
+    for extension in read.keys() - {"txt", main}:
+        name = batch_name(extension)
+        if name in RESERVED:
+            raise RefusedError(f"{key}.{extension}", f"a batch uses the name {name!r} itself; rename it")
+        if (other := taken.setdefault(name, extension)) != extension:
             raise RefusedError(
-                f"{key}.{extension}", f"a batch uses the name {batch_name(extension)!r} itself; rename it"
+                f"{key}.{extension}", f"a batch would name it {name!r}, as it does '{key}.{other}'; rename one"
             )
     caption = _caption(shard, key, read, caption_key)
     members = {main: read.pop(main), **read}

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from fsspec import available_protocols  # type: ignore[import-untyped]
 from webdataset.shardlists import expand_urls
 
 from lightning_videoscale.data.shards.errors import ShardError
@@ -23,8 +24,8 @@ def expand_each(shards: Patterns, of_folder: Callable[[Path], list[str]] | None 
 
     Args:
         shards: One pattern or several. Braces (``{000..099}``, ``{train,extra}``) and ``::`` mean what they mean in
-            WebDataset; ``*``, ``?`` and ``[...]`` match what exists, sorted by name. URLs are those of fsspec. A local
-            folder with shards means these.
+            WebDataset, but for fsspec's ``simplecache::https://…``; ``*``, ``?`` and ``[...]`` match what exists,
+            sorted by name. URLs are those of fsspec. A local folder with shards means these.
         of_folder: Returns the shards of any other local folder. None: it is an error.
 
     Returns:
@@ -35,7 +36,7 @@ def expand_each(shards: Patterns, of_folder: Callable[[Path], list[str]] | None 
             one shard is named twice; or if a bucket or folder behind a URL is missing or cannot be listed.
     """
     patterns = [str(pattern) for pattern in ([shards] if isinstance(shards, (str, Path)) else shards)]
-    each = [[url for part in expand_urls(pattern) for url in _shards_of(part, of_folder)] for pattern in patterns]
+    each = [[url for part in _expanded(pattern) for url in _shards_of(part, of_folder)] for pattern in patterns]
     empty = [pattern for pattern, urls in zip(patterns, each, strict=True) if not urls]
     if empty or not patterns:
         raise ShardError(f"No shards found: the patterns {empty} match no file.")
@@ -51,6 +52,19 @@ def expand_each(shards: Patterns, of_folder: Callable[[Path], list[str]] | None 
     if times > 1:
         raise ShardError(f"The shard {shard} is named twice by {patterns}; name every shard once.")
     return each
+
+
+def _expanded(pattern: str) -> list[str]:
+    """What WebDataset makes of a pattern, but for URLs that fsspec reads through another: ``simplecache::https://…``."""
+    found: list[str] = []
+    through = ""
+    for part in pattern.split("::"):
+        if part.strip() in available_protocols() and "://" in pattern:
+            through += f"{part.strip()}::"
+        else:
+            found += [through + url for url in expand_urls(part)]
+            through = ""
+    return found
 
 
 def _shards_of(url: str, of_folder: Callable[[Path], list[str]] | None) -> list[str]:

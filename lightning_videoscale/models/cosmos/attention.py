@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_videoscale.injection.attention import (
-    ROTARY_HELPER,
     Processor,
     Projected,
     Rotary,
@@ -17,6 +16,7 @@ from lightning_videoscale.injection.attention import (
     original_if_changed,
     project_out,
     projected,
+    rotary_helper,
 )
 from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, TRIED
 from lightning_videoscale.kernels import rope_per_pair
@@ -29,7 +29,7 @@ _PROCESSOR = Processor(
         "89383a7f11a3ca1d-240f19a0370aa5ac7012cf841246957964f0addc5a5e7097aa2e1644c": TRIED,
     },
     norms=(DIFFUSERS_RMS_NORM,),
-    helpers=ROTARY_HELPER,
+    helpers=rotary_helper(),
 )
 _PROCESSOR_25 = Processor(
     class_path=f"{HOME}.CosmosAttnProcessor2_5",
@@ -37,7 +37,7 @@ _PROCESSOR_25 = Processor(
         "bddeef15b1d740b9-0f403aa14c8f9faa033959c4c7012cf841246957964f0addc5a6d0a74100aa2e1644c": TRIED,
     },
     norms=(DIFFUSERS_RMS_NORM,),
-    helpers=ROTARY_HELPER,
+    helpers=rotary_helper(),
     pairs=(("norm_q", "norm_k"), _OF_IMAGE["norms"]),
 )
 _ARGUMENTS = {"image_rotary_emb", "detach_bias"}

@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_videoscale.compat.diffusers import projection_functions
 from lightning_videoscale.injection.attention import (
     OF_ADDED,
-    ROTARY_HELPER,
     Processor,
     Rotary,
     attend_jointly,
@@ -24,6 +23,7 @@ from lightning_videoscale.injection.attention import (
     project_out,
     projected,
     rope_of,
+    rotary_helper,
 )
 from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock
@@ -55,7 +55,7 @@ _PROCESSOR = Processor(
         "b88fc1f181bd6ebb-240c715240bdb141246951f4a518e745e7f7d48": "diffusers 0.42.1",
     },
     norms=(RMS_NORM,),
-    helpers=ROTARY_HELPER | projection_helpers(_HOME),
+    helpers=rotary_helper(_HOME) | projection_helpers(_HOME),
 )
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_videoscale.injection.attention import (
     OF_ADDED,
-    ROTARY_HELPER,
     Processor,
     Projected,
     Rotary,
@@ -20,6 +19,7 @@ from lightning_videoscale.injection.attention import (
     project_out,
     projected,
     rope_of,
+    rotary_helper,
 )
 from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, TRIED
@@ -29,13 +29,13 @@ _PROCESSOR = Processor(
     class_path=f"{_HOME}.HunyuanVideoAttnProcessor2_0",
     known_calls={"da5b1c260376caf8-2403d5a03d78f535b54dcd01a26e9478e7ba6b445e7f76768a8": TRIED},
     norms=(DIFFUSERS_RMS_NORM,),
-    helpers=ROTARY_HELPER,
+    helpers=rotary_helper(),
 )
 _PROCESSOR_15 = Processor(
     class_path=f"{_HOME}15.HunyuanVideo15AttnProcessor2_0",
     known_calls={"d3ad9e909ea23e0d-240a03d78f535b54dcd011246956fb2cb9bd07309f693eb2bb16b445e7f76768a8": TRIED},
     norms=(DIFFUSERS_RMS_NORM,),
-    helpers=ROTARY_HELPER,
+    helpers=rotary_helper(),
 )
 _ARGUMENTS = {"image_rotary_emb", "detach_bias"}
 

@@ -56,6 +56,8 @@ def _attend_to_itself_and_text(
         getattr(block, f"{name}attn1"),
         getattr(block, f"{name}norm1"),
         own[0],
+        by_name="hidden_states",
+        encoder_hidden_states=None,
         query_rotary_emb=given[f"{name or 'video_'}rotary_emb"],
         attention_mask=given[f"{name}self_attention_mask"],
         **{each: given[each] for each in perturbation},
@@ -65,6 +67,7 @@ def _attend_to_itself_and_text(
         getattr(block, f"{name}norm2"),
         own[2] if len(own) == 3 else None,
         encoder_hidden_states=_text(block, given, name, own[0].dtype),
+        query_rotary_emb=None,
         attention_mask=given[f"{name}encoder_attention_mask"],
     )
 
@@ -144,6 +147,7 @@ _BLOCK = FusedBlock(
         "8a178f08f13b4021-a0c1666fff745d0858cd81286dbe2a969cc338f7145bbb74484cd2003db35f26a9fa7acd53e8903cb3b0f8fd7ae"
         "751e8826b2ef451b40f8346ec55bbdf5": "diffusers 0.40 to 0.42.1",
     },
+    helpers={"LTX2VideoTransformerBlock.get_mod_params": "e8d7af0fa992bba0-2f9ac40ccdc6414"},
     parts=tuple(Part(name, DIFFUSERS_RMS_NORM) for name in (*_NORMS, *_NORMS_OF_AUDIO)),
     branches=_BRANCHES,
     gathers=True,

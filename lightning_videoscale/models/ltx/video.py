@@ -67,9 +67,10 @@ def _forward(
     per_token = temb.unflatten(-1, (6, -1))
     attention, feed_forward = modulations(self.scale_shift_table, per_token, hidden_states.shape[0])
     stream = ResidualStream(self, hidden_states, rounding="eager")
-    stream.branch(self.attn1, self.norm1, attention, image_rotary_emb=image_rotary_emb)
-    of_text = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
-    stream.branch(self.attn2, None, None, **of_text)
+    to_itself: dict[str, Any] = {"encoder_hidden_states": None, "image_rotary_emb": image_rotary_emb}
+    stream.branch(self.attn1, self.norm1, attention, by_name="hidden_states", **to_itself)
+    to_text: dict[str, Any] = {"image_rotary_emb": None, "attention_mask": encoder_attention_mask}
+    stream.branch(self.attn2, None, None, encoder_hidden_states=encoder_hidden_states, **to_text)
     stream.branch(self.ff, self.norm2, feed_forward)
     return stream.end()
 
