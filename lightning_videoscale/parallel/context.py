@@ -187,7 +187,7 @@ class SequenceContext:
         self.choices = as_choices(attention_backend)
         self.transport = transport if transport is not None else DEFAULT_TRANSPORT
         self.record = SplitRecord(mesh.sp.rank)
-        self.randomness = RegionRandomness(mesh.sp.rank)
+        self.randomness = RegionRandomness(mesh.sp.rank, mesh.regions)
         self.in_forward = False
         self.suspended = False
         self.short_streams = short_streams

@@ -24,6 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_videoscale.parallel.layout.sizes import Size, resolve_sizes
+from lightning_videoscale.parallel.region_randomness import RegionsEntered
 
 _BACKGROUND = "lightning_videoscale: in the background"
 
@@ -84,6 +85,7 @@ class SequenceMesh:
         dp: Ranks that hold the same slice of different batches.
         sp: Ranks that work on one batch together (ring × ulysses).
         device_type: As given.
+        regions: Counts where split networks draw random numbers, so that two of them draw others.
         device_mesh: The same axes as a ``DeviceMesh`` with names ``("dp", "ring", "ulysses")``, from the first `open`
             on; ``("dp", "sp")`` while the division is open.
 
@@ -119,6 +121,7 @@ class SequenceMesh:
         self._groups: list[ProcessGroup] = []
         self._sharding_groups: list[ProcessGroup] = []
         self._reopened = False
+        self.regions = RegionsEntered()
 
     @classmethod
     def create(

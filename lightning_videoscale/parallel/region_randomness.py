@@ -29,26 +29,44 @@ class RegionSeed(NamedTuple):
     seed: int
 
 
+class RegionsEntered:
+    """How many regions were entered from one state of the CPU's generator.
+
+    Attributes:
+        origin: Digest of that state.
+        number: Of the last region, from 0.
+    """
+
+    def __init__(self) -> None:
+        self.origin, self.number = b"", 0
+
+    def count(self, origin: bytes) -> int:
+        """Returns the number of a region that is entered from a state."""
+        self.number = self.number + 1 if origin == self.origin else 0
+        self.origin = origin
+        return self.number
+
+
 class RegionRandomness:
     """The generators of torch, CPU and one device, in and outside of one model's split region.
 
-    A region's stream follows from the CPU generator's state outside, the number of regions entered from that state, and
-    the rank. It hence repeats where a run resumes, and differs between two passes of one step. Layers that draw one
-    decision for the whole sequence, such as stochastic depth, must do so from another generator: in the region, ranks
-    draw differently.
+    A region's stream follows from the CPU generator's state outside, the number of regions entered from that state, by
+    whichever network, and the rank. It hence repeats where a run resumes, and differs between two passes of one step,
+    of one network or of two. Layers that draw one decision for the whole sequence, such as stochastic depth, must do so
+    from another generator: in the region, ranks draw differently.
 
     Args:
         rank: This rank's position in the group that shares the sequence.
+        entered: Counts, for all networks that the group runs; left out: this one is alone.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, entered: RegionsEntered | None = None) -> None:
         self._rank = rank
+        self._entered = RegionsEntered() if entered is None else entered
         self._outside: tuple[Tensor, torch.device, Tensor | None] | None = None
         self._is_held = False
         self._begun: GeneratorStates | None = None
         self._drew = False, False
-        self._origin = b""
-        self._passes = 0
 
     @property
     def drew_on_host(self) -> bool:
@@ -79,9 +97,8 @@ class RegionRandomness:
         if self._outside is not None:
             return None
         origin = _digest(torch.get_rng_state())
-        self._passes = self._passes + 1 if origin == self._origin else 0
-        self._origin = origin
-        place = origin + self._passes.to_bytes(8, "little") + self._rank.to_bytes(8, "little")
+        number = self._entered.count(origin)
+        place = origin + number.to_bytes(8, "little") + self._rank.to_bytes(8, "little")
         seed = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
         self._begin(device, seed)
         return RegionSeed(origin, seed)
@@ -132,12 +149,12 @@ class RegionRandomness:
         """Afterwards all generators (torch's, NumPy's, Python's), the region and the next one's stream are as now."""
         numpy_state, python_state = np.random.get_state(), random.getstate()
         torch_state, device_state = _states(device)
-        region, place = (self._outside, self._begun), (self._origin, self._passes)
+        region, place = (self._outside, self._begun), (self._entered.origin, self._entered.number)
         try:
             yield
         finally:
             self._outside, self._begun = region
-            self._origin, self._passes = place
+            self._entered.origin, self._entered.number = place
             torch.set_rng_state(torch_state)
             np.random.set_state(numpy_state)
             random.setstate(python_state)

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import optimizers_to_device, set_device_mesh, set_up_processes, timeout_of
+from lightning_videoscale.compat.torch.data_parallel import note_dtypes
 from lightning_videoscale.graphs import GraphMode, no_graphs
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
@@ -204,6 +205,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         if isinstance(module, FSDPModule):
             for step in _STEPS:
                 register_fsdp_forward_method(module, step)
+        note_dtypes(module)
         self._save_together(module)
         count = sum(bool(unit.parameters) for unit in units)
         rank_zero_info(f"FSDP2: {count} units over {self.world_size} ranks, {self._sharding.replicas} replica(s).")

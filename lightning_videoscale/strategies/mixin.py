@@ -77,6 +77,7 @@ class SequenceParallelMixin(
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._seed = self._micro_batch = self._stream = 0
         self._loss_weight = 1.0
+        self._backwards, self._stepped = 0, {}
         self._failed = False
         self._built = WeakKeyDictionary()
         self._left_out = {}
@@ -212,6 +213,8 @@ class SequenceParallelMixin(
         """To be called once the model is wrapped: the ranks tell each other what they call before they wait."""
         assert self.lightning_module is not None
         module = self.lightning_module
+        if self.mesh.sp.size > 1:  # what hooks draw before the first step, such as noise for a sample
+            seed_generators(self._seed, "setup", self.data_parallel_rank)
         networks = {path: module.get_submodule(path) for path in split_plans(module, self.mesh, self._settings)}
         shared = {path: network for path, network in networks.items() if self._shares_parameters(network)}
         if self.mesh.dp.size > 1 and len(shared) > 1 and self._calls is None:

@@ -19,7 +19,7 @@ from lightning_videoscale import SequenceParallelDDPStrategy
 from lightning_videoscale.callbacks import BudgetRecalibrator
 from lightning_videoscale.callbacks.budget_recalibrator import observations_of
 from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge
-from lightning_videoscale.cost import StepTimeModel, TimeBudget
+from lightning_videoscale.cost import BucketBudget, StepTimeModel, TimeBudget
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw
 from lightning_videoscale.data import Batch, VideoDataModule
 from lightning_videoscale.timing import Marks, MicroBatchLoad, StepTimes, StepWindow, step_timer
@@ -240,3 +240,41 @@ def test_two_ranks_hold_the_same_budgets_at_every_step(shards: str, ranks: Ranks
     assert len(seen) == SAMPLES and len(first["batches"][0]) == len(second["batches"][0])
     assert first["p"] < 2.05, "on its way to 1.9"
     assert dict(first["speeds"])[1] == pytest.approx(1.5, rel=0.03) and dict(first["speeds"])[0] == 1.0
+
+
+class SaveAndStop(pl.Callback):
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.file)
+            trainer.should_stop = True
+
+
+def test_a_budget_that_was_changed_before_a_run_goes_on_counts(shards: str, tmp_path: Path) -> None:
+    """Nothing was recalibrated; else what was adopted would go before it."""
+    file = tmp_path / "begun.ckpt"
+    wide, narrow = BucketBudget(2 * LONGEST, 2.0 * LONGEST**2), BucketBudget(LONGEST, 1.0 * LONGEST**2)
+    first = BudgetRecalibrator(every_n_steps=1000)
+    trainer_with(callbacks=[first, SaveAndStop(file)]).fit(Witness(), VideoDataModule(shards, budget=wide))
+    for budget in (narrow, wide):
+        data = VideoDataModule(shards, budget=budget)
+        goes_on = BudgetRecalibrator(every_n_steps=1000)
+        trainer_with(callbacks=[goes_on], max_steps=4).fit(Witness(), data, ckpt_path=file, weights_only=False)
+        assert data.planner is not None and data.planner.budget == budget
+        assert goes_on.calibration is not None and goes_on.calibration.budget == budget
+
+
+def test_peaks_of_another_machine_are_dropped(shards: str, tmp_path: Path) -> None:
+    file, budget = tmp_path / "begun.ckpt", BucketBudget(2 * LONGEST, 2.0 * LONGEST**2)
+    first = BudgetRecalibrator(every_n_steps=1000)
+    trainer_with(callbacks=[first, SaveAndStop(file)]).fit(Witness(), VideoDataModule(shards, budget=budget))
+    state = first.state_dict()
+    state["recalibration"] |= {"peaks": [[100, 1e9]], "m_mem_limit": 200.0}
+    for machine, kept in ((state["machine"], [[100, 1e9]]), (["NVIDIA H200", 8, 4], [])):
+        goes_on = BudgetRecalibrator(every_n_steps=1000)
+        goes_on.load_state_dict(state | {"machine": machine})
+        data = VideoDataModule(shards, budget=budget)
+        trainer_with(callbacks=[goes_on], max_steps=2).fit(Witness(), data)
+        assert goes_on.state_dict()["recalibration"]["peaks"] == kept

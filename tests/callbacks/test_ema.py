@@ -141,3 +141,37 @@ def test_what_is_refused(tmp_path: Path) -> None:
         fitted(EMA(), start=tmp_path / "theirs.ckpt")
     with pytest.warns(UserWarning, match="save_weights_only"):
         fitted(EMA(), ModelCheckpoint(tmp_path, save_weights_only=True), enable_checkpointing=True, max_epochs=1)
+
+
+class TwoSteps(Line):
+    """Two optimizers take a step in each batch, and both count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.line(batch).square().mean())
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.01) for _ in range(2)]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+def test_steps_of_two_optimizers_leave_none_out(every: int) -> None:
+    module, ema = TwoSteps(), EMA(0.0, every_n_steps=every)
+    updated: list[int] = []
+
+    class Watched(EMA):
+        def _move_towards(self, shares: Any) -> None:
+            updated.append(module.global_step)
+            super()._move_towards(shares)
+
+    ema = Watched(0.5, every_n_steps=every)
+    trainer(ema, max_epochs=3).fit(module, DATA, DATA)
+    steps = 24  # of 12 batches
+    assert len(updated) + 1 == len({(step - 1) // every for step in range(2, steps + 1, 2)})

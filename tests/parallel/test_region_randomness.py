@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_videoscale.parallel.region_randomness import RegionRandomness
+from lightning_videoscale.parallel.region_randomness import RegionRandomness, RegionsEntered
 
 CPU = torch.device("cpu")
 
@@ -66,3 +66,13 @@ def test_what_a_capture_draws_is_put_back_in_and_outside_of_a_region(is_inside: 
         assert (seed is None) == is_inside
         torch.rand(1)
     assert torch.equal(torch.get_rng_state(), outside)
+
+
+def test_two_networks_of_a_mesh_draw_other_numbers_from_one_state() -> None:
+    entered, state, drawn = RegionsEntered(), torch.get_rng_state(), []
+    for randomness in (RegionRandomness(0, entered), RegionRandomness(0, entered), RegionRandomness(0)):
+        torch.set_rng_state(state)
+        with randomness.held(CPU):
+            drawn.append(torch.rand(4))
+    student, teacher, alone = drawn
+    assert not torch.equal(student, teacher) and torch.equal(student, alone)

@@ -309,3 +309,35 @@ def compiled_message() -> str:
 
 def test_blocks_that_are_compiled_already_are_refused(ranks: Ranks) -> None:
     assert "['net.blocks.1']" in ranks(4).run(compiled_message)[0]
+
+
+class GoesBackwardItself(pl.LightningModule):
+    """Manual optimization as it is written without Lightning, or by its rule."""
+
+    def __init__(self, by_rule: bool) -> None:
+        super().__init__()
+        self.net, self.by_rule, self.automatic_optimization = tiny_wan(), by_rule, False
+
+    def training_step(self, batch: Tensor) -> None:
+        loss = self.net(batch, torch.ones(1), torch.ones(1, 5, 16)).sample.square().mean()
+        self.manual_backward(loss) if self.by_rule else loss.backward()
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def go_backward(by_rule: bool) -> str:
+    data = DataLoader(torch.ones(4, 4, 1, 4, 6), batch_size=1)
+    try:
+        trainer(SequenceParallelDDPStrategy(ulysses_size=2)).fit(GoesBackwardItself(by_rule), data)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_that_goes_backward_by_itself_is_an_error(ranks: Ranks) -> None:
+    assert ranks(2).run(go_backward, True) == ["", ""]
+    assert all("self.manual_backward(loss)" in message for message in ranks(2).run(go_backward, False))

@@ -29,6 +29,18 @@ def gathers_and_reductions(root: nn.Module) -> list[Method]:
     return [_method(group, name) for state in dict.fromkeys(states) for group in _groups(state) for name in names]
 
 
+def note_dtypes(root: nn.Module) -> None:
+    """Has FSDP2 note in which dtypes it gathers and reduces what it sharded under ``root``.
+
+    Else it does so in the first forward, and of what is frozen just then it would have no dtype for gradients, ever.
+    """
+    noted: list[nn.Module] = []
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and not any(module in each.modules() for each in noted):
+            noted.append(module)
+            TORCH.get(_state_of(module), "_lazy_init")()
+
+
 def modules_in_forward(network: nn.Module) -> list[FSDPModule]:
     """Returns what FSDP2 sharded and whose forward is under way, also around ``network``, which it must have sharded.
 

@@ -9,8 +9,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_videoscale.strategies.batches.dealt_order import deal_alike
 from lightning_videoscale.strategies.batches.group_loader import GroupLoader
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.generators import seed_generators
@@ -34,6 +36,8 @@ class GroupBatches(_Parent):
     _micro_batch: int
     _stream: int
     _loss_weight: float
+    _backwards: int
+    _stepped: dict[int, int]
 
     @property
     def data_parallel_rank(self) -> int:
@@ -50,6 +54,7 @@ class GroupBatches(_Parent):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         loader = super().process_dataloader(dataloader)
+        deal_alike(loader, self._seed_dealing, self.root_device)
         if self._sharing is None:
             return loader
         assert self.lightning_module is not None
@@ -115,9 +120,37 @@ class GroupBatches(_Parent):
         stage, rank = str(trainer.state.stage), self.data_parallel_rank
         seed_generators(self._seed, "reading", stage, rank, trainer.current_epoch, *place)
 
+    def _seed_dealing(self) -> None:
+        """Seeds an order of which each data-parallel rank takes its part: alike on all of them."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        seed_generators(self._seed, "dealing", str(trainer.state.stage), trainer.current_epoch)
+
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._backwards += 1
         return super().backward(closure_loss * self._loss_weight, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        self._refuse_own_backward(optimizer)
+        return result
+
+    def _refuse_own_backward(self, optimizer: Optimizer) -> None:
+        """A loss that goes backward by itself is not averaged: each rank would have trained on its slice alone."""
+        before, self._stepped[id(optimizer)] = self._stepped.get(id(optimizer)), self._backwards
+        assert self.lightning_module is not None
+        if self._sharing is None or self.lightning_module.automatic_optimization:
+            return
+        if self._backwards != (before or 0):
+            return
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has taken a step by gradients that {type(self).__name__} has not averaged "
+                "over the ranks that share a sequence. In manual optimization, call self.manual_backward(loss) and not "
+                "loss.backward()."
+            )
 
 
 def _loss_weight(args: tuple[Any, ...]) -> float:

@@ -196,8 +196,9 @@ class GroupLoader(WorkersWithin):
                 f"Ranks {list(self._sharing.axis.ranks)} read the batches of one loader in turn, but its "
                 f"{type(_order_of(self._loader)).__name__} orders the samples differently on each of them, from "
                 f"micro-batch {position} on: some would be lost and others repeated. Draw the order from the default "
-                "generators before the first batch, or from a generator that is seeded alike on these ranks, by "
-                "strategy.data_parallel_rank and the epoch; never by the global rank, nor unseeded."
+                "generators before the first batch, or from a generator that is seeded alike on these ranks; never by "
+                "the global rank, nor unseeded. Where you deal one order out by strategy.data_parallel_rank, seed a "
+                "generator of your own by the epoch alone: the default ones differ between data-parallel ranks."
             )
         return self._end_together(pending, position) if may_end_apart else pending
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,10 @@ def test_shards_of_nothing_but_too_small_pictures_are_refused(tmp_path: Path, bu
     shard = write_shard(tmp_path / "0.tar", [{"__key__": "tiny", "png": picture.getvalue(), "txt": b""}])
     with pytest.raises(ValueError, match=r"1 samples .*'0.tar/tiny' of 4x4"):
         trainer_with().fit(Witness(), VideoDataModule(str(shard), budget=budget))
+
+
+def test_one_without_validation_is_the_same_in_another_process(tmp_path: Path) -> None:
+    """As `ddp_spawn` and clusters that pickle it make it."""
+    data = VideoDataModule(write_shards(tmp_path / "train", 8, shards=1), budget=BucketBudget(160, 160 * 80))
+    again = pickle.loads(pickle.dumps(data))
+    trainer_with(max_steps=1).fit(Witness(), again)

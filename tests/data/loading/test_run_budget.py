@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
+import torch
 
 from lightning_videoscale.cost import BucketBudget, Calibration, MatrixRow, ShapeMatrix, StepTimeModel
 from lightning_videoscale.data import AutoBudget, BucketPlanner, RandomBatches
+from lightning_videoscale.data.loading import run_budget
 from lightning_videoscale.data.loading.run_budget import RunBudget
 from tests.data.planning.tables import LENGTHS, WAN_14B, table_of
 
@@ -75,3 +80,33 @@ def test_what_was_adopted_goes_before_what_was_found_when_a_run_goes_on() -> Non
     named = RunBudget(AutoBudget("matrix.json"), None)
     named.load_state_dict(found_only)
     assert named.training is None, "a matrix that is named is read again"
+
+
+class Measuring(pl.LightningModule):
+    """One whose budget is found in each test anew; nothing of it is trained."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(width, width)
+
+
+def trainer_of(module: pl.LightningModule) -> pl.Trainer:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    return trainer
+
+
+@pytest.mark.parametrize(("width", "is_found_anew"), [(4, False), (8, True)])
+def test_what_was_found_for_another_model_or_machine_is_found_anew(width: int, is_found_anew: bool) -> None:
+    def find_in(budget: RunBudget, trainer: pl.Trainer) -> Any:
+        return budget.find(
+            trainer, lambda: BucketPlanner(TABLE, GIVEN), lambda: (TABLE, RandomBatches()), Path("nowhere.json")
+        )
+
+    first, second = (RunBudget(AutoBudget(), None) for _ in range(2))
+    with mock.patch.object(run_budget, "known_matrix", lambda *_: (None, "nothing was measured")):
+        find_in(first, trainer_of(Measuring()))
+        second.load_state_dict(first.state_dict())
+        found = find_in(second, trainer_of(Measuring(width)))
+    assert (found is not None) == is_found_anew

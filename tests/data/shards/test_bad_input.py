@@ -8,6 +8,7 @@ import io
 import re
 import resource
 import struct
+import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import save as save_safetensors
 
 from lightning_videoscale.data import ShardIndex
 from lightning_videoscale.data.planning.shapes import ClipShape, Media
@@ -262,3 +265,38 @@ def test_damage_anywhere_is_an_answer_and_nothing_else(kind: str, data: st.DataO
 @functools.cache
 def _sound(kind: str) -> bytes:
     return SOUND[kind]()
+
+
+@pytest.mark.parametrize(
+    ("members", "refused"),
+    [
+        (("latents.npy", "latents.safetensors"), "latents.safetensors"),
+        (("latents.npy", "depth.npy", "depth.json"), "depth"),
+        (("png", "video.npy"), "video.npy"),
+    ],
+)
+def test_two_members_of_one_name_in_a_batch_are_refused(tmp_path: Path, members: tuple[str, ...], refused: str) -> None:
+    """One would take the other's place, without a word."""
+    shard = tmp_path / "0.tar"
+    with tarfile.open(shard, "w") as tar:
+        for extension in members:
+            data = content_of(extension)
+            entry = tarfile.TarInfo(f"clip.{extension}")
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    [(_, refusal)] = index_shards([str(shard)]).refused
+    assert refused in refusal.member and "rename one" in refusal.reason
+
+
+def content_of(extension: str) -> bytes:
+    if extension == "json":
+        return b"{}"
+    if extension.endswith("npy"):
+        file = io.BytesIO()
+        np.save(file, np.ones((4, 1, 4, 4), np.float32))
+        return file.getvalue()
+    if extension.endswith("safetensors"):
+        return save_safetensors({"latents": torch.ones(4, 1, 4, 4)})
+    picture = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(picture, "png")
+    return picture.getvalue()

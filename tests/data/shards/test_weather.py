@@ -19,6 +19,7 @@ from lightning_videoscale.data.planning.shapes import ClipShape
 from lightning_videoscale.data.shards import storage
 from lightning_videoscale.data.shards.errors import UnreachableError
 from lightning_videoscale.data.shards.indexing import build_index, index_shards
+from lightning_videoscale.data.shards.patterns import expand_each
 from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from tests.data.clips import clip, write_shard
 from tests.data.films import film, numbered
@@ -181,3 +182,11 @@ def test_while_training_a_sample_comes_back_when_its_server_does(server: RangeSe
         batch = reader[micro_batch]
     assert len(batch["sample_ids"]) == 2 and batch["meta"].loss_weight == 1.0
     assert torch.equal(batch["latents"].mean(dim=(1, 2, 3, 4)), torch.tensor([2.0, 3.0]))
+
+
+def test_a_chain_of_fsspec_is_one_pattern_and_webdatasets_separator_stays() -> None:
+    """``simplecache::`` is advised by an error, and given to `VideoDataModule`."""
+    chained = "simplecache::https://host/{000..001}.tar::s3://bucket/a.tar"
+    assert expand_each(chained) == [
+        ["simplecache::https://host/000.tar", "simplecache::https://host/001.tar", "s3://bucket/a.tar"]
+    ]

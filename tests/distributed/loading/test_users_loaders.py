@@ -45,6 +45,7 @@ RIGHT = [
     "stride by place",
     "stride by place, cropped",
     "shuffled",
+    "sampler of its own",
     "shuffled alike",
     "cropped",
     "cropped by its own",
@@ -97,6 +98,7 @@ SOME_RIGHT = {
     ("ddp", "shuffled, split by place", 4),
     ("ddp", "stride by place", 4),
     ("ddp", "stride by place, cropped", 2),
+    ("ddp", "sampler of its own", 4),
     ("fsdp2", "shuffled alike", 2),
     ("ddp", "cropped", 4),
     ("ddp", "cropped by its own", 2),
@@ -112,6 +114,14 @@ def test_all_else_trains_every_sample_once(ranks: Ranks, tmp_path: Path, strateg
     for epoch in range(2):
         trained = [int(x) for group in results[::2] for batch in group[epoch] for x in batch]
         assert sorted(trained) == list(range(SAMPLES))
+
+
+def test_a_sampler_of_its_own_is_dealt_out_where_ranks_have_whole_sequences(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(fit, "ddp", 1, loader_of, "sampler of its own", str(tmp_path))
+    for epoch in range(2):
+        trained = [int(x) for group in (first, second) for batch in group[epoch] for x in batch]
+        assert sorted(trained) == list(range(SAMPLES))
+    assert first[0] != first[1]
 
 
 def test_a_stream_that_can_be_read_once_loses_nothing(ranks: Ranks, tmp_path: Path) -> None:

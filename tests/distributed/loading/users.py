@@ -68,6 +68,16 @@ class OwnOrder(Sampler[int]):
         return iter(self.permute())
 
 
+class DefaultOrder(Sampler[int]):
+    """Shuffles by torch's default generator, as most samplers of users do; Lightning deals it out to the ranks."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(SAMPLES).tolist())
+
+
 class Cropped(Numbers):
     """Adds less than a half, drawn from the default generators or from one that nobody seeded."""
 
@@ -117,6 +127,7 @@ def loader_of(kind: str, strategy: Any, shards: str) -> Any:
         "stride by place, workers": lambda: DataLoader(Strided(*place), 2, num_workers=2, persistent_workers=True),
         "stride by place, cropped": lambda: DataLoader(CroppedStream(*place), 2),
         "shuffled": lambda: DataLoader(numbers, 2, shuffle=True),
+        "sampler of its own": lambda: DataLoader(numbers, 2, sampler=DefaultOrder()),
         "shuffled alike": lambda: _alike(numbers, 0),
         "shuffled alike, workers": lambda: _alike(numbers, 1),
         "cropped": lambda: DataLoader(Cropped(SAMPLES), 2),
