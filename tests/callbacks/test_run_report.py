@@ -24,6 +24,7 @@ from lightning_videoscale.callbacks import (
     LossWeighting,
     RunReport,
 )
+from lightning_videoscale.callbacks.run_folder import run_folder
 from lightning_videoscale.cli import main
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import VideoDataModule
@@ -336,3 +337,10 @@ def test_a_callback_of_yours_records_too(tmp_path: Path) -> None:
 def test_refuses_an_interval_below_one() -> None:
     with pytest.raises(ValueError, match="got 0"):
         RunReport(every_n_steps=0)
+
+
+def test_of_a_remote_root_the_report_is_local_and_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir="memory://bucket/run")
+    with pytest.warns(UserWarning, match="it goes to"):
+        assert run_folder(trainer) == tmp_path / "bucket" / "run"
