@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import is_
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class HostConstants(TorchFunctionMode):
                 moved += [self._there(places) for places in chosen.nonzero(as_tuple=True)]
             else:
                 moved.append(self._there(chosen))
-        return tuple(moved)
+        return index if all(map(is_, moved, parts)) else tuple(moved)
 
     def _made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._beside():

@@ -138,10 +138,13 @@ class GroupBatches(_Parent):
         return result
 
     def _refuse_own_backward(self, optimizer: Optimizer) -> None:
-        """A loss that goes backward by itself is not averaged: each rank would have trained on its slice alone."""
+        """A loss that goes backward by itself is not averaged: each rank would have trained on its slice alone.
+
+        But where parameters are gathered in forward, whose gradients are averaged in any backward.
+        """
         before, self._stepped[id(optimizer)] = self._stepped.get(id(optimizer)), self._backwards
         assert self.lightning_module is not None
-        if self._sharing is None or self.lightning_module.automatic_optimization:
+        if self._sharing is None or self._gathers_in_forward or self.lightning_module.automatic_optimization:
             return
         if self._backwards != (before or 0):
             return
