@@ -76,11 +76,7 @@ class ShapeMatrix:
 
     def differences(self, provenance: Mapping[str, Any], names: Sequence[str]) -> list[str]:
         """What a run differs in from the one that was measured, as ``name: then, now``."""
-        return [
-            f"{name}: {self.provenance.get(name)!r} measured, {provenance.get(name)!r} now"
-            for name in names
-            if self.provenance.get(name) != provenance.get(name)
-        ]
+        return differences(self.provenance, provenance, names)
 
     def save(self, file: str | Path) -> None:
         """Writes the matrix as JSON; whoever reads meanwhile, or after this process was killed, finds it whole."""
@@ -112,3 +108,12 @@ class ShapeMatrix:
             return cls(rows, content["provenance"], content["capacity_bytes"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file} is no matrix of `videoscale benchmark-shapes`: {error}.") from error
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """What differs, of some names, between where something was measured and where it is to hold."""
+    return [
+        f"{name}: {then.get(name)!r} measured, {now.get(name)!r} now"
+        for name in names
+        if then.get(name) != now.get(name)
+    ]

@@ -11,7 +11,7 @@ from lightning_videoscale.graphs.capture import CapturedPass
 from lightning_videoscale.graphs.snapshot import Snapshot
 from lightning_videoscale.parallel.context import SplitRecord
 
-_MOST = 512
+_MOST = 512  # more than buckets make
 
 
 @dataclass

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from lightning_videoscale.injection.branch_bias import changed_linear, output_li
 from lightning_videoscale.injection.bypassed import changed
 from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock, original_forward, unfused
-from lightning_videoscale.injection.methods import difference, replacement_of, source_hash
+from lightning_videoscale.injection.methods import difference, replacement_of, source_hash_at
 from lightning_videoscale.injection.norms import TRIED, of_norm
 from lightning_videoscale.injection.parts import KnownClass
 from lightning_videoscale.kernels import qk_norm_rope, qkv_linear, rope_per_pair
@@ -116,8 +115,7 @@ class _Objection:
         if (other := difference(type(attn.processor), "__call__", known.known_calls)) is not None:
             return f"the __call__ of its processor {other}"
         for path, expected in known.helpers.items():
-            module, _, name = path.rpartition(".")
-            if source_hash(getattr(import_module(module), name)) != expected:
+            if source_hash_at(path) != expected:
                 return f"{path}, which its processor calls, is not one that the fused forward was written for ({TRIED})"
         for norm in (getattr(attn, name, None) for pair in known.pairs for name in pair):
             kind = next((kind for kind in known.norms if kind.class_path == class_path(type(norm))), None)
@@ -239,13 +237,13 @@ def normed(
     settings: dict[str, Any] = {"norm": "none"}
     if norm_q is not None:
         settings = of_norm(norm_q)
-        for name in settings.keys() & {"weight", "bias"}:
-            settings[name] = _fitting(settings[name], query)
         if settings["eps"] is None:  # torch's default, for the float32 that eager code hands such a norm
             settings["eps"] = torch.finfo(wide_dtype(query)).eps
-        settings["q_weight"], settings["k_weight"] = settings.pop("weight"), _fitting(norm_k.weight, query)
+        settings["q_weight"], settings["k_weight"] = settings.pop("weight"), norm_k.weight
         if settings["norm"] == "layer":
-            settings["q_bias"], settings["k_bias"] = settings.pop("bias"), _fitting(norm_k.bias, query)
+            settings["q_bias"], settings["k_bias"] = settings.pop("bias"), norm_k.bias
+        for name in [name for name, value in settings.items() if isinstance(value, Tensor)]:
+            settings[name] = _fitting(settings[name], query)
     settings["q_proj_bias"], settings["k_proj_bias"] = biases
     return Projected(
         partial(
@@ -266,10 +264,10 @@ def normed(
     )
 
 
-def _fitting(parameter: Tensor | None, query: Tensor) -> Tensor | None:
+def _fitting(parameter: Tensor, query: Tensor) -> Tensor:
     """A norm's parameter in a dtype that the kernels take: autocast may have chosen another for queries."""
     wide = wide_dtype(query)
-    return parameter if parameter is None or parameter.dtype in (query.dtype, wide) else parameter.to(wide)
+    return parameter if parameter.dtype in (query.dtype, wide) else parameter.to(wide)
 
 
 def attend_jointly(

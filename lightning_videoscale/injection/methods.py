@@ -1,6 +1,7 @@
 """Whether a class's method is still the one it was written with, and which version of it.
 
 `source_hash`      names a version of a method, and of what is wrapped around it
+`source_hash_at`   that of the function which a path names
 `replacement_of`   says what took a method's place after its class was written
 `difference`       says how a method differs from the versions that a fused forward was written for
 """
@@ -14,6 +15,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -39,6 +41,12 @@ def source_hash(function: Callable[..., Any]) -> str | None:
     except (AttributeError, OSError, SyntaxError, TypeError, ValueError):
         return None
     return f"{_sha256(repr(forms))[:16]}-{''.join(_sha256(form)[:_DIGITS] for form in forms)}"
+
+
+def source_hash_at(path: str) -> str | None:
+    """Returns the `source_hash` of the function that a dotted path names now."""
+    module, _, name = path.rpartition(".")
+    return source_hash(getattr(import_module(module), name))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

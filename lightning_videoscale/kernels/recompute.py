@@ -102,11 +102,9 @@ class _Pack:
         self._recipe, self._around = recipe, around
 
     def __call__(self, saved: Tensor) -> Any:
-        which, version = -1, -1
-        if saved.numel():
-            which, version = self._which.get((saved.untyped_storage().data_ptr(), saved.dtype), (-1, -1))
-        if version >= 0 and version == version_of(saved):  # else somebody has written into it since
-            return self._recipe.view(which, saved)
+        known = self._which.get((saved.untyped_storage().data_ptr(), saved.dtype)) if saved.numel() else None
+        if known is not None and known[1] == version_of(saved):  # else somebody has written into it since
+            return self._recipe.view(known[0], saved)
         return saved if self._around is None else self._around(saved)
 
 

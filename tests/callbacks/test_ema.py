@@ -163,15 +163,13 @@ class TwoSteps(Line):
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
 def test_steps_of_two_optimizers_leave_none_out(every: int) -> None:
-    module, ema = TwoSteps(), EMA(0.0, every_n_steps=every)
-    updated: list[int] = []
+    module, updated = TwoSteps(), list[int]()
 
     class Watched(EMA):
         def _move_towards(self, shares: Any) -> None:
             updated.append(module.global_step)
             super()._move_towards(shares)
 
-    ema = Watched(0.5, every_n_steps=every)
-    trainer(ema, max_epochs=3).fit(module, DATA, DATA)
+    trainer(Watched(0.5, every_n_steps=every), max_epochs=3).fit(module, DATA, DATA)
     steps = 24  # of 12 batches
     assert len(updated) + 1 == len({(step - 1) // every for step in range(2, steps + 1, 2)})

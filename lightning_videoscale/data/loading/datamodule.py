@@ -166,11 +166,8 @@ class VideoDataModule(pl.LightningDataModule):
         if not self._validates:
             patch(self, "val_dataloader", super().val_dataloader)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """All but the hook, which would be found by its name, and be this class's, in another process."""
-        return {name: value for name, value in vars(self).items() if self._validates or name != "val_dataloader"}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process the hook would be found by its name, and be this class's."""
         vars(self).update(state)
         self._leave_validation_out()
 

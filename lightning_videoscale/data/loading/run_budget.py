@@ -16,6 +16,7 @@ from lightning_videoscale.cost.benchmark.grid import SyntheticBatches, spread_ov
 from lightning_videoscale.cost.benchmark.known_matrix import known_matrix
 from lightning_videoscale.cost.benchmark.measure_shapes import DECISIVE, measure_shapes, provenance_of
 from lightning_videoscale.cost.budget import Budget
+from lightning_videoscale.cost.matrix import differences
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.compute_budget import best_of, explain, try_budgets
 from lightning_videoscale.topology import waits_in_every_micro_batch
@@ -97,7 +98,7 @@ class RunBudget:
         rank_zero_info(why)
         # The last bits of a fit may differ between processors, and all ranks must plan alike.
         self._found = found if trainer is None else trainer.strategy.broadcast(found)
-        self._found_under = None if trainer is None else _decisive(trainer)
+        self._found_under = None if trainer is None else provenance_of(trainer)
         self._use(self._found)
         return self.training
 
@@ -155,18 +156,9 @@ class RunBudget:
         """Forgets a budget that was found on another machine, or for another model, and not adopted since."""
         if self._found is None or self._found_under is None or self._adopted is not None:
             return
-        now = _decisive(trainer)
-        then = self._found_under
-        changed = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if then.get(name) != now[name]]
-        if changed:
+        if changed := differences(self._found_under, provenance_of(trainer), DECISIVE):
             rank_zero_info(f"The checkpoint's budget was found elsewhere ({'; '.join(changed)}): it is found anew.")
             self._found, self.training, self.step_time = None, None, self._given_step_time
 
     def _use(self, calibration: Calibration) -> None:
         self.training, self.step_time = calibration.budget, calibration.step_time
-
-
-def _decisive(trainer: pl.Trainer) -> dict[str, Any]:
-    """What a measured budget holds for."""
-    provenance = provenance_of(trainer)
-    return {name: provenance[name] for name in DECISIVE}

@@ -74,7 +74,7 @@ def describe(
     main = _main_member(key, members)
     read = {extension: at for extension, at in members.items() if extension == main or _passes_through(extension)}
     taken = {"latents" if main in _LATENTS else "video": main}
-    for extension in read.keys() - {"txt", main}:
+    for extension in (each for each in read if each not in ("txt", main)):
         name = batch_name(extension)
         if name in RESERVED:
             raise RefusedError(f"{key}.{extension}", f"a batch uses the name {name!r} itself; rename it")

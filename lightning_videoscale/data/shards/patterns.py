@@ -56,11 +56,12 @@ def expand_each(shards: Patterns, of_folder: Callable[[Path], list[str]] | None 
 
 def _expanded(pattern: str) -> list[str]:
     """What WebDataset makes of a pattern, but for URLs that fsspec reads through another: ``simplecache::https://…``."""
+    parts = pattern.split("::")
     found: list[str] = []
     through = ""
-    for part in pattern.split("::"):
-        if part.strip() in available_protocols() and "://" in pattern:
-            through += f"{part.strip()}::"
+    for part, following in zip(parts, [*parts[1:], ""], strict=True):
+        if part.strip() in available_protocols() and is_remote(following):
+            through = f"{part.strip()}::"
         else:
             found += [through + url for url in expand_urls(part)]
             through = ""

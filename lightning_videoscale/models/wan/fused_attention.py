@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from lightning_videoscale.injection.branch_bias import output_linear
 from lightning_videoscale.injection.bypassed import changed
 from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock, original_forward, unfused
-from lightning_videoscale.injection.methods import difference, replacement_of, source_hash
+from lightning_videoscale.injection.methods import difference, replacement_of, source_hash_at
 from lightning_videoscale.injection.norms import TRIED
 from lightning_videoscale.models.wan.attention import ExchangingAttention, WanRotary, attend
 
@@ -30,8 +29,6 @@ _CALLS = {"a929a3b19d975b4a-d0809db7024d1246955b54dcd01f473628721b545eed6ab5aa2e
 _PROCESSORS = {f"{home}.WanAttnProcessor": _CALLS for home in (MODULE, CHRONOEDIT, ANIMATE)} | {
     _ALL_PARALLEL: {"517dc8df1aa9e2da-d0809db7024d1246955b54dcd01f47362f146b445eed6ab5aa2e1644c": TRIED}
 }
-
-
 _PROJECTIONS = (
     {"9f8c7d0f1fcdbf6d-163f197e6547", "798b5212476a832a-163f196b4547"},  # the second is SkyReels'
     {"400fafa963e490da-d8a831adf"},
@@ -99,8 +96,7 @@ def _object_to_attention(attn: nn.Module) -> str | None:
     if (other := difference(type(processor), "__call__", _PROCESSORS[class_path(type(processor))])) is not None:
         return f"the __call__ of its processor {other}"
     for path, known in zip(projection_functions_of_wan(type(processor).__module__), _PROJECTIONS, strict=True):
-        module, _, name = path.rpartition(".")
-        if source_hash(getattr(import_module(module), name)) not in known:
+        if source_hash_at(path) not in known:
             return f"{path}, which its processor calls, is not one that the fused forward was written for ({TRIED})"
     return changed_attention(attn)
 

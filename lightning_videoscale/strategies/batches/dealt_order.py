@@ -31,7 +31,9 @@ class _DealtOrder:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_sampler"], name)
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._sampler, name)
 
 
 def deal_alike(loader: object, seed: Callable[[], None], device: torch.device) -> None:

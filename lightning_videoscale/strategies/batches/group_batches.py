@@ -142,11 +142,11 @@ class GroupBatches(_Parent):
 
         But where parameters are gathered in forward, whose gradients are averaged in any backward.
         """
-        before, self._stepped[id(optimizer)] = self._stepped.get(id(optimizer)), self._backwards
+        before, self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0), self._backwards
         assert self.lightning_module is not None
         if self._sharing is None or self._gathers_in_forward or self.lightning_module.automatic_optimization:
             return
-        if self._backwards != (before or 0):
+        if self._backwards != before:
             return
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             raise RuntimeError(

@@ -186,6 +186,7 @@ def test_while_training_a_sample_comes_back_when_its_server_does(server: RangeSe
 
 def test_a_chain_of_fsspec_is_one_pattern_and_webdatasets_separator_stays() -> None:
     """``simplecache::`` is advised by an error, and given to `VideoDataModule`."""
+    assert expand_each("s3://bucket/a.tar::s3://bucket/b.tar") == [["s3://bucket/a.tar", "s3://bucket/b.tar"]]
     chained = "simplecache::https://host/{000..001}.tar::s3://bucket/a.tar"
     assert expand_each(chained) == [
         ["simplecache::https://host/000.tar", "simplecache::https://host/001.tar", "s3://bucket/a.tar"]
