@@ -89,7 +89,8 @@ class Layer:
     def shape(self) -> LayerShape:
         """As layers tell it to what chooses their schedule."""
         tokens, width = self.tokens * self.mesh.ulysses.size, self.heads * HEAD_DIM
-        return LayerShape(self.x.shape[0], tokens, width, self.heads, self.heads, HEAD_DIM, False, "bfloat16")
+        sizes = self.x.shape[0], tokens, width, self.heads, self.heads, HEAD_DIM
+        return LayerShape(*sizes, across_heads=False, dtype="bfloat16", has_biases=False)
 
     def ulysses(self, transport: Transport) -> Ulysses:
         lengths = (self.tokens,) * self.mesh.ulysses.size

@@ -26,6 +26,7 @@ from lightning_videoscale.models.hidden_exchange.projections import Arrived, pro
 from lightning_videoscale.models.hidden_exchange.view import seen_by_heads
 from lightning_videoscale.parallel import SequenceContext, SplitPlan, check_heads
 from lightning_videoscale.parallel.plan import submodules
+from lightning_videoscale.parallel.projection import Projection
 from lightning_videoscale.parallel.redirection import AttentionPlace, exchanging_forward
 from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.schedules.input_projections import norm_again
@@ -99,6 +100,11 @@ def _widths(attn: Any, described: Streams) -> set[int]:
     return {linear.out_features for linear in linears if hasattr(linear, "out_features")}
 
 
+def _has_biases(attn: Any, projection: Projection) -> bool:
+    linears = (getattr(attn, name) for name in projection.linears if name is not None)
+    return any(getattr(linear, "bias", None) is not None for linear in linears)
+
+
 @dataclass(eq=False)
 class _Layer:
     """Where an attention is, and what it does.
@@ -160,6 +166,7 @@ class _Layer:
             across_heads=largest.across_heads,
             apart=sum(tokens) - max(tokens),
             is_projected=getattr(attn, largest.output, None) is not None,
+            has_biases=_has_biases(attn, largest),
         )
         return context.schedule_of(shape)
 

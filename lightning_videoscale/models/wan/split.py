@@ -88,7 +88,8 @@ class SequenceParallelWanAttention(HearsOfBackends):
         if self.context.schedule != "auto":
             return self.context.schedule
         tokens, head_dim = sum(self.context.lengths()), attn.inner_dim // attn.heads
-        layer = LayerShape.of(hidden_states, tokens, attn.heads, head_dim, across_heads=True)
+        has_biases = getattr(attn.to_v, "bias", None) is not None
+        layer = LayerShape.of(hidden_states, tokens, attn.heads, head_dim, across_heads=True, has_biases=has_biases)
         return self.context.schedule_of(layer)
 
     def _watched(self) -> None:

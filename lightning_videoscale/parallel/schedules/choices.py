@@ -37,8 +37,8 @@ from lightning_videoscale.parallel.schedules.trial_layer import TrialGroup, Tria
 from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.ranks import gather_over_ranks, of_first_rank, rank_in_world
 
-_SECONDS_OF_KEY = 3.0
-_SECONDS_OF_RUN = 30.0
+_SECONDS_OF_KEY = 6.0
+_SECONDS_OF_RUN = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class ScheduleChoices:
     def settle(self) -> None:
         """Measures what was asked for since the last time; collective over all ranks, between two steps.
 
-        It takes at most 3 s for a kind of layer, beside what kernels need to compile, and 30 s in a run. What is left
+        It takes at most 6 s for a kind of layer, beside what kernels need to compile, and 60 s in a run. What is left
         then, or hardly differs in size, goes by the nearest that was measured, or by the prediction. Where a trial
         fails on one rank, all run "serial". Nothing of it is done where all is known.
         """

@@ -14,7 +14,7 @@ from lightning_videoscale.measurement_file import MeasurementFile, versions_of_t
 from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.parallel.schedules.table import ScheduleKey, fastest
 
-_MADE = 4  # counted up when a schedule or the trial changes so that older measurements say nothing
+_MADE = 5  # counted up when a schedule or the trial changes so that older measurements say nothing
 
 
 class ScheduleRecord(NamedTuple):

@@ -39,6 +39,7 @@ class LayerShape(NamedTuple):
         dtype: Such as "bfloat16", in which matrices are multiplied.
         apart: Tokens, of all, that have projections of their own, as text often has; 0 if all have the same.
         is_projected: Whether the layer projects its output, too.
+        has_biases: Whether a projection has a bias, whose gradient is summed over tokens.
     """
 
     batch: int
@@ -51,6 +52,7 @@ class LayerShape(NamedTuple):
     dtype: str
     apart: int = 0
     is_projected: bool = True
+    has_biases: bool = True
 
     @classmethod
     def of(
@@ -63,6 +65,7 @@ class LayerShape(NamedTuple):
         across_heads: bool,
         apart: int = 0,
         is_projected: bool = True,
+        has_biases: bool = True,
     ) -> LayerShape:
         """Returns that of a call with this rank's tokens x, (B, s, C), of ``tokens`` tokens in all.
 
@@ -71,7 +74,7 @@ class LayerShape(NamedTuple):
         dtype = torch.get_autocast_dtype(x.device.type) if under_autocast(x) else x.dtype
         name = str(dtype).removeprefix("torch.")
         numbers = x.shape[0], tokens, x.shape[2], heads, heads, head_dim
-        return cls(*numbers, across_heads, name, apart, is_projected)
+        return cls(*numbers, across_heads, name, apart, is_projected, has_biases)
 
 
 class LayerPlacement(NamedTuple):
@@ -102,6 +105,7 @@ class ScheduleKey(NamedTuple):
     head_dim: int
     across_heads: bool
     is_projected: bool
+    has_biases: bool
     batch: int
     tokens: int
     apart: int
@@ -110,7 +114,8 @@ class ScheduleKey(NamedTuple):
     def of(cls, shape: LayerShape, place: LayerPlacement) -> ScheduleKey:
         """Returns that of a layer at a place."""
         numbers, sizes = (shape.width, shape.heads, shape.kv_heads, shape.head_dim), (shape.batch, shape.tokens)
-        return cls(*place, shape.dtype, *numbers, shape.across_heads, shape.is_projected, *sizes, shape.apart)
+        kind = shape.across_heads, shape.is_projected, shape.has_biases
+        return cls(*place, shape.dtype, *numbers, *kind, *sizes, shape.apart)
 
     def __str__(self) -> str:
         """Such as "bfloat16, 5120 channels, 40 heads of 128, batch 1, 32768 tokens over ulysses 4, collective"."""
@@ -118,6 +123,7 @@ class ScheduleKey(NamedTuple):
         norm = ", normalised over all heads" if self.across_heads else ""
         layer = f"{self.dtype}, {self.width} channels, {self.heads} heads of {self.head_dim}{few}{norm}"
         layer += "" if self.is_projected else ", output not projected"
+        layer += "" if self.has_biases else ", no biases"
         apart = f" ({self.apart} with weights of their own)" if self.apart else ""
         hosts = f" on {self.hosts} hosts" if self.hosts > 1 else ""
         over = f"{Layout(self.ulysses, self.ring)}{hosts}, {self.transport}"

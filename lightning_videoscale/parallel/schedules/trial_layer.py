@@ -35,6 +35,8 @@ _MOST_FLOPS = 4e13  # of attention in a pass, on one rank: some 0.1 s on an H200
 _MOST_FLOPS_CPU = 1e9
 _EPS = 1e-6
 
+_Biases = tuple[Tensor | None, Tensor | None, Tensor | None]
+
 
 @dataclass(frozen=True)
 class TrialGroup:
@@ -53,15 +55,15 @@ class _Stream:
     Attributes:
         lengths: Tokens of each rank of ``mesh.sp``.
         qkv: Weights of the projections, (H · D, C) or of fewer heads.
-        biases: Likewise, (H · D,).
-        output: Weight and bias of the output, (C, H · D) and (C,); empty if it is not projected.
+        biases: Likewise, (H · D,); None where the layer has none.
+        output: Weight and bias of the output, (C, H · D) and (C,), or the weight; empty if it is not projected.
         x: (B, s, C), this rank's tokens.
         dy: The gradient of what becomes of them.
     """
 
     lengths: tuple[int, ...]
     qkv: tuple[Tensor, Tensor, Tensor]
-    biases: tuple[Tensor, Tensor, Tensor]
+    biases: _Biases
     output: tuple[Tensor, ...]
     x: Tensor
     dy: Tensor
@@ -69,12 +71,12 @@ class _Stream:
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """All of them."""
-        return *self.qkv, *self.biases, *self.output
+        return *self.qkv, *(bias for bias in self.biases if bias is not None), *self.output
 
     @property
-    def output_linear(self) -> tuple[Tensor, Tensor] | None:
+    def output_linear(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias of the output; None if it is not projected."""
-        return (self.output[0], self.output[1]) if self.output else None
+        return (self.output[0], self.output[1] if len(self.output) > 1 else None) if self.output else None
 
 
 class TrialLayer:
@@ -92,11 +94,19 @@ class TrialLayer:
             return x.to(dtype).requires_grad_()
 
         inner, few = key.heads * key.head_dim, key.kv_heads * key.head_dim
+
+        def bias(rows: int) -> Tensor | None:
+            return draw(rows) if key.has_biases else None
+
+        def of_output() -> tuple[Tensor, ...]:
+            drawn = draw(key.width, inner, scale=inner**-0.5), bias(key.width)
+            return tuple(each for each in drawn if each is not None)
+
         weights = [
             (
                 [draw(rows, key.width, scale=key.width**-0.5) for rows in (inner, few, few)],
-                [draw(rows) for rows in (inner, few, few)],
-                (draw(key.width, inner, scale=inner**-0.5), draw(key.width)) if key.is_projected else (),
+                [bias(rows) for rows in (inner, few, few)],
+                of_output() if key.is_projected else (),
             )
             for _ in counts
         ]
@@ -167,10 +177,12 @@ class TrialLayer:
         pairs = zip(parts, self._streams, strict=True)
         return [F.linear(x, *stream.output) if stream.output else x for x, stream in pairs]
 
-    def _biases_of(self, stream: _Stream) -> tuple[Tensor, Tensor, Tensor]:
+    def _biases_of(self, stream: _Stream) -> _Biases:
         """Those of the projections; where norms are over all heads, their kernel sums the gradients of two."""
         query, key, value = stream.biases
-        return (query.detach(), key.detach(), value) if self._norms else stream.biases
+        if query is None or key is None or not self._norms:
+            return stream.biases
+        return query.detach(), key.detach(), value
 
     def _hiding(self, transport: Transport, *, by_slices: bool) -> Sequence[Tensor]:
         mesh, heads = self._group.mesh, self._key.heads

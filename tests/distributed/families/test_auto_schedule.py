@@ -23,7 +23,7 @@ from tests.models import gradient_error
 
 Ranks = Callable[[int], ProcessPool]
 
-KINDS = {"hunyuan_video": 2, "flux": 2, "cogvideox": 1, "ltx": 1}
+KINDS = {"hunyuan_video": 2, "flux": 2, "cogvideox": 1, "ltx": 1, "cosmos": 1}
 """Of layers. Those in which text has weights of its own are another kind than those in which it has not."""
 
 
@@ -68,6 +68,7 @@ def auto(family: str, fastest: ScheduleName, habit: str, folder: Path) -> dict[s
     return {
         "before": (before, by_pieces),
         "chosen": [*schedules.chosen.values()],
+        "biases": {"no biases" not in kind for kind in schedules.chosen},
         "pieces": transport.opened,
         "lines": lines,
         "outputs": max(float((x - y).norm() / y.norm()) for x, y in zip(outputs, expected, strict=True)),
@@ -87,6 +88,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
         ("flux", "serial", "plain"),
         ("cogvideox", "sliced", "hooks on one rank"),
         ("ltx", "sliced", "lora"),
+        ("cosmos", "overlap", "plain"),
     ],
 )
 def test_ranks_choose_alike_and_compute_what_one_device_does(
@@ -96,6 +98,7 @@ def test_ranks_choose_alike_and_compute_what_one_device_does(
     for found in (first, *others):
         assert found["before"] == ({"serial"}, 0)
         assert found["chosen"] == [fastest] * KINDS[family]
+        assert found["biases"] == {family != "cosmos"}
         assert (found["pieces"] > 0) == (fastest != "serial")
         assert found["outputs"] < 1e-12 and found["gradients"] < 1e-12
     assert sum(f"{fastest}" in line and "ms" in line for line in first["lines"]) == KINDS[family]

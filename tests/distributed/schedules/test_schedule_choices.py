@@ -48,7 +48,7 @@ def clock_of(*trials: tuple[float, float]) -> Callable[[], float]:
 
 
 def prepared(mesh: SequenceMesh, *args: Any, **kwargs: Any) -> ScheduleChoices:
-    schedules = ScheduleChoices(*args, **kwargs)
+    schedules = ScheduleChoices(*args, **{"seconds": (3.0, 30.0)} | kwargs)
     schedules.prepare(mesh, TRANSPORT, AttentionChoices("sdpa"))
     return schedules
 

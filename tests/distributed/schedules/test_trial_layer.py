@@ -28,6 +28,8 @@ def trial_differences(ring: int) -> float:
         for changes in (
             {},
             {"across_heads": False, "is_projected": False},
+            {"has_biases": False},
+            {"across_heads": False, "has_biases": False, "is_projected": False},
             {"batch": 3, "tokens": 23},
             {"heads": 5, "width": 12},
             {"across_heads": False, "apart": 11},

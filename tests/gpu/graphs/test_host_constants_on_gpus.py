@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -88,12 +89,22 @@ def of_its_own_generator(network: Any, hidden: Tensor) -> Tensor:
     return torch.rand(hidden.shape[-1], generator=network.draws).to(hidden.device)
 
 
+def of_numpy(network: Any, hidden: Tensor) -> Tensor:
+    network.draws = getattr(network, "draws", None) or np.random.default_rng(0)
+    return torch.from_numpy(network.draws.random(hidden.shape[-1], dtype=np.float32)).to(hidden.device)
+
+
 def of_the_device(_: Any, hidden: Tensor) -> Tensor:
     return torch.tensor([1.0, hidden.detach().abs().max()], device=hidden.device)[0]
 
 
 @pytest.mark.parametrize(
-    ("scale", "reason"), [(of_its_own_generator, "differs between two calls"), (of_the_device, "its capture failed")]
+    ("scale", "reason"),
+    [
+        (of_its_own_generator, "draws random numbers on the host"),
+        (of_numpy, "differs between two calls"),
+        (of_the_device, "its capture failed"),
+    ],
 )
 def test_what_is_not_constant_stays_eager(
     scale: Callable[[Any, Tensor], Tensor], reason: str, capsys: pytest.CaptureFixture[str]
