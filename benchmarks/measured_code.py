@@ -66,6 +66,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
         "lightning_videoscale/attention",
         f"{_PARALLEL}/schedules",
     ),
+    "parallel/captured_reductions": (*_EXCHANGE, *_SPLIT, *_FUSED, "lightning_videoscale/graphs"),
     "parallel/graphs_on_mix": (*_EXCHANGE, *_SPLIT, *_FUSED, "lightning_videoscale/graphs"),
     "parallel/host_time": (_PARALLEL, *_FUSED, "lightning_videoscale/models/hunyuan_video"),
     "parallel/layouts": (*_EXCHANGE, "lightning_videoscale/attention", f"{_PARALLEL}/layout"),
