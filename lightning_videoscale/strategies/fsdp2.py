@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -206,6 +207,8 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             for step in _STEPS:
                 register_fsdp_forward_method(module, step)
         note_dtypes(module)
+        for path in networks:
+            _refuse_inference_mode_at_first(module.get_submodule(path), path)
         self._save_together(module)
         count = sum(bool(unit.parameters) for unit in units)
         rank_zero_info(f"FSDP2: {count} units over {self.world_size} ranks, {self._sharding.replicas} replica(s).")
@@ -263,6 +266,20 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
                 f"{unfrozen} were frozen, hence kept whole, when the model was sharded, and train now. Let them "
                 "require gradients before fit, and freeze them in on_fit_start if they are to train later."
             )
+
+
+def _refuse_inference_mode_at_first(network: nn.Module, path: str) -> None:
+    """Has a network refuse inference mode in its first call, as tensors that FSDP2 makes then serve all others."""
+
+    def refuse(*_: Any) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"{path} is called in torch.inference_mode() before its first step. FSDP2 would keep what it gathers "
+                "first for all later calls, which could not train. Use torch.no_grad(), or sample after a step."
+            )
+        handle.remove()
+
+    handle = network.register_forward_pre_hook(refuse, prepend=True)
 
 
 def _evaluate_without_inference_mode(trainer: pl.Trainer) -> None:

@@ -74,3 +74,28 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(ranks: Ranks, tmp_pa
     for straight, resumed in ranks(2).run(train_and_resume, str(tmp_path), meta):
         for name, parameter in straight.items():
             assert torch.equal(resumed[name], parameter), name
+
+
+class SamplingBefore(RectifiedFlow):
+    def __init__(self, mode: Callable[[], Any]) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def on_fit_start(self) -> None:
+        with self._mode():
+            self.loss(next(iter(clips())))
+
+
+def sample_before_the_first_step() -> tuple[str, int]:
+    runner = trainer(fsdp2())
+    runner.fit(SamplingBefore(torch.no_grad), clips())
+    try:
+        trainer(fsdp2()).fit(SamplingBefore(torch.inference_mode), clips())
+    except RuntimeError as error:
+        return str(error), runner.global_step
+    return "no error", runner.global_step
+
+
+def test_sampling_in_inference_mode_before_the_first_step_says_what_to_do(ranks: Ranks) -> None:
+    for message, steps in ranks(2).run(sample_before_the_first_step):
+        assert message.startswith("transformer ") and "no_grad" in message and steps == 2
