@@ -10,7 +10,8 @@ a step's micro-batches of a split sequence are as many as else its ranks.
 
 A run is validated every few steps: the mean squared error of the predicted clean latents, at fixed times and with fixed
 noise. The clock stands still meanwhile, and in the first steps. Every finished run is in the output file at once; a
-call goes on where an earlier one ended, with its costs. `learning_curves.judge` says what the curves show.
+call goes on where an earlier one ended, with its costs. ``--runs`` without a number measures only these: copies of that
+file let pairs of GPUs make some of the runs each. `learning_curves.judge` says what the curves show.
 
 ``--tiny`` tries the script on CPUs, on clips of ``--prepare clips --clips 20 --side 48``.
 """
@@ -135,9 +136,14 @@ def cost_of(shards: str, longest: int, task: Row) -> Row:
 
 
 def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: Any) -> None:
-    """All runs in one process group; after each, rank 0 writes what there is."""
+    """All runs in one process group; rank 0 writes what there is, the costs at first."""
     output, is_first = Path(task["output"]), os.environ["RANK"] == "0"
     rows = json.loads(output.read_text())["rows"] if is_first and output.exists() else []
+
+    def write() -> None:
+        if is_first:
+            provenance.write(output, BENCHMARK, task["commit"], task["settings"] | {"cost": cost}, rows)
+
     held_out = VideoDataModule(shards[0], val_shards=shards[1], budget=BucketBudget(1, 1), geometry=GEOMETRY)
     held_out.setup("fit")
     table, clips = held_out.training_shapes()[0], list(held_out.val_dataloader())
@@ -145,6 +151,7 @@ def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: 
         cost = cost or cost_of(shards[0], int(table.sequence_lengths.max()), task)
         step_time = StepTimeModel.from_dict(cost)
         budget = budget_of(table, ROOM, ROOM, step_time)
+        write()
         for run in (Run(*fields) for fields in runs):
             if is_first:
                 say(str(run))
@@ -159,8 +166,7 @@ def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: 
                 num_workers=0 if task["tiny"] else 4,
             )
             rows.append(train(run, data, clips, task))
-            if is_first:
-                provenance.write(output, BENCHMARK, task["commit"], task["settings"] | {"cost": cost}, rows)
+            write()
     finish(len(rows))
 
 
@@ -183,7 +189,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=40, help="how often a clip is in an epoch")
     parser.add_argument("--steps", type=int, default=1500, help="of each run")
     parser.add_argument("--every", type=int, default=75, help="steps between validations")
-    parser.add_argument("--runs", type=int, nargs="+", help="numbers of the runs to make, from 0; left out, all")
+    parser.add_argument("--runs", type=int, nargs="*", help="numbers of the runs to make, from 0; left out, all")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
     parser.add_argument("--output", type=Path, help="file to write, or to go on with")
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
@@ -216,7 +222,8 @@ def main() -> None:
         parser.error(f"{output} holds runs of other {', '.join(other)}: name another --output.")
     found = {Run(*(row[name] for name in Run._fields)) for row in done["rows"]}
     wanted = RUNS if options.runs is None else [RUNS[number] for number in options.runs]
-    if runs := [run for run in wanted if run not in found]:
+    runs = [run for run in wanted if run not in found]
+    if runs or "cost" not in done["settings"]:
         with tempfile.TemporaryDirectory() as folder:
             shards = unpack(options.shards, Path(folder), options.copies)
             VideoDataModule(shards[0], val_shards=shards[1], geometry=GEOMETRY).prepare_data()
