@@ -45,13 +45,22 @@ def finish(result: Any, any_rank: bool = False) -> None:
         Path(os.environ[_RESULT]).write_text(json.dumps(result))
 
 
+def _visible(gpus: Sequence[int]) -> dict[str, str]:
+    if not gpus:
+        return {}
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = list(map(str, range(max(gpus) + 1))) if mine is None else mine.split(",")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}
+
+
 def launch(script: str, ranks: int, gpus: Sequence[int] = (), **task: Any) -> Any:
     """Runs a script on ``ranks`` ranks of this machine and returns what rank 0 finished with.
 
     Args:
         script: Its file.
         ranks: Processes.
-        gpus: Numbers of the machine's that they see, as where another launch takes the others; empty means all.
+        gpus: Which of the GPUs that this process sees they see, from 0, as where another launch takes the others; empty
+            means all.
         **task: What `task_of_worker` returns there (JSON).
 
     Raises:
@@ -60,10 +69,9 @@ def launch(script: str, ranks: int, gpus: Sequence[int] = (), **task: Any) -> An
     with tempfile.TemporaryDirectory() as folder:
         arguments, result = Path(folder) / "task.json", Path(folder) / "result.json"
         arguments.write_text(json.dumps(task))
-        seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script],
-            env=os.environ | seen | {_TASK: str(arguments), _RESULT: str(result)},
+            env=os.environ | _visible(gpus) | {_TASK: str(arguments), _RESULT: str(result)},
         )
         if not result.exists():
             raise RuntimeError(f"{script} with {task} on {ranks} ranks ended with {done.returncode}; see above.")
