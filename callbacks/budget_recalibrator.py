@@ -17,6 +17,7 @@ from lightning_videoscale.callbacks.memory_monitor import MemoryMonitor
 from lightning_videoscale.callbacks.out_of_memory import (
     OutOfMemory,
     folders_of,
+    is_in_micro_batch,
     is_out_of_memory,
     keep,
     kept_in,
@@ -149,10 +150,14 @@ class BudgetRecalibrator(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Says which micro-batch did not fit, and keeps it for the restart."""
         data = _planned_data(trainer)
-        if is_out_of_memory(exception) and self._load is not None and data is not None and data.planner is not None:
-            incident = OutOfMemory.of(trainer, self._load, data.planner.budget.m_mem)
+        load, self._load = self._load, None
+        if load is None or not (is_out_of_memory(exception) and is_in_micro_batch(trainer)):
+            return
+        if data is not None and data.planner is not None:
+            incident = OutOfMemory.of(trainer, load, data.planner.budget.m_mem)
             exception.add_note(str(incident))
-            self._best_effort.attempt("keep a note of the out-of-memory", keep, incident, folders_of(trainer)[0])
+            for folder in folders_of(trainer):  # it may be resumed again from where it was resumed now
+                self._best_effort.attempt("keep a note of the out-of-memory", keep, incident, folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the calibration, everything that the next one depends on, and the history."""

@@ -68,7 +68,6 @@ class EMA(pl.Callback):
         self._has_begun = False
         self._saved: Mapping[str, Any] | None = None  # of a checkpoint, until the parameters are where they stay
         self._latest_update = 0  # optimizer steps that were done then
-        self._loaded = False  # a checkpoint's average is the module's weights in this run
         self._viewers = 0  # loops and contexts that show the average, one within the other
         self._show_trained: Callable[[], None] | None = None
 
@@ -134,7 +133,7 @@ class EMA(pl.Callback):
 
     def _show_average(self) -> None:
         self._viewers += 1
-        if self._viewers == 1 and self._has_begun and self._weights is not None and not self._loaded:
+        if self._viewers == 1 and self._has_begun and self._weights is not None:
             self._show_trained = self._weights.show(self._average)
 
     def _show_weights(self) -> None:
@@ -151,7 +150,7 @@ class EMA(pl.Callback):
         if pl_module is not self._module:
             self._module, self._average, self._has_begun, self._latest_update = pl_module, {}, False, 0
             self._weights = None
-        self._saved, self._loaded = None, False
+        self._saved = None
         if stage != "fit":
             return
         self._weights = None  # a run may share the parameters out anew
@@ -240,7 +239,7 @@ class EMA(pl.Callback):
         else:
             averaged = checkpoint | {"state_dict": checkpoint["state_dict"] | saved}
             trainer.strategy.load_model_state_dict(averaged, strict=pl_module.strict_loading)
-            self._loaded = True
+            self._has_begun = False  # these are the module's weights now; an earlier fit's average is of others
 
 
 def _wide(share: Tensor) -> torch.dtype:

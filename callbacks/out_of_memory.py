@@ -103,6 +103,12 @@ def is_out_of_memory(exception: BaseException) -> bool:
     )
 
 
+def is_in_micro_batch(trainer: pl.Trainer) -> bool:
+    """Whether a micro-batch is computed now, and neither a validation nor what callbacks do once it is done."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return trainer.training and bool(batches.started > batches.processed)
+
+
 def folders_of(trainer: pl.Trainer) -> list[str]:
     """Where notes are kept: beside the checkpoints to come, first, and beside the one that the run goes on from."""
     own = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir

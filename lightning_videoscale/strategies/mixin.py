@@ -72,6 +72,7 @@ class SequenceParallelMixin(
         self._transforms: list[ModelTransform] = []
         self._undo_changes: Undo | None = None
         self._watch: FailureDetector | None = None
+        self._saves_after_exceptions = Undo()
         self._uncount_calls = Undo()
         self._calls: CallAgreement | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []

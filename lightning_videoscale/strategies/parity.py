@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_videoscale.compat.patching import patch
+from lightning_videoscale.compat.lightning.unlogged import nothing_logged
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def loss_and_gradients(module: pl.LightningModule, step: Callable[[], Tensor]) -
         module: The LightningModule; its parameters must have no gradients yet and have none afterwards.
         step: Returns the loss.
     """
-    with _nothing_logged(module):
+    with nothing_logged(module):
         loss = step()
     loss.backward()
     gradients = {name: _averaged(p.grad) for name, p in module.named_parameters() if p.grad is not None}
@@ -76,13 +75,3 @@ def _averaged(gradient: Tensor) -> Tensor:
     average = gradient.clone()
     dist.all_reduce(average)
     return average.double().cpu() / dist.get_world_size()
-
-
-@contextmanager
-def _nothing_logged(module: pl.LightningModule) -> Iterator[None]:
-    """``self.log`` works inside a Trainer's loop only."""
-    undo = patch(module, "log", lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        undo()

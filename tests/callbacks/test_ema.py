@@ -119,6 +119,18 @@ def test_tests_and_predictions_have_the_average_after_fit_and_from_a_checkpoint(
     assert fresh.tested_with == [average]
 
 
+def test_what_was_tested_from_a_checkpoint_predicts_too(tmp_path: Path) -> None:
+    module, runner = Line(), trainer(EMA(0.5), max_epochs=1)
+    runner.fit(module, DATA, DATA)
+    runner.save_checkpoint(tmp_path / "first.ckpt")
+    average = module.validated_with[-1]
+    runner.fit_loop.max_epochs = 2
+    runner.fit(module, DATA, DATA)
+    runner.test(module, DATA, ckpt_path=tmp_path / "first.ckpt", verbose=False)
+    runner.predict(module, DATA)
+    assert set(module.tested_with) == {average} and module.validated_with[-1] != average
+
+
 def test_averages_of_bfloat16_are_float32(tmp_path: Path) -> None:
     ema = EMA(0.999)
     module = fitted(ema, precision="bf16-true")

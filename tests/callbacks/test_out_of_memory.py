@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -74,6 +76,32 @@ def test_the_restart_lowers_the_budget_and_finishes(ranks: Ranks, tmp_path: Path
         assert "M_mem from 320 to" in result["history"][0]["reason"]
         assert "after: Out of memory on rank 1" in result["history"][0]["reason"]
     assert len({len(result["tokens"]) for result in results}) == 1
+
+
+class DecodingCallback(pl.Callback):
+    """Stands for one that decodes samples once a micro-batch is done."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_no_micro_batch_is_blamed_for_what_comes_beside_it(tmp_path: Path) -> None:
+    shards, root = write_shards(tmp_path / "train", 20), tmp_path / "run"
+    data = VideoDataModule(shards, budget=BUDGET)
+    trainer = trainer_with(callbacks=[DecodingCallback(), BudgetRecalibrator()], default_root_dir=root)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trainer.fit(Witness(), data)
+    assert not hasattr(raised.value, "__notes__") and not kept_in([str(root)])
+
+
+def test_a_note_lies_beside_the_checkpoint_that_is_resumed(tmp_path: Path) -> None:
+    shards, first, second = write_shards(tmp_path / "train", 120), str(tmp_path / "first"), str(tmp_path / "second")
+    for folder, start in ((first, None), (second, f"{first}/last.ckpt")):
+        with pytest.raises(torch.OutOfMemoryError):
+            train(shards, folder, "auto", start, devices=1)
+        os.remove(next(Path(folder).glob("out_of_memory-*.json")))  # as if nobody had heeded it
+    assert kept_in([first])
 
 
 def test_notes_are_read_back_and_cut_ones_left_out(tmp_path: Path) -> None:

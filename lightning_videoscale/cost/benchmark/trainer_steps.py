@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_videoscale.compat.lightning import before_transfer, call_callbacks
-from lightning_videoscale.compat.patching import patch
+from lightning_videoscale.compat.lightning.unlogged import nothing_logged
 from lightning_videoscale.cost.benchmark.grid import Cell, SyntheticBatches, TrainingBatch
 from lightning_videoscale.timing import StepTimer, StepTimes
 from lightning_videoscale.topology import RunsByGraphs, topology_of
@@ -156,7 +156,7 @@ class RealSteps:
 
 @contextmanager
 def real_steps(trainer: pl.Trainer) -> Iterator[RealSteps]:
-    """Steps outside of the Trainer's loop; weights, buffers, optimizers, modes and random numbers are as before after.
+    """Steps outside of the Trainer's loop, which leave weights, buffers, metrics, optimizers, modes and random numbers.
 
     The Trainer's callbacks see nothing of them, and what the module logs goes nowhere.
 
@@ -174,15 +174,13 @@ def real_steps(trainer: pl.Trainer) -> Iterator[RealSteps]:
     buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in map(_local, module.buffers())]
     modes = [(part, part.training) for part in module.modules()]
     trainer.callbacks = []  # type: ignore[attr-defined]  # nobody shall take these steps for training
-    log_again = patch(module, "log", lambda *_, **__: None)
     steps = RealSteps(trainer)
     try:
-        with isolate_rng(include_cuda=trainer.strategy.root_device.type == "cuda"):
+        with isolate_rng(include_cuda=trainer.strategy.root_device.type == "cuda"), nothing_logged(module):
             module.train()
             yield steps
     finally:
         steps.close()
-        log_again()
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         for part, training in modes:
             part.training = training

@@ -34,6 +34,7 @@ from lightning_videoscale.strategies.checkpoints import frozen
 from lightning_videoscale.strategies.checkpoints.adapters import only_adapters_train
 from lightning_videoscale.strategies.checkpoints.background import BackgroundSaves
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
+from lightning_videoscale.strategies.checkpoints.exceptions import leave_out_after_exceptions
 from lightning_videoscale.strategies.checkpoints.fingerprints import Fingerprint
 from lightning_videoscale.strategies.checkpoints.first_rank import on_first
 from lightning_videoscale.strategies.checkpoints.folder import (
@@ -50,6 +51,7 @@ from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTenso
 from lightning_videoscale.strategies.generators import generator_states, set_generator_states
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.trained_weights import AVERAGES
+from lightning_videoscale.undo import Undo
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Parent
@@ -72,6 +74,8 @@ class PortableCheckpoints(_Parent):
     """Of the checkpoint that is being saved."""
     _saves: BackgroundSaves | None
     """What writes checkpoints while training goes on, if they are asynchronous."""
+    _saves_after_exceptions: Undo
+    """Lets callbacks save after exceptions again."""
     _failed: bool
     attention_choices: AttentionChoices
     schedule_choices: ScheduleChoices
@@ -97,6 +101,9 @@ class PortableCheckpoints(_Parent):
         """Finds out before hours of training what would fail at the first checkpoint; collective."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        if self.world_size > 1:
+            self._saves_after_exceptions()
+            self._saves_after_exceptions = leave_out_after_exceptions(trainer)
         in_background = is_asynchronous(self.checkpoint_io, type(self).__name__)
         # Where the checkpoint of a job that a scheduler ends belongs.
         folders: dict[str, Any] = {"default_root_dir of the Trainer": trainer.default_root_dir}
@@ -124,6 +131,7 @@ class PortableCheckpoints(_Parent):
 
     def _finish_saving(self) -> None:
         """Waits for the checkpoint under way; later ones are written before their save returns. Collective."""
+        self._saves_after_exceptions()  # all ranks are here
         saves, self._saves = self._saves, None
         if saves is not None:
             saves.close(self._failed)

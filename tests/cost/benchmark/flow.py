@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_videoscale.data.planning.shapes import ClipShape
 from tests.models import tiny_wan
@@ -17,13 +18,14 @@ SHAPES = [ClipShape(1, 4, 4, True), ClipShape(1, 8, 8, True), ClipShape(3, 8, 8,
 
 
 class Flow(pl.LightningModule):
-    """Rectified flow with AdamW, dropout, a schedule, a running mean in a buffer, and a line of logging."""
+    """Rectified flow with AdamW, dropout, a schedule, a running mean in a buffer, a metric, and lines of logging."""
 
     def __init__(self) -> None:
         super().__init__()
         self.transformer = tiny_wan(num_layers=1)
         self.frozen = nn.Dropout().eval()
         self.norm = nn.BatchNorm3d(4)
+        self.losses = nn.ModuleDict({"mean": MeanMetric()})
         self.batches: list[Any] = []
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -32,7 +34,9 @@ class Flow(pl.LightningModule):
         time = torch.rand(len(x), device=x.device)
         text = torch.zeros(len(x), 4, 16, device=x.device)
         loss = F.mse_loss(self.transformer(x, time * 1000, text).sample, torch.randn_like(x))
+        self.losses["mean"].update(loss.detach())
         self.log("loss", loss)
+        self.log("mean", self.losses["mean"], on_step=False, on_epoch=True)
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def test_training_after_a_benchmark_is_training_without_one(tmp_path: Path) -> N
             _benchmark(module, trainer)
         pl.seed_everything(5, verbose=False)
         trainer.fit(module, VideoDataModule(data, budget=BUDGET))
-        losses.append([p.detach().clone() for p in module.parameters()])
+        losses.append([*(p.detach().clone() for p in module.parameters()), trainer.callback_metrics["mean"]])
         assert trainer.global_step == 2
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 
@@ -193,3 +194,31 @@ def go_on(folder: Path) -> int:
     runner = fit(2, Module(), start="last", callbacks=[keep], enable_checkpointing=True)
     runner.save_checkpoint(folder / "last.ckpt")
     return runner.current_epoch
+
+
+# -- after an exception --------------------------------------------------------------------------------------------
+
+
+class Failing(Module):
+    def training_step(self, batch: Any) -> Any:
+        if self.global_step == 1:
+            raise ValueError("the data end here")
+        return super().training_step(batch)
+
+
+def fail_beside_callbacks_that_save_then(folder: Path) -> tuple[list[str], list[str], list[bool]]:
+    callbacks = [ModelCheckpoint(folder / "a", save_on_exception=True), OnExceptionCheckpoint(folder / "b")]
+    runner = trainer(callbacks=callbacks, enable_checkpointing=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = message(lambda: runner.fit(Failing(), datamodule=Stateful()))
+    said = [error, *(str(each.message) for each in caught if "saves nothing after an error" in str(each.message))]
+    saved = [path.name for path in folder.rglob("*.ckpt")]
+    return said, saved, ["on_exception" in vars(callback) for callback in callbacks]
+
+
+def test_nobody_begins_a_checkpoint_after_an_error_to_which_others_would_not_come(ranks: Ranks, tmp_path: Path) -> None:
+    (said, saved, replaced), _ = ranks(2).run(fail_beside_callbacks_that_save_then, tmp_path)
+    assert said[0] == "ValueError: the data end here" and len(said) == 3
+    assert "ModelCheckpoint(save_on_exception=True)" in said[1] and "OnExceptionCheckpoint" in said[2]
+    assert not saved and not any(replaced)
