@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.attention import AttentionBackend, AttentionChoices, as_choices
 from lightning_videoscale.compat.torch.autograd import dispatch_modes_active, version_of
+from lightning_videoscale.compat.torch.trees import tensors_of
 from lightning_videoscale.parallel import group_numbers
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.region_randomness import RegionRandomness, RegionSeed
@@ -207,10 +208,20 @@ class SequenceContext:
         self.record = SplitRecord(self.mesh.sp.rank, schedules=table)
         self.in_forward = True
 
-    def end_forward(self) -> None:
-        """The end of the forward pass, also by an exception; its record stays for `gather_sequence`."""
+    def end_forward(self, output: Any) -> None:
+        """The end of the forward pass, also by an exception; its record stays for `gather_sequence`.
+
+        Backward that comes to the outputs brings it back. `gather` has backward do so too, but not within a reentrant
+        checkpoint, where nothing has a gradient yet.
+
+        Args:
+            output: What the network returns; None after an exception.
+        """
         self.randomness.leave()
         self.in_forward = False
+        if not torch.compiler.is_compiling():
+            for x in tensors_of(output):
+                self.resume_behind(x)
 
     def enter_region(self, x: Tensor) -> None:
         """Begins this rank's random numbers before ``x`` is split; those of the first time where that is recomputed."""
@@ -245,9 +256,18 @@ class SequenceContext:
         """Backward has come to a forward pass, whose layers may be recomputed from here on."""
         self.record = record
 
+    def resume_behind(self, x: Tensor) -> None:
+        """Has backward that comes to ``x`` bring back the record of now, before anything in front is recomputed."""
+        if x.grad_fn is not None:
+            x.grad_fn.register_prehook(partial(_resume, self, self.record))
+
     def lengths(self, streams: Sequence[str] = ("video",)) -> tuple[int, ...]:
         """As `SplitRecord.lengths`, of the pass whose layers run now."""
         return self.record.lengths(streams)
+
+
+def _resume(context: SequenceContext, record: SplitRecord, _: object) -> None:
+    context.resume(record)
 
 
 def _forget(known: dict[Hashable, Any], key: Hashable, _: object) -> None:

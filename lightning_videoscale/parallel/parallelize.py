@@ -218,6 +218,9 @@ def _install(
         context.begin_forward()
         context.network = weakref.ref(module)
 
+    def end(_: nn.Module, __: Any, output: Any) -> None:
+        context.end_forward(output)
+
     with ExitStack() as undos:
 
         def before(hook: Callable[..., Any]) -> None:
@@ -231,7 +234,7 @@ def _install(
         before(compare_inputs(agreement))
         before(average_input_gradients(context))
         undos.callback(install_hooks(model, plan, context))
-        undos.callback(model.register_forward_hook(lambda *_: context.end_forward(), always_call=True).remove)
+        undos.callback(model.register_forward_hook(end, always_call=True).remove)
         return network, Undo(undos.pop_all().close)
 
 

@@ -18,6 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_videoscale.compat.torch.autograd import in_backward
+
+_RECOMPUTED = (
+    "A checkpoint around the whole network computes it again, and it draws random numbers, such as those of dropout. "
+    "They would be others than in its forward pass. Checkpoint its blocks instead, by activation_checkpointing=True or "
+    "the network's own gradient checkpointing, or set its dropout to 0."
+)
+
 GeneratorStates = tuple[Tensor, Tensor | None]
 """Of the CPU's generator of torch, and of a device's, None unless that is a GPU."""
 
@@ -93,9 +101,15 @@ class RegionRandomness:
         return _states(device)
 
     def enter(self, device: torch.device) -> RegionSeed | None:
-        """Begins this rank's own stream, and returns its seed; without effect inside the region (None)."""
+        """Begins this rank's own stream, and returns its seed; without effect inside the region (None).
+
+        Raises:
+            RuntimeError: If a checkpoint around the network computes it again, and it draws random numbers.
+        """
         if self._outside is not None:
             return None
+        if any(self._drew) and in_backward():  # in which place of the step the pass was, nothing tells
+            raise RuntimeError(_RECOMPUTED)
         origin = _digest(torch.get_rng_state())
         number = self._entered.count(origin)
         place = origin + number.to_bytes(8, "little") + self._rank.to_bytes(8, "little")

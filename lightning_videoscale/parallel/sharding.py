@@ -135,9 +135,7 @@ def gather(x: Tensor, dim: int, context: SequenceContext, streams: Sequence[str]
     Raises:
         ValueError: If ``x`` is not as long as this rank's tokens of the streams.
     """
-    record = context.record
-    if x.grad_fn is not None:
-        x.grad_fn.register_prehook(lambda _: context.resume(record))
+    context.resume_behind(x)
     return _gathered(_Gather, x, dim, context, streams)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from lightning_videoscale.compat.deepspeed import full_numel
 from lightning_videoscale.compat.torch.data_parallel import modules_in_forward
 from lightning_videoscale.compat.torch.modules import attributes_but_children, buffers_of, keep_children
-from lightning_videoscale.compat.torch.trees import tree_leaves, tree_map_only
+from lightning_videoscale.compat.torch.trees import tensors_of, tree_leaves, tree_map_only
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.plan import SplitPlan
 from lightning_videoscale.parallel.redirection import exchange_attention
@@ -108,7 +108,7 @@ def rehearse(
         changed = contexts.enter_context(_kept_buffers(split.network))
         before = _generator_states(device)
         with _parameters_in_use(split.network) as parameters:
-            outputs = [x for x in _tensors(split.network(*args, **kwargs)) if x.is_floating_point()]
+            outputs = [x for x in tensors_of(split.network(*args, **kwargs)) if x.is_floating_point()]
         drew = not all(map(torch.equal, before, _generator_states(device)))
         leaves |= {name: p for name, p in _smallest(parameters).items() if p.requires_grad}
         return Rehearsal(
@@ -137,13 +137,6 @@ def eval_mode(network: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """All tensors of an output, also those in the attributes of an object."""
-    leaves = tree_leaves(output)
-    leaves += [y for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__") for y in tree_leaves(vars(x))]
-    return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def _gradients(outputs: list[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None] | None:

@@ -65,6 +65,11 @@ def saved_tensors_pack_hook() -> Callable[[Tensor], Any] | None:
     return None if hooks is None else hooks[0]
 
 
+def in_backward() -> bool:
+    """Whether the autograd engine has called this, as where a checkpoint computes something again."""
+    return bool(TORCH.get("torch._C", "_current_graph_task_id")() != -1)
+
+
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Has ``call`` run after the last gradient of the backward pass under way, before what is queued later.
 

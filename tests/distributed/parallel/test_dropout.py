@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,12 +12,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_videoscale.parallel import SequenceMesh, parallelize
 from lightning_videoscale.parallel.region_randomness import RegionRandomness
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from tests.distributed.families.harness import Case, lifted_casts, run
+from tests.distributed.families.test_parity import FAMILIES
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips, RectifiedFlow
 
@@ -118,6 +124,80 @@ def test_recomputation_draws_the_same_masks(ranks: Ranks, size: int) -> None:
             assert all(map(torch.equal, forward, backward))
             assert all(map(torch.equal, forward, masks[4 * step : 4 * step + 4]))
         assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
+
+
+class DropsBehind(nn.Module):
+    """As LoRA with dropout: what a layer computes is dropped in part."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return F.dropout(self.layer(*args, **kwargs), 0.5)
+
+
+def split_and_dropping(family: str, mesh: SequenceMesh, use_reentrant: bool | None) -> tuple[nn.Module, dict[str, Any]]:
+    """A model that drops behind the first block's feed-forward, and whose blocks are checkpointed."""
+    model: Any = FAMILIES[family].model(Case(family))
+    first = (model.blocks if hasattr(model, "blocks") else model.visual_transformer_blocks)[0]
+    name = "ffn" if hasattr(first, "ffn") else "feed_forward"
+    setattr(first, name, DropsBehind(getattr(first, name)))
+    if use_reentrant is not None:
+        model.enable_gradient_checkpointing(
+            gradient_checkpointing_func=partial(checkpoint, use_reentrant=use_reentrant)
+        )
+    parallelize(model, mesh)
+    return model, FAMILIES[family].inputs(Case(family), 0)
+
+
+def of_two_passes(family: str) -> list[list[Tensor]]:
+    """Gradients of two passes before one backward: without checkpoints, with them, and with reentrant ones."""
+    found = []
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh, lifted_casts():
+        for use_reentrant in (None, False, True):
+            model, inputs = split_and_dropping(family, mesh, use_reentrant)
+            torch.manual_seed(6)
+            run(model, inputs)  # which is looked at, and counted in its own state
+            torch.manual_seed(7)
+            of_pass = [
+                run(model, inputs | {"hidden_states": inputs["hidden_states"].clone().requires_grad_()})[1]
+                for _ in range(2)
+            ]
+            (of_pass[0] + 2 * of_pass[1]).backward()
+            found.append([p.grad for p in model.parameters() if p.grad is not None])
+    return found
+
+
+@pytest.mark.parametrize("family", ["skyreels_v2", "kandinsky"])
+def test_each_of_two_passes_is_recomputed_with_its_own_masks(ranks: Ranks, family: str) -> None:
+    for plain, *checkpointed in ranks(2).run(of_two_passes, family):
+        for gradients in checkpointed:
+            worst = max(float((a - b).norm() / b.norm()) for a, b in zip(gradients, plain, strict=True) if b.any())
+            assert worst < 1e-10
+
+
+def around_the_network(family: str) -> list[str]:
+    said = []
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh, lifted_casts():
+        for use_reentrant in (False, True):
+            model, inputs = split_and_dropping(family, mesh, None)
+            run(model, inputs)
+
+            def called(x: Tensor, model: nn.Module = model, inputs: dict[str, Any] = inputs) -> Tensor:
+                return run(model, inputs | {"hidden_states": x})[1]
+
+            x = inputs["hidden_states"].clone().requires_grad_()
+            try:
+                checkpoint(called, x, use_reentrant=use_reentrant).backward()
+            except RuntimeError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_checkpoint_around_a_network_that_drops_is_an_error(ranks: Ranks) -> None:
+    for said in ranks(2).run(around_the_network, "wan"):
+        assert len(said) == 2 and all("Checkpoint its blocks instead" in each for each in said)
 
 
 def test_streams_of_a_region() -> None:
