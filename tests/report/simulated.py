@@ -105,7 +105,8 @@ def add_findings(log: RunLog, steps: int = 150, every: int = 10) -> None:
     for step in itertools.chain(range(every, steps + 1, every)):
         peak = 96 + 6 * random.random()
         fields = {"allocated_gib": 40.0, "reserved_gib": peak + 12, "peak_gib": peak, "fragmentation": 0.04}
-        log.append("memory", step, fields | {"headroom_tokens": 21_000 - 100 * step / every})
+        headroom = 21_000 - 100 * step / every
+        log.append("memory", step, fields | {"headroom_tokens": headroom, "fits_tokens": 151_200 + headroom})
         name = "straggler" if step % 30 == 0 else "kernels"
         found = {"name": name, "share": 0.11, "figure": f"{name}: 11 % of the time", "advice": "look at rank 5"}
         log.append("bottleneck", step, found)
