@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
 from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.shapes import ClipShape
-from lightning_videoscale.report import RunLog
+from lightning_videoscale.report import LOG_NAME, RunLog
 from lightning_videoscale.report.records import plan_record, window_record
 from lightning_videoscale.timing import MicroBatchLoad, StepTimes, load_of
 from tests.timing.windows import window_of
@@ -90,6 +91,13 @@ def log_run(
         log.append("window", first + count, window_record(window_of(times, loads, [2] * count)))
     log.append("end", steps, {"status": "completed"})
     return log
+
+
+def resume(folder: Path, later: Path, steps: int) -> None:
+    """Appends the log in another folder, as of a run that goes on after some steps."""
+    records = [json.loads(line) for line in (later / LOG_NAME).read_text().splitlines()]
+    with (folder / LOG_NAME).open("a") as log:
+        log.writelines(json.dumps(record | {"step": record["step"] + steps}) + "\n" for record in records)
 
 
 def _times(cost: float, speed: float, noise: float, random: np.random.Generator) -> StepTimes:
