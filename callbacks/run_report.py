@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.fused_kernels import FusedKernels
@@ -126,7 +127,7 @@ class RunReport(pl.Callback):
         if not self._is_training:
             return  # it failed before training, or outside of `fit`
         self._is_training = False
-        stopped = isinstance(exception, KeyboardInterrupt)
+        stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
         self._finish(trainer, {"status": "interrupted" if stopped else "failed", "error": repr(exception)[:2000]})
 
     def _record_plan(self, trainer: pl.Trainer) -> None:

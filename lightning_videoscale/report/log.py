@@ -41,7 +41,7 @@ graphs      With a window, where networks run by CUDA graphs: forward passes of 
 injection   `FusedKernels`: ``model``; ``kernels``, what runs them; ``replaced`` and ``skipped``, rows of [path, class
             name, what or why].
 schedules   Of ``schedule="auto"``, when they change: ``chosen`` {kind of layer: schedule, and what it was chosen by}.
-end         `fit` is over: ``status`` (completed, interrupted or failed); ``error``, where it failed.
+end         `fit` is over: ``status`` (completed, interrupted or failed); ``error``, where it did not complete.
 ==========  ============================================================================================================
 
 Readers skip kinds that they do not know, so that a callback of yours may record its own.

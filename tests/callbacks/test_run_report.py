@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_videoscale.callbacks import (
     BottleneckAnalyzer,
@@ -30,6 +31,8 @@ from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.report import LOG_NAME, record
 from lightning_videoscale.report.charts import number
+from lightning_videoscale.report.findings import Findings
+from lightning_videoscale.report.reading import read_run
 from tests.callbacks.test_memory_monitor import Scripted
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
 from tests.data.clips import clip, npy, write_shard, write_shards
@@ -229,6 +232,18 @@ def test_an_exception_leaves_a_report_that_names_it(tmp_path: Path) -> None:
     assert end["status"] == "failed" and end["error"] == "RuntimeError('<the disk> is full')"
     assert [window["step"] for window in records_of(tmp_path, "window")] == [1, 2]
     assert report.path is not None and "failed" in read_page(report.path).text["span"]
+
+
+def test_a_run_that_was_asked_to_end_has_not_failed(tmp_path: Path) -> None:
+    class Preempted(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            raise SIGTERMException(143)  # as Lightning and our strategies do after SIGTERM
+
+    with pytest.raises(SIGTERMException):
+        trainer_with(RunReport(tmp_path), Preempted()).fit(Slope(), batches_of([Meta(1, 10)] * 2))
+    [end] = records_of(tmp_path, "end")
+    assert end["status"] == "interrupted" and end["error"] == "SIGTERMException(143)"
+    assert Findings(read_run(tmp_path)).advice == []
 
 
 def test_every_callback_fills_its_section(tmp_path: Path) -> None:
