@@ -234,6 +234,31 @@ def test_an_exception_leaves_a_report_that_names_it(tmp_path: Path) -> None:
     assert report.path is not None and "failed" in read_page(report.path).text["span"]
 
 
+def test_a_last_checkpoint_that_cannot_be_written_leaves_a_report(tmp_path: Path) -> None:
+    class FullDisk(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            raise OSError("No space left")
+
+    report = RunReport(tmp_path)
+    with pytest.raises(OSError, match="No space left"):
+        trainer_with(report, FullDisk()).fit(Slope(), batches_of([Meta(1, 10)] * 2))
+    [end] = records_of(tmp_path, "end")
+    assert end["status"] == "failed" and end["error"] == "OSError('No space left')"
+    assert report.path is not None and report.path.exists()
+
+
+def test_what_fails_after_or_without_a_training_is_not_of_the_run(tmp_path: Path) -> None:
+    class FailsInTest(Slope):
+        def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+            raise RuntimeError("no test")
+
+    trainer, module = trainer_with(RunReport(tmp_path)), FailsInTest()
+    trainer.fit(module, batches_of([Meta(1, 10)] * 2))
+    with pytest.raises(RuntimeError, match="no test"):
+        trainer.test(module, batches_of([Meta(1, 10)]), verbose=False)
+    assert [end["status"] for end in records_of(tmp_path, "end")] == ["completed"]
+
+
 def test_a_run_that_was_asked_to_end_has_not_failed(tmp_path: Path) -> None:
     class Preempted(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
