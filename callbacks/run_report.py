@@ -39,13 +39,14 @@ class RunReport(pl.Callback):
     other callbacks hand in (`lightning_videoscale.report.record`): `LoadBalanceMonitor` need not be there, while
     `MemoryMonitor`, `FusedKernels`, `BudgetRecalibrator` and `BottleneckAnalyzer` each fill a section. When `fit` ends,
     also by an exception, ``report.html`` is drawn from the log and lies beside it; after a kill,
-    ``videoscale report FOLDER`` draws it. The page needs no network and no program but a browser.
+    ``videoscale report FOLDER`` draws it. The page needs no network and no program but a browser. Under
+    ``fast_dev_run`` nothing is written, as Lightning logs nothing there.
 
     The steps are those of the Trainer's one log (`timing.subscribe_to_steps`). Nothing that goes wrong in recording or
     drawing stops the training: it is said once.
 
     Attributes:
-        run_log: The log; None on other ranks than 0, and before the Trainer's setup.
+        run_log: The log; None on other ranks than 0, before the Trainer's setup, and under ``fast_dev_run``.
         path: The report, once it is drawn.
     """
 
@@ -76,8 +77,8 @@ class RunReport(pl.Callback):
         if stage != "fit":
             return
         folder = self.folder or run_folder(trainer)
-        if trainer.is_global_zero:
-            self.run_log = RunLog(folder)
+        is_dry = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by a connector
+        self.run_log = RunLog(folder) if trainer.is_global_zero and not is_dry else None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records what the run is, and subscribes to the steps."""

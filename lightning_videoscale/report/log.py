@@ -110,7 +110,7 @@ class KeepsRunLog(Protocol):
 
     @property
     def run_log(self) -> RunLog | None:
-        """The log; None on other ranks than 0, and before the Trainer's setup."""
+        """The log; None on other ranks than 0, before the Trainer's setup, and under ``fast_dev_run``."""
 
 
 def record(trainer: pl.Trainer, kind: str, fields: Mapping[str, Any]) -> None:

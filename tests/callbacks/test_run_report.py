@@ -328,6 +328,17 @@ def test_any_logger(tmp_path: Path, kind: str) -> None:
     assert report.path == folder / "report.html" and report.path.exists()
 
 
+@pytest.mark.parametrize("folder", [None, "mine"])
+def test_a_fast_dev_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str | None) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = RunReport(folder, every_n_steps=1)
+    for settings in ({}, {"fast_dev_run": 2}):  # the log of an earlier run is none of this one's
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        trainer_with(report, **settings).fit(Slope(), batches_of([Meta(1, 10)] * 3))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert len(before) == 2 and report.run_log is None
+
+
 def test_lightnings_monitors_work_beside_it(tmp_path: Path) -> None:
     class TwoRates(Slope):
         def configure_optimizers(self) -> Any:
