@@ -28,11 +28,12 @@ class MemoryMonitor(pl.Callback):
     - ``memory/peak_gib``, the most that was allocated since the last report, validation and sampling left out;
     - ``memory/graphs_gib``, of it for CUDA graphs, where networks run by some;
     - ``memory/fragmentation``, the share of the reserved memory that lies in gaps between tensors;
-    - ``memory/headroom_tokens``, what the largest micro-batch of the window could grow by on the fullest GPU: M_mem of
-      a `MemoryModel`, with its reserve kept free, minus its tokens.
+    - ``memory/fits_tokens``, what a micro-batch may have on the fullest GPU: M_mem of a `MemoryModel`, with its reserve
+      kept free;
+    - ``memory/headroom_tokens``, what the largest micro-batch of the window could grow by until then.
 
     Without a model given, a line is fitted through the largest micro-batch and the peak of every window so far; until
-    three token counts were seen there is no headroom to log. These points and the largest peak are in the checkpoint;
+    three token counts were seen the last two are not logged. These points and the largest peak are in the checkpoint;
     points of a run on other GPUs, or another number of them, are dropped with a warning, since the model's states take
     other room there.
 
@@ -171,14 +172,17 @@ class MemoryMonitor(pl.Callback):
             return figures
         for count, memory in zip(tokens, memories, strict=True):
             self.peaks[count] = max(self.peaks.get(count, 0.0), memory.peak)
-        headroom = self._best_effort.attempt("compute the headroom", self._headroom, memories, tokens)
-        return figures if headroom is None else figures | {"memory/headroom_tokens": float(headroom)}
+        fits = self._best_effort.attempt("compute the headroom", self._fits, memories)
+        if fits is not None:
+            figures["memory/fits_tokens"] = float(fits)
+            figures["memory/headroom_tokens"] = float(fits - max(tokens))  # below 0 where it is exceeded
+        return figures
 
-    def _headroom(self, memories: list[DeviceMemory], tokens: list[int]) -> int | None:
-        """Returns the least headroom, below 0 where it is exceeded; None while there are too few points for a line."""
+    def _fits(self, memories: list[DeviceMemory]) -> int | None:
+        """Returns the tokens that fit on the fullest GPU; None while there are too few points for a line."""
         model = self.memory_model
         if model is None:
             if len(self.peaks) < _SHAPES_FOR_A_LINE:
                 return None
             model = MemoryModel.fit([Measurement(1, count, 0.0, peak) for count, peak in self.peaks.items()])
-        return model.m_mem(min(memory.capacity for memory in memories)) - max(tokens)
+        return model.m_mem(min(memory.capacity for memory in memories))

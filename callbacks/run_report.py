@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.fused_kernels import FusedKernels
@@ -38,13 +39,14 @@ class RunReport(pl.Callback):
     other callbacks hand in (`lightning_videoscale.report.record`): `LoadBalanceMonitor` need not be there, while
     `MemoryMonitor`, `FusedKernels`, `BudgetRecalibrator` and `BottleneckAnalyzer` each fill a section. When `fit` ends,
     also by an exception, ``report.html`` is drawn from the log and lies beside it; after a kill,
-    ``videoscale report FOLDER`` draws it. The page needs no network and no program but a browser.
+    ``videoscale report FOLDER`` draws it. The page needs no network and no program but a browser. Under
+    ``fast_dev_run`` nothing is written, as Lightning logs nothing there.
 
     The steps are those of the Trainer's one log (`timing.subscribe_to_steps`). Nothing that goes wrong in recording or
     drawing stops the training: it is said once.
 
     Attributes:
-        run_log: The log; None on other ranks than 0, and before the Trainer's setup.
+        run_log: The log; None on other ranks than 0, before the Trainer's setup, and under ``fast_dev_run``.
         path: The report, once it is drawn.
     """
 
@@ -62,7 +64,7 @@ class RunReport(pl.Callback):
         self.every_n_steps = check_interval(every_n_steps)
         self.run_log: RunLog | None = None
         self.path: Path | None = None
-        self._has_begun = self._is_training = False
+        self._is_due = False  # from the beginning of a training until its report is drawn
         self._planner: BucketPlanner | None = None
         self._plan: dict[str, Any] | None = None
         self._schedules: dict[str, str] = {}
@@ -71,16 +73,16 @@ class RunReport(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Finds the folder; from here on callbacks may record."""
+        self._is_due = False
         if stage != "fit":
             return
-        self._has_begun = False
         folder = self.folder or run_folder(trainer)
-        if trainer.is_global_zero:
-            self.run_log = RunLog(folder)
+        is_dry = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by a connector
+        self.run_log = RunLog(folder) if trainer.is_global_zero and not is_dry else None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records what the run is, and subscribes to the steps."""
-        self._has_begun = self._is_training = True
+        self._is_due = True
         self._planner, self._plan, self._schedules = None, None, {}
         self._losses, self._loaders = StepLosses(), LoaderWatch(trainer, _data_of(trainer))
         receive = partial(self._record_window, trainer)
@@ -109,24 +111,16 @@ class RunReport(pl.Callback):
         """Records the losses that the module logged in the validation."""
         metrics = trainer.callback_metrics  # collective: a metric is averaged over the ranks when it is first read
         losses = {name: float(value) for name, value in metrics.items() if _is_validation_loss(name)}
-        if losses and self._is_training and trainer.is_global_zero:
+        if losses and self._is_due and trainer.is_global_zero:
             record(trainer, "val_loss", {"losses": losses})
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Knows that what fails from here on is no training."""
-        self._is_training = False
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draws the report, if there was a training."""
-        if self._has_begun:
-            self._finish(trainer, {"status": "completed"})
+        self._finish(trainer, {"status": "completed"})
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Draws what there is to draw; the steps since the last record are lost, as no collective is possible."""
-        if not self._is_training:
-            return  # it failed before training, or outside of `fit`
-        self._is_training = False
-        stopped = isinstance(exception, KeyboardInterrupt)
+        stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
         self._finish(trainer, {"status": "interrupted" if stopped else "failed", "error": repr(exception)[:2000]})
 
     def _record_plan(self, trainer: pl.Trainer) -> None:
@@ -159,8 +153,9 @@ class RunReport(pl.Callback):
             record(trainer, "schedules", {"chosen": schedules})
 
     def _finish(self, trainer: pl.Trainer, end: dict[str, str]) -> None:
-        if self.run_log is None:
-            return
+        is_due, self._is_due = self._is_due, False
+        if self.run_log is None or not is_due:
+            return  # `fit` ended before training, or it is over
         record(trainer, "end", end)
         self.path = self._best_effort.attempt("draw the report", write_report, self.run_log.folder)
         if self.path is not None:

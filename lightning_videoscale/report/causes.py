@@ -41,14 +41,8 @@ class SlowRank(NamedTuple):
 
 
 def slow_ranks(found: Findings) -> list[SlowRank]:
-    """Returns the ranks that are slow over the run, the slowest first.
-
-    Of a run that went on with another number of ranks, only those count that train in the end.
-    """
-    told = [window for window in found.windows if window.get("slowdowns")]
-    if not told:
-        return []
-    told = [window for window in told if len(window["slowdowns"]) == len(told[-1]["slowdowns"])]
+    """Returns the ranks that are slow over the comparable windows, the slowest first."""
+    told = [window for window in found.comparable if window.get("slowdowns")]
     steps = np.array([window["steps"] for window in told])
     by_rank = np.array([window["slowdowns"] for window in told], np.float64).T
     slow = [SlowRank(rank, weighted_median(seen, steps)) for rank, seen in enumerate(by_rank)]

@@ -49,9 +49,35 @@ class Findings:
         return self.run.of("window")
 
     @cached_property
+    def _started(self) -> list[tuple[LoggedRecord, LoggedRecord]]:
+        """Every window behind the start that it belongs to."""
+        start, found = self.start, []
+        for record in self.run.records:
+            if record["kind"] == "start":
+                start = record
+            elif record["kind"] == "window":
+                found.append((start, record))
+        return found
+
+    @cached_property
+    def comparable(self) -> list[LoggedRecord]:
+        """The windows on as many ranks, divided alike, as the last one: balance and pace depend on both."""
+        last = [_ranks_of(start) for start, _ in self._started[-1:]]
+        return [window for start, window in self._started if _ranks_of(start) in last]
+
+    @cached_property
     def plans(self) -> list[LoggedRecord]:
         """The `plan` records."""
         return self.run.of("plan")
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know about the log and the figures, in sentences."""
+        steps = sum(window["steps"] for window in self.comparable)
+        if steps == self.steps:
+            return self.run.notes
+        judged = f"Balance and pace are judged by {steps:,} of {self.steps:,} steps: the others were on other ranks."
+        return [*self.run.notes, judged]
 
     @cached_property
     def status(self) -> str:
@@ -62,8 +88,8 @@ class Findings:
 
     @property
     def data_parallel_ranks(self) -> int:
-        """Distinct streams of batches."""
-        return int(self.start["exchange"]["data-parallel ranks"])
+        """Distinct streams of batches, in the comparable windows."""
+        return _ranks_of(self._started[-1][0] if self._started else self.start)[1]
 
     @property
     def steps(self) -> int:
@@ -81,21 +107,21 @@ class Findings:
         return sum(values) if values and None not in values else None
 
     def per_step(self, name: str) -> NDArray[np.float64]:
-        """A per-step figure of all windows, (steps,); empty where it is not known."""
-        values = [window[name] for window in self.windows if window[name] is not None]
+        """A per-step figure of the comparable windows, (steps,); empty where it is not known."""
+        values = [window[name] for window in self.comparable if window[name] is not None]
         return np.concatenate(values).astype(np.float64) if values else np.zeros(0)
 
     @cached_property
     def idle(self) -> float:
-        """Share of the training time that ranks wait for the slowest."""
-        return sum(float(window["idle_seconds"]) for window in self.windows) / self.seconds if self.seconds else 0.0
+        """Share of the time of the comparable windows that ranks wait for the slowest."""
+        return _ratio(self._seconds("idle_seconds"), self._seconds("seconds"))
 
     @cached_property
     def even_idle(self) -> float:
         """The same if all ranks were as fast as a healthy one; as it is where the log does not tell."""
         name = "even_idle_seconds"
-        idle = [float(window[name if name in window else "idle_seconds"]) for window in self.windows]
-        return sum(idle) / self.seconds if self.seconds else 0.0
+        idle = [float(window[name if name in window else "idle_seconds"]) for window in self.comparable]
+        return _ratio(sum(idle), self._seconds("seconds"))
 
     @cached_property
     def slow_ranks(self) -> list[SlowRank]:
@@ -115,8 +141,11 @@ class Findings:
     @property
     def compute_idle(self) -> float:
         """The same as a share of the slowest ranks' work, as a plan predicts it."""
-        slowest = sum(float(window["slowest_seconds"]) for window in self.windows)
-        return self.idle * self.seconds / slowest if slowest else 0.0
+        return _ratio(self._seconds("idle_seconds"), self._seconds("slowest_seconds"))
+
+    def _seconds(self, name: str) -> float:
+        """The sum of a field over the comparable windows."""
+        return sum(float(window[name]) for window in self.comparable)
 
     @cached_property
     def kinds(self) -> list[ShapeTimes]:
@@ -138,7 +167,7 @@ class Findings:
     @cached_property
     def drift(self) -> Drift | None:
         """The fall of the throughput that lasts to the end; None where there is none."""
-        return find_drift(self.windows)
+        return find_drift(self.comparable)
 
     @cached_property
     def loading(self) -> Loading | None:
@@ -148,7 +177,7 @@ class Findings:
     @cached_property
     def predicted(self) -> dict[Balance, StepSpreads]:
         """What every balance would do on the same clips; empty where that is unknown."""
-        return predict_balances(self.windows, self.plans[-1], self.model) if self.plans else {}
+        return predict_balances(self.comparable, self.plans[-1], self.model) if self.plans else {}
 
     def parts(self) -> dict[str, list[float]]:
         """Seconds of every global rank by part of the step, over the whole run.
@@ -164,8 +193,8 @@ class Findings:
 
     @property
     def device_seconds(self) -> float:
-        """Training time of all ranks together."""
-        return sum(float(window["seconds"]) * max(map(len, window["ranks"].values())) for window in self.windows)
+        """Time of the comparable windows, of all ranks together."""
+        return sum(float(window["seconds"]) * max(map(len, window["ranks"].values())) for window in self.comparable)
 
     def share_of(self, name: str) -> float:
         """Share of a part in the time of all ranks."""
@@ -203,3 +232,12 @@ class Findings:
     def advice(self) -> list[Advice]:
         """What to do, the most pressing first; may be empty."""
         return advice_on_run(self)
+
+
+def _ranks_of(start: LoggedRecord) -> tuple[int, int]:
+    """How many ranks there are, and how many of them are data-parallel."""
+    return int(start["machine"]["ranks"]), int(start["exchange"]["data-parallel ranks"])
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

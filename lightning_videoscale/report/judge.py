@@ -9,6 +9,7 @@ import numpy as np
 from lightning_videoscale.report.bottlenecks import WORTH_NAMING, Name, Straggler
 from lightning_videoscale.report.causes import SLOW, WRONG
 from lightning_videoscale.report.charts import number, percent
+from lightning_videoscale.report.costs import batch_size
 
 if TYPE_CHECKING:
     from lightning_videoscale.report.drift import Drift
@@ -197,15 +198,25 @@ def _of_cost_model(found: Findings) -> Advice | None:
 
 
 def _of_memory(found: Findings) -> Advice | None:
-    headrooms = [memory["headroom_tokens"] for memory in found.run.of("memory") if "headroom_tokens" in memory]
-    if not headrooms or not found.plans:
+    known = [memory for memory in found.run.of("memory") if "fits_tokens" in memory][-10:]
+    if not known or not found.plans:
         return None
-    headroom, m_mem = min(headrooms[-10:]), found.plans[-1]["budget"]["m_mem"]
-    if headroom < 0:
-        return Advice(f"Lower m_mem by {-headroom:,.0f} tokens", "The largest micro-batches leave no reserve free.")
-    if headroom < 0.1 * m_mem:
+    fits, headroom = (min(memory[name] for memory in known) for name in ("fits_tokens", "headroom_tokens"))
+    m_mem = found.plans[-1]["budget"]["m_mem"]
+    if not _changes_batches(found, fits):
+        return None  # M_comp limits the batches, or one clip alone is too large
+    if headroom < 0 and fits < m_mem:
+        return Advice(f"Set m_mem to {fits:,.0f} tokens", "The largest micro-batches leave no reserve free.")
+    if headroom < 0 or fits < 1.1 * m_mem:
         return None
     return Advice(
-        f"Raise m_mem, up to {m_mem + headroom:,.0f} tokens",
-        f"The largest micro-batches could grow by {headroom:,.0f} tokens on the fullest GPU.",
+        f"Raise m_mem to {fits:,.0f} tokens",
+        f"Micro-batches of so many tokens fit on the fullest GPU; m_mem = {m_mem:,.0f} limits those of some shapes.",
     )
+
+
+def _changes_batches(found: Findings, m_mem: float) -> bool:
+    """Whether the last plan would have batches of other sizes under another M_mem, of the shapes that were trained."""
+    plan = found.plans[-1]
+    other = plan | {"budget": plan["budget"] | {"m_mem": m_mem}}
+    return any(batch_size(plan, kind.tokens) != batch_size(other, kind.tokens) for kind in found.kinds)

@@ -31,7 +31,8 @@ loading     With a window, of `VideoDataModule`: ``workers``, per global rank a 
             each when it is left out first; a rank names eight at a time.
 val_loss    A validation is over: ``losses`` {name: value}, the metrics whose names contain "val" and "loss".
 memory      `MemoryMonitor`: ``allocated_gib``, ``reserved_gib``, ``peak_gib``, ``fragmentation``, and where known
-            ``headroom_tokens``; each the worst of all ranks.
+            ``fits_tokens``, as many as a micro-batch may have, and ``headroom_tokens``, what the window's largest has
+            less; each the worst of all ranks.
 bottleneck  `BottleneckAnalyzer`: ``name``, ``share`` of the step time in [0, 1], ``figure`` and ``advice``, sentences.
 budget      `BudgetRecalibrator`: ``adopted``, whether budgets change; ``reason``, a sentence; ``m_mem``, ``m_comp``,
             ``p`` as they are from then on. A `TimeBudget` has ``target_sync`` in the place of ``m_comp``.
@@ -40,7 +41,7 @@ graphs      With a window, where networks run by CUDA graphs: forward passes of 
 injection   `FusedKernels`: ``model``; ``kernels``, what runs them; ``replaced`` and ``skipped``, rows of [path, class
             name, what or why].
 schedules   Of ``schedule="auto"``, when they change: ``chosen`` {kind of layer: schedule, and what it was chosen by}.
-end         `fit` is over: ``status`` (completed, interrupted or failed); ``error``, where it failed.
+end         `fit` is over: ``status`` (completed, interrupted or failed); ``error``, where it did not complete.
 ==========  ============================================================================================================
 
 Readers skip kinds that they do not know, so that a callback of yours may record its own.
@@ -109,7 +110,7 @@ class KeepsRunLog(Protocol):
 
     @property
     def run_log(self) -> RunLog | None:
-        """The log; None on other ranks than 0, and before the Trainer's setup."""
+        """The log; None on other ranks than 0, before the Trainer's setup, and under ``fast_dev_run``."""
 
 
 def record(trainer: pl.Trainer, kind: str, fields: Mapping[str, Any]) -> None:

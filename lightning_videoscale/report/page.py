@@ -72,7 +72,7 @@ def render(run: RunRecords) -> str:
         injections=sections.injection(found),
         setup=sections.setup(found),
         missing=sections.missing(found),
-        notes=run.notes,
+        notes=found.notes,
     )
 
 

@@ -80,6 +80,7 @@ def test_headroom_by_a_given_model_counts_the_largest_micro_batch() -> None:
     trainer_with(monitor, logger=logger).fit(Slope(), batches_of([Meta(3, 100), Meta(1, 50)]))
     # 5 % of 1000 stay free: (950 - 150) / 2 = 400 tokens fit.
     assert _rows(logger)[0][1]["memory/headroom_tokens"] == 100
+    assert _rows(logger)[0][1]["memory/fits_tokens"] == 400
 
 
 def test_a_micro_batch_that_is_too_large_has_negative_headroom() -> None:

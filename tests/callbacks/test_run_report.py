@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_videoscale.callbacks import (
     BottleneckAnalyzer,
@@ -30,6 +31,8 @@ from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.report import LOG_NAME, record
 from lightning_videoscale.report.charts import number
+from lightning_videoscale.report.findings import Findings
+from lightning_videoscale.report.reading import read_run
 from tests.callbacks.test_memory_monitor import Scripted
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
 from tests.data.clips import clip, npy, write_shard, write_shards
@@ -231,6 +234,43 @@ def test_an_exception_leaves_a_report_that_names_it(tmp_path: Path) -> None:
     assert report.path is not None and "failed" in read_page(report.path).text["span"]
 
 
+def test_a_last_checkpoint_that_cannot_be_written_leaves_a_report(tmp_path: Path) -> None:
+    class FullDisk(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            raise OSError("No space left")
+
+    report = RunReport(tmp_path)
+    with pytest.raises(OSError, match="No space left"):
+        trainer_with(report, FullDisk()).fit(Slope(), batches_of([Meta(1, 10)] * 2))
+    [end] = records_of(tmp_path, "end")
+    assert end["status"] == "failed" and end["error"] == "OSError('No space left')"
+    assert report.path is not None and report.path.exists()
+
+
+def test_what_fails_after_or_without_a_training_is_not_of_the_run(tmp_path: Path) -> None:
+    class FailsInTest(Slope):
+        def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+            raise RuntimeError("no test")
+
+    trainer, module = trainer_with(RunReport(tmp_path)), FailsInTest()
+    trainer.fit(module, batches_of([Meta(1, 10)] * 2))
+    with pytest.raises(RuntimeError, match="no test"):
+        trainer.test(module, batches_of([Meta(1, 10)]), verbose=False)
+    assert [end["status"] for end in records_of(tmp_path, "end")] == ["completed"]
+
+
+def test_a_run_that_was_asked_to_end_has_not_failed(tmp_path: Path) -> None:
+    class Preempted(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            raise SIGTERMException(143)  # as Lightning and our strategies do after SIGTERM
+
+    with pytest.raises(SIGTERMException):
+        trainer_with(RunReport(tmp_path), Preempted()).fit(Slope(), batches_of([Meta(1, 10)] * 2))
+    [end] = records_of(tmp_path, "end")
+    assert end["status"] == "interrupted" and end["error"] == "SIGTERMException(143)"
+    assert Findings(read_run(tmp_path)).advice == []
+
+
 def test_every_callback_fills_its_section(tmp_path: Path) -> None:
     recalibrator, analyzer = BudgetRecalibrator(every_n_steps=2), BottleneckAnalyzer(every_n_steps=4)
     report = RunReport(tmp_path / "run", every_n_steps=2)
@@ -286,6 +326,17 @@ def test_any_logger(tmp_path: Path, kind: str) -> None:
     named = {"wandb-like": "memory", "failing": "memory"}.get(kind, "lightning_logs")
     folder = tmp_path if kind == "none" else tmp_path / named / "version_0"
     assert report.path == folder / "report.html" and report.path.exists()
+
+
+@pytest.mark.parametrize("folder", [None, "mine"])
+def test_a_fast_dev_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str | None) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = RunReport(folder, every_n_steps=1)
+    for settings in ({}, {"fast_dev_run": 2}):  # the log of an earlier run is none of this one's
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        trainer_with(report, **settings).fit(Slope(), batches_of([Meta(1, 10)] * 3))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert len(before) == 2 and report.run_log is None
 
 
 def test_lightnings_monitors_work_beside_it(tmp_path: Path) -> None:

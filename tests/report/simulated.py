@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from lightning_videoscale.cost import TRANSFORMERS, BucketBudget, StepTimeModel
 from lightning_videoscale.data.planning import Balance, BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.shapes import ClipShape
-from lightning_videoscale.report import RunLog
+from lightning_videoscale.report import LOG_NAME, RunLog
 from lightning_videoscale.report.records import plan_record, window_record
 from lightning_videoscale.timing import MicroBatchLoad, StepTimes, load_of
 from tests.timing.windows import window_of
@@ -92,6 +93,13 @@ def log_run(
     return log
 
 
+def resume(folder: Path, later: Path, steps: int) -> None:
+    """Appends the log in another folder, as of a run that goes on after some steps."""
+    records = [json.loads(line) for line in (later / LOG_NAME).read_text().splitlines()]
+    with (folder / LOG_NAME).open("a") as log:
+        log.writelines(json.dumps(record | {"step": record["step"] + steps}) + "\n" for record in records)
+
+
 def _times(cost: float, speed: float, noise: float, random: np.random.Generator) -> StepTimes:
     seconds = (0.04 + 1.3 * cost * random.lognormal(0.0, noise)) * speed
     return StepTimes(
@@ -105,7 +113,8 @@ def add_findings(log: RunLog, steps: int = 150, every: int = 10) -> None:
     for step in itertools.chain(range(every, steps + 1, every)):
         peak = 96 + 6 * random.random()
         fields = {"allocated_gib": 40.0, "reserved_gib": peak + 12, "peak_gib": peak, "fragmentation": 0.04}
-        log.append("memory", step, fields | {"headroom_tokens": 21_000 - 100 * step / every})
+        headroom = 21_000 - 100 * step / every
+        log.append("memory", step, fields | {"headroom_tokens": headroom, "fits_tokens": 151_200 + headroom})
         name = "straggler" if step % 30 == 0 else "kernels"
         found = {"name": name, "share": 0.11, "figure": f"{name}: 11 % of the time", "advice": "look at rank 5"}
         log.append("bottleneck", step, found)

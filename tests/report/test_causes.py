@@ -15,7 +15,7 @@ from lightning_videoscale.report.judge import advice_on_bottleneck
 from lightning_videoscale.report.reading import read_run
 from lightning_videoscale.report.slowness import slowdowns_of
 from lightning_videoscale.timing import MicroBatchLoad, StepTimes
-from tests.report.simulated import log_run
+from tests.report.simulated import log_run, resume, start_fields
 from tests.timing.windows import window_of
 
 
@@ -100,3 +100,27 @@ def test_an_older_log_names_no_rank(tmp_path: Path) -> None:
         del window["slowdowns"], window["even_idle_seconds"]
     found = Findings(run)
     assert found.slow_ranks == [] and found.cause != "rank"
+
+
+def test_the_verdict_is_on_the_ranks_that_train_in_the_end(tmp_path: Path) -> None:
+    log_run(tmp_path / "alone", dp_size=1, steps=40, slowdown=1.0)  # one rank waits for nobody
+    log_run(tmp_path / "uneven", "equal_token", steps=20, slowdown=1.0)
+    expected = Findings(read_run(tmp_path / "uneven"))
+    resume(tmp_path / "alone", tmp_path / "uneven", steps=40)
+    found = Findings(read_run(tmp_path / "alone"))
+    assert found.verdict == expected.verdict and found.cause == expected.cause == "plan"
+    assert (found.idle, found.compute_idle) == (expected.idle, expected.compute_idle)
+    assert found.steps == 60, "the rest of the page is about the whole run"
+
+
+def test_ranks_that_never_trained_are_not_judged(tmp_path: Path) -> None:
+    log_run(tmp_path, dp_size=1, steps=20).append("start", 20, start_fields(8))
+    assert Findings(read_run(tmp_path)).verdict.text.startswith("One data-parallel rank")
+
+
+def test_ranks_that_share_sequences_are_others(tmp_path: Path) -> None:
+    log = log_run(tmp_path, dp_size=1, steps=20)
+    record = read_run(tmp_path).of("window")[-1]
+    log.append("start", 20, start_fields(1, exchange={"strategy": "DDP", "data-parallel ranks": 2}))
+    log.append("window", 30, record | {"cv_step": [0.3] * record["steps"]})
+    assert Findings(read_run(tmp_path)).verdict.tone == "bad"

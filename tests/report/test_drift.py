@@ -10,7 +10,9 @@ import pytest
 
 from lightning_videoscale.report import write_report
 from lightning_videoscale.report.drift import find_drift
-from tests.report.simulated import log_run, start_fields
+from lightning_videoscale.report.findings import Findings
+from lightning_videoscale.report.reading import read_run
+from tests.report.simulated import log_run, resume, start_fields
 
 PARTS = {"data": 0.01, "forward": 0.3, "backward": 0.6, "wait": 0.05, "exchange": 0.0, "optimizer": 0.04, "other": 0.5}
 
@@ -97,3 +99,12 @@ def test_other_shapes_are_told_from_slower_work(tmp_path: Path) -> None:
 def test_a_run_that_keeps_its_pace_is_not_blamed(tmp_path: Path) -> None:
     log_run(tmp_path)
     assert "Throughput fell" not in write_report(tmp_path).read_text()
+
+
+def test_fewer_ranks_are_no_fall(tmp_path: Path) -> None:
+    log_run(tmp_path / "first", dp_size=8, steps=80, slowdown=1.0)
+    log_run(tmp_path / "then", dp_size=4, steps=80, slowdown=1.0)
+    resume(tmp_path / "first", tmp_path / "then", steps=80)
+    run = read_run(tmp_path / "first")
+    assert find_drift(run.of("window")) is not None
+    assert Findings(run).drift is None

@@ -1,0 +1,42 @@
+"""What the report advises to do about memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_videoscale.report.findings import Findings
+from lightning_videoscale.report.reading import read_run
+from lightning_videoscale.report.records import plan_record
+from tests.report import simulated
+
+LONG = [shape for shape in simulated.SHAPES if shape[3] > 20_000]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "m_mem", "fits", "largest", "advice"),
+    [
+        (LONG, 300_000, 450_000, 202_800, []),  # M_comp limits all batches
+        (LONG, 300_000, 120_000, 202_800, ["Set m_mem to 120,000 tokens"]),
+        (simulated.SHAPES, 151_200, 200_000, 151_200, ["Raise m_mem to 200,000 tokens"]),
+        (simulated.SHAPES, 151_200, 200_000, 75_600, ["Raise m_mem to 200,000 tokens"]),  # what fits in all counts
+        (simulated.SHAPES, 151_200, 155_000, 151_200, []),  # too little to be worth it
+        (simulated.SHAPES, 60_000, 70_000, 75_600, []),  # one clip alone is too large, and larger batches no help
+    ],
+)
+def test_m_mem_is_advised_to_be_what_fits_where_that_changes_batches(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shapes: list[tuple[int, int, int, int, int]],
+    m_mem: int,
+    fits: int,
+    largest: int,
+    advice: list[str],
+) -> None:
+    monkeypatch.setattr(simulated, "SHAPES", shapes)
+    log = simulated.log_run(tmp_path, steps=20, slowdown=1.0)
+    log.append("plan", 20, plan_record(simulated.planner(m_mem=m_mem)))
+    gib = {"allocated_gib": 1.0, "reserved_gib": 1.0, "peak_gib": 1.0, "fragmentation": 0.0}
+    log.append("memory", 20, gib | {"fits_tokens": fits, "headroom_tokens": fits - largest})
+    assert [each.what for each in Findings(read_run(tmp_path)).advice if "m_mem" in each.what] == advice
