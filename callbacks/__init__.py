@@ -10,6 +10,7 @@
 - `sample_videos`: `SampleVideos`, samples with the network in training; `sampling_state` keeps the training as it was,
   `sample_files` writes the videos.
 - `balance_metrics`, `balance_pictures`: the figures and pictures behind `LoadBalanceMonitor`.
+- `run_figures`: which run figures are of, where callbacks are restored or serve another fit.
 - `best_effort`: keeps what a callback does on the side from stopping the training.
 - `loader_watch`, `step_losses`: what the loaders do and the losses, for `RunReport`.
 - `out_of_memory`: what a restart learns of a micro-batch that did not fit.

@@ -10,13 +10,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_videoscale.callbacks.best_effort import BestEffort
+from lightning_videoscale.callbacks.run_figures import RunFigures
 from lightning_videoscale.report import record
 from lightning_videoscale.report.bottlenecks import figure_of, shares_of, straggler_of
 from lightning_videoscale.report.judge import advice_on_bottleneck
 from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
 
 
-class BottleneckAnalyzer(pl.Callback):
+class BottleneckAnalyzer(RunFigures):
     """Names the main bottleneck of the last steps: data, exchange, straggler, kernels or optimizer.
 
     Every few optimizer steps it divides the step's time (`StepShares`) and names the largest loss. Where none takes a
@@ -28,8 +29,8 @@ class BottleneckAnalyzer(pl.Callback):
     logging stops the training.
 
     Attributes:
-        history: The findings so far, each with ``step``, ``name``, ``share`` of the step in [0, 1], ``figure`` and
-            ``advice`` (sentences), and ``seconds`` per step by name. It is in the checkpoint.
+        history: The findings of the run so far, each with ``step``, ``name``, ``share`` of the step in [0, 1],
+            ``figure`` and ``advice`` (sentences), and ``seconds`` per step by name. It is in the checkpoint.
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
@@ -53,8 +54,10 @@ class BottleneckAnalyzer(pl.Callback):
         """Returns the findings so far."""
         return {"history": [dict(finding) for finding in self.history]}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from them."""
+    def _begin_anew(self) -> None:
+        self.history = []
+
+    def _go_on(self, state_dict: Mapping[str, Any]) -> None:
         self.history = [dict(finding) for finding in state_dict["history"]]
 
     def _receive(self, trainer: pl.Trainer, window: StepWindow) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_videoscale.callbacks.out_of_memory import (
     kept_in,
     machine_of,
 )
+from lightning_videoscale.callbacks.run_figures import RunFigures
 from lightning_videoscale.cost import Calibration, Measurement, Recalibration
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.report import record
@@ -32,7 +34,7 @@ _WARM_UP = 3  # optimizer steps whose times are not those to come: compilation, 
 _UNKNOWN = [math.nan] * 5
 
 
-class BudgetRecalibrator(pl.Callback):
+class BudgetRecalibrator(RunFigures):
     """Corrects the cost model, M_comp, p and M_mem of a `VideoDataModule` by what the ranks really take.
 
     Every few optimizer steps rank 0 refits the costs to what the micro-batches of all ranks took, compute and exchanges
@@ -97,10 +99,11 @@ class BudgetRecalibrator(pl.Callback):
             return
         planned = Calibration(data.planner.budget, data.planner.step_time)
         longest = int(data.planner.table.sequence_lengths.max())
+        state = self.state_dict()["recalibration"]
         self._recalibration = Recalibration(planned, self.target_sync, longest)
         origin = {"planned": planned.to_dict(), "machine": [*machine_of(trainer)]}
-        if self._state is not None and self._goes_on(self._state, planned):
-            self._recalibration.load_state_dict(self._state)
+        if state is not None and self._goes_on(state, planned):
+            self._recalibration.load_state_dict(state)
             if self._origin.get("machine", origin["machine"]) != origin["machine"]:
                 self._recalibration.forget_memory()
                 rank_zero_info(
@@ -164,9 +167,11 @@ class BudgetRecalibrator(pl.Callback):
         state = self._recalibration.state_dict() if self._recalibration else self._state
         return {"recalibration": state, "history": [*self.history], **self._origin}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes them up again."""
-        self._state = state_dict["recalibration"]
+    def _begin_anew(self) -> None:
+        self._recalibration, self._state, self._origin, self.history = None, None, {}, []
+
+    def _go_on(self, state_dict: Mapping[str, Any]) -> None:
+        self._recalibration, self._state = None, state_dict["recalibration"]
         self.history = [*state_dict["history"]]
         self._origin = {name: state_dict[name] for name in ("planned", "machine") if name in state_dict}
 

@@ -12,12 +12,13 @@ import lightning.pytorch as pl
 from lightning_videoscale.callbacks.balance_metrics import BalanceMetrics
 from lightning_videoscale.callbacks.balance_pictures import BalancePictures
 from lightning_videoscale.callbacks.best_effort import BestEffort
+from lightning_videoscale.callbacks.run_figures import RunFigures
 from lightning_videoscale.cost import TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.timing import Pauses, StepWindow, check_interval, subscribe_to_steps
 
 
-class LoadBalanceMonitor(pl.Callback):
+class LoadBalanceMonitor(RunFigures):
     """Logs how evenly the ranks are loaded, and how fast they are together.
 
     Every few optimizer steps it logs, of those steps, each a mean over them,
@@ -34,8 +35,9 @@ class LoadBalanceMonitor(pl.Callback):
       tokens per second and rank (Θ of `ThroughputEfficiency`); ``throughput/mfu``, if the peak of the devices is given;
 
     to every logger, and ``cv_step`` and ``tokens/s`` to the progress bar. `summary` gives the same for the whole run,
-    which goes on where a checkpoint is resumed. Every ``pictures_every_n_steps`` steps, and at the end, TensorBoard
-    gets a map of the compute and waiting times of every rank in every step, and a histogram of CV_step.
+    which goes on where a checkpoint is resumed or the Trainer fits again. Every ``pictures_every_n_steps`` steps, and
+    at the end, TensorBoard gets a map of the compute and waiting times of every rank in every step, and a histogram of
+    CV_step.
 
     The work of a rank is its forward and backward passes and its sequence-parallel exchanges, without what it waited
     for other ranks (see `timing.StepTimes`): with the waits all ranks would look alike. A sequence-parallel group takes
@@ -132,8 +134,11 @@ class LoadBalanceMonitor(pl.Callback):
         """Returns the sums of the run so far."""
         return self.metrics.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from them."""
+    def _begin_anew(self) -> None:
+        self.metrics.load_state_dict({"sums": {}})
+        self._pictures.hand_to([])  # what a fit that failed has left
+
+    def _go_on(self, state_dict: Mapping[str, Any]) -> None:
         self.metrics.load_state_dict(state_dict)
 
     def _report(self, trainer: pl.Trainer, window: StepWindow) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge
 from lightning_videoscale.callbacks.out_of_memory import machine_of
+from lightning_videoscale.callbacks.run_figures import RunFigures
 from lightning_videoscale.cost import Measurement, MemoryModel
 from lightning_videoscale.report import record
 from lightning_videoscale.timing import Pauses, StepWindow, check_interval, subscribe_to_steps
@@ -19,7 +21,7 @@ _GIB = 2**30
 _SHAPES_FOR_A_LINE = 3
 
 
-class MemoryMonitor(pl.Callback):
+class MemoryMonitor(RunFigures):
     """Logs how full the GPUs are, and how many more tokens would fit.
 
     Every few optimizer steps it logs, each the largest over all ranks,
@@ -114,8 +116,10 @@ class MemoryMonitor(pl.Callback):
         """Returns the run's largest peak, the observed points and the machine that they belong to."""
         return {"peak_bytes": self.peak_bytes, "peaks": dict(self.peaks), "machine": self._machine}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes them up again; see `on_train_start` for those of another machine."""
+    def _begin_anew(self) -> None:
+        self.peak_bytes, self.peaks, self._machine = 0.0, {}, None
+
+    def _go_on(self, state_dict: Mapping[str, Any]) -> None:
         self.peak_bytes = state_dict["peak_bytes"]
         self.peaks = dict(state_dict["peaks"])
         self._machine = state_dict["machine"]

@@ -102,7 +102,8 @@ class SampleVideos(pl.Callback):
             prompts: A text each, or keyword arguments of the pipeline's call, such as ``prompt_embeds`` and
                 ``negative_prompt_embeds``, with which the pipeline needs no text encoder. ``seed`` among them is the
                 prompt's.
-            every_n_steps: Optimizer steps from sampling to sampling.
+            every_n_steps: Optimizer steps from sampling to sampling; where a batch has several, each counts, and the
+                sampling comes after the batch.
             every_n_epochs: Epochs from sampling to sampling.
             at_start: Also sample before the first step of a run.
             seed: Of the first prompt; the others count up.
@@ -168,15 +169,18 @@ class SampleVideos(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Samples after every ``every_n_steps``-th optimizer step."""
-        step = trainer.global_step
-        if self.every_n_steps is not None and step != self._sampled_step and step % self.every_n_steps == 0:
-            self._sampled_step = step
+        if self.every_n_steps is not None and self._passed(self.every_n_steps, trainer.global_step):
+            self._sampled_step = trainer.global_step
             self.sample(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Samples after every ``every_n_epochs``-th epoch."""
         if self.every_n_epochs is not None and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             self.sample(trainer)
+
+    def _passed(self, every: int, step: int) -> bool:
+        """Whether one of every n steps is among those since the last sampling: a batch may have several."""
+        return step // every > self._sampled_step // every
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,9 +23,9 @@ from lightning_videoscale.timing.synchronization import synchronizing_calls
 class StepTimer(pl.Callback):
     """The times of this rank's micro-batches from now on, by a clock with hooks into a Trainer.
 
-    It is the first of the Trainer's callbacks, so that the others' time is not the model's. It stays until it is
-    closed, or ``fit`` ends or fails; what ended by then can still be read. Of several on one Trainer the last is closed
-    first: callbacks share one, see `subscribe_to_steps`.
+    It is the first of the Trainer's callbacks, and the forward pass begins in the strategy's ``training_step``, so that
+    the others' time is not the model's. It stays until it is closed, or ``fit`` ends or fails; what ended by then can
+    still be read. Of several on one Trainer the last is closed first: callbacks share one, see `subscribe_to_steps`.
 
     Args:
         trainer: A Trainer whose model is wrapped: make this in ``on_fit_start``, ``on_train_start`` or later.
@@ -41,11 +41,14 @@ class StepTimer(pl.Callback):
         self._clock = StepClock(marks_on(trainer.strategy.root_device))
         self._undo: list[Callable[[], None]] = []
         for owner, name, phase in synchronizing_calls(trainer.strategy):
-            self._undo.append(patch(owner, name, self._clock.timing(getattr(owner, name), phase)))
-        profiler = trainer.profiler
-        self._undo.append(patch(profiler, "start", self._noting_fetches(profiler.start)))
+            self._replace(owner, name, partial(self._clock.timing, phase=phase))
+        self._replace(trainer.profiler, "start", self._noting_fetches)
         for owner, name in waits_between_batches(trainer):
-            self._undo.append(patch(owner, name, self._clock.timing(getattr(owner, name), "wait", within=["other"])))
+            self._replace(owner, name, partial(self._clock.timing, phase="wait", within=["other"]))
+        self._replace(trainer.strategy, "training_step", self._beginning)
+        self._replace(trainer.strategy, "optimizer_step", self._timing_steps)
+        clipping = partial(self._clock.timing, phase="optimizer", within=["forward"])
+        self._replace(trainer.precision_plugin, "clip_gradients", clipping)
         # A new list: the old one is being iterated over.
         trainer.callbacks = [self, *trainer.callbacks]
 
@@ -62,6 +65,10 @@ class StepTimer(pl.Callback):
             self._undo.pop()()
         self._trainer.callbacks = [callback for callback in self._trainer.callbacks if callback is not self]
 
+    def _replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Puts what is made of a method in its place, until the clock is taken off."""
+        self._undo.append(patch(owner, name, make(getattr(owner, name))))
+
     def _noting_fetches(self, start: Callable[[str], None]) -> Callable[[str], None]:
         @wraps(start)
         def noting(action_name: str) -> None:
@@ -71,13 +78,31 @@ class StepTimer(pl.Callback):
 
         return noting
 
+    def _beginning(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(training_step)
+        def beginning(*args: Any, **kwargs: Any) -> Any:
+            self._clock.enter("forward")
+            return training_step(*args, **kwargs)
+
+        return beginning
+
+    def _timing_steps(self, optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Steps that are taken within ``training_step``; their closures are passes of the networks."""
+
+        @wraps(optimizer_step)
+        def stepping(optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+            passes = self._clock.timing(closure, "forward", within=["optimizer"])
+            return optimizer_step(optimizer, passes, *args, **kwargs)
+
+        return self._clock.timing(stepping, "optimizer", within=["forward"])
+
     # -- the Trainer's hooks, in their order -----------------------------------------------------------------------
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._clock.enter("forward")
+        self._clock.enter("other")
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -92,7 +117,8 @@ class StepTimer(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._clock.enter("optimizer")
+        # In manual optimization other passes may follow; the calls that clip and step are timed.
+        self._clock.enter("optimizer" if pl_module.automatic_optimization else "forward")
 
     @override
     def on_train_batch_end(

@@ -16,7 +16,8 @@ class StepTimes(NamedTuple):
 
     Attributes:
         data: From asking the loader for a batch to the start of the batch: loading, transfer, sharing in the group.
-        forward: Forward pass, without what it waited and exchanged.
+        forward: Forward pass, without what it waited and exchanged. In manual optimization it is all of
+            ``training_step`` that is no other phase.
         backward: Backward pass, recomputation included, without what it waited and exchanged. DDP reduces gradients
             beside it: on a rank that is ahead, reductions that wait for another rank take a part of the device from
             what is left of the pass, which then takes longer than it would alone.
@@ -24,8 +25,10 @@ class StepTimes(NamedTuple):
             transfer itself; what exceeds the least wait of all ranks is waiting for a slower one.
         exchange: Sequence-parallel exchanges that nothing hid. Those inside of compiled blocks are part of forward and
             backward.
-        optimizer: From the end of backward to the end of the micro-batch: clipping and the optimizer's step.
-        other: Between micro-batches, but for the data: validation, checkpoints, logging.
+        optimizer: From the end of backward to the end of the micro-batch: clipping and the optimizer's step. In manual
+            optimization it is these calls alone.
+        other: Between micro-batches, but for the data: validation, checkpoints, logging, what callbacks do before the
+            step.
     """
 
     data: float = 0.0

@@ -136,6 +136,28 @@ def test_a_run_that_goes_on_continues_the_calibration(shards: str, tmp_path: Pat
     assert resumed.calibration.budget.room(LONGEST) == pytest.approx(ORACLE.room(LONGEST), rel=0.05)
 
 
+def test_another_fit_begins_without_the_calibration_of_the_run_before(shards: str, tmp_path: Path) -> None:
+    recalibrator, file = BudgetRecalibrator(8, 2.0), tmp_path / "run.ckpt"
+    fit(shards, recalibrator, SaveAndStop(file, step=30))
+    fit(shards, recalibrator, resume=file, max_steps=32)
+    assert recalibrator.history
+    module = fit(shards, recalibrator, max_steps=2)
+    assert module.metas[0].cost_version == WRONG.version
+    assert recalibrator.calibration is not None and recalibrator.calibration.step_time.version == WRONG.version
+    assert not recalibrator.history
+
+
+def test_a_trainer_that_fits_again_goes_on_with_its_calibration(shards: str) -> None:
+    recalibrator, planned = BudgetRecalibrator(8, 2.0), data(shards)
+    trainer = trainer_with(callbacks=[recalibrator], max_epochs=9, max_steps=20)
+    trainer.fit(Witness(), planned)
+    before = recalibrator.state_dict()
+    trainer.fit_loop.epoch_loop.max_steps = 22
+    trainer.fit(Witness(), planned)
+    assert trainer.global_step == 22
+    assert recalibrator.state_dict() == before
+
+
 def test_what_fails_does_not_stop_the_training(shards: str) -> None:
     class Failing(BudgetRecalibrator):
         def _decide(self, window: StepWindow) -> Any:
@@ -243,11 +265,11 @@ def test_two_ranks_hold_the_same_budgets_at_every_step(shards: str, ranks: Ranks
 
 
 class SaveAndStop(pl.Callback):
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: Path, step: int = 2) -> None:
+        self.file, self.step = file, step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
+        if trainer.global_step == self.step:
             trainer.save_checkpoint(self.file)
             trainer.should_stop = True
 

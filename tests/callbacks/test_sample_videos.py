@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_videoscale.callbacks import EMA, LoadBalanceMonitor, SampleVideos
 from lightning_videoscale.callbacks.sample_files import read_picture, read_video, strip_of
-from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of
+from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
 from tests.distributed.callbacks.sampling import CALL, Drawing, Pipelines, save_parts, train
 
 
@@ -156,6 +156,48 @@ def test_sampling_is_no_time_of_training(parts: Path, tmp_path: Path) -> None:
     steps = [sum(value for name, value in row.items() if name.startswith("time/")) for _, row in logger.balance()]
     assert len(steps) == 2
     assert max(steps) < 0.15
+
+
+class Critic(Slope):
+    """One optimizer's step in the first batch, and two in each of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        for _ in range(2 if batch_idx else 1):
+            self.manual_backward((self.slope * batch["x"]).mean())
+            optimizer.step()
+
+
+class Noted(SampleVideos):
+    """Notes the step instead of sampling."""
+
+    def __init__(self, every_n_steps: int) -> None:
+        super().__init__(lambda _: None, ["1"], every_n_steps=every_n_steps, at_start=False)
+        self.steps: list[int] = []
+
+    def sample(self, trainer: pl.Trainer) -> None:
+        self.steps.append(trainer.global_step)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 3, 5, 7, 9, 11]), (2, [3, 5, 7, 9, 11]), (4, [5, 9]), (7, [7])])
+def test_steps_that_a_batch_jumps_over_are_sampled_after_it(every: int, steps: list[int]) -> None:
+    noted = Noted(every)
+    trainer_with(noted).fit(Critic(), batches_of([Meta(1, 10)] * 6))
+    assert noted.steps == steps
+
+
+def test_a_resumed_run_samples_at_the_steps_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    data, whole, rest = batches_of([Meta(1, 10)] * 4), Noted(5), Noted(5)
+    first = trainer_with()
+    first.fit(Critic(), data)
+    first.save_checkpoint(tmp_path / "run.ckpt")
+    trainer_with(rest, max_epochs=2).fit(Critic(), data, ckpt_path=tmp_path / "run.ckpt")
+    trainer_with(whole, max_epochs=2).fit(Critic(), data)
+    assert (whole.steps, rest.steps) == ([5, 10], [10])
 
 
 def test_what_is_refused(parts: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_videoscale.timing import StepTimer, StepTimes
+from lightning_videoscale.timing import Marks, StepTimer, StepTimes, step_timer
 from tests.callbacks.toy import Meta, Slope, batches_of, trainer_with
 
 
@@ -49,6 +49,13 @@ class Slow(Slope):
         time.sleep(0.06)
 
 
+def assert_no_clock_is_on(trainer: Any, callbacks: list[pl.Callback]) -> None:
+    assert trainer.callbacks == callbacks
+    assert "start" not in vars(trainer.profiler)
+    assert not {"training_step", "optimizer_step"} & {*vars(trainer.strategy)}
+    assert "clip_gradients" not in vars(trainer.precision_plugin)
+
+
 def test_it_leaves_nothing_behind() -> None:
     reading = Reading(every=2)
     trainer: Any = trainer_with(reading)
@@ -58,8 +65,7 @@ def test_it_leaves_nothing_behind() -> None:
         trainer.fit(Slow(), batches_of([Meta(1, 10)] * 4))
         assert [len(read) for read in reading.reads] == [2] * 2
         assert all(times.forward >= 0.03 for times in reading.times)
-        assert trainer.callbacks == before
-        assert "start" not in vars(trainer.profiler)
+        assert_no_clock_is_on(trainer, before)
         reading.reads = []
 
 
@@ -91,8 +97,7 @@ def test_a_run_that_fails_leaves_nothing_behind() -> None:
     before = trainer.callbacks
     with pytest.raises(RuntimeError, match="no more"):
         trainer.fit(Failing(), batches_of([Meta(1, 10)] * 4))
-    assert trainer.callbacks == before
-    assert "start" not in vars(trainer.profiler)
+    assert_no_clock_is_on(trainer, before)
     assert len(reading.timer.read()) == 2, "what ended can still be read"
 
 
@@ -108,3 +113,111 @@ def test_a_profiler_of_ones_own_gets_back_what_it_had() -> None:
     trainer.fit(Slow(), batches_of([Meta(1, 10)] * 2))
     assert trainer.profiler.start == seen.append
     assert seen.count("[_TrainingEpochLoop].train_dataloader_next") == 2
+
+
+class ScriptedTime(Marks):
+    """A clock that the training moves."""
+
+    now = 0.0
+
+    def set(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> ScriptedTime:
+    script = ScriptedTime()
+    monkeypatch.setattr(step_timer, "marks_on", lambda device: script)
+    return script
+
+
+class Early(pl.Callback):
+    """Works for 16 s before a step begins."""
+
+    def __init__(self, script: ScriptedTime) -> None:
+        self.script = script
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.script.pass_by(16)
+
+
+class Scripted(Slope):
+    """Takes 1 s for a forward pass, 2 s for a backward pass, 4 s for an optimizer's step and 32 s before the step."""
+
+    def __init__(self, script: ScriptedTime) -> None:
+        super().__init__()
+        self.script = script
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.script.pass_by(32)
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        self.script.pass_by(1)
+        loss = (self.slope * batch["x"]).mean()
+        loss.register_hook(lambda _: self.script.pass_by(2))
+        return loss
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: self.script.pass_by(4))
+        return optimizer
+
+
+class Adversaries(Scripted):
+    """Two passes and two optimizers in a step, as of a generator and its critic; the critic's is clipped in 8 s."""
+
+    def __init__(self, script: ScriptedTime) -> None:
+        super().__init__(script)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:  # type: ignore[override]
+        generator, critic = self.optimizers()  # type: ignore[attr-defined]  # there are two
+        self.manual_backward(self.loss(batch))
+        generator.step()
+        generator.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(critic, gradient_clip_val=1.0)
+        critic.step()
+
+    def configure_optimizers(self) -> Any:
+        return [Scripted.configure_optimizers(self) for _ in range(2)]
+
+
+class Closures(Adversaries):
+    """Gives each optimizer's step its passes as a closure."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step(closure=lambda: self.manual_backward(self.loss(batch)))
+
+
+def scripted_times(module: Scripted, **settings: Any) -> list[StepTimes]:
+    reading = Reading()
+    trainer = trainer_with(reading, Early(module.script), **settings)
+    trainer.fit(module, batches_of([Meta(1, 10)] * 2))
+    return reading.times
+
+
+def test_what_hooks_do_before_the_step_is_not_the_models(scripted: ScriptedTime) -> None:
+    assert scripted_times(Scripted(scripted)) == [StepTimes(forward=1, backward=2, optimizer=4, other=48)] * 2
+
+
+def test_only_the_last_of_accumulated_micro_batches_steps(scripted: ScriptedTime) -> None:
+    first, last = scripted_times(Scripted(scripted), accumulate_grad_batches=2)
+    assert first == last._replace(optimizer=0) == StepTimes(forward=1, backward=2, other=48)
+    assert last.optimizer == 4
+
+
+def test_passes_between_two_optimizers_are_the_models(scripted: ScriptedTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: scripted.pass_by(8))
+    assert scripted_times(Adversaries(scripted)) == [StepTimes(forward=2, backward=4, optimizer=16, other=48)] * 2
+
+
+def test_passes_in_closures_of_manual_steps_are_the_models(scripted: ScriptedTime) -> None:
+    assert scripted_times(Closures(scripted)) == [StepTimes(forward=2, backward=4, optimizer=8, other=48)] * 2
