@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.attention import AttentionBackend, AttentionChoices, as_choices
-from lightning_videoscale.compat.torch.autograd import dispatch_modes_active, version_of
+from lightning_videoscale.compat.torch.autograd import dispatch_modes_active, in_backward, version_of
 from lightning_videoscale.compat.torch.trees import tensors_of
 from lightning_videoscale.parallel import group_numbers
 from lightning_videoscale.parallel.mesh import SequenceMesh
@@ -26,6 +26,12 @@ from lightning_videoscale.parallel.schedules.table import LayerShape, Schedules,
 from lightning_videoscale.parallel.transport import DEFAULT_TRANSPORT, Transport
 
 _T = TypeVar("_T")
+
+_NOT_CALLED = (
+    "A module of a split network is called, and the network is not. Its forward pass begins in hooks, so call the "
+    "network itself: network(...), and not network.forward(...). A module that two networks share, as a ControlNet's "
+    "may be, can only be split in one of them: give the other a copy."
+)
 
 
 @dataclass(frozen=True)
@@ -224,12 +230,19 @@ class SequenceContext:
                 self.resume_behind(x)
 
     def enter_region(self, x: Tensor) -> None:
-        """Begins this rank's random numbers before ``x`` is split; those of the first time where that is recomputed."""
+        """Begins this rank's random numbers before ``x`` is split; those of the first time where that is recomputed.
+
+        Raises:
+            RuntimeError: If no call of the network is under way, nor a backward that recomputes some of it.
+        """
         if self.in_forward:
             seed = self.randomness.enter(x.device)
             if seed is not None:
                 self.record = replace(self.record, seed=seed)
-        elif self.record.seed is not None:
+            return
+        if not (torch.compiler.is_compiling() or in_backward()):
+            raise RuntimeError(_NOT_CALLED)
+        if self.record.seed is not None:
             self.randomness.enter_again(x.device, self.record.seed)
 
     def keep_whole(self, sliced: Tensor, whole: Tensor) -> None:

@@ -166,3 +166,18 @@ def cached_message() -> str:
 
 def test_a_cache_that_decides_by_what_a_rank_has_is_refused(ranks: Ranks) -> None:
     assert all("FirstBlockCacheConfig" in message for message in ranks(2).run(cached_message))
+
+
+def called_directly() -> str:
+    model = tiny_wan().eval()
+    inputs = (torch.randn(1, 4, 1, 4, 4), torch.tensor([7.0]), torch.randn(1, 3, 16))
+    parallelize(model, SequenceMesh.create("cpu", ulysses_size=2))
+    with torch.no_grad():
+        model(*inputs)
+        with pytest.raises(RuntimeError) as caught:
+            model.forward(*inputs)  # whose hooks do not run, so that nothing begins a pass
+    return str(caught.value)
+
+
+def test_a_forward_called_directly_is_an_error(ranks: Ranks) -> None:
+    assert all("not network.forward(...)" in message for message in ranks(2).run(called_directly))
