@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_videoscale.compat.names import Package
 
@@ -93,12 +94,54 @@ def cache_by_values(network: nn.Module) -> str | None:
 
 def cache_of(network: nn.Module) -> str | None:
     """Says which module has a hook of ``enable_cache`` that keeps numbers from call to call; None if none has."""
+    for path, name, _ in _stateful_hooks(network):
+        return f"{path or 'it'} has a cache, {name}, which keeps numbers from call to call"
+    return None
+
+
+def keep_caches(network: nn.Module) -> Callable[[], None]:
+    """Returns a function that puts what the caches of ``enable_cache`` keep back to what it is now.
+
+    ``reset_stateful_hooks`` is public and empties them, and nothing returns what they keep.
+    """
+    found = (value for _, _, hook in _stateful_hooks(network) for value in vars(hook).values() if _is_state(value))
+    kept = [(state, _copied(vars(state))) for state in {id(state): state for state in found}.values()]
+
+    def put_back() -> None:
+        for state, before in kept:
+            vars(state).clear()
+            vars(state).update(before)
+
+    return put_back
+
+
+def _stateful_hooks(network: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """The paths of modules, with the names of their hooks and these."""
     for path, module in network.named_modules():
         registry = module.__dict__.get("_diffusers_hook")
         for name, hook in () if registry is None else registry.hooks.items():
             if DIFFUSERS.get(hook, "_is_stateful"):
-                return f"{path or 'it'} has a cache, {name}, which keeps numbers from call to call"
-    return None
+                yield path, name, hook
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a hook resets it; classes of several names do not share another."""
+    return callable(getattr(type(value), "reset", None))
+
+
+def _copied(value: Any) -> Any:
+    """A copy, of tensors too: caches write into some. All else that a state holds never changes."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_copied, value))
+    if not _is_state(value):
+        return value
+    other = copy.copy(value)
+    vars(other).update(_copied(vars(value)))
+    return other
 
 
 def dispatch_settings(processor: Any) -> tuple[Any, Any]:

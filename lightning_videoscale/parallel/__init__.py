@@ -34,13 +34,13 @@ from lightning_videoscale.parallel.plan import (
     refusals,
     register_plan,
 )
-from lightning_videoscale.parallel.plan_verification import PlanReport
 from lightning_videoscale.parallel.projection import Projection, Projections
 from lightning_videoscale.parallel.rank_agreement import Agreement
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
 from lightning_videoscale.parallel.sharding import gather, split, split_sizes
 from lightning_videoscale.parallel.transport import CollectiveTransport, Transport
 from lightning_videoscale.parallel.ulysses import check_heads
+from lightning_videoscale.parallel.verification.plan_verification import PlanReport
 
 __all__ = [
     "Agreement",

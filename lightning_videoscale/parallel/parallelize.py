@@ -24,13 +24,14 @@ from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.layout.divide import divide_mesh
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_plan, known_models, refusals, submodules
-from lightning_videoscale.parallel.plan_verification import PlanReport, check_exchanges, compare
 from lightning_videoscale.parallel.rank_agreement import Agreement, compare_inputs
 from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices, as_schedules
 from lightning_videoscale.parallel.split_hooks import average_input_gradients, install_hooks
 from lightning_videoscale.parallel.transport import Transport
-from lightning_videoscale.parallel.trial_run import SplitNetwork
+from lightning_videoscale.parallel.verification.attention_changes import checked_again_after_changes
+from lightning_videoscale.parallel.verification.plan_verification import PlanReport, check_exchanges, compare
+from lightning_videoscale.parallel.verification.trial_run import SplitNetwork
 from lightning_videoscale.undo import Undo
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ def parallelize(
     A plan that is not known to be exact is verified, as `verify_plan` does, on the inputs of the first call with
     gradients enabled, and of the first call without if it comes earlier. All ranks of the job must make these calls.
     The network, and with it the hooks on its modules, runs two or four times more then; code around it runs once.
-    Under other plans it runs once more before its first call, to see that its attention exchanges.
+    Under other plans it runs once more before its first call, to see that its attention exchanges. So it does under all
+    plans where a forward, a processor or a module of attention has changed since, which all ranks must do alike.
 
     Args:
         model: The network, not yet compiled or wrapped by a data-parallel engine.
@@ -99,7 +101,8 @@ def parallelize(
     if not plan.splits_anything:
         return undo
     first_calls = _verify_first_calls(network, log) if verify_plan and not plan.exact else _check_first_call(network)
-    undo.add(model.register_forward_pre_hook(first_calls, with_kwargs=True, prepend=True).remove)
+    checks = checked_again_after_changes(network, first_calls)
+    undo.add(model.register_forward_pre_hook(checks, with_kwargs=True, prepend=True).remove)
     return undo
 
 
@@ -243,21 +246,16 @@ def _verify_first_calls(network: SplitNetwork, log: Callable[[str], None]) -> Ca
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         gradients = torch.is_grad_enabled()
-        if module is not network.network or verified & {gradients, True}:  # a copy of the network is split likewise
+        if verified & {gradients, True}:
             return
         _refuse_transforms(module, args, kwargs)
         _refuse_cache(module)
-        verified.add(gradients)
-        try:
-            report = compare(network, args, kwargs, gradients=gradients)
-        except Exception:
-            verified.discard(gradients)  # whoever catches it and goes on hears of it again
-            raise
+        report = compare(network, args, kwargs, gradients=gradients)
+        verified.add(gradients)  # after it, so that whoever catches an error and goes on hears of it again
         if dist.get_rank() == 0:
             log(f"Split plan of {network.name} verified on its first call: {report}.")
 
-    uncompiled: Callable[..., None] = torch.compiler.disable(hook)
-    return uncompiled
+    return hook
 
 
 def _refuse_cache(module: nn.Module) -> None:
@@ -287,15 +285,10 @@ def _check_first_call(network: SplitNetwork) -> Callable[..., None]:
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal checked
-        if not checked and module is network.network:
+        if not checked:
             _refuse_transforms(module, args, kwargs)
             _refuse_cache(module)
-            checked = True  # before, since the hook runs again within
-            try:
-                check_exchanges(network, args, kwargs)
-            except Exception:
-                checked = False  # whoever catches it and goes on hears of it again
-                raise
+            check_exchanges(network, args, kwargs)
+            checked = True  # after it, so that whoever catches an error and goes on hears of it again
 
-    uncompiled: Callable[..., None] = torch.compiler.disable(hook)
-    return uncompiled
+    return hook

@@ -28,6 +28,7 @@ from lightning_videoscale.compat.diffusers import (
     declare_as,
     dispatch_settings,
     joins_text_masks,
+    keep_caches,
     kept_in_float32,
     modulation_method,
     own_attention_backend,
@@ -105,6 +106,24 @@ def test_a_cache_that_decides_by_values_is_known() -> None:
     wan.disable_cache()
     wan.enable_cache(FirstBlockCacheConfig())
     assert cache_by_values(wan) == "FirstBlockCacheConfig"
+
+
+def test_what_caches_keep_is_put_back() -> None:
+    wan = tiny_wan().eval()
+    wan.enable_cache(MagCacheConfig(num_inference_steps=9, mag_ratios=torch.full((9,), 0.9), threshold=0.4))
+
+    def outputs(steps: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        inputs = torch.randn(1, 4, 1, 4, 4), torch.tensor([7.0]), torch.randn(1, 3, 16)
+        with torch.no_grad():
+            return [wan(inputs[0] + n, *inputs[1:]).sample for n in range(steps)]
+
+    outputs(3)
+    put_back = keep_caches(wan)  # with a ratio that steps multiply in place
+    first = outputs(4)
+    put_back()
+    assert all(map(torch.equal, outputs(4), first))
+    assert not all(map(torch.equal, outputs(4), first))
 
 
 def test_a_processor_tells_what_it_was_set_to() -> None:

@@ -74,6 +74,12 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return names
 
 
+def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """Returns the mapping of a module's own children itself, which later tells what is in their places then."""
+    children: Mapping[str, nn.Module | None] = TORCH.get(module, "_modules")
+    return children
+
+
 def keep_children(network: nn.Module) -> Callable[[], None]:
     """Returns a function that gives the network's modules the children back that they have now, in this order.
 

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.torch.precision import float32_products_are_coarse
 from lightning_videoscale.compat.torch.trees import tree_leaves
-from lightning_videoscale.parallel.exchange_watch import ExchangeWatch
 from lightning_videoscale.parallel.mesh import Axis
-from lightning_videoscale.parallel.token_mixing import TokenMixing
-from lightning_videoscale.parallel.trial_run import Rehearsal, SplitNetwork, eval_mode, rehearse, stage
+from lightning_videoscale.parallel.verification.exchange_watch import ExchangeWatch
+from lightning_videoscale.parallel.verification.token_mixing import TokenMixing
+from lightning_videoscale.parallel.verification.trial_run import Rehearsal, SplitNetwork, eval_mode, rehearse, stage
 from lightning_videoscale.ranks import gather_over_ranks
 
 _BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-2}  # models compute norms and tables in float32, TF32 rounds

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from lightning_videoscale.parallel.trial_run import SplitNetwork
+from lightning_videoscale.parallel.verification.trial_run import SplitNetwork
 from lightning_videoscale.ranks import gather_over_ranks
 
 _END = "the end of its forward pass"
@@ -53,13 +53,16 @@ class ExchangeWatch:
 
     @contextmanager
     def _following_attention(self) -> Iterator[None]:
-        """Notes which attention modules run, or something inside them, such as the projections."""
+        """Notes of which attention modules something inside runs, such as the projections.
+
+        A hook may call a module and skip its computation. One that has nothing inside computes when it is called.
+        """
         self._used, self._exchanged = set(), set()
         owner: dict[nn.Module, str] = {}
         for path, module in self._context.attention.items():
-            owner |= dict.fromkeys(module.modules(), path)
+            owner |= dict.fromkeys(_inside(module), path)
             with suppress(AttributeError):  # what a user has put there since
-                owner |= dict.fromkeys(self._network.get_submodule(path).modules(), path)
+                owner |= dict.fromkeys(_inside(self._network.get_submodule(path)), path)
 
         def note(module: nn.Module, _: Any) -> None:
             if module in owner:
@@ -105,3 +108,8 @@ class ExchangeWatch:
             (dist.get_global_rank(self._group, rank) if self._group else rank, *what)
             for rank, what in enumerate(everyone)
         ]
+
+
+def _inside(module: nn.Module) -> list[nn.Module]:
+    """All modules in it, or itself if there are none."""
+    return [*module.modules()][1:] or [module]

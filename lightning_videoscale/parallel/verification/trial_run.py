@@ -1,7 +1,7 @@
 """Running a split network once more, split or whole, without a trace: `SplitNetwork` and `rehearse`.
 
-Neither gradients nor draws of generators nor what buffers became stay behind. What surrounds the call (DDP, FSDP2,
-ZeRO, autocast, a checkpoint, compiled blocks) is as before.
+Neither gradients nor draws of generators nor what buffers and diffusers' caches became stay behind. What surrounds the
+call (DDP, FSDP2, ZeRO, autocast, a checkpoint, compiled blocks) is as before.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.deepspeed import full_numel
+from lightning_videoscale.compat.diffusers import keep_caches
 from lightning_videoscale.compat.torch.data_parallel import modules_in_forward
 from lightning_videoscale.compat.torch.modules import attributes_but_children, buffers_of, keep_children
 from lightning_videoscale.compat.torch.trees import tensors_of, tree_leaves, tree_map_only
@@ -100,6 +101,7 @@ def rehearse(
     with ExitStack() as contexts:
         contexts.enter_context(split.context.randomness.put_back(device))
         contexts.enter_context(_own_generators_put_back(split.network, args, kwargs))
+        contexts.callback(keep_caches(split.network))
         contexts.enter_context(torch.set_grad_enabled(gradients))
         # A checkpoint around this call counts what is saved in it, and would compute that again for its gradients.
         contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
