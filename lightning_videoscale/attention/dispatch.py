@@ -3,6 +3,7 @@
 `attention`            differentiable, without a log-sum-exp
 `attention_part`       output and log-sum-exp over some of the keys, for a ring
 `attention_part_backward`   its gradients
+`refuse_modes`         where the function of torch that a mode may change is not called
 `as_autocast`          what autocast makes of tensors before attention
 
 The host may take longer to launch short attention than a GPU to compute it. So plain tensors go to torch's function or
@@ -24,6 +25,7 @@ from lightning_videoscale.attention.records import SDPA
 from lightning_videoscale.compat.torch.attention import Gradients, with_gradient_in_order
 from lightning_videoscale.compat.torch.autograd import (
     dispatch_modes_active,
+    function_modes,
     function_transforms_active,
     in_forward_mode,
 )
@@ -41,7 +43,7 @@ def attention(
 ) -> Tensor:
     """Attention, differentiable once; where the kernel is torch's own pick, as often as that is.
 
-    Transforms of `torch.func` and forward-mode derivatives go through torch's own kernels.
+    Transforms of `torch.func`, forward-mode derivatives and modes that may change attention get torch's own function.
 
     Args:
         choices: What chooses.
@@ -60,12 +62,12 @@ def attention(
     """
     out: Tensor
     if torch.compiler.is_compiling():
-        if choices.leaves_it_to_torch(query.device):
+        if choices.leaves_it_to_torch(query.device) or _mode() is not None:
             return torch_attention(query, key, value, scale, mask, is_open=is_open)
         out = attention_op(query, key, value, mask, scale, False, choices.number)[0]
         return out
     name = choices.name_for(query, key, mask is not None, False)
-    if function_transforms_active() or in_forward_mode():
+    if function_transforms_active() or in_forward_mode() or _mode() is not None:
         return torch_attention(query, key, value, scale, mask, is_open=is_open)
     if name == SDPA:
         return with_gradient_in_order(torch_attention(query, key, value, scale, mask, is_open=is_open))
@@ -112,6 +114,28 @@ def attention_part_backward(
         return attend_backward(kernel, grad_out, query, key, value, out, lse, scale, mask, is_open=is_open)
     dq, dk, dv = attention_backward_op(grad_out, query, key, value, out, lse, mask, scale, True, choices.number)
     return dq, dk, dv
+
+
+def refuse_modes(what: str) -> None:
+    """Refuses modes of torch around ``what``, which attends without the function that they may change.
+
+    Raises:
+        ValueError: If there is one that does not say that it ``leaves_attention``.
+    """
+    if (mode := _mode()) is not None:
+        raise ValueError(
+            f"{what} does not call torch's scaled_dot_product_attention, which the mode {mode} around it may change. "
+            "diffusers' LayerSkipConfig(skip_attention_scores=True) and perturbed attention guidance have such a mode. "
+            "Take ring_size=1 and schedule='serial' or 'overlap', or call the network outside of the mode."
+        )
+
+
+def _mode() -> str | None:
+    """The name of a mode that may do something else in the place of torch's attention."""
+    for mode in function_modes():
+        if not getattr(mode, "leaves_attention", False):
+            return type(mode).__name__
+    return None
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -5,6 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_HIDES = -1e3
+"""A bias of this or less takes a key out: diffusers has -10 000, others the least number of a dtype."""
+
+
+def visible(mask: Tensor) -> Tensor:
+    """Returns where a mask, which torch's function takes as bool or as a bias, lets a key be attended."""
+    return mask if mask.dtype is torch.bool else mask > _HIDES
+
+
+def is_biased(mask: Tensor) -> Tensor:
+    """Returns whether a bias says more than which keys may be attended, as a tensor () for which nobody waits."""
+    return ((mask != 0) & ~(mask <= _HIDES)).any()
+
 
 def open_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Opens the samples of a mask (B, K) of which no key may be attended, which kernels answer with NaN.

@@ -13,7 +13,7 @@ from lightning_videoscale.compat.diffusers import active_attention_backend
 from lightning_videoscale.compat.torch.attention import sdpa_choice
 from lightning_videoscale.compat.torch.autograd import (
     dispatch_modes_active,
-    function_modes_active,
+    function_modes,
     function_transforms_active,
     in_forward_mode,
     saved_tensors_pack_hook,
@@ -74,7 +74,7 @@ def is_observed() -> bool:
         function_transforms_active()
         or in_forward_mode()
         or dispatch_modes_active() > 0
-        or function_modes_active()
+        or bool(function_modes())
         or saved_tensors_pack_hook() is not None
         or has_global_hooks()
     )

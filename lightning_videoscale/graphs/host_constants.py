@@ -35,6 +35,8 @@ class HostConstants(TorchFunctionMode):
         kept: What was copied, in this order; to be kept as long as the graphs that read it.
     """
 
+    leaves_attention = True  # see `attention.dispatch`
+
     def __init__(self, device: torch.device, beside: Callable[[], AbstractContextManager[object]]) -> None:
         super().__init__()
         self._device, self._beside = device, beside

@@ -6,9 +6,11 @@ key and, as a query, attends to nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
@@ -47,12 +49,23 @@ FLOPS = {_MODEL: flops}  # of the blocks: what makes the modulation is left out,
 BLOCKS = {_MODEL: (f"{DOUBLE}.*", f"{SINGLE}.*")}
 
 
+def _biased(_: nn.Module, arguments: Mapping[str, Any]) -> str | None:
+    mask = arguments.get("attention_mask")
+    if mask is None or mask.dtype is torch.bool:
+        return None
+    return (
+        f"attention_mask is {mask.dtype}, as diffusers' pipeline makes it, and is then added to the logits instead of "
+        "hiding padding. Give it as bool: attention_mask.bool()."
+    )
+
+
 def _split_plan(model: nn.Module) -> SplitPlan:
     return SplitPlan(
         inputs={"": {**TOKENS, **CONTROL, "attention_mask": Split(1, JOINT)}},
         outputs={},
         gathers={"proj_out": {0: Split(1)}},
         attention=joint_attention(model, padded_rows=True),
+        objection=_biased,
     )
 
 

@@ -34,12 +34,13 @@ _OF_TEXT = Projection(
     ("norm_added_q", "norm_added_k"),
     output="to_add_out",
 )
+_OF_SHARED = Projection("encoder_hidden_states", output="to_add_out")  # which is None: such text has no output at all
 _VIDEO = Projection(rotary="image_rotary_emb")
 
 
 def _projections(model: Any) -> Mapping[str, Mapping[str, Projection]]:
     layers, own = model.config["num_layers"], model.config["mmdit_layers"]
-    kinds = [_OF_TEXT if n < own else Projection("encoder_hidden_states") for n in range(layers)]
+    kinds = [_OF_TEXT if n < own else _OF_SHARED for n in range(layers)]
     alike = {"transformer_blocks.*.attn1": {"text": kinds[0], "video": _VIDEO}}
     each = {f"transformer_blocks.{n}.attn1": {"text": kind, "video": _VIDEO} for n, kind in enumerate(kinds)}
     return each if 0 < own < layers else alike

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.attention import AttentionBackend, AttentionChoices, as_autocast, as_choices, attention
+from lightning_videoscale.attention.dispatch import refuse_modes
 from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.ring import Ring, ring_attention
@@ -142,10 +143,14 @@ def attend_heads(
 
     Returns:
         (B, h, S, D).
+
+    Raises:
+        ValueError: In a ring inside of a mode of torch that may change attention.
     """
     if mesh.ring.size == 1:
         key, value = repeat_heads(key, repeats), repeat_heads(value, repeats)
         return attention(choices, query, key, value, scale, mask, is_open=is_open)
+    refuse_modes("Ring attention")
     size = mesh.ulysses.size
     keys = tuple(sum(key_lengths[first : first + size]) for first in range(0, mesh.sp.size, size))
     ring = Ring(mesh.ring, keys, repeats, scale, transport, choices)

@@ -21,17 +21,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_videoscale.attention import AttentionChoices, as_choices, open_mask
+from lightning_videoscale.attention.masks import is_biased, visible
 from lightning_videoscale.compat.diffusers import own_attention_backend
 from lightning_videoscale.compat.patching import call_within, only_redirects, says_where_it_attends
+from lightning_videoscale.kernels.capture import is_capturing
 from lightning_videoscale.parallel.attention import gather_mask, sequence_parallel_attention
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.plan import Attention, SplitPlan, submodules
 from lightning_videoscale.parallel.ulysses import check_heads
 from lightning_videoscale.undo import Undo
-
-_MASKED = -1e3
-"""A bias of this or less takes a key out: diffusers has -10 000, others the least number of a dtype."""
-
 
 _TORCH = as_choices("sdpa")
 
@@ -149,6 +147,7 @@ class RedirectedAttention(RedirectingMode):
     ) -> Tensor:
         """As torch's function, (B, H, s, D) of this rank's tokens; H and h may differ without ``enable_gqa``."""
         self._check(query.shape, key.shape, attn_mask, dropout_p, is_causal)
+        query = self._without_bias(query, attn_mask)
         own, mask, empty = self.masks(attn_mask, query)
         out = self.exchanged(query, key, value, mask, scale, self._choices)
         if (hidden := self._hidden(own, empty, attn_mask)) is not None:
@@ -159,6 +158,7 @@ class RedirectedAttention(RedirectingMode):
         """As torch's function, (B, s, H, D) of this rank's tokens."""
         (batch, tokens, heads, dim), (_, keys, kv_heads, _) = query.shape, key.shape
         self._check((batch, heads, tokens, dim), (batch, kv_heads, keys, dim), mask, 0.0, False)
+        query = self._without_bias(query, mask)
         own, whole, empty = self.masks(mask, query)
         out = self._exchanged(query, key, value, whole, None, self._choices)
         if (hidden := self._hidden(own, empty, mask)) is not None:
@@ -191,11 +191,32 @@ class RedirectedAttention(RedirectingMode):
         objection = self._objection(query, key, attn_mask, dropout_p, is_causal)
         if context.on_exchange is not None:
             if objection is None and attn_mask is not None:
-                objection = _biased(attn_mask) or (uneven(attn_mask) if rule.padded_rows else None)
+                objection = uneven(attn_mask) if rule.padded_rows else None
                 objection = objection or self._hidden_though_unmasked(attn_mask)
             context.on_exchange(self.place.path, objection)
         if objection is not None:
             raise ValueError(f"{self.place.path} cannot attend over a split sequence: {objection}")
+
+    def _without_bias(self, query: Tensor, mask: Tensor | None) -> Tensor:
+        """Refuses other biases than 0 and -inf, once for a mask in a pass.
+
+        Compiled code and CUDA graphs cannot wait for values: such a bias makes NaN of the query there.
+        """
+        if mask is None or mask.dtype is torch.bool:
+            return query
+        if torch.compiler.is_compiling() or is_capturing():
+            return query + torch.where(is_biased(mask), torch.nan, 0.0)
+        self.place.context.record.once(mask, "bias", partial(self._refuse_bias, mask))
+        return query
+
+    def _refuse_bias(self, mask: Tensor) -> None:
+        """Refuses the bias of one rank on all of them."""
+        mesh, transport = self.place.context.mesh, self.place.context.transport
+        if bool(gather_mask(is_biased(mask).view(1, 1), (1,) * mesh.sp.size, mesh, transport).any()):
+            raise ValueError(
+                f"{self.place.path} cannot attend over a split sequence: its mask is a bias other than 0 for keys that "
+                "count and -1000 or less for those that do not. Give it as bool."
+            )
 
     def tokens(self, streams: tuple[str, ...]) -> int:
         """Returns how many tokens of the streams the call is expected to have."""
@@ -328,22 +349,14 @@ def key_mask(
 
 
 def _of_keys(mask: Tensor, batch: int, padded_rows: bool) -> Tensor:
-    allowed = mask if mask.dtype is torch.bool else mask > _MASKED
-    allowed = allowed[(None,) * (4 - allowed.ndim)][:, 0]
+    allowed = visible(mask)[(None,) * (4 - mask.ndim)][:, 0]
     keys = allowed.diagonal(dim1=-2, dim2=-1) if padded_rows and allowed.shape[1] > 1 else allowed[:, 0]
     return keys.expand(batch, -1)
 
 
-def _biased(mask: Tensor) -> str | None:
-    """A look at values, which costs a synchronisation."""
-    if mask.dtype is torch.bool or bool(((mask == 0) | (mask <= _MASKED)).all()):
-        return None
-    return "its mask is a bias other than 0 for keys that count and -1000 or less for those that do not."
-
-
 def uneven(mask: Tensor) -> str | None:
     """Returns what stands against a mask (B, 1, tokens, tokens), or what broadcasts to it, by its values, too."""
-    allowed = (mask if mask.dtype is torch.bool else mask > _MASKED)[(None,) * (4 - mask.ndim)]
+    allowed = visible(mask)[(None,) * (4 - mask.ndim)]
     if allowed.shape[2] == 1:
         return None
     keys = allowed.diagonal(dim1=-2, dim2=-1)

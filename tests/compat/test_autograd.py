@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_videoscale.compat.torch.autograd import (
     adds_to_gradient,
     dispatch_modes_active,
-    function_modes_active,
+    function_modes,
     has_hooks,
     version_of,
 )
@@ -50,12 +50,12 @@ def test_gradients_are_added_up_or_returned() -> None:
 
 
 def test_modes_that_follow_functions_are_noticed() -> None:
-    assert not function_modes_active()
+    assert not function_modes()
     with torch.device("cpu"):
-        assert not function_modes_active()
+        assert not function_modes()
     with BaseTorchFunctionMode():
-        assert function_modes_active()
-    assert not function_modes_active()
+        assert function_modes()
+    assert not function_modes()
 
 
 def test_hooks_on_a_gradient_are_noticed() -> None:

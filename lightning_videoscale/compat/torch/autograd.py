@@ -40,10 +40,17 @@ dispatch_modes_active: Callable[[], int] = TORCH.function("torch._C", "_len_torc
 """How many modes watch what is dispatched, as fake tensors and selective checkpoints do; no public function says so."""
 
 
-def function_modes_active() -> bool:
-    """Whether a mode follows calls of torch's functions, other than one that says on which device tensors are made."""
-    modes: list[TorchFunctionMode] = TORCH.get("torch.overrides", "_get_current_function_mode_stack")()
-    return any(not isinstance(mode, DeviceContext) for mode in modes)
+_function_mode_count: Callable[[], int] = TORCH.function("torch._C", "_len_torch_function_stack")
+_function_mode_at: Callable[[int], TorchFunctionMode] = TORCH.function("torch._C", "_get_function_stack_at")
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Returns the modes that follow calls of torch's functions, but for those that say where tensors are made.
+
+    Inside the function of a mode, these are the ones around it. Compilers can trace this.
+    """
+    modes = [_function_mode_at(place) for place in range(_function_mode_count())]
+    return [mode for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 def adds_to_gradient(leaf: Tensor) -> bool:

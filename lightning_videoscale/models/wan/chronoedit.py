@@ -14,7 +14,7 @@ from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.models.wan.block import copies
 from lightning_videoscale.models.wan.fused_attention import CHRONOEDIT
 from lightning_videoscale.models.wan.sizes import flops
-from lightning_videoscale.models.wan.split import projections
+from lightning_videoscale.models.wan.split import TIMESTEP, projections
 from lightning_videoscale.models.wan.timesteps import fused_timesteps
 from lightning_videoscale.parallel import Attention, Split, SplitPlan
 
@@ -27,7 +27,7 @@ FLOPS = {_MODEL: flops}
 
 def _split_plan(model: nn.Module) -> SplitPlan:
     return SplitPlan(
-        inputs={"": {"timestep": Split(1, ndim=2)}, "blocks.0": {"hidden_states": Split(1)}},
+        inputs={"": {"timestep": TIMESTEP}, "blocks.0": {"hidden_states": Split(1)}},
         outputs={"rope": {0: Split(1, keeps_whole=True), 1: Split(1, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
         attention={"blocks.*.attn1": Attention()},

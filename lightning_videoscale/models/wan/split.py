@@ -115,10 +115,14 @@ class SequenceParallelWanAttention(HearsOfBackends):
         )
 
 
+TIMESTEP = Split(1, ndim=2, broadcasts=True)
+"""Of timesteps (B, S), of tokens; those of samples, (B,) or (B, 1), stay whole."""
+
+
 def split_plan(model: nn.Module) -> SplitPlan:
-    """The plan of a `WanTransformer3DModel`, whose timesteps may be those of samples, (B,), or of tokens, (B, S)."""
+    """The plan of a `WanTransformer3DModel`."""
     return SplitPlan(
-        inputs={"": {"timestep": Split(1, ndim=2)}, "blocks.0": {"hidden_states": Split(1)}},
+        inputs={"": {"timestep": TIMESTEP}, "blocks.0": {"hidden_states": Split(1)}},
         outputs={"rope": {0: Split(1, keeps_whole=True), 1: Split(1, keeps_whole=True)}},
         gathers={"proj_out": {0: Split(1)}},
         attention=partial(split_attention, paths=("blocks.*.attn1",)),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.attention import AttentionChoices
-from lightning_videoscale.attention.dispatch import attention_part_backward
+from lightning_videoscale.attention.dispatch import attention_part_backward, refuse_modes
 from lightning_videoscale.kernels.autograd import in_dtypes_of_forward
 from lightning_videoscale.parallel.derivatives import differentiable_once
 from lightning_videoscale.parallel.schedules.attending import (
@@ -91,8 +91,12 @@ def attend_and_send(
     Returns:
         (B, h, S, D), differentiable once, and what waits for the heads that come here, (B, s, H · D), with the streams
         one behind the other. The latter has no gradient: it is for `project_output`, with the former.
+
+    Raises:
+        ValueError: Inside of a mode of torch that may change attention.
     """
     out: Tensor
+    refuse_modes("The schedule 'sliced'")
     if torch.compiler.is_compiling():  # where it has arrived already: nothing is computed before it is waited for
         how = scale, padded_rows, choices.number, list(chain(*lengths)), *place_of(ulysses)
         out, arrived, _ = attend_and_send_op(query, key, value, mask, *how)

@@ -31,6 +31,8 @@ class TokenMixing(TorchFunctionMode):
         found: The calls, as "module path (class): what".
     """
 
+    leaves_attention = True  # see `attention.dispatch`
+
     def __init__(self, context: SequenceContext) -> None:
         super().__init__()
         self.found: list[str] = []

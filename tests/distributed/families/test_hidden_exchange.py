@@ -91,6 +91,12 @@ def test_a_family_is_exact_by_overlap(ranks: Ranks, family: str, mesh: tuple[int
     check(ranks, Case(family, mesh, settings, checkpointing=fused, fused=fused, schedule="overlap"))
 
 
+def test_text_that_goes_through_the_videos_layers_and_no_output(ranks: Ranks) -> None:
+    """EasyAnimate's blocks that share weights leave out the output of the text."""
+    settings = [LENGTHS[0] | {"own": own} for own in (0, 1)]
+    check(ranks, *(Case("easyanimate", (1, 1, 2), each, schedule=schedule) for each in settings for schedule in HIDING))
+
+
 @pytest.mark.parametrize("family", ["flux", "hunyuan_video_15"])
 def test_rings_of_groups_with_text_of_fewer_tokens_than_ranks(ranks: Ranks, family: str) -> None:
     check(ranks, Case(family, (1, 2, 2), LENGTHS[2], schedule="sliced"))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, Split, find_plan, parallelize
 from lightning_videoscale.strategies.blocks import find_blocks
-from tests.distributed.families.harness import Case
+from tests.distributed.families.harness import Case, errors_of
 from tests.distributed.families.models.wan import FAMILIES
 from tests.distributed.pool import ProcessPool
 
@@ -74,6 +74,21 @@ def said_of_other_streams() -> list[str]:
 def test_streams_that_wan_does_not_attend_over_are_refused(ranks: Ranks) -> None:
     for found in ranks(2).run(said_of_other_streams):
         assert len(found) == 2 and all("['streem']" in said and "attn1" in said for said in found)
+
+
+def errors_of_columns() -> list[float]:
+    """Outputs' and gradients', where timesteps of samples are (B, 1)."""
+    found = []
+    for family in ("wan", "chronoedit"):
+        for fused, schedule in ((False, "serial"), (True, "sliced")):
+            case = Case(family, (1, 1, 2), {"timesteps": "column"}, fused=fused, schedule=schedule)  # type: ignore[arg-type]
+            errors = errors_of(case, FAMILIES[family])
+            found += [errors["outputs"], errors["gradients"]]
+    return found
+
+
+def test_timesteps_of_samples_may_have_a_dim_of_tokens(ranks: Ranks) -> None:
+    assert max(error for found in ranks(2).run(errors_of_columns) for error in found) < 1e-12
 
 
 def fused_vace() -> tuple[str, torch.Tensor, torch.Tensor]:

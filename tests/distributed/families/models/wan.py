@@ -45,7 +45,12 @@ def inputs(
     **_: Any,
 ) -> dict[str, Any]:
     """With an image, the cross-attention takes the last 512 tokens for text, and ``text`` counts its own."""
-    shape = {"sample": (batch,), "frame": (batch, frames), "token": (batch, frames * side**2)}[timesteps]
+    shape = {
+        "sample": (batch,),
+        "column": (batch, 1),
+        "frame": (batch, frames),
+        "token": (batch, frames * side**2),
+    }[timesteps]
     given = {
         "hidden_states": torch.randn(batch, 4, frames, 2 * side, 2 * side),
         "timestep": torch.randint(0, 1000, shape),
