@@ -24,15 +24,26 @@ _TOKENS = {"sd": 0, "shd": 0, "bshd": 1, "bsc": 1, "matrices": 1, "bhsd": 2, "di
 """By layout of rotary tables, the dim of tokens."""
 
 
-def unknown_argument(arguments: Mapping[str, Any], described: Streams, rule: Attention) -> str | None:
-    """Returns what stands against a call: a tensor of which nobody says whose tokens it has."""
+def refused_argument(arguments: Mapping[str, Any], described: Streams, rule: Attention) -> str | None:
+    """Returns what only "serial" takes: a tensor of which nobody says whose tokens it has, tables with a gradient."""
     known = {*rule.arguments, *(p.tokens for p in described.values()), *(p.rotary for p in described.values())}
     others = [
         name
         for name, value in arguments.items()
         if name not in known and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
     ]
-    return f"its split plan does not say whose tokens its argument {others[0]!r} has" if others else None
+    if others:
+        return f"its split plan does not say whose tokens its argument {others[0]!r} has"
+    rotations = [arguments.get(p.rotary) for p in described.values() if p.across_heads and p.rotary is not None]
+    return learned_tables(rotations)
+
+
+def learned_tables(tables: Any) -> str | None:
+    """Returns what stands against rotary tables where norms over all heads rotate, too: those compute no gradient."""
+    learned = [table for table in tree_leaves(tables) if isinstance(table, Tensor) and table.requires_grad]
+    if not learned or not torch.is_grad_enabled():
+        return None
+    return "its rotary tables require a gradient, as of the positions that they are made of"
 
 
 def uneven_mask(arguments: Mapping[str, Any], rule: Attention, *, by_values: bool) -> str | None:

@@ -18,7 +18,7 @@ from lightning_videoscale.families import class_path, known
 from lightning_videoscale.injection.fused_block import fused_block_of, original_forward
 from lightning_videoscale.kernels.recompute import recomputed
 from lightning_videoscale.models.hidden_exchange.across_heads import changed_norm
-from lightning_videoscale.models.hidden_exchange.arguments import of_all_tokens, uneven_mask, unknown_argument
+from lightning_videoscale.models.hidden_exchange.arguments import of_all_tokens, refused_argument, uneven_mask
 from lightning_videoscale.models.hidden_exchange.attention import AttendByHeads
 from lightning_videoscale.models.hidden_exchange.groups import HeadPlacement, Streams, groups_of
 from lightning_videoscale.models.hidden_exchange.outputs import outputs
@@ -149,8 +149,8 @@ class _Layer:
         context = self.place.context
         if context.schedule != "auto":
             return context.schedule
-        if (unknown := unknown_argument(arguments, self.described, self.at.rule)) is not None:
-            self.met = unknown
+        if (refused := refused_argument(arguments, self.described, self.at.rule)) is not None:
+            self.met = refused
             return "serial"
         groups = groups_of(self.described)
         tokens = [sum(context.lengths(group.streams)) for group in groups]
@@ -182,8 +182,8 @@ class _Layer:
             if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != mine:
                 shape = tuple(x.shape) if isinstance(x, Tensor) else x
                 return f"its {name} is {shape}, and this rank has {mine} tokens of {', '.join(streams)}."
-        if (unknown := unknown_argument(arguments, self.described, self.at.rule)) is not None:
-            return f"{unknown}. Use schedule='serial'."
+        if (refused := refused_argument(arguments, self.described, self.at.rule)) is not None:
+            return f"{refused}. Use schedule='serial'."
         return uneven_mask(arguments, self.at.rule, by_values=context.on_exchange is not None)
 
     def run(self, attn: nn.Module, arguments: dict[str, Any], *, by_slices: bool) -> Any:

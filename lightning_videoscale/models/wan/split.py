@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.compat.diffusers import HearsOfBackends, own_attention_backend
 from lightning_videoscale.injection.fused_block import fused_block_of
+from lightning_videoscale.models.hidden_exchange.arguments import learned_tables
 from lightning_videoscale.models.wan.attention import ExchangingAttention, WanRotary, attend
 from lightning_videoscale.models.wan.fused_attention import FUSED_ATTENTION, changed_attention, foreign
 from lightning_videoscale.models.wan.hidden_exchange import OF_SELF, attend_hiding_exchange
@@ -65,9 +66,12 @@ class SequenceParallelWanAttention(HearsOfBackends):
             raise ValueError("Sequence-parallel Wan self-attention takes no other tokens.")
         change = changed_attention(attn)
         fused = fused_block_of(attn) is FUSED_ATTENTION and change is None
-        if (schedule := self._schedule(attn, hidden_states)) != "serial":
+        learned = learned_tables(rotary_emb)
+        if (schedule := self._schedule(attn, hidden_states, learned)) != "serial":
             if attention_mask is not None:
                 raise ValueError(_MASKED)
+            if learned is not None:
+                raise ValueError(f"{self._path}: {learned}. Use schedule='serial'.")
             if change is not None:
                 raise ValueError(
                     f"{self._path}: {change}, and the schedule {schedule!r} normalises without calling it. Use "
@@ -84,9 +88,11 @@ class SequenceParallelWanAttention(HearsOfBackends):
         """What attends to all tokens of the group, if all else is as without it: by the schedule "serial"."""
         return self._exchange if self._schedule(attn, hidden_states) == "serial" else None
 
-    def _schedule(self, attn: Any, hidden_states: Tensor) -> ScheduleName:
+    def _schedule(self, attn: Any, hidden_states: Tensor, only_serial: str | None = None) -> ScheduleName:
         if self.context.schedule != "auto":
             return self.context.schedule
+        if only_serial is not None:
+            return "serial"
         tokens, head_dim = sum(self.context.lengths()), attn.inner_dim // attn.heads
         has_biases = getattr(attn.to_v, "bias", None) is not None
         layer = LayerShape.of(hidden_states, tokens, attn.heads, head_dim, across_heads=True, has_biases=has_biases)
