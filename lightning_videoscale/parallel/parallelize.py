@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -70,7 +71,8 @@ def parallelize(
             (see `choose_layout`); all ranks of the job must then call this.
         plan: What is split where; the plan known for the model's class if left out.
         transport: What sends messages; collectives if left out.
-        verify_plan: Whether to verify the plan, unless it is `SplitPlan.exact`.
+        verify_plan: Whether to verify the plan. One that is `SplitPlan.exact` is verified only where something was
+            added to the network that seems to mix tokens, such as a convolution in a block.
         attention_backend: Which kernel computes attention: one by name, or ``"auto"``, which is torch's own pick until
             `AttentionChoices` has measured. To have it measure, make one and call its ``settle`` between steps.
         schedule: In which order projections and exchanges run: ``"serial"``, or ``"overlap"`` or ``"sliced"``, which
@@ -100,8 +102,10 @@ def parallelize(
             log(f"{network.name} on slices of its sequence: {line}")
     if not plan.splits_anything:
         return undo
-    first_calls = _verify_first_calls(network, log) if verify_plan and not plan.exact else _check_first_call(network)
-    checks = checked_again_after_changes(network, first_calls)
+    check = partial(check_exchanges, network, compares=verify_plan)
+    verifies = verify_plan and not plan.exact
+    first_calls = _verify_first_calls(network, log) if verifies else _check_first_call(network, check, log)
+    checks = checked_again_after_changes(network, first_calls, check)
     undo.add(model.register_forward_pre_hook(checks, with_kwargs=True, prepend=True).remove)
     return undo
 
@@ -280,7 +284,9 @@ def _refuse_transforms(module: nn.Module, *inputs: Any) -> None:
     refuse_transforms(f"The sequence of {type(module).__name__}", tensors)
 
 
-def _check_first_call(network: SplitNetwork) -> Callable[..., None]:
+def _check_first_call(
+    network: SplitNetwork, check: Callable[..., PlanReport | None], log: Callable[[str], None]
+) -> Callable[..., None]:
     checked = False
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -288,7 +294,9 @@ def _check_first_call(network: SplitNetwork) -> Callable[..., None]:
         if not checked:
             _refuse_transforms(module, args, kwargs)
             _refuse_cache(module)
-            check_exchanges(network, args, kwargs)
+            report = check(args, kwargs)
+            if report is not None and dist.get_rank() == 0:
+                log(f"{network.name} has what seems to mix tokens of a slice, and was compared: {report}.")
             checked = True  # after it, so that whoever catches an error and goes on hears of it again
 
     return hook

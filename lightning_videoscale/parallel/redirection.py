@@ -119,15 +119,24 @@ class RedirectingMode(TorchFunctionMode):
 
 
 class RedirectedAttention(RedirectingMode):
-    """Inside, attention is over the tokens of all ranks; one call of it is expected."""
+    """Inside, attention is over the tokens of all ranks; one call of it is expected, or that nothing is computed."""
 
     def __init__(self, place: AttentionPlace, by_torch: bool) -> None:
         super().__init__()
         self.place, self._by_torch, self._calls = place, by_torch, 0
+        self._computes = torch.compiler.is_compiling() or place.is_marked  # these are not followed
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Notes whether anything is computed with parameters: where a hook skips the module, nothing is."""
+        if not self._computes:
+            self._computes = any(isinstance(x, nn.Parameter) for x in (*args, *(kwargs or {}).values()))
+        return super().__torch_function__(func, types, args, kwargs)
 
     def check_calls(self, name: str) -> None:
         """Refuses a module that attended otherwise, or more than once."""
-        if self._calls != 1:
+        if self._calls > 1 or (self._computes and not self._calls):
             raise ValueError(
                 f"{self.place.path} ({name}) exchanges once in a forward pass, by scaled_dot_product_attention, and "
                 f"called it {self._calls} times. "

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_videoscale.compat.torch.modules import children_of
-from lightning_videoscale.parallel.verification.plan_verification import check_exchanges
 from lightning_videoscale.parallel.verification.trial_run import SplitNetwork
 
 _Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -54,7 +54,7 @@ def _places(split: SplitNetwork) -> Iterator[tuple[str, Mapping[str, Any], str]]
                 yield ".".join(names[: depth + 1]), children_of(parent), name
 
 
-def checked_again_after_changes(split: SplitNetwork, check_first: _Hook) -> _Hook:
+def checked_again_after_changes(split: SplitNetwork, check_first: _Hook, check: Callable[..., object]) -> _Hook:
     """Returns a hook for before each call that checks first calls, and the exchanges again where attention changed.
 
     So a forward that a user wraps later is accepted. All ranks of the group must change attention alike.
@@ -62,6 +62,7 @@ def checked_again_after_changes(split: SplitNetwork, check_first: _Hook) -> _Hoo
     Args:
         split: The network.
         check_first: Checks its first calls and raises if they are wrong; does nothing in later ones.
+        check: Is given the positional and the named arguments of a call, and raises if attention does not exchange.
     """
     noted: AttentionAsNoted | None = None
     checking = False
@@ -76,7 +77,7 @@ def checked_again_after_changes(split: SplitNetwork, check_first: _Hook) -> _Hoo
             if noted is None:
                 noted = AttentionAsNoted(split)
             elif not noted.is_unchanged():
-                _check_changed(split, noted.changed(), args, kwargs)
+                _check_changed(split.name, noted.changed(), partial(check, args, kwargs))
                 noted = AttentionAsNoted(split)
         finally:
             checking = False
@@ -85,13 +86,13 @@ def checked_again_after_changes(split: SplitNetwork, check_first: _Hook) -> _Hoo
     return uncompiled
 
 
-def _check_changed(split: SplitNetwork, changed: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_changed(name: str, changed: list[str], check: Callable[[], object]) -> None:
     try:
-        check_exchanges(split, args, kwargs)
+        check()
     except ValueError as error:
         raise ValueError(
-            f"{', '.join(changed[:3])}{' and others' * (len(changed) > 3)} of {split.name} has another forward, "
-            "processor or module than when its sequence was split. Make such changes before the split, which a "
-            "Trainer makes when fit begins. Or call the undo that parallelize has returned, change the network, and "
-            f"split it again. As it is: {error}"
+            f"{', '.join(changed[:3])}{' and others' * (len(changed) > 3)} of {name} has another forward, processor or "
+            "module than when its sequence was split. Make such changes before the split, which a Trainer makes when "
+            "fit begins. Or call the undo that parallelize has returned, change the network, and split it again. As it "
+            f"is: {error}"
         ) from error

@@ -12,11 +12,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.torch.precision import float32_products_are_coarse
@@ -64,8 +66,15 @@ class PlanReport:
         return f"{compared}, {self.seconds:.1f} s{'; ' if self.remark else ''}{self.remark}"
 
 
-def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, gradients: bool) -> PlanReport:
-    """Runs the network split and whole and compares; collective over all ranks, which must all come here.
+def compare(
+    split: SplitNetwork,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    gradients: bool,
+    group: ProcessGroup | None = None,
+) -> PlanReport:
+    """Runs the network split and whole and compares; collective over a group, or all ranks, which must all come here.
 
     Where a GPU has no room for the whole sequence, gradients are left out, or all. A network that draws random numbers
     is compared in eval mode.
@@ -73,34 +82,34 @@ def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any
     Raises:
         ValueError: On all ranks, if it mixes tokens where ranks have their own only, or the results differ.
     """
-    started = time.perf_counter()
+    started, gathered = time.perf_counter(), partial(gather_over_ranks, group=group)
     network, sp = split.network, split.context.mesh.sp
     device = _device_of(split, args, kwargs)
     remark = ""
     with stage(network), _fresh_peak(device):
         mixing = TokenMixing(split.context)
-        with mixing.watching(network), ExchangeWatch(split).watching():
+        with mixing.watching(network), ExchangeWatch(split, group).watching():
             on_slices = _attempt(split, args, kwargs, device, gradients, whole=False)
         assert on_slices is not None
-        everyone = gather_over_ranks((mixing.found, _has_room(device, sp.size)))
+        everyone = gathered((mixing.found, _has_room(device, sp.size)))
         found = [found for found, _ in everyone if found]  # or a dim that is as long as a slice by chance
         if gradients and on_slices.gradients is None:
             gradients, remark = False, "gradients left out, as checkpoints with use_reentrant=True give none"
         elif gradients and not all(room for _, room in everyone):
             gradients, remark = False, f"gradients left out, since {_NO_ROOM}"
         whole = _attempt(split, args, kwargs, device, gradients, whole=True)
-        if not all(gather_over_ranks(whole is not None)):
+        if not all(gathered(whole is not None)):
             _refuse_mixing(split.name, found)
             return PlanReport({}, 0.0, time.perf_counter() - started, f"since {_NO_ROOM}")
         assert whole is not None
         buffers = on_slices.buffers, whole.buffers
-        if any(gather_over_ranks(whole.drew)):  # in the region, each rank draws its own
+        if any(gathered(whole.drew)):  # in the region, each rank draws its own
             with eval_mode(network):
                 on_slices = _attempt(split, args, kwargs, device, gradients, whole=False)
                 whole = _attempt(split, args, kwargs, device, gradients, whole=True)
             assert on_slices is not None
             assert whole is not None
-            if any(gather_over_ranks(whole.drew)):
+            if any(gathered(whole.drew)):
                 _refuse_mixing(split.name, found)
                 return PlanReport({}, 0.0, time.perf_counter() - started, "as it draws random numbers in eval mode too")
             remark = f"{remark}{', ' if remark else ''}in eval mode, as it draws random numbers"
@@ -110,7 +119,7 @@ def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any
     }
     if whole.gradients is not None:
         errors |= _gradient_errors(on_slices.gradients or {}, whole.gradients, sp)
-    of_ranks = gather_over_ranks(errors)
+    of_ranks = gathered(errors)
     errors = {name: max(theirs.get(name, 0.0) for theirs in of_ranks) for theirs in of_ranks for name in theirs}
     bound = _bound(device, on_slices.dtypes | whole.dtypes)
     report = PlanReport(errors, bound, time.perf_counter() - started, remark)
@@ -121,11 +130,20 @@ def compare(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return report
 
 
-def check_exchanges(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_exchanges(
+    split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, compares: bool
+) -> PlanReport | None:
     """Runs the network once, on slices and without gradients, and looks at its attention; collective over the group.
 
     For plans whose values need no comparison. What is seen is what a user may have changed: another attention backend,
-    a mask, a module that attends to its own tokens only.
+    a mask, a module that attends to its own tokens only. What seems to mix tokens otherwise, such as a convolution
+    that was added to a block, need not: another dim may be as long as a slice. Then all is compared, and reported.
+
+    Args:
+        split: The network.
+        args: What it is called with.
+        kwargs: As ``args``, by name.
+        compares: Whether to compare where tokens seem to be mixed.
 
     Raises:
         ValueError: On all ranks of the group, naming the module.
@@ -138,6 +156,14 @@ def check_exchanges(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[
             attention = [found for found in mixing.found if "attention" in found.rpartition(" calls ")[2]]
             if attention:
                 raise ValueError(_mixing_message(split.name, attention))
+        together = None if _is_sharded(split) else group  # ranks that hold parameters for each other run alike
+    if not compares or not any(gather_over_ranks(mixing.found, together)):
+        return None
+    return compare(split, args, kwargs, gradients=torch.is_grad_enabled(), group=together)
+
+
+def _is_sharded(split: SplitNetwork) -> bool:
+    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in split.network.parameters())
 
 
 def _device_of(split: SplitNetwork, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
@@ -159,8 +185,7 @@ def _attempt(
         with split.whole() if whole else nullcontext():
             return rehearse(split, args, kwargs, device, gradients=gradients)
     except Exception as error:
-        sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in split.network.parameters())
-        if whole and not sharded and isinstance(error, torch.OutOfMemoryError):
+        if whole and not _is_sharded(split) and isinstance(error, torch.OutOfMemoryError):
             return None  # nobody waits for this rank
         error.add_note(
             f"Raised while {split.name} ran {'whole' if whole else 'on slices'}, without compilation, to verify its "

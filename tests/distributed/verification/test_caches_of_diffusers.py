@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import MagCacheConfig, PyramidAttentionBroadcastConfig
-from diffusers.hooks import TaylorSeerCacheConfig
+from diffusers import LayerSkipConfig, MagCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers.hooks import TaylorSeerCacheConfig, apply_layer_skip
 from torch import Tensor
 
 from lightning_videoscale.parallel import SequenceMesh, parallelize
@@ -54,9 +54,27 @@ def errors(name: str, cache: str, before: bool) -> list[float]:
         return [float((mine - theirs).norm() / theirs.norm()) for mine, theirs in pairs]
 
 
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(
     ("name", "cache"), [("wan", "steps"), ("flux", "predictions"), ("cogvideox", "attention"), ("cogvideox", "steps")]
 )
-def test_a_cache_that_is_enabled_before_the_first_call(ranks: Ranks, name: str, cache: str) -> None:
-    for of_rank in ranks(2).run(errors, name, cache, before=False):
+def test_a_cache_that_is_enabled_before_the_first_call(ranks: Ranks, name: str, cache: str, before: bool) -> None:
+    """Before or after the split; attention that a cache skips has nothing to exchange."""
+    for of_rank in ranks(2).run(errors, name, cache, before):
         assert max(of_rank) < 1e-4, of_rank
+
+
+def error_of_skipped_attention() -> float:
+    """Of a hook from before the split that skips the attention of a block."""
+    family, case = FAMILIES["cogview4"], Case("cogview4", float32=True)
+    whole, split, inputs = family.model(case), family.model(case), family.inputs(case, 0)
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh, torch.no_grad():
+        for model in (whole, split):
+            apply_layer_skip(model, LayerSkipConfig(indices=[1], skip_ff=False))
+        parallelize(split, mesh)
+        mine, theirs = split(**inputs).sample, whole(**inputs).sample
+        return float((mine - theirs).norm() / theirs.norm())
+
+
+def test_attention_that_a_hook_skips_has_nothing_to_exchange(ranks: Ranks) -> None:
+    assert max(ranks(2).run(error_of_skipped_attention)) < 1e-4

@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import LTXVideoTransformer3DModel, WanTransformer3DModel
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_videoscale.parallel import SequenceContext, Split, SplitPlan, sequence_parallel_attention
+from lightning_videoscale.parallel import (
+    SequenceContext,
+    SequenceMesh,
+    Split,
+    SplitPlan,
+    parallelize,
+    sequence_parallel_attention,
+)
 from tests.distributed.pool import ProcessPool
 from tests.distributed.verification.networks import first_call
 from tests.models import tiny_wan
 
 Ranks = Callable[[int], ProcessPool]
+
+CHANNELS = 48  # of a tiny Wan
 
 
 class ExchangedAttention:
@@ -107,3 +117,64 @@ def test_plans_of_ltx(ranks: Ranks) -> None:
         assert "transformer_blocks.0.attn1 (LTXAttention) calls scaled_dot_product_attention" in message
         assert "attn2" not in message
     assert "LTXVideoTransformer3DModel verified" in pool.run(ltx, exchanged=True, text_is_split=False)[0]
+
+
+class BesideFeedForward(nn.Module):
+    """An adapter that a user puts around a feed-forward; its convolution looks at neighbouring tokens, or at none."""
+
+    def __init__(self, inner: nn.Module, dim: int, kernel: int) -> None:
+        super().__init__()
+        self.inner, self.conv = inner, nn.Conv1d(dim, dim, kernel, padding=kernel // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+class OverFeatures(nn.Module):
+    """An adapter with a convolution over features, of which there are as many as a rank has tokens."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.conv = inner, nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.conv(x.reshape(-1, 1, x.shape[2])).view_as(x)
+
+
+def said_of_adapter(adapter: Callable[[nn.Module], nn.Module], verify_plan: bool, gradients: bool) -> list[str]:
+    """The error, and what was logged; of tokens each rank has as many as the model has channels."""
+    torch.manual_seed(0)
+    model, lines = tiny_wan(), []
+    model.blocks[0].ffn = adapter(model.blocks[0].ffn)
+    inputs = torch.randn(1, 4, CHANNELS // 2, 4, 4), torch.tensor([7.0]), torch.randn(1, 3, 16)
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh, torch.set_grad_enabled(gradients):
+        parallelize(model, mesh, verify_plan=verify_plan, log=lines.append)
+        try:
+            model(*inputs)
+        except ValueError as error:
+            return [str(error), *lines]
+    return ["", *lines]
+
+
+def over_tokens(inner: nn.Module) -> nn.Module:
+    return BesideFeedForward(inner, CHANNELS, kernel=3)
+
+
+def of_each_token(inner: nn.Module) -> nn.Module:
+    return BesideFeedForward(inner, CHANNELS, kernel=1)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_convolution_that_was_added_to_a_tested_family(ranks: Ranks, gradients: bool) -> None:
+    for message, *_ in ranks(2).run(said_of_adapter, over_tokens, verify_plan=True, gradients=gradients):
+        assert "WanTransformer3DModel mixes tokens" in message
+        assert "blocks.0.ffn.conv (Conv1d) calls conv1d" in message
+    for of_rank in ranks(2).run(said_of_adapter, over_tokens, verify_plan=False, gradients=gradients):
+        assert of_rank == [""]
+
+
+def test_what_only_seems_to_mix_tokens_is_compared(ranks: Ranks) -> None:
+    (message, *lines), _ = ranks(2).run(said_of_adapter, OverFeatures, verify_plan=True, gradients=True)
+    assert message == ""
+    assert "seems to mix tokens" in lines[0] and "differ by at most" in lines[0]
+    assert ranks(2).run(said_of_adapter, of_each_token, verify_plan=True, gradients=True) == [[""], [""]]
