@@ -14,7 +14,7 @@ def test_the_plan_of_wan() -> None:
     plan = find_plan(tiny_wan())
     assert plan is not None
     assert plan.inputs["blocks.0"] == {"hidden_states": Split(dim=1)}
-    assert plan.inputs[""] == {"timestep": Split(dim=1, ndim=2)}
+    assert plan.inputs[""] == {"timestep": Split(dim=1, ndim=2, broadcasts=True)}
     assert plan.outputs["rope"] == {0: Split(dim=1, keeps_whole=True), 1: Split(dim=1, keeps_whole=True)}
     assert plan.gathers == {"proj_out": {0: Split(dim=1)}}
 

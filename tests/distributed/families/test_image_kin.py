@@ -52,7 +52,9 @@ def with_residuals_of_another_size(_: Any, inputs: dict[str, Any]) -> None:
 
 REFUSED: Mapping[str, Mapping[Change, str]] = {
     "flux2": {with_cached_references: "argument 'kv_cache_mode' of the network"},
-    "chroma": {with_a_mask_of_numbers: "transformer_blocks.0.attn: its mask is a bias other than 0"},
+    "chroma": {
+        with_a_mask_of_numbers: "ChromaTransformer2DModel cannot be split in this call: attention_mask is torch.float32"
+    },
     "flux": {
         with_an_adapter_of_images: "transformer_blocks.0.attn: its query is (2, 4, 14, 8)",
         with_residuals_of_another_size: "It has 20 tokens along dim 1, and the streams of this forward pass 27",
