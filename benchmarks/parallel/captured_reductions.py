@@ -21,7 +21,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -73,20 +73,17 @@ class Clip:
         return nn.functional.mse_loss(velocity.float(), self.inputs[0])
 
 
-def split(clip: Clip, mesh: SequenceMesh | None, device: torch.device) -> None:
-    if mesh is not None:
-        transport = create_transport("symmetric" if CUDA else "collective", mesh, device, timedelta(minutes=1))
-        parallelize(clip.network, mesh, transport=transport, verify_plan=False)
-
-
-def by_ddp(clip: Clip, mesh: SequenceMesh | None, segments: int, *, reduced: bool) -> Callable[[], object]:
-    """Steps of DDP around a network that runs by graphs."""
+def by_ddp(
+    clip: Clip, mesh: SequenceMesh | None, segments: int, closing: ExitStack, *, reduced: bool
+) -> Callable[[], object]:
+    """Steps of DDP around a network that runs by graphs, which end with ``closing``."""
     network = clip.network
     blocks = list(network.blocks)
     entrances = [blocks[len(blocks) * number // segments] for number in range(1, segments)]
     gather = None if mesh is None else partial(gather_over_ranks, group=mesh.sp.group)
     options = GraphOptions(CUDA, 0.5, segments)
     graphed = GraphedNetwork(network, network.forward, entrances, options, gather, int, int, True, print)
+    closing.callback(graphed.close)
     network.forward = graphed  # type: ignore[method-assign]
     ddp = DistributedDataParallel(network, gradient_as_bucket_view=True)
 
@@ -103,19 +100,19 @@ class Buckets:
 
     def __init__(self, network: nn.Module) -> None:
         self._works: list[Any] = []
-        self._open: dict[nn.Parameter, int] = {}
+        self._number: dict[nn.Parameter, int] = {}  # of its bucket
         self._buckets: list[list[nn.Parameter]] = [[]]
         for parameter in reversed(list(network.parameters())):
             if sum(4 * p.numel() for p in self._buckets[-1]) >= BUCKET:
                 self._buckets.append([])
             self._buckets[-1].append(parameter)
-            self._open[parameter] = len(self._buckets) - 1
+            self._number[parameter] = len(self._buckets) - 1
             parameter.register_post_accumulate_grad_hook(self._completed)
         self._left = list(map(len, self._buckets))
         self._flat = [parameters[0].new_empty(sum(p.numel() for p in parameters)) for parameters in self._buckets]
 
     def _completed(self, parameter: Tensor) -> None:
-        number = self._open[parameter]  # type: ignore[index]
+        number = self._number[parameter]  # type: ignore[index]
         self._left[number] -= 1
         if self._left[number] == 0:
             parameters, flat = self._buckets[number], self._flat[number]
@@ -153,28 +150,33 @@ def captured(clip: Clip, device: torch.device) -> Callable[[], object]:
 
 def difference(networks: list[nn.Module]) -> float:
     """The largest between two networks' gradients, by the second's norm."""
-    pairs = zip(*(network.parameters() for network in networks), strict=True)
-    return max(
-        float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs if b.grad is not None and a.grad is not None
-    )
+    mine, others = ([p.grad for p in network.parameters() if p.grad is not None] for network in networks)
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(mine, others, strict=True))
 
 
 def measure(tokens: int, mesh: SequenceMesh | None, device: torch.device, options: argparse.Namespace) -> list[Row]:
+    """The rows of a length: of a clip on each GPU, or of one that all ranks of a mesh share."""
     names = [*PARTS, "captured"]
     clips = {name: Clip(tokens, device, options.tiny, is_shared=mesh is not None) for name in names}
-    for clip in clips.values():
-        split(clip, mesh, device)
-    runs: dict[str, Callable[[], object]] = {
-        name: by_ddp(clips[name], mesh, segments, reduced=name != "none") for name, segments in PARTS.items()
-    }
-    runs["captured"] = captured(clips["captured"], device)
-    for _ in range(WARM_UP):
-        for run in runs.values():
-            run()
-    apart = difference([clips["captured"].network, clips["behind parts"].network])
-    taken = alternate(runs, device=device, warm_up=1, repeats=options.repeats, rounds=options.rounds)
+    with ExitStack() as closing:
+        if mesh is not None:
+            transport = create_transport("symmetric" if CUDA else "collective", mesh, device, timedelta(minutes=1))
+            closing.callback(transport.close)
+            for clip in clips.values():
+                parallelize(clip.network, mesh, transport=transport, verify_plan=False)
+        runs: dict[str, Callable[[], object]] = {
+            name: by_ddp(clips[name], mesh, segments, closing, reduced=name != "none")
+            for name, segments in PARTS.items()
+        }
+        runs["captured"] = captured(clips["captured"], device)
+        for _ in range(WARM_UP):
+            for run in runs.values():
+                run()
+        apart = difference([clips["captured"].network, clips["behind parts"].network])
+        taken = alternate(runs, device=device, warm_up=1, repeats=options.repeats, rounds=options.rounds)
+        runs.clear()  # NCCL waits for graphs when its groups end
     base = taken["behind parts"]
-    cell = {"gpus": dist.get_world_size(), "tokens": tokens, "layout": "1x1" if mesh is None else "2x1"}
+    cell = {"gpus": dist.get_world_size(), "tokens": tokens, "layout": f"{1 if mesh is None else mesh.sp.size}x1"}
     return [cell | row_of(name, times, base) | {"difference": float(f"{apart:.2e}")} for name, times in taken.items()]
 
 

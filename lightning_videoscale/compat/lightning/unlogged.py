@@ -12,6 +12,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_videoscale.compat.patching import patch
+from lightning_videoscale.compat.torch.modules import children_of
 
 
 @contextmanager
@@ -35,8 +36,8 @@ def nothing_logged(module: pl.LightningModule) -> Iterator[None]:
 
 def _metrics_of(module: nn.Module) -> Iterator[tuple[Any, str, nn.Module]]:
     """Parent, name and metric, or collection of metrics."""
-    for name, child in module.named_children():
+    for name, child in children_of(module).items():  # also one that has a second name
         if isinstance(child, Metric | MetricCollection):
             yield module, name, child
-        else:
+        elif child is not None:
             yield from _metrics_of(child)

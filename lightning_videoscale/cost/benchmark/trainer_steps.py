@@ -156,7 +156,7 @@ class RealSteps:
 
 @contextmanager
 def real_steps(trainer: pl.Trainer) -> Iterator[RealSteps]:
-    """Steps outside of the Trainer's loop, which leave weights, buffers, metrics, optimizers, modes and random numbers.
+    """Steps outside of the Trainer's loop, after which nothing of the module, its optimizers and draws has changed.
 
     The Trainer's callbacks see nothing of them, and what the module logs goes nowhere.
 

@@ -66,7 +66,7 @@ class SequenceParallelWanAttention(HearsOfBackends):
             raise ValueError("Sequence-parallel Wan self-attention takes no other tokens.")
         change = changed_attention(attn)
         fused = fused_block_of(attn) is FUSED_ATTENTION and change is None
-        learned = learned_tables(rotary_emb)
+        learned = None if self.context.schedule == "serial" else learned_tables(rotary_emb)
         if (schedule := self._schedule(attn, hidden_states, learned)) != "serial":
             if attention_mask is not None:
                 raise ValueError(_MASKED)
