@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,9 @@ def _visible(gpus: Sequence[int]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}
 
 
-def launch(script: str, ranks: int, gpus: Sequence[int] = (), **task: Any) -> Any:
+def launch(
+    script: str, ranks: int, gpus: Sequence[int] = (), environment: Mapping[str, str] | None = None, **task: Any
+) -> Any:
     """Runs a script on ``ranks`` ranks of this machine and returns what rank 0 finished with.
 
     Args:
@@ -71,7 +73,7 @@ def launch(script: str, ranks: int, gpus: Sequence[int] = (), **task: Any) -> An
         arguments.write_text(json.dumps(task))
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script],
-            env=os.environ | _visible(gpus) | {_TASK: str(arguments), _RESULT: str(result)},
+            env=os.environ | _visible(gpus) | dict(environment or {}) | {_TASK: str(arguments), _RESULT: str(result)},
         )
         if not result.exists():
             raise RuntimeError(f"{script} with {task} on {ranks} ranks ended with {done.returncode}; see above.")

@@ -10,13 +10,17 @@ compared with the first of that round. M_mem is twice the longest sample and M_c
 
 What a training pays once is paid beforehand: the planner's costs are measured with fused kernels, and in a rehearsal
 every variant runs the same steps. There kernels are compiled, attention is measured and cuDNN builds its plans. The
-file has its figures as those of round -1, and they count for nothing. ``--tiny`` tries the script on CPUs.
+file has its figures as those of round -1, and they count for nothing.
+
+A call with some of the variants runs the first one beside them, and goes on with the costs and the rows of the file
+that an earlier call has left; ``call`` says which rows are of one. ``--tiny`` tries the script on CPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import statistics
 import sys
@@ -110,17 +114,18 @@ def train(name: str, shards: str, cost: dict[str, Any], task: dict[str, Any]) ->
     return {"variant": name, **{key: figures[key] for key in kept}}
 
 
-def measure(shards: str, **task: Any) -> None:
-    """All variants in turns, in one process group; after each round, rank 0 writes what there is."""
-    cost = cost_of(shards, task)
+def measure(shards: str, cost: dict[str, Any] | None, rows: list[Row], **task: Any) -> None:
+    """All variants in turns, in one process group; after each run, rank 0 writes what there is."""
+    cost = cost or cost_of(shards, task)
     runs: list[Row] = []
+    call = {"call": 1 + max((row["call"] for row in rows), default=0)}
     for number in range(REHEARSAL, task["rounds"]):
         for name in task["variants"]:
             runs.append({"round": number, **train(name, shards, cost, task)})
             if os.environ["RANK"] == "0":
                 say(str(runs[-1]))
-                settings = task["settings"] | {"cost": cost}
-                provenance.write(Path(task["output"]), "suite", task["commit"], settings, rows_of(runs))
+                settings, mine = task["settings"] | {"cost": cost}, [call | row for row in rows_of(runs)]
+                provenance.write(Path(task["output"]), "suite", task["commit"], settings, rows + mine)
     finish(len(runs))
 
 
@@ -174,8 +179,11 @@ def main() -> None:
     output = (options.output or provenance.path("suite", "today")).absolute()
     config = TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers}
     settings = {name: getattr(options, name) for name in ("ranks", "longest", "steps", "rounds", "samples")}
-    settings["dry_run"] = options.tiny
-    settings["table"] = provenance.table(options.shapes)
+    settings |= {"dry_run": options.tiny, "table": provenance.table(options.shapes)}
+    settings |= {"model": config, "warm_up_steps": WARM_UP}
+    done = json.loads(output.read_text()) if output.exists() else {"rows": [], "settings": {}}
+    if done["settings"] and (other := provenance.differences(done, "suite", settings)):
+        parser.error(f"{output} holds variants of other {', '.join(other)}: name another --output.")
     with tempfile.TemporaryDirectory() as folder:
         draws = [
             shape for shape in mix(options.shapes, options.samples, options.tiny) if _tokens(shape) <= options.longest
@@ -187,13 +195,15 @@ def main() -> None:
             __file__,
             options.ranks,
             shards=shards,
+            cost=done["settings"].get("cost"),
+            rows=done["rows"],
             config=config,
-            variants=options.variants,
+            variants=list(dict.fromkeys([TODAY, *options.variants])),
             steps=options.steps,
             rounds=options.rounds,
             seconds=options.seconds,
             tiny=options.tiny,
-            settings=settings | {"model": config, "warm_up_steps": WARM_UP},
+            settings=settings,
             output=str(output),
             commit=commit,
         )

@@ -9,11 +9,13 @@ GPUs: each of these and each pair of them is in equally many cells.
 The model is fitted to steps at short lengths as ``budget="auto"`` fits it, by `benchmark_shapes` and `MemoryModel`, and
 says how many tokens a cap of memory holds, with no share of it kept free. Then new processes, whose allocator is held
 to that cap, take three steps at 0.95 and at 1.05 of this length: ``as_predicted`` is where the first trains and the
-second is out of memory. What lies beside the allocator, such as the CUDA context, is not under the cap.
+second is out of memory. Their allocator has expandable segments, as the model counts the bytes of tensors and not the
+gaps between them; ``at_0.95_by_default`` is what the default allocator makes of the first. What lies beside the
+allocator, such as the CUDA context, is not under the cap.
 
 Cells of one GPU run two at a time, as only memory is measured. Every finished cell is in the output file at once; a
-call goes on with the others. ``--tiny`` tries the script on CPUs,
-where memory has no such end and nothing is predicted.
+call goes on with the others. ``--tiny`` tries the script on CPUs, where memory has no such end and nothing is
+predicted.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ TOKENS_PER_FRAME = (SIDE // 2) ** 2
 ROPE = {"rope_max_seq_len": 8192}  # frames that the rotary table has
 FITTED = {False: (1024, 2048, 3072, 4096), True: (2048, 4096, 8192, 12288)}  # tokens of a GPU, by checkpointing
 TINY_FITTED = (128, 256, 512)
-FACTORS = (0.95, 1.05)
+EXPANDABLE = "expandable_segments:True"
+ATTEMPTS = {"at_0.95": (0.95, EXPANDABLE), "at_1.05": (1.05, EXPANDABLE), "at_0.95_by_default": (0.95, "")}
+"""Share of the predicted length, and settings of the allocator."""
+EXPECTED = {"at_0.95": "trained", "at_1.05": "out_of_memory"}
 GPUS = 2
 STEPS = 3  # AdamW's states are made at the end of the first
 Row = dict[str, Any]
@@ -80,7 +85,9 @@ class TellsOutOfMemory(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, torch.OutOfMemoryError):
-            finish({"outcome": "out_of_memory"}, any_rank=True)
+            held = {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
+            outcome = {"outcome": "out_of_memory", "in_step": trainer.global_step} | held
+            finish(outcome | {"message": str(exception).split(" See ")[0]}, any_rank=True)
             os._exit(1)
 
 
@@ -120,6 +127,7 @@ def fit(cell: Cell, config: Row, cap_bytes: float, tiny: bool) -> Row:
         return {"longest_fitted_tokens": lengths[-1], "predicted_tokens": lengths[-1]}
     model = MemoryModel.fit(matrix.measurements)
     return {
+        "fitted_peaks": [[m.samples * m.sequence_length, m.peak_bytes] for m in matrix.measurements],
         "longest_fitted_tokens": lengths[-1],
         "fixed_bytes": round(model.fixed),
         "bytes_per_token": round(model.per_token, 1),
@@ -152,12 +160,13 @@ def measure(cell: Cell, gpus: list[int], **task: Any) -> Row:
     """The row of a cell, on these GPUs."""
     say(str(cell))
     row = cell._asdict() | launch(__file__, cell.gpus, gpus, cell=cell, tokens=None, **task)
-    for factor in FACTORS:
+    for name, (factor, allocator) in ATTEMPTS.items():
         tokens = round(factor * row["predicted_tokens"] / TOKENS_PER_FRAME) * TOKENS_PER_FRAME
-        found = launch(__file__, cell.gpus, gpus, cell=cell, tokens=tokens, **task)
-        row[f"at_{factor}"] = {"tokens": tokens} | found
-    outcomes = [row[f"at_{factor}"]["outcome"] for factor in FACTORS]
-    row["as_predicted"] = None if task["tiny"] else outcomes == ["trained", "out_of_memory"]
+        environment = {"PYTORCH_CUDA_ALLOC_CONF": allocator}
+        found = launch(__file__, cell.gpus, gpus, environment, cell=cell, tokens=tokens, **task)
+        row[name] = {"tokens": tokens} | found
+    is_as_expected = {name: row[name]["outcome"] == outcome for name, outcome in EXPECTED.items()}
+    row["as_predicted"] = None if task["tiny"] else all(is_as_expected.values())
     return row
 
 
@@ -199,13 +208,12 @@ def main() -> None:
         "model": config,
         "cap_gib": options.cap_gib,
         "cap": "torch.cuda.set_per_process_memory_fraction",
-        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),
+        "attempts": {name: list(attempt) for name, attempt in ATTEMPTS.items()},
         "precision": "bf16-mixed",
         "optimizer": "AdamW, fused",
         "attention": "sdpa",
         "batch_size": 1,
         "steps": STEPS,
-        "factors": list(FACTORS),
     }
     done = json.loads(output.read_text()) if output.exists() else {"rows": [], "settings": {}}
     if done["settings"] and (other := provenance.differences(done, BENCHMARK, settings)):

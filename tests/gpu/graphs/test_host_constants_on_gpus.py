@@ -94,6 +94,14 @@ def of_numpy(network: Any, hidden: Tensor) -> Tensor:
     return torch.from_numpy(network.draws.random(hidden.shape[-1], dtype=np.float32)).to(hidden.device)
 
 
+ELSEWHERE = np.random.default_rng(0)
+
+
+def of_elsewhere(_: Any, hidden: Tensor) -> Tensor:
+    """Drawn by a generator that no attribute of the network leads to."""
+    return torch.from_numpy(ELSEWHERE.random(hidden.shape[-1], dtype=np.float32)).to(hidden.device)
+
+
 def of_the_device(_: Any, hidden: Tensor) -> Tensor:
     return torch.tensor([1.0, hidden.detach().abs().max()], device=hidden.device)[0]
 
@@ -102,7 +110,8 @@ def of_the_device(_: Any, hidden: Tensor) -> Tensor:
     ("scale", "reason"),
     [
         (of_its_own_generator, "draws random numbers on the host"),
-        (of_numpy, "differs between two calls"),
+        (of_numpy, "draws random numbers on the host"),
+        (of_elsewhere, "differs between two calls"),
         (of_the_device, "its capture failed"),
     ],
 )
