@@ -10,8 +10,8 @@ The model is fitted to steps at short lengths as ``budget="auto"`` fits it, by `
 says how many tokens a cap of memory holds, with no share of it kept free. Then new processes, whose allocator is held
 to that cap, take three steps at 0.95 and at 1.05 of this length: ``as_predicted`` is where the first trains and the
 second is out of memory. Their allocator has expandable segments, as the model counts the bytes of tensors and not the
-gaps between them; ``at_0.95_by_default`` is what the default allocator makes of the first. What lies beside the
-allocator, such as the CUDA context, is not under the cap.
+gaps between them. ``at_m_mem`` is what ``budget="auto"`` would take, which keeps a share free, by the default
+allocator. What lies beside the allocator, such as the CUDA context, is not under the cap.
 
 Cells of one GPU run two at a time, as only memory is measured. Every finished cell is in the output file at once; a
 call goes on with the others. ``--tiny`` tries the script on CPUs, where memory has no such end and nothing is
@@ -59,8 +59,12 @@ ROPE = {"rope_max_seq_len": 8192}  # frames that the rotary table has
 FITTED = {False: (1024, 2048, 3072, 4096), True: (2048, 4096, 8192, 12288)}  # tokens of a GPU, by checkpointing
 TINY_FITTED = (128, 256, 512)
 EXPANDABLE = "expandable_segments:True"
-ATTEMPTS = {"at_0.95": (0.95, EXPANDABLE), "at_1.05": (1.05, EXPANDABLE), "at_0.95_by_default": (0.95, "")}
-"""Share of the predicted length, and settings of the allocator."""
+ATTEMPTS = {
+    "at_0.95": ("predicted_tokens", 0.95, EXPANDABLE),
+    "at_1.05": ("predicted_tokens", 1.05, EXPANDABLE),
+    "at_m_mem": ("m_mem", 1.0, ""),
+}
+"""A share of which length, and settings of the allocator."""
 EXPECTED = {"at_0.95": "trained", "at_1.05": "out_of_memory"}
 GPUS = 2
 STEPS = 3  # AdamW's states are made at the end of the first
@@ -124,7 +128,7 @@ def fit(cell: Cell, config: Row, cap_bytes: float, tiny: bool) -> Row:
         progress=False,
     )
     if tiny:
-        return {"longest_fitted_tokens": lengths[-1], "predicted_tokens": lengths[-1]}
+        return {"longest_fitted_tokens": lengths[-1], "predicted_tokens": lengths[-1], "m_mem": lengths[-1]}
     model = MemoryModel.fit(matrix.measurements)
     return {
         "fitted_peaks": [[m.samples * m.sequence_length, m.peak_bytes] for m in matrix.measurements],
@@ -133,6 +137,7 @@ def fit(cell: Cell, config: Row, cap_bytes: float, tiny: bool) -> Row:
         "bytes_per_token": round(model.per_token, 1),
         "worst_excess": round(model.worst_excess, 5),
         "predicted_tokens": model.m_mem(cap_bytes, reserve=0),
+        "m_mem": model.m_mem(cap_bytes),
     }
 
 
@@ -160,8 +165,8 @@ def measure(cell: Cell, gpus: list[int], **task: Any) -> Row:
     """The row of a cell, on these GPUs."""
     say(str(cell))
     row = cell._asdict() | launch(__file__, cell.gpus, gpus, cell=cell, tokens=None, **task)
-    for name, (factor, allocator) in ATTEMPTS.items():
-        tokens = round(factor * row["predicted_tokens"] / TOKENS_PER_FRAME) * TOKENS_PER_FRAME
+    for name, (length, factor, allocator) in ATTEMPTS.items():
+        tokens = round(factor * row[length] / TOKENS_PER_FRAME) * TOKENS_PER_FRAME
         environment = {"PYTORCH_CUDA_ALLOC_CONF": allocator}
         found = launch(__file__, cell.gpus, gpus, environment, cell=cell, tokens=tokens, **task)
         row[name] = {"tokens": tokens} | found
