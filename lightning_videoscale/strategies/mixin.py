@@ -77,7 +77,7 @@ class SequenceParallelMixin(
         self._calls: CallAgreement | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._seed = self._micro_batch = self._stream = 0
-        self._loss_weight = 1.0
+        self._loss_weight, self._transferred_weight, self._said_nested = 1.0, None, False
         self._backwards, self._stepped = 0, {}
         self._failed = False
         self._built = WeakKeyDictionary()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -200,19 +201,40 @@ class Weight:
         self.loss_weight = loss_weight
 
 
-def fit_weighted() -> float:
+class TakesVideosOut(Recorder):
+    """Makes another batch of what is on the device."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch["x"]
+
+
+def fit_weighted(reader: type[Recorder]) -> float:
     def batches() -> Any:
-        weight = [0.5, 1.5][dist.get_rank() // 2]
+        weight = [0.5, 1.0][dist.get_rank() // 2]
         return [{"x": torch.ones(2), "meta": Weight(weight), "caption": ["a", "b"]}]
 
-    module = Recorder()
+    module = reader()
     trainer(strategy(2), max_steps=1).fit(module, DataLoader(batches(), batch_size=None))
     return float(module.net.weight)
 
 
-def test_the_loss_weight_of_the_plan_is_applied_once(ranks: Ranks) -> None:
-    # d loss / d weight = 1 on every rank, so the step is the mean of the weights, 0.5 and 1.5.
-    assert ranks(4).run(fit_weighted) == [0.0] * 4
+@pytest.mark.parametrize("reader", [Recorder, TakesVideosOut])
+def test_the_loss_weight_of_the_plan_is_applied_once(ranks: Ranks, reader: type[Recorder]) -> None:
+    # d loss / d weight = 1 on every rank, so the step is the mean of the weights, 0.5 and 1.
+    assert ranks(4).run(fit_weighted, reader) == [0.25] * 4
+
+
+def fit_nested() -> tuple[float, int]:
+    module = Recorder()
+    batches = [{"x": torch.ones(2), "videos": [{"meta": Weight(0.5)}]}] * 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(strategy(2), max_steps=1).fit(module, DataLoader(batches, batch_size=None))
+    return float(module.net.weight), sum("loss_weight" in str(warning.message) for warning in caught)
+
+
+def test_loss_weights_within_a_batch_of_batches_are_said_to_be_left_out(ranks: Ranks) -> None:
+    assert ranks(2).run(fit_nested) == [(0.0, 1), (0.0, 0)]
 
 
 def fit_transformed() -> tuple[list[str], str]:
@@ -312,32 +334,44 @@ def test_blocks_that_are_compiled_already_are_refused(ranks: Ranks) -> None:
 
 
 class GoesBackwardItself(pl.LightningModule):
-    """Manual optimization as it is written without Lightning, or by its rule."""
+    """Manual optimization by Lightning's rule, as it is written without Lightning, or with averages of its own."""
 
-    def __init__(self, by_rule: bool) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.net, self.by_rule, self.automatic_optimization = tiny_wan(), by_rule, False
+        self.net, self.way, self.automatic_optimization = tiny_wan(), way, False
 
     def training_step(self, batch: Tensor) -> None:
         loss = self.net(batch, torch.ones(1), torch.ones(1, 5, 16)).sample.square().mean()
-        self.manual_backward(loss) if self.by_rule else loss.backward()
+        if self.way == "manual_backward":
+            self.manual_backward(loss)
+        elif self.way == "backward":
+            loss.backward()
+        else:
+            self.average_gradients(loss)
         optimizer: Any = self.optimizers()
         optimizer.step()
         optimizer.zero_grad()
+
+    def average_gradients(self, loss: Tensor) -> None:
+        parameters = list(self.net.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            dist.all_reduce(gradient)
+            parameter.grad = gradient / dist.get_world_size()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def go_backward(by_rule: bool) -> str:
+def go_backward(way: str) -> str:
     data = DataLoader(torch.ones(4, 4, 1, 4, 6), batch_size=1)
     try:
-        trainer(SequenceParallelDDPStrategy(ulysses_size=2)).fit(GoesBackwardItself(by_rule), data)
+        trainer(SequenceParallelDDPStrategy(ulysses_size=2)).fit(GoesBackwardItself(way), data)
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-def test_a_loss_that_goes_backward_by_itself_is_an_error(ranks: Ranks) -> None:
-    assert ranks(2).run(go_backward, True) == ["", ""]
-    assert all("self.manual_backward(loss)" in message for message in ranks(2).run(go_backward, False))
+def test_gradients_that_nobody_averages_are_an_error(ranks: Ranks) -> None:
+    assert ranks(2).run(go_backward, "manual_backward") == ["", ""]
+    assert ranks(2).run(go_backward, "averages of its own") == ["", ""]
+    assert all("self.manual_backward(loss)" in message for message in ranks(2).run(go_backward, "backward"))

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.batches.dealt_order import deal_alike
 from lightning_videoscale.strategies.batches.group_loader import GroupLoader
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
@@ -36,6 +39,8 @@ class GroupBatches(_Parent):
     _micro_batch: int
     _stream: int
     _loss_weight: float
+    _transferred_weight: float | None
+    _said_nested: bool
     _backwards: int
     _stepped: dict[int, int]
 
@@ -75,6 +80,13 @@ class GroupBatches(_Parent):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         self._seed_step()
+        self._transferred_weight = _loss_weight(batch)  # before hooks of the user that make another batch of it
+        if self._transferred_weight is None and not self._said_nested and _holds_weights(batch):
+            self._said_nested = True
+            rank_zero_warn(
+                "The batch is no batch of a data plan, but holds some: their meta.loss_weight is not applied. Weigh "
+                "their losses by it in training_step."
+            )
         batch = super().batch_to_device(batch, device, dataloader_idx)
         assert self.lightning_module is not None
         return self.share_batch(batch) if _changes_batches(self.lightning_module) else batch
@@ -82,7 +94,9 @@ class GroupBatches(_Parent):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._seed_step()
-        self._loss_weight = _loss_weight(args)
+        candidates = _loss_weight(args[0] if args else None), self._transferred_weight
+        self._loss_weight = next((weight for weight in candidates if weight is not None), 1.0)
+        self._transferred_weight = None
         return super().training_step(*args, **kwargs)
 
     @override
@@ -140,7 +154,8 @@ class GroupBatches(_Parent):
     def _refuse_own_backward(self, optimizer: Optimizer) -> None:
         """A loss that goes backward by itself is not averaged: each rank would have trained on its slice alone.
 
-        But where parameters are gathered in forward, whose gradients are averaged in any backward.
+        But where parameters are gathered in forward, whose gradients are averaged in any backward, or where somebody
+        has averaged them, such as those of `torch.autograd.grad`.
         """
         before, self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0), self._backwards
         assert self.lightning_module is not None
@@ -148,19 +163,30 @@ class GroupBatches(_Parent):
             return
         if self._backwards != before:
             return
-        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+        norms = gather_over_ranks(repr(_gradient_norm(optimizer)))
+        if len(set(norms)) > 1:
             raise RuntimeError(
-                f"{type(optimizer).__name__} has taken a step by gradients that {type(self).__name__} has not averaged "
-                "over the ranks that share a sequence. In manual optimization, call self.manual_backward(loss) and not "
-                "loss.backward()."
+                f"{type(optimizer).__name__} has taken a step by gradients that nobody has averaged over the ranks: "
+                f"their norms are {', '.join(norms)}. In manual optimization, call self.manual_backward(loss) and not "
+                "loss.backward(), and average what torch.autograd.grad returns over all ranks."
             )
 
 
-def _loss_weight(args: tuple[Any, ...]) -> float:
-    """The weight that the data plan gives the micro-batch, 1 for a user's own data."""
-    batch = args[0] if args else None
+def _gradient_norm(optimizer: Optimizer) -> float:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return float(get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
+
+
+def _loss_weight(batch: Any) -> float | None:
+    """The weight that the data plan gives the micro-batch, None for a user's own data."""
     meta = batch.get("meta") if isinstance(batch, Mapping) else None
-    return float(getattr(meta, "loss_weight", 1.0))
+    weight = getattr(meta, "loss_weight", None)
+    return None if weight is None else float(weight)
+
+
+def _holds_weights(batch: Any) -> bool:
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return any(hasattr(part, "loss_weight") or _holds_weights(part) for part in parts)
 
 
 def _keeps_host_batches(module: pl.LightningModule) -> bool:
