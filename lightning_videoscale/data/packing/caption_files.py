@@ -79,7 +79,8 @@ def read_captions(
     find = _Finder(folder, table.parent, files)
     found = Captions({}, [])
     for row in rows:
-        name = str(row.get(file_column) or "")
+        named = row.get(file_column)
+        name = "" if named is None else str(named)  # 0 is a name, too
         file = find(name)
         if file is None:
             found.strangers.append(name)

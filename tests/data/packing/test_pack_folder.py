@@ -105,6 +105,16 @@ def test_a_table_in_the_folder_is_found(folder: Path, tmp_path: Path) -> None:
     assert contents(report)["a/ride.mp4"] == ("a ride", {})
 
 
+def test_a_number_names_a_file_also_if_it_is_zero(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / "stills").mkdir(exist_ok=True)
+        (tmp_path / "stills" / f"{number}.jpg").write_bytes(picture(number))
+    rows = [{"id": 0, "caption": "zero"}, {"id": 1, "caption": "one"}, {"id": None, "caption": "of no file"}]
+    (tmp_path / "table.json").write_text(json.dumps(rows))
+    report = pack_folder(tmp_path / "stills", tmp_path / "shards", tmp_path / "table.json")
+    assert contents(report) == {"0.jpg": ("zero", {}), "1.jpg": ("one", {})} and report.strangers == ("",)
+
+
 def test_a_row_of_another_folder_says_nothing_of_a_file_of_the_same_name(folder: Path, tmp_path: Path) -> None:
     """But a path from where the folder lay before does."""
     (folder / "b/only.mp4").write_bytes((folder / "b/ride.mp4").read_bytes())
