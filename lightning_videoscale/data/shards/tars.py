@@ -44,7 +44,8 @@ def list_members(file: BinaryIO, size: int) -> TarListing:
     to no sample.
 
     Refused are: links, devices and names that leave the tar, with the rest of their sample; samples that hold one name
-    twice; everything from the first damaged header on; and a file that is no uncompressed tar, as a whole.
+    twice; everything from the first damaged header on; what follows the mark of the archive's end; and a file that is
+    no uncompressed tar, as a whole.
 
     Args:
         file: The tar, seekable.
@@ -108,6 +109,20 @@ def _headers(file: BinaryIO, size: int) -> Iterator[tarfile.TarInfo]:
             f"it ends early or is damaged at byte {end} of {size}: no end-of-archive mark. What lies before is used; "
             "write the shard again for the rest"
         )
+    if (rest := _first_after_zeros(file, size)) is not None:
+        raise _DamagedTarError(
+            f"its end-of-archive mark is at byte {end}, and bytes {rest} to {size} behind it are not zero, as where "
+            "`cat` has joined two tars. What lies before is used; join tars with `tar --concatenate` for the rest"
+        )
+
+
+def _first_after_zeros(file: BinaryIO, size: int) -> int | None:
+    """Where a file goes on with something else than zeros; None: it does not. Mostly zeros fill a record of 10 KiB."""
+    while left := size - file.tell():
+        begin, content = file.tell(), file.read(min(left, tarfile.RECORDSIZE))
+        if others := content.lstrip(b"\0"):
+            return begin + len(content) - len(others)
+    return None
 
 
 def _why_hostile(member: tarfile.TarInfo) -> str | None:

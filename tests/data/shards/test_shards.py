@@ -196,6 +196,19 @@ def test_a_tar_cut_anywhere_keeps_what_is_whole(tmp_path: Path) -> None:
     assert len(samples) == 2, "only the mark at the end is missing"
 
 
+def test_a_second_tar_behind_the_end_of_the_first_is_told_of(tmp_path: Path) -> None:
+    first, second = (_tar(tmp_path / f"{name}.tar", _member(f"{name}.txt")).read_bytes() for name in "ab")
+    joined = tmp_path / "joined.tar"
+    joined.write_bytes(first + second)
+    samples, [(member, reason)] = _list(joined)
+    assert list(samples) == ["a"] and not member
+    assert "at byte 512," in reason and f"bytes 10240 to {len(first + second)}" in reason
+    assert "tar --concatenate" in reason
+
+    joined.write_bytes(first + bytes(100_000))
+    assert _list(joined).refused == (), "records may be longer than 10 KiB"
+
+
 def test_garbage_after_the_first_member_is_not_the_end(tmp_path: Path) -> None:
     shard = _tar(tmp_path / "x.tar", _member("a.txt"), _member("b.txt"))
     content = bytearray(shard.read_bytes())
