@@ -173,6 +173,17 @@ def test_a_name_that_appears_twice_is_refused_with_its_sample(tmp_path: Path) ->
     assert listing.refused[0].member == "a.txt" and "appears twice" in listing.refused[0].reason
 
 
+def test_names_that_differ_in_the_case_of_their_format_are_one(tmp_path: Path) -> None:
+    listing = _list(_tar(tmp_path / "x.tar", _member("a.txt"), _member("b.TXT"), _member("a.TXT")))
+    assert {key: list(members) for key, members in listing.samples.items()} == {"b": ["txt"]}
+    [(member, reason)] = listing.refused
+    assert member == "a.TXT" and "'a.txt' appears twice" in reason
+
+    link = _member("a.MP4", tarfile.SYMTYPE, "/etc/passwd")
+    listing = _list(_tar(tmp_path / "y.tar", _member("a.TXT"), link, _member("b.TXT")))
+    assert list(listing.samples) == ["b"] and [member for member, _ in listing.refused] == ["a.MP4"]
+
+
 def test_what_is_no_tar_is_said_so(tmp_path: Path) -> None:
     text, empty, packed = tmp_path / "text.tar", tmp_path / "empty.tar", tmp_path / "packed.tar"
     text.write_text("not a tar " * 200)
