@@ -230,18 +230,21 @@ class _Look:
             return self._unread(url, before, version)
         both = _both(url)
         stat = version if is_remote(url) else both[0].stat()  # of the file that is open now
-        is_same = before is not None and (before.size, before.stamp) == stat
+        known = before if before is not None and (before.size, before.stamp) == stat else None
         size = stat.size
         listing = self._tried(lambda shard: list_members(open_whole(shard, size), size), *both)
         if isinstance(listing, UnreachableError):
-            return self._unread(url, before if is_same else None, listing)
-        rows = {sample.key: sample for sample in before.samples} if before is not None and is_same else {}
+            return self._unread(url, known, listing)
+        rows = {} if known is None else {sample.key: sample for sample in known.samples}
         keys = list(listing.samples)
         look = partial(self._at_sample, both)
         looked = list(self._pool.map(look, keys, listing.samples.values(), map(rows.get, keys)))
         found = [described for described in looked if isinstance(described, Described)]
         samples = Samples.of([described.sample for described in found])
         extensions = {extension for key in samples.keys for extension in listing.samples[key]}
+        extensions |= {ignored for each in found for ignored in each.ignored}
+        if known is not None:  # what its samples ignore is not looked for again
+            extensions.update(known.ignored)
         return ShardEntry(
             url=url,
             size=stat.size,

@@ -86,7 +86,7 @@ class ShardEntry:
         stamp: Mark of its version.
         samples: What can be used of it, in the order of the tar.
         refused: Members that cannot be used, and why.
-        ignored: Extensions that it also holds and that are not read, sorted.
+        ignored: Extensions that it also holds and that are not read, sorted; tensors as ``safetensors:text_embeds``.
         unread: Members that could not be read when it was looked at, and why; an empty name stands for the shard. They
             are looked at the next time, and what is in them is not known.
         caption_key: Field of ``.json`` that captions were to be taken from. None: ``.txt``, or else the usual fields.
