@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -146,6 +147,20 @@ def test_a_folder_of_other_settings_is_left_alone(shards: list[str], tmp_path: P
     with pytest.raises(ShardError, match=r"{'samples':"):
         _encode(shards[:1], tmp_path)
     assert _content(tmp_path) == before
+
+
+def test_a_folder_of_other_files_takes_no_latents(shards: list[str], tmp_path: Path) -> None:
+    """Also not that of the source, whose shards have the names of pieces: they would be taken for done."""
+    source = tmp_path / "films"
+    source.mkdir()
+    films = Path(shutil.copy(shards[0], source / "000000.tar"))
+    (tmp_path / "link").symlink_to(source)
+    for output in (source, tmp_path / "link", Path(os.path.relpath(source))):
+        with pytest.raises(ShardError, match="holds the shards that are to be encoded"):
+            _encode([str(films)], output)
+    with pytest.raises(ShardError, match=r"1 files \(000000\.tar\) and no encoded\.json"):
+        _encode(shards, source)
+    assert list(_content(source)) == ["000000.tar"]
 
 
 @pytest.mark.parametrize("setting", [["--seed", "-1"], ["--samples-per-shard", "0"]])
