@@ -241,7 +241,7 @@ def _made_by(
     index: ShardIndex, encoder: Encoder | None, text: TextEncoder | None, settings: EncodeSettings
 ) -> dict[str, Any]:
     """What the result depends on."""
-    made_by: dict[str, Any] = {"samples": index.digest}
+    made_by: dict[str, Any] = {"samples": index.digest, "captions": index.captions}
     made_by |= {"samples_per_shard": settings.samples_per_shard} if encoder is None else {"vae": encoder.name}
     if text is not None:
         made_by |= {"text_encoder": text.name, "max_length": text.max_length}

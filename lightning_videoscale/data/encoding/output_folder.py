@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.location import is_remote
 
 _SETTINGS = "encoded.json"
+_CAPTIONS = "captions"
 
 
 def begin_output(output: Path, sources: Sequence[str], made_by: Mapping[str, Any]) -> None:
@@ -20,7 +22,7 @@ def begin_output(output: Path, sources: Sequence[str], made_by: Mapping[str, Any
     Args:
         output: The folder.
         sources: The shards that are encoded.
-        made_by: What the result depends on, as JSON can hold it.
+        made_by: What the result depends on, as JSON can hold it; ``captions`` may be None, which is not compared.
 
     Raises:
         ShardError: If it holds something else than what `begin_output` has begun, with the same ``made_by``.
@@ -35,15 +37,43 @@ def begin_output(output: Path, sources: Sequence[str], made_by: Mapping[str, Any
             f"{output} holds {len(others)} files ({', '.join(sorted(others)[:3])}) and no {_SETTINGS} of an earlier "
             "run: choose a new folder."
         )
-    if not file.exists():
+    if is_new := not file.exists():
         output.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(wanted, indent=1).encode())
+        _write_settings(file, wanted)
     found = json.loads(file.read_text(encoding="utf-8"))
-    if different := [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]:
-        was, now = ({name: of.get(name) for name in different} for of in (found, wanted))
+    is_unknown = None in (found.get(_CAPTIONS), wanted[_CAPTIONS])
+    _check_same(output, found, wanted, but=_CAPTIONS if is_unknown else "")
+    if is_unknown and not is_new:
+        _go_on_without_captions(file, found, wanted[_CAPTIONS])
+
+
+def _check_same(output: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], but: str) -> None:
+    names = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name) and name != but]
+    if names:
+        was, now = ({name: of.get(name) for name in names} for of in (found, wanted))
+        captions = " Its shards hold the captions of then." * (_CAPTIONS in names)
         raise ShardError(
             f"{output} was begun with {was}, and now they are {now}: choose another folder, or the same settings."
+            f"{captions}"
         )
+
+
+def _go_on_without_captions(file: Path, found: Mapping[str, Any], captions: str | None) -> None:
+    """Says that captions cannot be compared, and notes those of now, so that the next run can."""
+    older, remedy = "the folder", "choose another folder if they have"
+    if captions is None:
+        older, remedy = "the index of the shards", "delete the index, and it is made anew"
+    else:
+        _write_settings(file, {**found, _CAPTIONS: captions})
+    warnings.warn(
+        f"Whether captions have changed since {file.parent} was begun cannot be told, as {older} is of an older "
+        f"release: {remedy}.",
+        stacklevel=4,
+    )
+
+
+def _write_settings(file: Path, settings: Mapping[str, Any]) -> None:
+    write_whole(file, json.dumps(settings, indent=1).encode())
 
 
 def write_whole(file: Path, content: bytes) -> None:

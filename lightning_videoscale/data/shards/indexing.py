@@ -15,6 +15,7 @@ from typing import TextIO, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from lightning_videoscale.data.shards.captions import digest_of_captions
 from lightning_videoscale.data.shards.errors import ShardError, UnreachableError
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.index_table import IndexTable, TableWriter
@@ -258,7 +259,8 @@ class _Look:
                 if isinstance(each, UnreachableError)
             ),
             caption_key=self._caption_key,
-            caption_fields=tuple(sorted({each.caption_field for each in found if each.caption_field})),
+            caption_fields=tuple(sorted({each.caption.field for each in found if each.caption.field})),
+            captions=digest_of_captions([each.caption.text for each in found]),
         )
 
     def _at_sample(

@@ -47,12 +47,12 @@ class Described(NamedTuple):
 
     Attributes:
         sample: The sample.
-        caption_field: The field of its ``.json`` that the caption was found in; empty where it was not found there.
+        caption: Its caption.
         ignored: Tensors beside its latents in the same member, as ``safetensors:text_embeds``, which are not read.
     """
 
     sample: Sample
-    caption_field: str
+    caption: Caption
     ignored: tuple[str, ...] = ()
 
 
@@ -77,7 +77,7 @@ def describe(
     """
     if known is not None:
         caption = _caption(shard, key, known.members, caption_key)
-        return Described(known._replace(caption_length=len(caption.text)), caption.field)
+        return Described(known._replace(caption_length=len(caption.text)), caption)
     main = _main_member(key, members)
     read = {extension: at for extension, at in members.items() if extension == main or _passes_through(extension)}
     taken = {"latents" if main in _LATENTS else "video": main}
@@ -95,14 +95,14 @@ def describe(
         shape, others = _latents(shard, f"{key}.{main}", members[main])
         _check_shape_fields(shard, key, members, shape)
         sample = Sample(key, Media.LATENTS, *shape, 0.0, 0.0, len(caption.text), members)
-        return Described(sample, caption.field, tuple(f"{main}:{other}" for other in others))
+        return Described(sample, caption, tuple(f"{main}:{other}" for other in others))
     footage = _footage(shard, f"{key}.{main}", members[main])
     media = Media.IMAGE if footage.is_image else Media.VIDEO
     sample = Sample(
         key, media, 3, footage.num_frames, footage.height, footage.width, footage.fps, footage.duration,
         len(caption.text), members, footage.seeks,
     )  # fmt: skip
-    return Described(sample, caption.field)
+    return Described(sample, caption)
 
 
 def _main_member(key: str, members: Members) -> str:
