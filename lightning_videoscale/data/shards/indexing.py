@@ -165,15 +165,19 @@ def known_shards(file: Path) -> list[ShardEntry]:
     return entries
 
 
-def outdated(shards: Sequence[str], known: Sequence[ShardEntry]) -> list[str]:
-    """Which shards `index_shards` would look at, since they are not known or have changed.
+def outdated(shards: Sequence[str], known: Sequence[ShardEntry], caption_key: str | None = None) -> list[str]:
+    """Which shards `index_shards` would look at: not known, changed, or known with the captions of another field.
 
     Raises:
         ShardError: If a shard cannot be read.
     """
     before, now = _Known(known), zip(shards, identities(shards), versions_of(shards), strict=True)
     found = ((url, version, before.entry(name, version)) for url, name, version in now)
-    return [url for url, version, entry in found if entry is None or (entry.size, entry.stamp) != version]
+    return [
+        url
+        for url, version, entry in found
+        if entry is None or (entry.size, entry.stamp) != version or entry.caption_key != caption_key
+    ]
 
 
 class _Known:
