@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from lightning_videoscale.data.encoding.vae import DiffusersVae
 from lightning_videoscale.data.planning.shapes import ClipShape, ShapePolicy
 from lightning_videoscale.data.shards import storage
 from lightning_videoscale.data.shards.index import ShardIndex
-from lightning_videoscale.data.shards.indexing import build_index, index_shards
+from lightning_videoscale.data.shards.indexing import index_shards
 from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from tests.data.clips import clip, npy, write_shard
 from tests.data.encoders import MAX_LENGTH, save_pipeline
@@ -149,54 +147,6 @@ def test_a_folder_of_other_settings_is_left_alone(shards: list[str], tmp_path: P
     with pytest.raises(ShardError, match=r"{'samples':"):
         _encode(shards[:1], tmp_path)
     assert _content(tmp_path) == before
-
-
-def test_a_folder_of_other_files_takes_no_latents(shards: list[str], tmp_path: Path) -> None:
-    """Also not that of the source, whose shards have the names of pieces: they would be taken for done."""
-    source = tmp_path / "films"
-    source.mkdir()
-    films = Path(shutil.copy(shards[0], source / "000000.tar"))
-    (tmp_path / "link").symlink_to(source)
-    for output in (source, tmp_path / "link", Path(os.path.relpath(source))):
-        with pytest.raises(ShardError, match="holds the shards that are to be encoded"):
-            _encode([str(films)], output)
-    with pytest.raises(ShardError, match=r"1 files \(000000\.tar\) and no encoded\.json"):
-        _encode(shards, source)
-    assert list(_content(source)) == ["000000.tar"]
-
-
-def _shard_of(file: Path, caption: bytes) -> list[str]:
-    return [str(write_shard(file, [{"__key__": "film", "mp4": film([numbered(0, 32, 48)]), "txt": caption}]))]
-
-
-def test_other_captions_of_the_same_length_are_seen(tmp_path: Path) -> None:
-    shards, output = _shard_of(tmp_path / "films/000.tar", b"a cat"), tmp_path / "latents"
-    _encode(shards, output)
-    os.utime(shards[0], (0, 0))
-    assert _encode(shards, output).found == 1, "a copy of the same is the same"
-    build_index(_shard_of(tmp_path / "films/000.tar", b"a dog"), tmp_path / "index")
-    for index in (index_shards(shards), ShardIndex.load(tmp_path / "index")):
-        with pytest.raises(ShardError, match=r"begun with {'captions': '.*Its shards hold the captions of then"):
-            _encode(index, output)
-
-
-def test_folders_and_indexes_that_know_no_captions_are_gone_on_with(tmp_path: Path) -> None:
-    shards, output = _shard_of(tmp_path / "films/000.tar", b"a cat"), tmp_path / "latents"
-    _encode(shards, output)
-    before = _content(output)
-    older = ShardIndex(tuple(replace(shard, captions=None) for shard in index_shards(shards).shards))
-    with pytest.warns(UserWarning, match="the index of the shards is of an older release: delete the index"):
-        assert _encode(older, output).found == 1
-    assert _content(output) == before
-
-    settings = json.loads(before["encoded.json"])
-    del settings["captions"]
-    (output / "encoded.json").write_text(json.dumps(settings))
-    with pytest.warns(UserWarning, match="the folder is of an older release"):
-        assert _encode(shards, output).found == 1
-    assert _encode(shards, output).found == 1 and json.loads(_content(output)["encoded.json"]) == {
-        **settings, "captions": index_shards(shards).captions
-    }  # fmt: skip
 
 
 def test_the_captions_that_were_indexed_are_encoded(
