@@ -100,7 +100,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def describe(args: argparse.Namespace, paths: list[Path]) -> dict[str, Any]:
     """Returns all that the shards depend on, as JSON."""
-    sources = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+    captions = [text for text in map(written_caption, paths) if text.is_file()]
+    sources = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in [*paths, *captions]]
     options = {name: getattr(args, name) for name in ("vae", "clips", "frames", "side", "start", "shards")}
     return {**options, "sources": sources}
 
@@ -226,8 +227,13 @@ def as_sample(cut: Cut, latents: Tensor) -> dict[str, Any]:
     }
 
 
+def written_caption(path: Path) -> Path:
+    """Where the caption of a video is, if somebody has written one."""
+    return path.with_suffix(".txt")
+
+
 def caption_of(path: Path, cut: Cut) -> str:
-    written = path.with_suffix(".txt")
+    written = written_caption(path)
     if written.is_file():
         return written.read_text(encoding="utf-8").strip()
     words = re.sub(r"[\W_]+", " ", path.stem).strip()

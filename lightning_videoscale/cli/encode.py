@@ -9,6 +9,8 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
@@ -18,10 +20,12 @@ from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.encoding.encode_shards import EncodeReport, EncodeSettings, check_encoders, encode_shards
 from lightning_videoscale.data.encoding.text import TransformersText
 from lightning_videoscale.data.encoding.vae import DiffusersVae
+from lightning_videoscale.data.loading.data_warnings import check_caption_key
 from lightning_videoscale.data.packing.on_the_way import already_packed
 from lightning_videoscale.data.planning.shapes import ShapePolicy
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
+from lightning_videoscale.data.shards.index_table import IndexTable
 from lightning_videoscale.data.shards.indexing import build_index, index_shards, known_shards, outdated
 
 
@@ -64,20 +68,44 @@ def _index(options: argparse.Namespace, world_size: int) -> ShardIndex:
     if world_size == 1:
         found = find_shards(options)
         file = options.index or found.index_file
-        index = build_index(found.shards, file, workers=max(1, options.workers), progress=not options.json)
+        key = _caption_key(options, file)
+        workers = max(1, options.workers)
+        index = build_index(found.shards, file, workers, progress=not options.json, caption_key=key)
     else:
         # Ranks do not wait for each other, so each would pack and decode everything to index it.
         found = already_packed([options.shards], options.captions)
         file = options.index or found.index_file
+        key = _caption_key(options, file)
         known = known_shards(file)
-        if missing := outdated(found.shards, known):
+        if missing := outdated(found.shards, known, key):
+            option = "" if key is None else f" --caption-key '{key}'"
             raise ShardError(
-                f"{len(missing)} of the shards are not in the index {file}, or have changed since: run `videoscale "
-                "index` on them first, then encode on several ranks."
+                f"{len(missing)} of the shards are not in the index {file}, have changed since, or are there with "
+                f"captions of another field: run `videoscale index`{option} on them first, then encode on several "
+                "ranks."
             )
-        index = index_shards(found.shards, known)
+        index = index_shards(found.shards, known, caption_key=key)
     index.check()
+    check_caption_key(index, key)
     return index
+
+
+def _caption_key(options: argparse.Namespace, file: Path) -> str | None:
+    """The field of captions that is asked for, or else that of the table that is there, which is said."""
+    table = IndexTable(file)
+    if options.caption_key is not None or not table.exists:
+        return cast("str | None", options.caption_key)
+    keys = {shard.caption_key for shard in table.shards()}
+    if len(keys) > 1:
+        raise ShardError(f"The index {file} holds captions of several fields, {keys}: name one with --caption-key.")
+    key = next(iter(keys), None)
+    if key is not None and os.environ.get("RANK", "0") == "0":
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            f"captions are the field {key!r} of .json, as in the index {table.folder}; --caption-key names another, "
+            "and `videoscale index` without it brings back the usual ones",
+            markup=False,
+        )
+    return key
 
 
 def _print(report: EncodeReport, options: argparse.Namespace, rank: int) -> None:

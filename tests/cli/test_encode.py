@@ -20,6 +20,7 @@ from lightning_videoscale.cli import main
 from lightning_videoscale.cost.budget import BucketBudget
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data import ShardError, VideoDataModule
+from lightning_videoscale.data.encoding.encode_sample import SampleEncoder
 from lightning_videoscale.data.encoding.encode_shards import EncodeReport, EncodeSettings, encode_shards
 from lightning_videoscale.data.encoding.text import EncodedText, TransformersText
 from lightning_videoscale.data.encoding.vae import DiffusersVae
@@ -146,6 +147,32 @@ def test_a_folder_of_other_settings_is_left_alone(shards: list[str], tmp_path: P
     with pytest.raises(ShardError, match=r"{'samples':"):
         _encode(shards[:1], tmp_path)
     assert _content(tmp_path) == before
+
+
+def test_the_captions_that_were_indexed_are_encoded(
+    vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And those of another field if it is named; on several ranks the index must have them."""
+    fields = json.dumps({"caption": "usual", "long": "long", "short": "short"}).encode()
+    shard = str(
+        write_shard(tmp_path / "000.tar", [{"__key__": "film", "mp4": film([numbered(0, 32, 48)]), "json": fields}])
+    )
+    options = ["--vae", str(vae), "--subfolder", "vae", "--sizes", "32x48", "--workers", "0"]
+    read: list[str] = []
+    monkeypatch.setattr(SampleEncoder, "__call__", lambda _, sample: read.append(sample.caption) or {})
+
+    def encode(number: int, *more: str) -> int:
+        return main(["encode", shard, "--output", str(tmp_path / str(number)), *options, *more])
+
+    assert main(["index", shard, "--caption-key", "long"]) == 0
+    assert encode(0) == 0 and "captions are the field 'long'" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert encode(1) == 0
+    assert encode(2, "--caption-key", "short") == 1 and "--caption-key 'short'" in capsys.readouterr().err
+    monkeypatch.delenv("WORLD_SIZE")
+    assert encode(2, "--caption-key", "short") == 0
+    assert encode(3, "--caption-key", "none") == 1 and "caption_key='none'" in capsys.readouterr().err
+    assert read == ["long", "long", "short"]
 
 
 @pytest.mark.parametrize("setting", [["--seed", "-1"], ["--samples-per-shard", "0"]])

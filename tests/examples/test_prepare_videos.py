@@ -91,6 +91,15 @@ def test_it_is_done_once_per_settings(tmp_path, footage, capsys):
     assert not (tmp_path / "shards.partial").exists()
 
 
+def test_a_caption_that_was_edited_is_read_again(tmp_path, footage):
+    videos = shutil.copytree(footage, tmp_path / "videos")
+    for text in ("a square goes right", "a square goes left"):
+        (videos / "landscape.txt").write_text(text, encoding="utf-8")
+        main(["--output", str(tmp_path / "shards"), "--videos", str(videos), "--clips", "6", "--frames", "5"])
+        captions = {sample["json"]["source"]: sample["txt"] for sample in samples_of(tmp_path / "shards")}
+        assert captions["landscape.mp4"] == text
+
+
 def test_equal_settings_give_equal_bytes(tmp_path, footage):
     for name in ("one", "two"):
         main(["--output", str(tmp_path / name), "--videos", str(footage), "--clips", "6", "--frames", "5"])

@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the choice of sizes and of the part of a longer clip")
     parser.add_argument("--samples-per-shard", type=int, default=128, help="samples of a new shard (default 128)")
     parser.add_argument("--index", type=Path, help="the table of the shards (default: beside the first)")
+    parser.add_argument(
+        "--caption-key", help="field of .json that holds the captions (default: the one that the table was made with)"
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes per rank that decode ahead (default 2)")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="type to encode in"

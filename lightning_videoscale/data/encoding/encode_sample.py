@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.data.encoding.text import EncodedText
+from lightning_videoscale.data.shards.decoding import decode
 from lightning_videoscale.data.shards.keys import batch_name
 from lightning_videoscale.data.shards.sample_reader import Cut
 
@@ -130,7 +130,7 @@ def only_row(text: EncodedText) -> dict[str, Tensor]:
 
 def _fields(members: Mapping[str, bytes]) -> dict[str, Any]:
     try:
-        fields = json.loads(members.get("json", b"{}").decode("utf-8"))
+        fields = decode("json", members.get("json", b"{}"))
     except (ValueError, RecursionError) as error:
         raise LeftOutError(f"its .json cannot be read: {error}") from error
     if not isinstance(fields, dict):

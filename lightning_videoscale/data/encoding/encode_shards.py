@@ -7,7 +7,6 @@ that was stopped goes on, on as many ranks as there are then, and its result doe
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -29,13 +28,13 @@ from lightning_videoscale.data.encoding.encode_sample import (
     as_safetensors,
     only_row,
 )
+from lightning_videoscale.data.encoding.output_folder import begin_output, write_whole
 from lightning_videoscale.data.planning.shapes import Media, ShapedClips, ShapePolicy
 from lightning_videoscale.data.shards.errors import MemberError, ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 
 EMPTY_PROMPT = "empty_prompt.safetensors"
-_SETTINGS = "encoded.json"
 _Encode = Callable[[ReadSample], dict[str, Any]]
 
 
@@ -113,14 +112,14 @@ def encode_shards(
         progress: Whether to show a progress bar.
 
     Raises:
-        ShardError: If the folder holds something made of other samples or settings, with the difference, the encoders
-            do not fit what the index holds, or a shard cannot be read. The pieces that are written stay, and another
-            run goes on.
+        ShardError: If the folder holds something else, or what was made of other samples or settings, with the
+            difference; the encoders do not fit what the index holds; or a shard cannot be read. The pieces that are
+            written stay, and another run goes on.
     """
     check_encoders(index, has_vae=encoder is not None, has_text=text is not None)
-    _check_settings(output, index, encoder, text, settings)
+    begin_output(output, [shard.url for shard in index.shards], _made_by(index, encoder, text, settings))
     if text is not None and rank == 0 and not (output / EMPTY_PROMPT).exists():
-        _write_whole(output / EMPTY_PROMPT, as_safetensors(only_row(text.encode([""]))))
+        write_whole(output / EMPTY_PROMPT, as_safetensors(only_row(text.encode([""]))))
     size = settings.samples_per_shard
     pieces = range((len(index) + size - 1) // size)
     mine = [piece for piece in pieces[rank::world_size] if not _name(output, piece).exists()]
@@ -238,32 +237,15 @@ def _write_piece(
     return refused
 
 
-def _check_settings(
-    output: Path, index: ShardIndex, encoder: Encoder | None, text: TextEncoder | None, settings: EncodeSettings
-) -> None:
-    """Notes what the folder is made of, or compares it with what it was made of before."""
-    made_by: dict[str, Any] = {"samples": index.digest}
+def _made_by(
+    index: ShardIndex, encoder: Encoder | None, text: TextEncoder | None, settings: EncodeSettings
+) -> dict[str, Any]:
+    """What the result depends on."""
+    made_by: dict[str, Any] = {"samples": index.digest, "captions": index.captions}
     made_by |= {"samples_per_shard": settings.samples_per_shard} if encoder is None else {"vae": encoder.name}
     if text is not None:
         made_by |= {"text_encoder": text.name, "max_length": text.max_length}
-    made_by |= {} if encoder is None else asdict(settings)
-    wanted = json.loads(json.dumps(made_by))
-    file = output / _SETTINGS
-    if not file.exists():
-        output.mkdir(parents=True, exist_ok=True)
-        _write_whole(file, json.dumps(wanted, indent=1).encode())
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if different := [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]:
-        was, now = ({name: of.get(name) for name in different} for of in (found, wanted))
-        raise ShardError(
-            f"{output} was begun with {was}, and now they are {now}: choose another folder, or the same settings."
-        )
-
-
-def _write_whole(file: Path, content: bytes) -> None:
-    draft = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
-    draft.write_bytes(content)
-    draft.replace(file)
+    return made_by | ({} if encoder is None else asdict(settings))
 
 
 def _name(output: Path, piece: int) -> Path:

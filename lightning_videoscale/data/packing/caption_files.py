@@ -10,9 +10,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -79,7 +80,8 @@ def read_captions(
     find = _Finder(folder, table.parent, files)
     found = Captions({}, [])
     for row in rows:
-        name = str(row.get(file_column) or "")
+        named = row.get(file_column)
+        name = "" if named is None else str(named)  # 0 is a name, too
         file = find(name)
         if file is None:
             found.strangers.append(name)
@@ -113,7 +115,10 @@ class _Finder:
 
     def __init__(self, folder: Path, beside: Path, files: Sequence[str]) -> None:
         self._folders = (folder, beside)
-        self._root = folder.resolve()
+        # Files may be links, as in the cache of the Hugging Face Hub, and a link's row is not that of what it leads to.
+        # So a path counts as it is written; else with the links before its name followed, and at last with all.
+        root = os.path.realpath(folder)
+        self._readings = ((os.path.abspath, os.path.abspath(folder)), (_in_real_folder, root), (os.path.realpath, root))
         names = [(unicodedata.normalize("NFC", file), file) for file in files]
         bare = [(name.rpartition("/")[2], file) for name, file in names]
         # In full, and without the extension; of forms that several files have none is meant.
@@ -122,10 +127,12 @@ class _Finder:
 
     def __call__(self, name: str) -> str | None:
         name = unicodedata.normalize("NFC", name.strip().replace("\\", "/"))
-        for folder in self._folders:  # an absolute path stays what it is
-            path = _inside(folder / name, self._root)
-            if path is not None and path in self._paths:
-                return self._paths[path]
+        places = [folder / name for folder in self._folders]  # an absolute path stays what it is
+        for read, root in self._readings:
+            for place in places:
+                path = _inside(read, place, root)
+                if path is not None and path in self._paths:
+                    return self._paths[path]
         if "/" not in name:
             return self._bare.get(name)
         parts = name.split("/") if PurePosixPath(name).is_absolute() or PureWindowsPath(name).is_absolute() else []
@@ -133,9 +140,13 @@ class _Finder:
         return next((self._paths[end] for end in ends if end in self._paths), None)
 
 
-def _inside(path: Path, root: Path) -> str | None:
+def _in_real_folder(path: Path) -> str:
+    return os.path.join(os.path.realpath(path.parent), path.name)
+
+
+def _inside(read: Callable[[Path], str], path: Path, root: str) -> str | None:
     try:
-        return unicodedata.normalize("NFC", path.resolve().relative_to(root).as_posix())
+        return unicodedata.normalize("NFC", Path(read(path)).relative_to(root).as_posix())
     except (ValueError, OSError):  # elsewhere; or no path at all
         return None
 

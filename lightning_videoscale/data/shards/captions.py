@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 CAPTION_KEYS = ("caption", "text", "prompt", "description")
@@ -34,6 +37,11 @@ def find_caption(text: str, fields: Any, key: str | None) -> Caption:
                 if name.lower() == usual and _is_text(value):
                     return Caption(value, name)
     return Caption(text)
+
+
+def digest_of_captions(captions: Sequence[str]) -> str:
+    """SHA-256 of captions in their order."""
+    return hashlib.sha256(json.dumps(captions).encode()).hexdigest()
 
 
 def _is_text(value: Any) -> bool:

@@ -56,13 +56,17 @@ def decode(extension: str, data: bytes) -> Any:
             tensors = read_tensors(data)
             return tensors[main_tensor(tensors)]
         case "json":
-            return json.loads(data.decode("utf-8"))
+            return json.loads(_text(data))
         case "txt":
-            return data.decode("utf-8")
+            return _text(data)
         case picture if picture in IMAGE_SUFFIXES:
             return decode_image(io.BytesIO(data))
         case other:
             raise ValueError(f"members of the format {other!r} are not decoded (npy, safetensors, json, txt, images)")
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8-sig")  # without the mark that editors on Windows begin a file with
 
 
 def npy_header(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int]:

@@ -174,6 +174,12 @@ class ShardIndex:
             update_contents(digest, name, shard.samples)
         return digest.hexdigest()
 
+    @property
+    def captions(self) -> str | None:
+        """SHA-256 of all captions, which `digest` knows the lengths of; None where an older release indexed some."""
+        each = [shard.captions for shard in self.shards]
+        return None if None in each else hashlib.sha256(json.dumps(each).encode()).hexdigest()
+
 
 def default_index_file(shards: Sequence[str]) -> Path:
     """Where the index of these shards is kept by default, under a name made from all of them.

@@ -15,6 +15,7 @@ from typing import TextIO, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from lightning_videoscale.data.shards.captions import digest_of_captions
 from lightning_videoscale.data.shards.errors import ShardError, UnreachableError
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.index_table import IndexTable, TableWriter
@@ -164,15 +165,19 @@ def known_shards(file: Path) -> list[ShardEntry]:
     return entries
 
 
-def outdated(shards: Sequence[str], known: Sequence[ShardEntry]) -> list[str]:
-    """Which shards `index_shards` would look at, since they are not known or have changed.
+def outdated(shards: Sequence[str], known: Sequence[ShardEntry], caption_key: str | None = None) -> list[str]:
+    """Which shards `index_shards` would look at: not known, changed, or known with the captions of another field.
 
     Raises:
         ShardError: If a shard cannot be read.
     """
     before, now = _Known(known), zip(shards, identities(shards), versions_of(shards), strict=True)
     found = ((url, version, before.entry(name, version)) for url, name, version in now)
-    return [url for url, version, entry in found if entry is None or (entry.size, entry.stamp) != version]
+    return [
+        url
+        for url, version, entry in found
+        if entry is None or (entry.size, entry.stamp) != version or entry.caption_key != caption_key
+    ]
 
 
 class _Known:
@@ -230,18 +235,21 @@ class _Look:
             return self._unread(url, before, version)
         both = _both(url)
         stat = version if is_remote(url) else both[0].stat()  # of the file that is open now
-        is_same = before is not None and (before.size, before.stamp) == stat
+        known = before if before is not None and (before.size, before.stamp) == stat else None
         size = stat.size
         listing = self._tried(lambda shard: list_members(open_whole(shard, size), size), *both)
         if isinstance(listing, UnreachableError):
-            return self._unread(url, before if is_same else None, listing)
-        rows = {sample.key: sample for sample in before.samples} if before is not None and is_same else {}
+            return self._unread(url, known, listing)
+        rows = {} if known is None else {sample.key: sample for sample in known.samples}
         keys = list(listing.samples)
         look = partial(self._at_sample, both)
         looked = list(self._pool.map(look, keys, listing.samples.values(), map(rows.get, keys)))
         found = [described for described in looked if isinstance(described, Described)]
         samples = Samples.of([described.sample for described in found])
         extensions = {extension for key in samples.keys for extension in listing.samples[key]}
+        extensions |= {ignored for each in found for ignored in each.ignored}
+        if known is not None:  # what its samples ignore is not looked for again
+            extensions.update(known.ignored)
         return ShardEntry(
             url=url,
             size=stat.size,
@@ -255,7 +263,8 @@ class _Look:
                 if isinstance(each, UnreachableError)
             ),
             caption_key=self._caption_key,
-            caption_fields=tuple(sorted({each.caption_field for each in found if each.caption_field})),
+            caption_fields=tuple(sorted({each.caption.field for each in found if each.caption.field})),
+            captions=digest_of_captions([each.caption.text for each in found]),
         )
 
     def _at_sample(

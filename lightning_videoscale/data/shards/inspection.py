@@ -43,10 +43,17 @@ class RefusedError(ValueError):
 
 
 class Described(NamedTuple):
-    """A sample, and the field of its ``.json`` that the caption was found in; empty where it was not found there."""
+    """What was found of a sample.
+
+    Attributes:
+        sample: The sample.
+        caption: Its caption.
+        ignored: Tensors beside its latents in the same member, as ``safetensors:text_embeds``, which are not read.
+    """
 
     sample: Sample
-    caption_field: str
+    caption: Caption
+    ignored: tuple[str, ...] = ()
 
 
 def describe(
@@ -70,7 +77,7 @@ def describe(
     """
     if known is not None:
         caption = _caption(shard, key, known.members, caption_key)
-        return Described(known._replace(caption_length=len(caption.text)), caption.field)
+        return Described(known._replace(caption_length=len(caption.text)), caption)
     main = _main_member(key, members)
     read = {extension: at for extension, at in members.items() if extension == main or _passes_through(extension)}
     taken = {"latents" if main in _LATENTS else "video": main}
@@ -85,16 +92,17 @@ def describe(
     caption = _caption(shard, key, read, caption_key)
     members = {main: read.pop(main), **read}
     if main in _LATENTS:
-        shape = _latent_shape(shard, f"{key}.{main}", members[main])
+        shape, others = _latents(shard, f"{key}.{main}", members[main])
         _check_shape_fields(shard, key, members, shape)
-        return Described(Sample(key, Media.LATENTS, *shape, 0.0, 0.0, len(caption.text), members), caption.field)
+        sample = Sample(key, Media.LATENTS, *shape, 0.0, 0.0, len(caption.text), members)
+        return Described(sample, caption, tuple(f"{main}:{other}" for other in others))
     footage = _footage(shard, f"{key}.{main}", members[main])
     media = Media.IMAGE if footage.is_image else Media.VIDEO
     sample = Sample(
         key, media, 3, footage.num_frames, footage.height, footage.width, footage.fps, footage.duration,
         len(caption.text), members, footage.seeks,
     )  # fmt: skip
-    return Described(sample, caption.field)
+    return Described(sample, caption)
 
 
 def _main_member(key: str, members: Members) -> str:
@@ -162,7 +170,9 @@ def _footage(shard: Shard, member: str, at: ByteRange) -> Footage:
         raise RefusedError(member, str(error)) from error
 
 
-def _latent_shape(shard: Shard, member: str, at: ByteRange) -> LatentShape:
+def _latents(shard: Shard, member: str, at: ByteRange) -> tuple[LatentShape, list[str]]:
+    """The shape of latents, and the other tensors of the same member."""
+    others: list[str] = []
     is_npy = suffix(member) == "npy"
     header = shard.read(ByteRange(at.offset, min(at.size, NPY_HEADER_LIMIT if is_npy else HEADER_LIMIT)))
     try:
@@ -172,7 +182,8 @@ def _latent_shape(shard: Shard, member: str, at: ByteRange) -> LatentShape:
             what = f"{numbers}, {at.size} of {size} bytes"
         else:
             tensors = read_header(header, at.size)
-            _, found, begin, end = tensor = tensors[main_tensor(tensors)]
+            _, found, begin, end = tensor = tensors.pop(main_tensor(tensors))
+            others = list(tensors)
             is_whole_float, what = tensor.dtype.is_floating_point, f"{tensor.dtype}, {end - begin} bytes"
     except ValueError as error:
         raise RefusedError(member, f"the latents cannot be read: {error}") from error
@@ -183,7 +194,7 @@ def _latent_shape(shard: Shard, member: str, at: ByteRange) -> LatentShape:
             "numbers",
         )
     channels, frames, height, width = found
-    return channels, frames, height, width
+    return (channels, frames, height, width), others
 
 
 def _check_shape_fields(shard: Shard, key: str, members: Members, shape: LatentShape) -> None:

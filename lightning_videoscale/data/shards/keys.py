@@ -8,7 +8,7 @@ the key.
 
 from __future__ import annotations
 
-from lightning_videoscale.data.shards.decoding import suffix
+from lightning_videoscale.data.shards.decoding import is_decodable, suffix
 from lightning_videoscale.data.shards.location import Members
 from lightning_videoscale.data.shards.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
@@ -22,6 +22,19 @@ _BESIDE = ("txt", "json")
 def batch_name(extension: str) -> str:
     """Name of a member in the batch: ``txt`` is ``caption``, ``latents.npy`` is ``latents``, ``json`` is ``json``."""
     return "caption" if extension == "txt" else extension.rpartition(".")[0] or extension
+
+
+def plain_extension(extension: str) -> str:
+    """The extension of a member with its format in small letters, where it is read: ``txt`` of ``TXT``.
+
+    Names before it stay as they are (``Mask.npy`` of ``Mask.NPY``), but for that of latents.
+    """
+    *names, kind = extension.split(".")
+    if not is_decodable(kind) and kind.lower() not in VIDEO_SUFFIXES:
+        return extension
+    if names and names[-1].lower() == "latents":
+        names[-1] = "latents"
+    return ".".join([*names, kind.lower()])
 
 
 def split_dotted(key: str, members: Members) -> dict[str, Members]:

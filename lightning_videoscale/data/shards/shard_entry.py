@@ -86,11 +86,12 @@ class ShardEntry:
         stamp: Mark of its version.
         samples: What can be used of it, in the order of the tar.
         refused: Members that cannot be used, and why.
-        ignored: Extensions that it also holds and that are not read, sorted.
+        ignored: Extensions that it also holds and that are not read, sorted; tensors as ``safetensors:text_embeds``.
         unread: Members that could not be read when it was looked at, and why; an empty name stands for the shard. They
             are looked at the next time, and what is in them is not known.
         caption_key: Field of ``.json`` that captions were to be taken from. None: ``.txt``, or else the usual fields.
         caption_fields: Fields that captions were found in, sorted.
+        captions: SHA-256 of its samples' captions. None: an index of an older release did not say.
         kept: What is known of all its samples together from a table that was read; None: it is to be found.
         stored: Where that table has it; None: nowhere.
     """
@@ -104,6 +105,7 @@ class ShardEntry:
     unread: tuple[Refusal, ...] = ()
     caption_key: str | None = None
     caption_fields: tuple[str, ...] = ()
+    captions: str | None = None
     kept: Facts | None = None
     stored: Stored | None = None
 
@@ -119,7 +121,9 @@ class ShardEntry:
         place = {"url": self.url} if is_url else {"path": os.path.relpath(identity(self.url), folder.resolve())}
         version = {"size": self.size, "stamp": self.stamp}
         left_out = {"refused": self.refused, "ignored": self.ignored, "unread": self.unread}
-        captions = {"caption_key": self.caption_key, "caption_fields": self.caption_fields}
+        captions = {
+            "caption_key": self.caption_key, "caption_fields": self.caption_fields, "captions": self.captions
+        }  # fmt: skip
         return {**place, **version, **left_out, **captions}
 
     @classmethod
@@ -140,7 +144,7 @@ class ShardEntry:
         refused, unread = (tuple(Refusal(*refusal) for refusal in row[name]) for name in ("refused", "unread"))
         return cls(
             url, row["size"], row["stamp"], samples, refused, tuple(row["ignored"]), unread, row["caption_key"],
-            tuple(row["caption_fields"]), kept, stored,
+            tuple(row["caption_fields"]), row.get("captions"), kept, stored,
         )  # fmt: skip
 
 

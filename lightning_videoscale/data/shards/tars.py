@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 from webdataset.tariterators import base_plus_ext
 
 from lightning_videoscale.data.shards.errors import ShardError
-from lightning_videoscale.data.shards.keys import split_dotted
+from lightning_videoscale.data.shards.keys import plain_extension, split_dotted
 from lightning_videoscale.data.shards.location import ByteRange, Members
 
 # WebDataset's own bookkeeping (`__meta__/...`), which is no part of any sample.
@@ -40,11 +40,12 @@ def list_members(file: BinaryIO, size: int) -> TarListing:
     """Lists the samples of a tar.
 
     A member ``a/b.latents.npy`` belongs to the sample ``a/b`` under the extension ``latents.npy``, as in WebDataset;
-    of names with more dots, see `split_dotted`. Folders, WebDataset's bookkeeping and names without an extension belong
-    to no sample.
+    of names with more dots, see `split_dotted`, and of capital letters `plain_extension`. Folders, WebDataset's
+    bookkeeping and names without an extension belong to no sample.
 
     Refused are: links, devices and names that leave the tar, with the rest of their sample; samples that hold one name
-    twice; everything from the first damaged header on; and a file that is no uncompressed tar, as a whole.
+    twice; everything from the first damaged header on; what follows the mark of the archive's end; and a file that is
+    no uncompressed tar, as a whole.
 
     Args:
         file: The tar, seekable.
@@ -54,31 +55,33 @@ def list_members(file: BinaryIO, size: int) -> TarListing:
         ShardError: If the tar cannot be read; of that nothing follows for what it is.
     """
     groups: dict[str, Members] = {}
-    refused: dict[str, str] = {}
+    refused: dict[str, Refusal] = {}
     damage = None
     try:
         for member in _headers(file, size):
-            key, extension = base_plus_ext(member.name)
+            key, written = base_plus_ext(member.name)
+            extension = "" if key is None else plain_extension(written)
+            name = member.name if key is None else f"{key}.{extension}"
             members = {} if key is None else groups.setdefault(key, {})
             if reason := _why_hostile(member):
-                refused[member.name] = reason
+                refused[name] = Refusal(member.name, reason)
             elif not member.isreg() or key is None or _BOOKKEEPING.match(member.name):
                 continue
             elif extension in members:
-                refused[member.name] = "the name appears twice; its sample is ambiguous"
+                refused[name] = Refusal(member.name, f"the name {name!r} appears twice; its sample is ambiguous")
             members[extension] = ByteRange(member.offset_data, member.size)
     except _DamagedTarError as error:
         damage = str(error)
     usable: dict[str, Members] = {}
     for key, members in groups.items():
         if damage is not None:  # the last member listed may itself be cut off
-            cut = [extension for extension, at in members.items() if at.offset + at.size > size]
-            refused |= {f"{key}.{extension}": f"the shard ends within it, at byte {size}" for extension in cut}
+            cut = [f"{key}.{extension}" for extension, at in members.items() if at.offset + at.size > size]
+            refused |= {name: Refusal(name, f"the shard ends within it, at byte {size}") for name in cut}
         for sample, own in split_dotted(key, members).items():
             if refused.keys().isdisjoint(f"{sample}.{extension}" for extension in own):
                 usable[sample] = own
-    refused |= {"": damage} if damage is not None else {}
-    return TarListing(usable, tuple(Refusal(*refusal) for refusal in refused.items()))
+    refused |= {"": Refusal("", damage)} if damage is not None else {}
+    return TarListing(usable, tuple(refused.values()))
 
 
 class _DamagedTarError(ValueError):
@@ -108,6 +111,20 @@ def _headers(file: BinaryIO, size: int) -> Iterator[tarfile.TarInfo]:
             f"it ends early or is damaged at byte {end} of {size}: no end-of-archive mark. What lies before is used; "
             "write the shard again for the rest"
         )
+    if (rest := _first_after_zeros(file, size)) is not None:
+        raise _DamagedTarError(
+            f"its end-of-archive mark is at byte {end}, and bytes {rest} to {size} behind it are not zero, as where "
+            "`cat` has joined two tars. What lies before is used; join tars with `tar --concatenate` for the rest"
+        )
+
+
+def _first_after_zeros(file: BinaryIO, size: int) -> int | None:
+    """Where a file goes on with something else than zeros; None: it does not. Mostly zeros fill a record of 10 KiB."""
+    while left := size - file.tell():
+        begin, content = file.tell(), file.read(min(left, tarfile.RECORDSIZE))
+        if others := content.lstrip(b"\0"):
+            return begin + len(content) - len(others)
+    return None
 
 
 def _why_hostile(member: tarfile.TarInfo) -> str | None:

@@ -105,6 +105,33 @@ def test_a_table_in_the_folder_is_found(folder: Path, tmp_path: Path) -> None:
     assert contents(report)["a/ride.mp4"] == ("a ride", {})
 
 
+def test_a_number_names_a_file_also_if_it_is_zero(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / "stills").mkdir(exist_ok=True)
+        (tmp_path / "stills" / f"{number}.jpg").write_bytes(picture(number))
+    rows = [{"id": 0, "caption": "zero"}, {"id": 1, "caption": "one"}, {"id": None, "caption": "of no file"}]
+    (tmp_path / "table.json").write_text(json.dumps(rows))
+    report = pack_folder(tmp_path / "stills", tmp_path / "shards", tmp_path / "table.json")
+    assert contents(report) == {"0.jpg": ("zero", {}), "1.jpg": ("one", {})} and report.strangers == ("",)
+
+
+def test_a_link_has_the_caption_of_its_own_row(tmp_path: Path) -> None:
+    """Whether it leads to a file beside it, out of the folder, or is named by a path with links in it."""
+    (tmp_path / "store").mkdir()
+    for number in range(2):
+        (tmp_path / "store" / f"blob{number}").write_bytes(picture(number))
+    stills, link = tmp_path / "stills", tmp_path / "link"
+    (stills / "d").mkdir(parents=True)
+    link.symlink_to(stills)
+    (stills / "b.jpg").write_bytes(picture(2))
+    for name, target in {"a.jpg": "b.jpg", "c.jpg": "b.jpg", "d/0.jpg": "../../store/blob0"}.items():
+        (stills / name).symlink_to(target)
+    rows = {"a.jpg": "a", "d/0.jpg": "d/0", str(link / "c.jpg"): "c"}
+    table_of("by file", tmp_path / "captions.json", rows)
+    found = contents(pack_folder(stills, tmp_path / "shards", tmp_path / "captions.json"))
+    assert found == {"a.jpg": ("a", {}), "b.jpg": ("", {}), "c.jpg": ("c", {}), "d/0.jpg": ("d/0", {})}
+
+
 def test_a_row_of_another_folder_says_nothing_of_a_file_of_the_same_name(folder: Path, tmp_path: Path) -> None:
     """But a path from where the folder lay before does."""
     (folder / "b/only.mp4").write_bytes((folder / "b/ride.mp4").read_bytes())

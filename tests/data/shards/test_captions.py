@@ -8,11 +8,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_videoscale.cli import main
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import ShardError, VideoDataModule
+from lightning_videoscale.data.encoding.encode_sample import _fields
 from lightning_videoscale.data.shards import indexing
 from lightning_videoscale.data.shards.captions import find_caption
 from lightning_videoscale.data.shards.indexing import build_index, index_shards
@@ -67,6 +69,22 @@ def test_captions_of_video2dataset_are_trained_on_with_or_without_txt(tmp_path: 
     assert _trained(data) == expected
     lengths = data._shards.index("shards").samples.clips.caption_length
     assert lengths.tolist() == [len(text) for text in expected.values()], "as the plan counts them"
+
+
+def test_capitals_and_byte_order_marks_are_of_windows_and_not_of_captions(tmp_path: Path) -> None:
+    latents = {name: clip(0)[name] for name in ("__key__", "latents.npy")}
+    marked = json.dumps({"text": "in json"}).encode("utf-8-sig")
+    samples = [
+        latents | {"__key__": "A", "TXT": "in txt".encode("utf-8-sig")},
+        latents | {"__key__": "B", "JSON": marked},
+        {"__key__": "C.V1", "LATENTS.NPY": latents["latents.npy"], "Txt": b"of C.V1", "Mask.NPY": npy(np.ones(2))},
+    ]
+    shard = write_shard(tmp_path / "000.tar", samples)
+    reader = SampleReader(index_shards([str(shard)]))
+    assert [reader.read(i)["caption"] for i in range(3)] == ["in txt", "in json", "of C.V1"]
+    assert reader.index.samples.keys == ("A", "B", "C.V1") and reader.index.samples[0].caption_length == 6
+    assert len(reader.read(2)["Mask"]) == 2, "names in a batch stay as they are"
+    assert _fields(reader.members(1)) == {"text": "in json"}, "encoding reads them, too"
 
 
 def test_a_field_that_is_asked_for_goes_before_txt(tmp_path: Path) -> None:

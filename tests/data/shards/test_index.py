@@ -297,6 +297,16 @@ def test_latents_may_be_safetensors(tmp_path: Path, extension: str) -> None:
     assert index.samples[0].shape == (2, 3, 4, 4) and next(iter(index.samples[0].members)) == extension
 
 
+def test_tensors_beside_the_latents_in_one_file_are_told_of(tmp_path: Path) -> None:
+    tensors = {"latents": torch.zeros(2, 3, 4, 4), "text_embeds": torch.zeros(3, 8)}
+    sample = _without("latents.npy") | {"safetensors": safetensors.torch.save(tensors), "json": b'{"long": "text"}'}
+    paths = [str(write_shard(tmp_path / "000.tar", [sample]))]
+    index = index_shards(paths)
+    assert index.shards[0].ignored == ("safetensors:text_embeds",)
+    again = index_shards(paths, index.shards, caption_key="long")
+    assert again.shards[0].ignored == index.shards[0].ignored, "also where only captions are read again"
+
+
 @pytest.mark.parametrize(
     "dtype",
     ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",

@@ -150,7 +150,12 @@ SAMPLES = [
 @pytest.mark.parametrize("rows", [[], [0], [1], [0, 1], [1, 2, 1], [2, 0, 1, 2]])
 def test_every_row_comes_back_as_it_was(tmp_path: Path, rows: list[int]) -> None:
     samples = [SAMPLES[row] for row in rows]
-    texts = {"refused": (Refusal("a\udcff", "why"),), "ignored": ("flac",), "caption_fields": ("text",)}
+    texts = {
+        "refused": (Refusal("a\udcff", "why"),),
+        "ignored": ("flac",),
+        "caption_fields": ("text",),
+        "captions": "hash",
+    }
     entries = (
         ShardEntry("s3://bucket/a.tar", 5, "etag", Samples.of(samples), **texts),
         ShardEntry("s3://bucket/none.tar", 0, "", Samples.of([]), unread=(Refusal("", "gone"),), caption_key="long"),
@@ -166,6 +171,7 @@ def test_every_row_comes_back_as_it_was(tmp_path: Path, rows: list[int]) -> None
         name: ShardIndex((entry,)).digest for name, entry in zip(("a.tar", "none.tar", "b.tar"), entries, strict=True)
     }  # fmt: skip
     assert [shard.caption_key for shard in read.shards] == [None, "long", None]
+    assert [shard.captions for shard in read.shards] == ["hash", None, None] and read.captions is None
     assert read.without_caption == tuple(sum(not s.caption_length for s in shard.samples) for shard in entries)
     assert read.shard_numbers.tolist() == [0] * len(rows) + [2] * len(rows)
     assert [read.shard_number(i) for i in range(len(read))] == read.shard_numbers.tolist()

@@ -173,6 +173,17 @@ def test_a_name_that_appears_twice_is_refused_with_its_sample(tmp_path: Path) ->
     assert listing.refused[0].member == "a.txt" and "appears twice" in listing.refused[0].reason
 
 
+def test_names_that_differ_in_the_case_of_their_format_are_one(tmp_path: Path) -> None:
+    listing = _list(_tar(tmp_path / "x.tar", _member("a.txt"), _member("b.TXT"), _member("a.TXT")))
+    assert {key: list(members) for key, members in listing.samples.items()} == {"b": ["txt"]}
+    [(member, reason)] = listing.refused
+    assert member == "a.TXT" and "'a.txt' appears twice" in reason
+
+    link = _member("a.MP4", tarfile.SYMTYPE, "/etc/passwd")
+    listing = _list(_tar(tmp_path / "y.tar", _member("a.TXT"), link, _member("b.TXT")))
+    assert list(listing.samples) == ["b"] and [member for member, _ in listing.refused] == ["a.MP4"]
+
+
 def test_what_is_no_tar_is_said_so(tmp_path: Path) -> None:
     text, empty, packed = tmp_path / "text.tar", tmp_path / "empty.tar", tmp_path / "packed.tar"
     text.write_text("not a tar " * 200)
@@ -194,6 +205,19 @@ def test_a_tar_cut_anywhere_keeps_what_is_whole(tmp_path: Path) -> None:
         assert refused[-1].member == "" and "damaged" in refused[-1].reason
         assert all(at.offset + at.size <= length for members in samples.values() for at in members.values())
     assert len(samples) == 2, "only the mark at the end is missing"
+
+
+def test_a_second_tar_behind_the_end_of_the_first_is_told_of(tmp_path: Path) -> None:
+    first, second = (_tar(tmp_path / f"{name}.tar", _member(f"{name}.txt")).read_bytes() for name in "ab")
+    joined = tmp_path / "joined.tar"
+    joined.write_bytes(first + second)
+    samples, [(member, reason)] = _list(joined)
+    assert list(samples) == ["a"] and not member
+    assert "at byte 512," in reason and f"bytes 10240 to {len(first + second)}" in reason
+    assert "tar --concatenate" in reason
+
+    joined.write_bytes(first + bytes(100_000))
+    assert _list(joined).refused == (), "records may be longer than 10 KiB"
 
 
 def test_garbage_after_the_first_member_is_not_the_end(tmp_path: Path) -> None:

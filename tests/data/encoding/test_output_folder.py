@@ -1,0 +1,81 @@
+"""Where latents are encoded to: a folder of their own, that knows the samples and captions they were made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.data import ShardError, ShardIndex
+from lightning_videoscale.data.encoding.encode_shards import EncodeReport, EncodeSettings, encode_shards
+from lightning_videoscale.data.planning.shapes import ShapePolicy
+from lightning_videoscale.data.shards.indexing import build_index, index_shards
+from tests.data.clips import write_shard
+from tests.data.films import picture
+
+
+class Grey:
+    """Stands in for a VAE: one number for every block of pixels."""
+
+    name = "grey"
+    geometry = ModelGeometry()
+
+    def encode(self, video: torch.Tensor) -> torch.Tensor:
+        return video[:1, :, ::8, ::8].float()
+
+
+def _encode(index: ShardIndex, output: Path) -> EncodeReport:
+    return encode_shards(index, Grey(), output, EncodeSettings(ShapePolicy(areas=(32 * 32,))))
+
+
+def _shard(file: Path, caption: str) -> list[str]:
+    return [str(write_shard(file, [{"__key__": "still", "jpg": picture(), "txt": caption.encode()}]))]
+
+
+def test_a_folder_of_other_files_takes_no_latents(tmp_path: Path) -> None:
+    """Also not that of the source, whose shards have the names of pieces: they would be taken for done."""
+    source, link = tmp_path / "stills", tmp_path / "link"
+    index, other = (index_shards(_shard(folder / "000000.tar", "a cat")) for folder in (source, tmp_path / "other"))
+    link.symlink_to(source)
+    for output in (source, link, Path(os.path.relpath(source))):
+        with pytest.raises(ShardError, match="holds the shards that are to be encoded"):
+            _encode(index, output)
+    with pytest.raises(ShardError, match=r"1 files \(000000\.tar\) and no encoded\.json"):
+        _encode(other, source)
+    assert [file.name for file in source.iterdir()] == ["000000.tar"]
+
+
+def test_other_captions_of_the_same_length_are_seen(tmp_path: Path) -> None:
+    shards, output = _shard(tmp_path / "stills/000.tar", "a cat"), tmp_path / "latents"
+    _encode(index_shards(shards), output)
+    os.utime(shards[0], (0, 0))
+    assert _encode(index_shards(shards), output).found == 1, "a copy of the same is the same"
+    built = build_index(_shard(tmp_path / "stills/000.tar", "a dog"), tmp_path / "index")
+    for index in (built, index_shards(shards)):
+        with pytest.raises(ShardError, match=r"begun with {'captions': '.*Its shards hold the captions of then"):
+            _encode(index, output)
+
+
+def test_folders_and_indexes_that_know_no_captions_are_gone_on_with(tmp_path: Path) -> None:
+    index, output = index_shards(_shard(tmp_path / "stills/000.tar", "a cat")), tmp_path / "latents"
+    settings = output / "encoded.json"
+    _encode(index, output)
+    made_by = json.loads(settings.read_text())
+    older = ShardIndex(tuple(replace(shard, captions=None) for shard in index.shards))
+    with pytest.warns(UserWarning, match="the index of the shards is of an older release: delete the index"):
+        assert _encode(older, output).found == 1
+    assert json.loads(settings.read_text()) == made_by
+
+    settings.write_text(json.dumps({name: made_by[name] for name in made_by if name != "captions"}))
+    with pytest.warns(UserWarning, match="the folder is of an older release"):
+        assert _encode(index, output).found == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _encode(index, output).found == 1
+    assert json.loads(settings.read_text()) == made_by
