@@ -159,7 +159,8 @@ def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tenso
 
     While the caller works on a block, the next is under way.
     """
-    message = by_words(torch.stack, [key.transpose(1, 2), value.transpose(1, 2)]).view(-1)
+    block = by_words(torch.stack, [key.transpose(1, 2), value.transpose(1, 2)])
+    message = block.contiguous().view(-1)  # torch.stack leaves what lies channels first as it lies
     batch, heads, _, dim = key.shape
     for step in range(ring.axis.size):
         owner = (ring.axis.rank - step) % ring.axis.size

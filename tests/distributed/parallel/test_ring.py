@@ -138,7 +138,7 @@ def test_named_shapes_are_dense_attention(ranks: Ranks, ring: int, ulysses: int,
     assert max(map(max, ranks(4).run(errors, ring, ulysses, NAMED[name]))) <= 1e-12
 
 
-@pytest.mark.parametrize("laid", [(0,)])
+@pytest.mark.parametrize("laid", [(0,), (1, 2), (0, 1, 2)])
 def test_tensors_may_lie_channels_first(ranks: Ranks, laid: tuple[int, ...]) -> None:
     assert max(map(max, ranks(4).run(errors, 4, 1, NAMED["odd"], False, laid))) <= 1e-12
 
