@@ -240,12 +240,14 @@ class Recalibration:
             return before, ""
         try:
             model = MemoryModel.fit([Measurement(1, tokens, 0.0, peak) for tokens, peak in self._peaks.items()])
-            wanted = float(model.m_mem(capacity, _RESERVE))
         except ValueError:  # the peaks do not grow with the tokens yet
             return before, ""
-        wanted = min(max(wanted, before / MEMORY_STEP), before * MEMORY_STEP, self._m_mem_limit)
+        fits = model.fits(capacity, _RESERVE)
+        least = max(before / MEMORY_STEP, 1.0)  # a budget is positive, even where not one token fits
+        wanted = min(max(float(fits), least), before * MEMORY_STEP, self._m_mem_limit)
         if abs(math.log(wanted / before)) <= MEMORY_TOLERANCE:
             return before, ""
-        return float(
-            int(wanted)
-        ), f"M_mem from {before:.0f} to {wanted:.0f} tokens, by peaks of {len(self._peaks)} sizes"
+        reason = f"M_mem from {before:.0f} to {wanted:.0f} tokens, by peaks of {len(self._peaks)} sizes"
+        if not fits:
+            reason += f": {model.fixed / 2**30:.1f} of {capacity / 2**30:.1f} GiB are taken before the first token"
+        return float(int(wanted)), reason

@@ -224,6 +224,17 @@ def loop_reason(peaks: dict[int, float]) -> str:
     return start().update(window((1.0, 1.0)), peaks, capacity=8e10).reason
 
 
+def test_a_gpu_without_room_for_a_token_lowers_the_memory_budget() -> None:
+    loop = start()
+    peaks = {tokens: 76e9 + 3e4 * tokens for tokens in (20_000, 60_000, 100_000)}
+    outcome = loop.update([], peaks, capacity=8e10)
+    assert outcome.calibration.budget.m_mem == int(2 * LONGEST / 1.25)
+    assert "M_mem from 151200 to 120960" in outcome.reason and "70.8 of 74.5 GiB" in outcome.reason
+    for _ in range(60):
+        loop.update([], peaks, capacity=8e10)
+    assert loop.calibration.budget.m_mem == 1
+
+
 def test_after_an_out_of_memory_peaks_cannot_raise_the_budget_again() -> None:
     loop = start()
     loop.limit_memory(50_000)
