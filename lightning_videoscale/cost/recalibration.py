@@ -91,7 +91,8 @@ class Recalibration:
             budget.target_sync if target_sync is None and isinstance(budget, TimeBudget) else target_sync
         )
         if longest is None:
-            longest = budget.m_comp ** (1 / budget.p) if isinstance(budget, BucketBudget) else budget.m_mem
+            one_fits = budget.m_comp ** (1 / budget.p) if isinstance(budget, BucketBudget) else math.inf
+            longest = budget.m_mem if math.isinf(one_fits) else one_fits
         self._longest = longest
         self._peaks: dict[int, float] = {}
         self._m_mem_limit = math.inf
@@ -194,8 +195,10 @@ class Recalibration:
         before, p = self.calibration.budget, fitted.power_law.p
         # How many samples of one length there is room for is what budgets of all kinds have in common.
         room = before.room(self._longest)
-        if self._target_sync is None or math.isinf(room):
+        if self._target_sync is None:
             return BucketBudget(before.m_mem, room * self._longest**p, p)
+        if math.isinf(room):  # memory alone has decided so far
+            room = before.m_mem / self._longest
         wanted = TimeBudget(before.m_mem, self._target_sync, fitted)
         least, most = (float(fitted.form.predict(room * step, self._longest)) for step in (1 / BATCH_STEP, BATCH_STEP))
         return replace(wanted, target_sync=min(max(wanted.target_sync, least), most))

@@ -181,6 +181,25 @@ def test_without_a_target_the_longest_sample_keeps_setting_it() -> None:
     assert unlimited.update(window((1.0, 1.0))).calibration.budget.m_comp == math.inf
 
 
+def test_a_target_counts_where_memory_alone_has_decided_so_far() -> None:
+    loop = Recalibration(Calibration(BucketBudget(4 * LONGEST, math.inf, 2.0)), 1.0, LONGEST)
+    rooms = []
+    for n in range(6):
+        loop.update(window((1.0, 1.0), seed=n))
+        rooms.append(loop.calibration.budget.room(LONGEST))
+    assert rooms[0] == pytest.approx(4 / 1.5)  # from as many as memory allows, step by step
+    assert loop.calibration.budget.numbers["target_sync"] == 1.0
+    assert rooms[-1] == pytest.approx(1.0, rel=0.03)
+
+
+def test_the_longest_sample_of_a_budget_without_m_comp_is_m_mem() -> None:
+    loop = Recalibration(Calibration(BucketBudget(2 * LONGEST, math.inf, 2.0)))
+    outcome = loop.update(window((1.0, 1.0)))
+    assert loop.fitted is not None and outcome.calibration.step_time is loop.fitted
+    assert outcome.calibration.budget == BucketBudget(2 * LONGEST, math.inf, loop.fitted.power_law.p)
+    assert not loop.update(window((1.0, 1.0), seed=1)).changed
+
+
 def test_without_a_target_there_is_room_for_as_many_of_the_longest_samples_as_at_first() -> None:
     first = Calibration(BucketBudget(4 * LONGEST, 2 * LONGEST**2.2, 2.2), wrong(TRUTH, 0.5, 0.3))
     loop = Recalibration(first, longest=LONGEST)
