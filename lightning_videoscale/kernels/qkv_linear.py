@@ -19,8 +19,8 @@ from lightning_videoscale.kernels.autograd import (
     NAMESPACE,
     define_op,
     in_dtypes_of_forward,
-    refuse_forward_mode,
     refuse_second_derivative,
+    refuse_transforms,
     under_autocast,
 )
 
@@ -56,7 +56,7 @@ def qkv_linear(
                 f"{tuple(w.shape)} and {None if b is None else tuple(b.shape)}."
             )
     parameters = (*weights, *biases)
-    refuse_forward_mode("qkv_linear", x, *parameters)
+    refuse_transforms("qkv_linear", x, *parameters)
     if under_autocast(x):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind)

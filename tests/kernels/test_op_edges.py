@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +91,28 @@ def test_forward_mode_is_refused(name: str, trained: bool) -> None:
             of_one(forward_ad.make_dual(x, torch.ones_like(x)))
     with forward_ad.dual_level():  # where no tensor has one, nothing changes
         assert all(map(torch.equal, call.run(call.tensors()), call.run(call.tensors())))
+
+
+@ALL_CALLS
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_gradients_by_transforms_are_refused(name: str, transform: Callable[..., Any]) -> None:
+    call = CALLS[name]
+    t = {n: x.detach() for n, x in call.tensors().items()}
+    first = next(iter(t))
+    with pytest.raises(NotImplementedError, match=rf"{name} has no gradient inside torch\.func"):
+        transform(lambda x: call.run(t | {first: x})[0].sum())(t[first])
+
+
+@ALL_CALLS
+def test_gradients_of_several_losses_at_once_are_exact_or_refused(name: str) -> None:
+    call = CALLS[name]
+    t = call.tensors()
+    x, (y, *_) = t[next(iter(t))], call.run(t)
+    losses = torch.stack([torch.ones_like(y), torch.full_like(y, 2.0)])
+    exact = name == "qkv_linear"
+    with nullcontext() if exact else pytest.raises(NotImplementedError, match="is_grads_batched=True"):
+        one, two = torch.autograd.grad(y, x, losses, is_grads_batched=True)[0]
+        torch.testing.assert_close(two, 2 * one)
 
 
 @ALL_CALLS
