@@ -124,6 +124,19 @@ def _needs_gradient(*inputs: object) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
+def each_once(*inputs: Any) -> tuple[Any, ...]:
+    """Returns the inputs of an autograd function; of a tensor that comes again, as tied weights do, a view.
+
+    Torch's compiler breaks the graph at a function that is given one tensor twice. Eager code needs no view.
+    """
+    if not torch.compiler.is_compiling():
+        return inputs
+    found: list[Any] = []
+    for x in inputs:
+        found.append(x.view_as(x) if isinstance(x, Tensor) and any(x is other for other in found) else x)
+    return tuple(found)
+
+
 def under_autocast(x: Tensor) -> bool:
     """Whether PyTorch's operations on tensors like x choose their dtype themselves just now: not on float64."""
     kind = x.device.type

@@ -136,6 +136,24 @@ def test_backward_has_the_dtypes_of_forward(name: str) -> None:
     assert all(map(torch.equal, gradients(call, tensors, under_autocast=True), expected))
 
 
+@pytest.mark.parametrize("name", ["fork_norm_modulate", "gelu_linear", "qkv_linear"])
+def test_a_tensor_that_is_given_twice_breaks_no_graph(name: str) -> None:
+    """As tied weights, and one tensor as scale and shift; those of one shape are one here."""
+    call = CALLS[name]
+    by_shape = {x.shape: x for x in call.tensors(dtype=torch.float64).values()}
+    tied = {n: by_shape[torch.Size(shape)] for n, shape in call.shapes.items()}
+
+    def run(**t: Tensor) -> tuple[Tensor, ...]:
+        return call.run(t)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    mine, theirs = (
+        torch.autograd.grad([y.square().sum() for y in f(**tied)], list(by_shape.values())) for f in (compiled, run)
+    )
+    for got, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def _refused(call: Call, tensors: dict[str, Tensor], error: type[Exception], message: str, **settings: Any) -> None:
     with pytest.raises(error, match=message):
         call.run(tensors, **settings)
