@@ -31,7 +31,7 @@ class MemoryMonitor(RunFigures):
     - ``memory/graphs_gib``, of it for CUDA graphs, where networks run by some;
     - ``memory/fragmentation``, the share of the reserved memory that lies in gaps between tensors;
     - ``memory/fits_tokens``, what a micro-batch may have on the fullest GPU: M_mem of a `MemoryModel`, with its reserve
-      kept free;
+      kept free, and 0 where not even one token fits;
     - ``memory/headroom_tokens``, what the largest micro-batch of the window could grow by until then.
 
     Without a model given, a line is fitted through the largest micro-batch and the peak of every window so far; until
@@ -189,4 +189,4 @@ class MemoryMonitor(RunFigures):
             if len(self.peaks) < _SHAPES_FOR_A_LINE:
                 return None
             model = MemoryModel.fit([Measurement(1, count, 0.0, peak) for count, peak in self.peaks.items()])
-        return model.m_mem(min(memory.capacity for memory in memories))
+        return model.fits(min(memory.capacity for memory in memories))

@@ -7,9 +7,9 @@ needs nothing of the others but the *whole* output and the *whole* log-sum-exp.
 `attend_backward`   gradients of one part of the keys, given the output and log-sum-exp over all keys
 `torch_attention`   torch's function, which picks a kernel by itself and hides the log-sum-exp
 `kernel_of_torch`   the kernel that stands for torch's own pick where the log-sum-exp is needed
+`with_whole_rows`   a tensor as kernels can read it
 
-Shapes: B batch, S queries, K keys, H heads, D head dim; tensors are (B, H, S, D), in memory with heads or tokens first,
-log-sum-exps (B, H, S).
+Shapes: B batch, S queries, K keys, H heads, D head dim; tensors are (B, H, S, D), log-sum-exps (B, H, S).
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def attend(
         has zeros and minus infinity.
     """
     mask, empty = (mask, None) if mask is None or is_open else open_mask(mask)
+    query, key, value = (with_whole_rows(x) for x in (query, key, value))
     out, lse = kernel.forward(query, key, value, scale, additive(mask, query.dtype))
     if empty is not None:
         out = out.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
@@ -91,12 +92,21 @@ def attend_backward(
         Gradients of ``query`` (this part of it), ``key`` and ``value``, in their dtypes.
     """
     mask, empty = (mask, None) if mask is None or is_open else open_mask(mask)
+    grad_out, query, key, value, out = (with_whole_rows(x) for x in (grad_out, query, key, value, out))
     gradients = kernel.backward(grad_out, query, key, value, out, lse, scale, additive(mask, query.dtype))
     if empty is None:
         return gradients
     # Not a product with zero: where all samples' keys are hidden from a row, its probabilities here are infinite.
     dq, dk, dv = (x.masked_fill(empty.view(-1, 1, 1, 1), 0.0) for x in gradients)
     return dq, dk, dv
+
+
+def with_whole_rows(x: Tensor) -> Tensor:
+    """Returns x with the channels of a token side by side in memory, as convolutions do not leave them.
+
+    Torch's own function copies such tensors; a kernel refuses them, or on CPUs reads others than those it is given.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def torch_attention(

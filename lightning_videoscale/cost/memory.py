@@ -60,11 +60,15 @@ class MemoryModel:
         Raises:
             ValueError: If not even one token fits.
         """
-        usable = capacity_bytes * (1 - reserve) / (1 + self.worst_excess)
-        tokens = int((usable - self.fixed) // self.per_token)
+        tokens = self.fits(capacity_bytes, reserve)
         if tokens < 1:
             raise ValueError(
                 f"Of {capacity_bytes / 2**30:.1f} GiB, {self.fixed / 2**30:.1f} are taken before the first token: "
                 "shard the states over more ranks, checkpoint activations, or use a larger sequence-parallel group."
             )
         return tokens
+
+    def fits(self, capacity_bytes: float, reserve: float = 0.05) -> int:
+        """As `m_mem`, and 0 where not even one token fits."""
+        usable = capacity_bytes * (1 - reserve) / (1 + self.worst_excess)
+        return max(0, int((usable - self.fixed) // self.per_token))

@@ -91,7 +91,8 @@ class Recalibration:
             budget.target_sync if target_sync is None and isinstance(budget, TimeBudget) else target_sync
         )
         if longest is None:
-            longest = budget.m_comp ** (1 / budget.p) if isinstance(budget, BucketBudget) else budget.m_mem
+            one_fits = budget.m_comp ** (1 / budget.p) if isinstance(budget, BucketBudget) else math.inf
+            longest = budget.m_mem if math.isinf(one_fits) else one_fits
         self._longest = longest
         self._peaks: dict[int, float] = {}
         self._m_mem_limit = math.inf
@@ -194,8 +195,10 @@ class Recalibration:
         before, p = self.calibration.budget, fitted.power_law.p
         # How many samples of one length there is room for is what budgets of all kinds have in common.
         room = before.room(self._longest)
-        if self._target_sync is None or math.isinf(room):
+        if self._target_sync is None:
             return BucketBudget(before.m_mem, room * self._longest**p, p)
+        if math.isinf(room):  # memory alone has decided so far
+            room = before.m_mem / self._longest
         wanted = TimeBudget(before.m_mem, self._target_sync, fitted)
         least, most = (float(fitted.form.predict(room * step, self._longest)) for step in (1 / BATCH_STEP, BATCH_STEP))
         return replace(wanted, target_sync=min(max(wanted.target_sync, least), most))
@@ -240,12 +243,14 @@ class Recalibration:
             return before, ""
         try:
             model = MemoryModel.fit([Measurement(1, tokens, 0.0, peak) for tokens, peak in self._peaks.items()])
-            wanted = float(model.m_mem(capacity, _RESERVE))
         except ValueError:  # the peaks do not grow with the tokens yet
             return before, ""
-        wanted = min(max(wanted, before / MEMORY_STEP), before * MEMORY_STEP, self._m_mem_limit)
+        fits = model.fits(capacity, _RESERVE)
+        least = max(before / MEMORY_STEP, 1.0)  # a budget is positive, even where not one token fits
+        wanted = min(max(float(fits), least), before * MEMORY_STEP, self._m_mem_limit)
         if abs(math.log(wanted / before)) <= MEMORY_TOLERANCE:
             return before, ""
-        return float(
-            int(wanted)
-        ), f"M_mem from {before:.0f} to {wanted:.0f} tokens, by peaks of {len(self._peaks)} sizes"
+        reason = f"M_mem from {before:.0f} to {wanted:.0f} tokens, by peaks of {len(self._peaks)} sizes"
+        if not fits:
+            reason += f": {model.fixed / 2**30:.1f} of {capacity / 2**30:.1f} GiB are taken before the first token"
+        return float(int(wanted)), reason

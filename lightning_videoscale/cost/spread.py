@@ -9,13 +9,13 @@ def cv_step(times: Tensor) -> Tensor:
     """CV_step = (max - min) / max over the ranks (AdaptiveLoad, section on metrics).
 
     Args:
-        times: (ranks, ...), above zero.
+        times: (ranks, ...), at or above zero.
 
     Returns:
-        (...), in [0, 1).
+        (...), in [0, 1]; 0 where no rank took any time.
     """
     slowest = times.amax(dim=0)
-    return (slowest - times.amin(dim=0)) / slowest
+    return (slowest - times.amin(dim=0)) / slowest.where(slowest != 0, 1.0)
 
 
 def compute_cv(loads: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from lightning_videoscale.injection.bypassed import changed
 from lightning_videoscale.injection.dispatched import Dispatched
 from lightning_videoscale.injection.fused_block import FusedBlock, original_forward, unfused
 from lightning_videoscale.injection.methods import difference, replacement_of, source_hash_at
-from lightning_videoscale.injection.norms import TRIED, of_norm
+from lightning_videoscale.injection.norms import TRIED, of_norm, of_one_dtype
 from lightning_videoscale.injection.parts import KnownClass
 from lightning_videoscale.kernels import qk_norm_rope, qkv_linear, rope_per_pair
 from lightning_videoscale.kernels.autograd import under_autocast
@@ -242,8 +242,8 @@ def normed(
         settings["q_weight"], settings["k_weight"] = settings.pop("weight"), norm_k.weight
         if settings["norm"] == "layer":
             settings["q_bias"], settings["k_bias"] = settings.pop("bias"), norm_k.bias
-        for name in [name for name, value in settings.items() if isinstance(value, Tensor)]:
-            settings[name] = _fitting(settings[name], query)
+        parameters = {name: value for name, value in settings.items() if isinstance(value, Tensor)}
+        settings |= zip(parameters, of_one_dtype(query.dtype, [*parameters.values()]), strict=True)
     settings["q_proj_bias"], settings["k_proj_bias"] = biases
     return Projected(
         partial(
@@ -262,12 +262,6 @@ def normed(
         ),
         value,
     )
-
-
-def _fitting(parameter: Tensor, query: Tensor) -> Tensor:
-    """A norm's parameter in a dtype that the kernels take: autocast may have chosen another for queries."""
-    wide = wide_dtype(query)
-    return parameter if parameter.dtype in (query.dtype, wide) else parameter.to(wide)
 
 
 def attend_jointly(

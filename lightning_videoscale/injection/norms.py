@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.injection.parts import KnownClass
@@ -86,3 +88,16 @@ def of_norm(norm: Any) -> dict[str, Any]:
     if isinstance(norm, nn.LayerNorm):
         return affine | {"bias": norm.bias, "norm": "layer", "eps": norm.eps}
     return affine | {"norm": "rms", "eps": norm.eps}
+
+
+def of_one_dtype(dtype: torch.dtype, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The parameters of a call's norms of queries and keys, in one dtype that `qk_norm_rope` takes.
+
+    A model may keep some of them in another dtype than others, and autocast may have chosen another for the queries.
+
+    Args:
+        dtype: Of queries and keys.
+        parameters: Of both norms. They stay as they are if all have that dtype, or all the one that it is computed in.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return [*parameters] if all(p.dtype is dtype for p in parameters) else [p.to(wide) for p in parameters]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_videoscale.compat.torch.autograd import in_forward_mode, past_autograd
+from lightning_videoscale.compat.torch.autograd import function_transforms_active, in_forward_mode, past_autograd
 
 NAMESPACE = "lightning_videoscale"
 
@@ -59,9 +59,8 @@ def register_autograd(
             return op(*inputs)
 
     def autograd(*inputs: Any) -> Any:
-        refuse_forward_mode(short, *inputs)
-        needed = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        if not needed:
+        refuse_transforms(short, *inputs)
+        if not _needs_gradient(*inputs):
             return below_autograd(*inputs)
         output = Differentiable.apply(*inputs)  # type: ignore[no-untyped-call]
         return list(output) if returns_list else output
@@ -81,6 +80,8 @@ def refuse_derivative(name: str, why: str, *, returns_list: bool = False) -> Cal
 
 def refuse_second_derivative(name: str, operation: str, *, returns_list: bool = True) -> Callable[..., Any]:
     """As `refuse_derivative`, of an op that computes the gradients of an operation of this room."""
+    if returns_list:  # for others vmap calls the op once for each
+        torch.library.impl(name, ("Batched", "FuncTorchBatched"), functools.partial(_refuse_batches, operation))
     return refuse_derivative(
         name,
         f"{operation} has no second derivative. If you need one (a gradient penalty, for example), leave this "
@@ -89,19 +90,51 @@ def refuse_second_derivative(name: str, operation: str, *, returns_list: bool = 
     )
 
 
-def refuse_forward_mode(operation: str, *inputs: object) -> None:
-    """Refuses tensors with a tangent, which would be lost without a word.
+def _refuse_batches(operation: str, *call: object) -> None:
+    raise NotImplementedError(
+        f"{operation} has no gradients of several losses at once (is_grads_batched=True, vectorize=True, torch.vmap). "
+        "Take them one by one, or leave this model without fused kernels."
+    )
+
+
+def refuse_transforms(operation: str, *inputs: object) -> None:
+    """Refuses what is no backward pass.
 
     Raises:
-        NotImplementedError: If there is one.
+        NotImplementedError: If a tensor has a tangent, which would be lost without a word; or if one needs a gradient
+            inside a transform of `torch.func`, which asks more of an autograd function than those of this room have.
     """
-    if not in_forward_mode():
-        return
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+    if in_forward_mode() and any(map(_has_tangent, inputs)):
         raise NotImplementedError(
             f"{operation} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad). If you need one, "
             "leave this model without fused kernels."
         )
+    if function_transforms_active() and _needs_gradient(*inputs):
+        raise NotImplementedError(
+            f"{operation} has no gradient inside torch.func's transforms (grad, vjp, jacrev, hessian, vmap). Take "
+            "torch.autograd.grad, or leave this model without fused kernels."
+        )
+
+
+def _has_tangent(x: object) -> bool:
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _needs_gradient(*inputs: object) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+
+def each_once(*inputs: Any) -> tuple[Any, ...]:
+    """Returns the inputs of an autograd function; of a tensor that comes again, as tied weights do, a view.
+
+    Torch's compiler breaks the graph at a function that is given one tensor twice. Eager code needs no view.
+    """
+    if not torch.compiler.is_compiling():
+        return inputs
+    found: list[Any] = []
+    for x in inputs:
+        found.append(x.view_as(x) if isinstance(x, Tensor) and any(x is other for other in found) else x)
+    return tuple(found)
 
 
 def under_autocast(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.compat.torch.autograd import unsafe_view
-from lightning_videoscale.kernels.autograd import refuse_forward_mode
+from lightning_videoscale.kernels.autograd import each_once, refuse_transforms
 from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.norm_modulate import check_norm_modulate
 from lightning_videoscale.kernels.row_types import Norm, Rounding
@@ -49,14 +49,14 @@ def fork_norm_modulate(
     """
     check_norm_modulate(x, scale, shift, weight, bias, norm, scale_table, shift_table, index, rounding)
     operands = (scale, shift, weight, bias, scale_table, shift_table)
-    refuse_forward_mode("fork_norm_modulate", x, *operands)
+    refuse_transforms("fork_norm_modulate", x, *operands)
     alone = [None if t is None else t.detach() for t in (x, *operands)]
     _, scale_, shift_, weight_, bias_, scale_table_, shift_table_ = alone
     outputs = torch.ops.lightning_videoscale.norm_modulate(
         alone[0], None, None, scale_, shift_, weight_, bias_, None, scale_table_, shift_table_, None, index, eps, norm,
         "identity", False, rounding, backend,
     )  # fmt: skip
-    forked: tuple[Tensor, Tensor] = _Fork.apply(x, *operands, index, *outputs, norm, backend)  # type: ignore[no-untyped-call]
+    forked: tuple[Tensor, Tensor] = _Fork.apply(*each_once(x, *operands), index, *outputs, norm, backend)  # type: ignore[no-untyped-call]
     return forked
 
 

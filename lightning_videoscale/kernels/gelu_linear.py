@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_videoscale.kernels.arguments import check_tensors
-from lightning_videoscale.kernels.autograd import in_dtypes_of_forward, refuse_forward_mode, under_autocast
+from lightning_videoscale.kernels.autograd import each_once, in_dtypes_of_forward, refuse_transforms, under_autocast
 from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.kernels.gelu import check_gelu
 
@@ -66,8 +66,8 @@ def gelu_linear(
     parameters = [p for p in (weight, bias) if p is not None]
     if any(p.dtype != x.dtype for p in parameters):
         raise ValueError(f"weight and bias must have x's dtype {x.dtype}; got {[p.dtype for p in parameters]}.")
-    refuse_forward_mode("gelu_linear", x, x_bias, weight, bias)
-    z: Tensor = _GeluLinear.apply(x, x_bias, weight, bias, backend)  # type: ignore[no-untyped-call]
+    refuse_transforms("gelu_linear", x, x_bias, weight, bias)
+    z: Tensor = _GeluLinear.apply(*each_once(x, x_bias, weight, bias), backend)  # type: ignore[no-untyped-call]
     return z
 
 

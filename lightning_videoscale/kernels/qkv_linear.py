@@ -18,9 +18,10 @@ from lightning_videoscale.kernels.arguments import check_tensors
 from lightning_videoscale.kernels.autograd import (
     NAMESPACE,
     define_op,
+    each_once,
     in_dtypes_of_forward,
-    refuse_forward_mode,
     refuse_second_derivative,
+    refuse_transforms,
     under_autocast,
 )
 
@@ -56,16 +57,16 @@ def qkv_linear(
                 f"{tuple(w.shape)} and {None if b is None else tuple(b.shape)}."
             )
     parameters = (*weights, *biases)
-    refuse_forward_mode("qkv_linear", x, *parameters)
+    refuse_transforms("qkv_linear", x, *parameters)
     if under_autocast(x):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
             cast = [None if t is None else t.to(dtype) for t in (x, *parameters)]
-            return _QkvLinear.apply(*cast)  # type: ignore[no-untyped-call, no-any-return]
+            return _QkvLinear.apply(*each_once(*cast))  # type: ignore[no-untyped-call, no-any-return]
     if wrong := [p.dtype for p in parameters if p is not None and p.dtype != x.dtype]:
         raise ValueError(f"Weights and biases must have x's dtype {x.dtype}; got {wrong}.")
-    return _QkvLinear.apply(x, *parameters)  # type: ignore[no-untyped-call, no-any-return]
+    return _QkvLinear.apply(*each_once(x, *parameters))  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _QkvLinear(torch.autograd.Function):

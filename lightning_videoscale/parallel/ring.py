@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_videoscale.attention import AttentionChoices
+from lightning_videoscale.attention.attend import with_whole_rows
 from lightning_videoscale.attention.dispatch import attention_part, attention_part_backward
 from lightning_videoscale.compat.torch.versions import ring_attention_is_traced
 from lightning_videoscale.parallel.derivatives import without_second_derivative
@@ -107,6 +108,7 @@ def attend_to_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Returns output and log-sum-exp, see `ring_attention`."""
     so_far: tuple[Tensor, Tensor] | None = None
+    query = with_whole_rows(query)  # once, and not for every block
     for owner, k, v in _blocks(key, value, ring):
         k, v = repeat_heads(k, ring.repeats), repeat_heads(v, ring.repeats)
         part = attention_part(ring.choices, query, k, v, ring.scale, _mask_of(owner, mask, ring))
@@ -128,6 +130,7 @@ def gradients_of_blocks(
     """Returns the gradients of query, key and value, given that of the output."""
     dq: Tensor | None = None
     gradient: Any = None  # of the block at hand, on its way here
+    grad_out, query = with_whole_rows(grad_out), with_whole_rows(query)
     for owner, k, v in _blocks(key, value, ring):
         k, v = repeat_heads(k, ring.repeats), repeat_heads(v, ring.repeats)
         mask_of_block = _mask_of(owner, mask, ring)
@@ -156,7 +159,8 @@ def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tenso
 
     While the caller works on a block, the next is under way.
     """
-    message = by_words(torch.stack, [key.transpose(1, 2), value.transpose(1, 2)]).view(-1)
+    block = by_words(torch.stack, [key.transpose(1, 2), value.transpose(1, 2)])
+    message = block.contiguous().view(-1)  # torch.stack leaves what lies channels first as it lies
     batch, heads, _, dim = key.shape
     for step in range(ring.axis.size):
         owner = (ring.axis.rank - step) % ring.axis.size

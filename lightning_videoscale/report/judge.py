@@ -203,6 +203,11 @@ def _of_memory(found: Findings) -> Advice | None:
         return None
     fits, headroom = (min(memory[name] for memory in known) for name in ("fits_tokens", "headroom_tokens"))
     m_mem = found.plans[-1]["budget"]["m_mem"]
+    if fits < 1:
+        return Advice(
+            "Shard the states over more ranks, checkpoint activations, or let more ranks share a sequence",
+            "The fullest GPU has no room for a single token beside the model's states and the reserve.",
+        )
     if not _changes_batches(found, fits):
         return None  # M_comp limits the batches, or one clip alone is too large
     if headroom < 0 and fits < m_mem:

@@ -140,6 +140,18 @@ def test_backward_of_one_kernel_fits_forward_of_another() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["flash", "math"])
+def test_channels_may_lie_behind_one_another_in_memory(name: str) -> None:
+    """As those of a convolution's output do; the output and its gradient may, too."""
+    kernel = KERNELS[name]
+    q, k, v, grad = (torch.randn(2, 3, 8, n, dtype=torch.float64).mT for n in (9, 5, 5, 9))
+    in_rows = [x.contiguous() for x in (q, k, v)]
+    out, lse = attend(kernel, q, k, v, 0.4)
+    assert all(map(torch.equal, (out, lse), attend(kernel, *in_rows, 0.4)))
+    gradients = attend_backward(kernel, grad, q, k, v, out.mT.contiguous().mT, lse, 0.4)
+    assert all(map(torch.equal, gradients, attend_backward(kernel, grad.contiguous(), *in_rows, out, lse, 0.4)))
+
+
 @pytest.mark.parametrize("keys", [64, 65, 128, 192])
 @pytest.mark.parametrize("additive", [False, True])
 def test_hidden_keys_that_fill_a_tile_change_nothing(keys: int, additive: bool) -> None:

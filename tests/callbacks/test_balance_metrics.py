@@ -57,6 +57,15 @@ def test_two_ranks_of_two_steps_with_accumulation() -> None:
     )
 
 
+def test_a_step_in_which_no_rank_worked_is_balanced() -> None:
+    """By a clock whose ticks are longer than the step."""
+    metrics, quick, slow = BalanceMetrics(2.0, WAN), StepTimes(forward=3.0), StepTimes(forward=4.0)
+    figures = metrics.update(window_of([[StepTimes()] * 2] * 2, [[LONG] * 2] * 2, [1, 1]), seconds=1.0)
+    assert figures["balance/cv_step"] == 0.0
+    metrics.update(window_of([[quick] * 2, [slow] * 2], [[LONG] * 2] * 2, [1, 1]), seconds=1.0)
+    assert metrics.summary()["cv_step"] == (0.0 + 0.25) / 2
+
+
 def test_a_sequence_parallel_group_counts_once() -> None:
     quick, slow = StepTimes(forward=1.0, exchange=0.5), StepTimes(forward=2.0, exchange=0.1)
     metrics = BalanceMetrics(2.0, WAN)

@@ -90,6 +90,14 @@ def test_a_micro_batch_that_is_too_large_has_negative_headroom() -> None:
     assert _rows(logger)[0][1]["memory/headroom_tokens"] == -25
 
 
+def test_a_gpu_without_room_for_a_token_has_negative_headroom() -> None:
+    model = MemoryModel(fixed=960 * GIB, per_token=GIB, worst_excess=0.0)
+    monitor, logger = Scripted([990], memory_model=model), MemoryLogger()
+    trainer_with(monitor, logger=logger).fit(Slope(), batches_of([Meta(1, 30)]))
+    row = _rows(logger)[0][1]
+    assert (row["memory/fits_tokens"], row["memory/headroom_tokens"]) == (0, -30)
+
+
 def test_headroom_by_a_line_through_what_was_observed() -> None:
     monitor, logger = Scripted([150, 200, 350, 140], every_n_steps=1), MemoryLogger()
     metas = [Meta(1, 50), Meta(1, 100), Meta(5, 50), Meta(1, 50)]  # 100 GiB and one per token

@@ -38,3 +38,4 @@ def test_what_cannot_be_fitted_or_does_not_fit_is_said() -> None:
     model = MemoryModel(fixed=90 * GIB, per_token=1e5, worst_excess=0.0)
     with pytest.raises(ValueError, match=r"80\.0 GiB, 90\.0"):
         model.m_mem(80 * GIB)
+    assert model.fits(80 * GIB) == 0

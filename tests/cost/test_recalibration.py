@@ -181,6 +181,25 @@ def test_without_a_target_the_longest_sample_keeps_setting_it() -> None:
     assert unlimited.update(window((1.0, 1.0))).calibration.budget.m_comp == math.inf
 
 
+def test_a_target_counts_where_memory_alone_has_decided_so_far() -> None:
+    loop = Recalibration(Calibration(BucketBudget(4 * LONGEST, math.inf, 2.0)), 1.0, LONGEST)
+    rooms = []
+    for n in range(6):
+        loop.update(window((1.0, 1.0), seed=n))
+        rooms.append(loop.calibration.budget.room(LONGEST))
+    assert rooms[0] == pytest.approx(4 / 1.5)  # from as many as memory allows, step by step
+    assert loop.calibration.budget.numbers["target_sync"] == 1.0
+    assert rooms[-1] == pytest.approx(1.0, rel=0.03)
+
+
+def test_the_longest_sample_of_a_budget_without_m_comp_is_m_mem() -> None:
+    loop = Recalibration(Calibration(BucketBudget(2 * LONGEST, math.inf, 2.0)))
+    outcome = loop.update(window((1.0, 1.0)))
+    assert loop.fitted is not None and outcome.calibration.step_time is loop.fitted
+    assert outcome.calibration.budget == BucketBudget(2 * LONGEST, math.inf, loop.fitted.power_law.p)
+    assert not loop.update(window((1.0, 1.0), seed=1)).changed
+
+
 def test_without_a_target_there_is_room_for_as_many_of_the_longest_samples_as_at_first() -> None:
     first = Calibration(BucketBudget(4 * LONGEST, 2 * LONGEST**2.2, 2.2), wrong(TRUTH, 0.5, 0.3))
     loop = Recalibration(first, longest=LONGEST)
@@ -222,6 +241,17 @@ def test_peaks_move_the_memory_budget_step_by_step() -> None:
 
 def loop_reason(peaks: dict[int, float]) -> str:
     return start().update(window((1.0, 1.0)), peaks, capacity=8e10).reason
+
+
+def test_a_gpu_without_room_for_a_token_lowers_the_memory_budget() -> None:
+    loop = start()
+    peaks = {tokens: 76e9 + 3e4 * tokens for tokens in (20_000, 60_000, 100_000)}
+    outcome = loop.update([], peaks, capacity=8e10)
+    assert outcome.calibration.budget.m_mem == int(2 * LONGEST / 1.25)
+    assert "M_mem from 151200 to 120960" in outcome.reason and "70.8 of 74.5 GiB" in outcome.reason
+    for _ in range(60):
+        loop.update([], peaks, capacity=8e10)
+    assert loop.calibration.budget.m_mem == 1
 
 
 def test_after_an_out_of_memory_peaks_cannot_raise_the_budget_again() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +94,28 @@ def test_forward_mode_is_refused(name: str, trained: bool) -> None:
 
 
 @ALL_CALLS
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_gradients_by_transforms_are_refused(name: str, transform: Callable[..., Any]) -> None:
+    call = CALLS[name]
+    t = {n: x.detach() for n, x in call.tensors().items()}
+    first = next(iter(t))
+    with pytest.raises(NotImplementedError, match=rf"{name} has no gradient inside torch\.func"):
+        transform(lambda x: call.run(t | {first: x})[0].sum())(t[first])
+
+
+@ALL_CALLS
+def test_gradients_of_several_losses_at_once_are_exact_or_refused(name: str) -> None:
+    call = CALLS[name]
+    t = call.tensors()
+    x, (y, *_) = t[next(iter(t))], call.run(t)
+    losses = torch.stack([torch.ones_like(y), torch.full_like(y, 2.0)])
+    exact = name == "qkv_linear"
+    with nullcontext() if exact else pytest.raises(NotImplementedError, match="is_grads_batched=True"):
+        one, two = torch.autograd.grad(y, x, losses, is_grads_batched=True)[0]
+        torch.testing.assert_close(two, 2 * one)
+
+
+@ALL_CALLS
 def test_a_second_derivative_is_refused(name: str) -> None:
     """Also where it is taken of what the first depends on, as `torch.autograd.functional.jvp` does."""
     call = CALLS[name]
@@ -110,6 +134,24 @@ def test_backward_has_the_dtypes_of_forward(name: str) -> None:
     call, tensors = CALLS[name], CALLS[name].tensors()
     expected = gradients(call, tensors)
     assert all(map(torch.equal, gradients(call, tensors, under_autocast=True), expected))
+
+
+@pytest.mark.parametrize("name", ["fork_norm_modulate", "gelu_linear", "qkv_linear"])
+def test_a_tensor_that_is_given_twice_breaks_no_graph(name: str) -> None:
+    """As tied weights, and one tensor as scale and shift; those of one shape are one here."""
+    call = CALLS[name]
+    by_shape = {x.shape: x for x in call.tensors(dtype=torch.float64).values()}
+    tied = {n: by_shape[torch.Size(shape)] for n, shape in call.shapes.items()}
+
+    def run(**t: Tensor) -> tuple[Tensor, ...]:
+        return call.run(t)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    mine, theirs = (
+        torch.autograd.grad([y.square().sum() for y in f(**tied)], list(by_shape.values())) for f in (compiled, run)
+    )
+    for got, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 def _refused(call: Call, tensors: dict[str, Tensor], error: type[Exception], message: str, **settings: Any) -> None:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_videoscale.families import known
+from lightning_videoscale.models.hidden_exchange.across_heads import norm_across
+from lightning_videoscale.models.wan.hidden_exchange import OF_SELF
 from lightning_videoscale.parallel import Projection, find_plan
 from lightning_videoscale.parallel.plan import matching_modules
 from tests.distributed.families.harness import Case, lifted_casts
 from tests.distributed.families.test_parity import FAMILIES
+from tests.models import tiny_wan
 
 UNDESCRIBED = ("own_model", "helios", "motif_video")
 """The last two have several streams in one argument, of which Helios also scales the keys of one."""
@@ -156,3 +160,12 @@ def test_each_attention_over_split_streams_is_described(family: str) -> None:
     for path, rule in plan.attention.items():
         sides = [[s for s, each in described[path].items() if each.linears[i] is not None] for i in range(3)]
         assert sides == [[*rule.queries], [*rule.key_streams], [*rule.key_streams]]
+
+
+def test_norms_over_all_heads_have_weights_of_one_dtype() -> None:
+    """Kernels read both as one of them says."""
+    attn = tiny_wan().blocks[0].attn1
+    attn.norm_k.to(torch.bfloat16)
+    place: Any = SimpleNamespace(mine=range(1), heads=attn.heads)
+    norm = norm_across(attn, OF_SELF, None, "video", place, torch.empty(1, 3, attn.inner_dim))
+    assert [w.dtype for w in norm.tensors.weights] == [torch.float32] * 2

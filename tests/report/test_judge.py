@@ -23,6 +23,7 @@ LONG = [shape for shape in simulated.SHAPES if shape[3] > 20_000]
         (simulated.SHAPES, 151_200, 200_000, 75_600, ["Raise m_mem to 200,000 tokens"]),  # what fits in all counts
         (simulated.SHAPES, 151_200, 155_000, 151_200, []),  # too little to be worth it
         (simulated.SHAPES, 60_000, 70_000, 75_600, []),  # one clip alone is too large, and larger batches no help
+        (simulated.SHAPES, 151_200, 0, 151_200, []),  # no m_mem makes room
     ],
 )
 def test_m_mem_is_advised_to_be_what_fits_where_that_changes_batches(

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_videoscale.compat.torch.versions import autocast_widens_norms
 from lightning_videoscale.families import class_path
 from lightning_videoscale.injection.bypassed import changed
-from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, RMS_NORM
+from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, RMS_NORM, of_one_dtype
 from lightning_videoscale.models.hidden_exchange.arguments import tables_of_all
 from lightning_videoscale.models.hidden_exchange.groups import HeadPlacement
 from lightning_videoscale.parallel import Projection
@@ -58,7 +58,7 @@ def norm_across(
         getattr(attn, "kernel_backend", "auto"),
         "half" if projection.halves else "interleaved",
     )
-    weights = norm_q.weight[channels], norm_k.weight[channels]
+    weights = of_one_dtype(x.dtype, (norm_q.weight[channels], norm_k.weight[channels]))
     if tables is None:
         return QueryKeyNorm(across_heads, NormTensors(weights, (None, None)))
     wide = torch.promote_types(x.dtype, torch.float32)

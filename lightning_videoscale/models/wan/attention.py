@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_videoscale.compat.torch.versions import autocast_widens_norms
 from lightning_videoscale.injection.branch_bias import changed_linear, without_bias_gradient
+from lightning_videoscale.injection.norms import of_one_dtype
 from lightning_videoscale.kernels import qk_norm_rope, qkv_linear
 from lightning_videoscale.kernels.recompute import recomputed, run_norm
 
@@ -127,8 +128,7 @@ def _fused_norms(
         qk_norm_rope,
         query.unflatten(-1, heads),
         key.unflatten(-1, heads),
-        attn.norm_q.weight,
-        attn.norm_k.weight,
+        *of_one_dtype(query.dtype, (attn.norm_q.weight, attn.norm_k.weight)),
         **biases,
         eps=attn.norm_q.eps,
         rope=rope,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple
@@ -69,8 +69,13 @@ def whole_problem(case: Case, seed: int) -> tuple[list[Tensor], Tensor, Tensor |
     return tensors, random(case.heads), mask
 
 
-def errors(ring: int, ulysses: int, case: Case, recompute: bool = False) -> list[float]:
-    """Relative errors of output and gradients, of every dp rank's own problem."""
+def channels_first(x: Tensor) -> Tensor:
+    """(B, S, H, D) that lies in memory as (B, H, D, S), as behind a convolution."""
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+def errors(ring: int, ulysses: int, case: Case, recompute: bool = False, laid: Sequence[int] = ()) -> list[float]:
+    """Relative errors of output and gradients, of every dp rank's own problem; those ``laid`` are `channels_first`."""
     mesh = mesh_of(ring, ulysses)
     tensors, cotangent, mask = whole_problem(case, 1000 * case.seed + mesh.dp.rank)
     expected = dense(*tensors, mask)
@@ -78,7 +83,8 @@ def errors(ring: int, ulysses: int, case: Case, recompute: bool = False) -> list
 
     lengths = split_sizes(case.length, mesh.sp.size)
     mine = slice(sum(lengths[: mesh.sp.rank]), sum(lengths[: mesh.sp.rank + 1]))
-    local = [x.detach()[:, mine].clone().requires_grad_() for x in tensors]
+    slices = [x.detach()[:, mine].clone() for x in tensors]
+    local = [(channels_first(x) if i in laid else x).requires_grad_() for i, x in enumerate(slices)]
     local_mask = mask[:, mine] if mask is not None else None
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -130,6 +136,11 @@ NAMED = {
 @pytest.mark.parametrize(("ring", "ulysses"), SIZES)
 def test_named_shapes_are_dense_attention(ranks: Ranks, ring: int, ulysses: int, name: str) -> None:
     assert max(map(max, ranks(4).run(errors, ring, ulysses, NAMED[name]))) <= 1e-12
+
+
+@pytest.mark.parametrize("laid", [(0,), (1, 2), (0, 1, 2)])
+def test_tensors_may_lie_channels_first(ranks: Ranks, laid: tuple[int, ...]) -> None:
+    assert max(map(max, ranks(4).run(errors, 4, 1, NAMED["odd"], False, laid))) <= 1e-12
 
 
 @pytest.mark.full
