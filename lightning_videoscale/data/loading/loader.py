@@ -41,6 +41,7 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
         planner: Makes the plan of an epoch.
         num_replicas: Data-parallel ranks that it is planned for.
         rank: Which of them this is.
+        sharing: Processes of such a rank, which train on one batch together; 1 until `PlannedLoader.taking_turns`.
         is_started: Whether the pass of this epoch has begun.
         taken: Micro-batches of this epoch that were taken to be read, those before a resumed pass included.
     """
@@ -57,7 +58,7 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
     ) -> None:
         # Without super().__init__(), which wants a dataset to cut.
         self.planner = planner
-        self.num_replicas, self.rank = planner.dp_size, dp_rank
+        self.num_replicas, self.rank, self.sharing = planner.dp_size, dp_rank, 1
         self._repeat_first_epoch = repeat_first_epoch
         self._on_begin = on_begin
         self.is_started = False
@@ -231,6 +232,7 @@ class PlannedLoader:
 
         Ranks that train on the same batches read them in turn.
         """
+        self.sampler.sharing = turns
         return PlannedLoader(self.reader, self.sampler, turn=turn, turns=turns, **self._settings)
 
     def __len__(self) -> int:
