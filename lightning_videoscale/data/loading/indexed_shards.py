@@ -17,6 +17,7 @@ from lightning_videoscale.data.loading.data_warnings import (
     check_caption_key,
     warn_of_captions,
     warn_of_ignored,
+    warn_of_missing_embeds,
     warn_of_refused,
 )
 from lightning_videoscale.data.loading.reader import MicroBatchReader
@@ -122,6 +123,7 @@ class IndexedShards:
         warn_of_refused(index)
         warn_of_ignored(index)
         warn_of_captions(index)
+        warn_of_missing_embeds(index)
         self._versions = versions
         return True
 
