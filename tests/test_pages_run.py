@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,7 @@ from lightning_videoscale.cli import main
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.injection import FusedBlock
 from tests.data.clips import clip, write_shard
+from tests.data.training import Witness, trainer_with
 from tests.distributed.callbacks.sampling import Pipelines, save_parts
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips as Latents
@@ -74,7 +76,7 @@ def test_the_page_on_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         done.append(words[1])
     assert done == ["pack", "index", "encode", "benchmark-shapes", "plan"]
     assert "planned" in capsys.readouterr().out
-    packed, online = blocks(page("data"), "python")
+    packed, online, _ = blocks(page("data"), "python")
     for script in (replaced(packed, {'.csv")': '.csv", budget=BUDGET)'}), made_smaller(online)):
         data = run(script, vs=vs, BUDGET=BUDGET)["data"]
         data.prepare_data()
@@ -87,6 +89,27 @@ def test_the_page_on_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def made_smaller(script: str) -> str:
     return replaced(script, {"{000..099}": "*", "encode=encode)": "encode=encode, budget=BUDGET)"})
+
+
+def test_the_validation_sets_of_the_page_on_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, folder in enumerate(("films", "short", "long")):
+        write_shard(tmp_path / folder / "000.tar", [clip(i) for i in range(3 + number)])
+    script = replaced(blocks(page("data"), "python")[-1], {'"long/*.tar"]': '"long/*.tar"], budget=BUDGET'})
+    module, names = Sets(), run(script, vs=vs, BUDGET=BUDGET)
+    trainer_with(num_sanity_val_steps=0).fit(module, names["data"])
+    assert module.samples == {0: 4, 1: 5} and len(module.batches[0]) == 3
+
+
+class Sets(Witness):
+    """Counts the samples of each validation set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: Counter[int] = Counter()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.samples[dataloader_idx] += len(batch["sample_ids"])
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,13 @@ import numpy as np
 import torch
 from diffusers import WanTransformer3DModel
 
+from lightning_videoscale.callbacks import EMA
 from lightning_videoscale.cli import main
+from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.strategies import read_weights
 from tests.data.clips import clip, npy, write_shard
+from tests.data.training import Witness, trainer_with
 from tests.distributed.callbacks.sampling import Drawing, Pipelines, save_parts
 from tests.distributed.pool import ProcessPool
 from tests.examples.conftest import EXAMPLES
@@ -33,8 +37,6 @@ SMALLER = {
 
 
 def run_page(folder: Path) -> None:
-    from lightning_videoscale.cost import BucketBudget
-
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     for written, smaller in SMALLER.items():
         assert written in code, written
@@ -67,3 +69,16 @@ def test_the_code_of_the_page_runs(ranks: Callable[[int], ProcessPool], tmp_path
         other = read_weights(tmp_path / "wan.ckpt", "transformer", averaged=not averaged)
         assert all(torch.equal(value, weights[name]) for name, value in exported.items())
         assert not all(torch.equal(value, other[name]) for name, value in exported.items())
+
+
+def test_a_checkpoint_is_validated_as_the_page_says(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    shard = write_shard(tmp_path / "000.tar", [clip(i) for i in range(4)])
+    data = VideoDataModule(shard, val_shards=shard, budget=BucketBudget(m_mem=160, m_comp=160**2))
+    module, trainer = Witness(), trainer_with(callbacks=[EMA()])
+    trainer.fit(module, data)
+    trainer.save_checkpoint("wan.ckpt")
+    (call,) = re.findall(r"`(trainer\.\w+\(module, data, ckpt_path=.*?\))`", PAGE.read_text())
+    module.validated.clear()
+    exec(call, {"trainer": trainer, "module": module, "data": data})
+    assert sum(len(ids) for ids in module.validated[-1]) == 4

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from lightning_videoscale.data.loading.texts import with_even_texts
 from lightning_videoscale.data.planning.micro_batch import Batch, BatchMeta
 
 MemberColumns = dict[str, Any]
@@ -23,7 +24,7 @@ def collate(samples: Sequence[dict[str, Any]], sample_ids: list[str], meta: Batc
     """Puts decoded samples of one shape together.
 
     Tensors of equal shape and dtype are stacked, anything else becomes a list; a sample that lacks a member which
-    another has contributes None. Latents are brought to float32.
+    another has contributes None. Latents are brought to float32, and embeddings of captions to one length.
     """
     return batch_of(columns_of(samples), sample_ids, meta)
 
@@ -59,7 +60,7 @@ def pinned(columns: MemberColumns) -> MemberColumns:
 
 def batch_of(columns: MemberColumns, sample_ids: list[str], meta: BatchMeta) -> Batch:
     """Makes a batch of its columns, see `collate`."""
-    others = dict(columns)
+    others = dict(with_even_texts(columns))
     main = "latents" if "latents" in others else "video"
     tensors = others.pop(main)
     if main == "latents":

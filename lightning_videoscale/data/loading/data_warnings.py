@@ -12,6 +12,7 @@ from lightning_videoscale.data.planning import SampleTable
 from lightning_videoscale.data.shards.captions import CAPTION_KEYS
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
+from lightning_videoscale.data.shards.keys import batch_name
 
 
 def warn_of_refused(index: ShardIndex) -> None:
@@ -53,6 +54,25 @@ def warn_of_captions(index: ShardIndex) -> None:
             f"{without} of {len(index)} samples have no caption and are read with an empty text; the first is "
             f"{index.sample_id(index.first_without_caption)!r}. Captions are .txt, or else a field of .json "
             f"({', '.join(CAPTION_KEYS)}; caption_key= names another)."
+        )
+
+
+def warn_of_missing_embeds(index: ShardIndex) -> None:
+    """Says how many samples lack the embeddings of their caption, where others have them."""
+    names = {extension for extension in index.samples.extensions if batch_name(extension) == "text_embeds"}
+    if not names:
+        return
+    without, first = 0, 0
+    for number, shard in enumerate(index.shards):
+        lacking = np.flatnonzero(~shard.samples.with_member(names))
+        if len(lacking) and not without:
+            first = index.first_sample(number) + int(lacking[0])
+        without += len(lacking)
+    if without:
+        rank_zero_warn(
+            f"{without} of {len(index)} samples have no text_embeds, which the others have; the first is "
+            f"{index.sample_id(first)!r}. In a batch of both they are a list, with None for these, and no tensor. "
+            "`videoscale encode --text-encoder` writes them for all samples."
         )
 
 

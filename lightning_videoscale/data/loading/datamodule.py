@@ -42,6 +42,7 @@ from lightning_videoscale.data.loading.trainer import (
     resumed,
 )
 from lightning_videoscale.data.loading.window_follower import WindowFollower
+from lightning_videoscale.data.loading.without_trainer import SamplerWithoutTrainer
 from lightning_videoscale.data.loading.worker_ledger import WorkerLedger
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossUnit, SampleTable
 from lightning_videoscale.data.planning.plan import check_settings
@@ -217,7 +218,8 @@ class VideoDataModule(pl.LightningDataModule):
                     check_same_draws(self._state.get("drawn_by", {}), drawn_by(self._settings, self._shards.weights))
                 progress = resumed(trainer, planner, self._state)
             position = TrainerPosition(trainer, self._state["total"] if self._state else None)
-        sampler = PlannedSampler(
+        kind = SamplerWithoutTrainer if trainer is None else PlannedSampler
+        sampler = kind(
             planner,
             rank_and_size(self.trainer)[0],
             repeat_first_epoch=overfit,

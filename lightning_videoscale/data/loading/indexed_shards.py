@@ -17,6 +17,7 @@ from lightning_videoscale.data.loading.data_warnings import (
     check_caption_key,
     warn_of_captions,
     warn_of_ignored,
+    warn_of_missing_embeds,
     warn_of_refused,
 )
 from lightning_videoscale.data.loading.reader import MicroBatchReader
@@ -44,7 +45,7 @@ class IndexedShards:
         captions: Table of captions of the folders of videos among them; see `pack_on_the_way`.
 
     Raises:
-        ValueError: If a dataset's weight is not a positive number.
+        ValueError: If a dataset's weight is not a positive number, or others have weights.
 
     Attributes:
         weights: What each dataset to train on is drawn with, by its pattern; None unless ``train`` tells.
@@ -53,7 +54,7 @@ class IndexedShards:
     def __init__(
         self,
         train: Shards,
-        others: Mapping[str, Patterns | None],
+        others: Mapping[str, Shards | None],
         index_file: str | Path | None,
         caption_key: str | None = None,
         captions: str | Path | None = None,
@@ -66,7 +67,7 @@ class IndexedShards:
                     "not to be trained on."
                 )
         self._patterns: dict[str, Patterns] = {"shards": list(train) if isinstance(train, dict) else train}
-        self._patterns |= {name: patterns for name, patterns in others.items() if patterns is not None}
+        self._patterns |= {name: _unweighted(name, given) for name, given in others.items() if given is not None}
         self._index_file = index_file
         self._caption_key = caption_key
         self._captions = None if captions is None else Path(captions)
@@ -122,6 +123,7 @@ class IndexedShards:
         warn_of_refused(index)
         warn_of_ignored(index)
         warn_of_captions(index)
+        warn_of_missing_embeds(index)
         self._versions = versions
         return True
 
@@ -179,3 +181,13 @@ class IndexedShards:
         groups = list(self._patterns.values())
         self._found = pack_on_the_way(groups, self._captions, say=rank_zero_info, workers=workers)
         return self._found
+
+
+def _unweighted(argument: str, shards: Shards) -> Patterns:
+    """Raises ValueError if shards of which every sample is read once were given weights."""
+    if isinstance(shards, dict):
+        raise ValueError(
+            f"{argument}={shards!r} has weights, and of these shards every sample is read once: name them in a list, "
+            f"{argument}={list(shards)!r}."
+        )
+    return shards

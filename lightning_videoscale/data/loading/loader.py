@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_videoscale.data.encoding.online_encoder import BatchEncoder
 from lightning_videoscale.data.loading.background import InBackground
@@ -22,8 +22,11 @@ from lightning_videoscale.data.planning import BucketPlanner, EpochPlan, MicroBa
 from lightning_videoscale.data.planning.micro_batch import Batch
 
 
-class PlannedSampler(Sampler[MicroBatch]):
+class PlannedSampler(DistributedSampler[MicroBatch]):
     """The micro-batches of one data-parallel rank, in the order of the plan.
+
+    Of a `DistributedSampler` it has the place among the ranks; what is dealt out to them, the plan says. Lightning and
+    Fabric put one of theirs around any other sampler, which would deal out this rank's part once more.
 
     Args:
         planner: Makes the plan of an epoch.
@@ -36,6 +39,9 @@ class PlannedSampler(Sampler[MicroBatch]):
 
     Attributes:
         planner: Makes the plan of an epoch.
+        num_replicas: Data-parallel ranks that it is planned for.
+        rank: Which of them this is.
+        sharing: Processes of such a rank, which train on one batch together; 1 until `PlannedLoader.taking_turns`.
         is_started: Whether the pass of this epoch has begun.
         taken: Micro-batches of this epoch that were taken to be read, those before a resumed pass included.
     """
@@ -50,8 +56,9 @@ class PlannedSampler(Sampler[MicroBatch]):
         epoch: int = 0,
         on_begin: Callable[[Progress], None] | None = None,
     ) -> None:
+        # Without super().__init__(), which wants a dataset to cut.
         self.planner = planner
-        self._dp_rank = dp_rank
+        self.num_replicas, self.rank, self.sharing = planner.dp_size, dp_rank, 1
         self._repeat_first_epoch = repeat_first_epoch
         self._on_begin = on_begin
         self.is_started = False
@@ -126,7 +133,7 @@ class PlannedSampler(Sampler[MicroBatch]):
         progress: Progress | None = self._parts[0]
         while progress is not None:
             self._plan_ahead(progress)
-            for micro_batch in progress.plan.micro_batches_of(self._dp_rank, progress.done - progress.counted):
+            for micro_batch in progress.plan.micro_batches_of(self.rank, progress.done - progress.counted):
                 following = self._after(progress)  # may be added meanwhile
                 if following is not None and self.taken == following.counted:
                     break
@@ -175,8 +182,8 @@ class PlannedSampler(Sampler[MicroBatch]):
 class PlannedLoader:
     """Batches of one data-parallel rank; iterating it is one epoch, or what is left of one.
 
-    It wraps a DataLoader rather than being one: Lightning would put its own samplers into a DataLoader (to distribute,
-    to overfit), and the plan already says who reads what.
+    It wraps a DataLoader rather than being one: Lightning would put a sampler of its own into a DataLoader to overfit,
+    and a DataLoader reads no micro-batch in parts.
 
     Args:
         reader: Reads micro-batches.
@@ -189,7 +196,8 @@ class PlannedLoader:
 
     Attributes:
         reader: Reads micro-batches. With it and ``sampler``, any DataLoader reads the same batches:
-            ``DataLoader(loader.reader, batch_size=None, sampler=loader.sampler)``, or webdataset's ``WebLoader``.
+            ``DataLoader(loader.reader, batch_size=None, sampler=loader.sampler)``, or webdataset's ``WebLoader``. On
+            any number of ranks each reads its own; ``Trainer(overfit_batches=...)`` needs this loader itself.
         sampler: Says which.
     """
 
@@ -224,6 +232,7 @@ class PlannedLoader:
 
         Ranks that train on the same batches read them in turn.
         """
+        self.sampler.sharing = turns
         return PlannedLoader(self.reader, self.sampler, turn=turn, turns=turns, **self._settings)
 
     def __len__(self) -> int:

@@ -70,16 +70,25 @@ def already_packed(groups: Sequence[Patterns], captions: Path | None = None) -> 
 
 
 def packed_folder(folder: Path, captions: Path | None = None) -> Path:
-    """Where a folder is packed to: ``videos.packed`` beside ``videos``, with captions ``videos.packed-by-TABLE``.
+    """Where a folder is packed to: ``videos.packed`` beside ``videos``, with captions ``videos.packed-by-TABLE-HASH``.
 
-    In the user's cache where the folder lies in one that cannot be written.
+    The hash is that of the table's path from the folder, so that tables of one name have shards of their own, and both
+    may move. In the user's cache where the folder lies in one that cannot be written.
     """
     folder = folder.resolve()
-    name = f"{folder.name}.packed" + ("" if captions is None else f"-by-{captions.stem}")
+    name = f"{folder.name}.packed" + ("" if captions is None else f"-by-{_named(captions, folder)}")
     beside = folder.with_name(name)
     if os.access(beside if beside.exists() else folder.parent, os.W_OK):
         return beside
-    return CACHE.expanduser() / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}-{name}"
+    return CACHE.expanduser() / f"{_short_hash(str(folder))}-{name}"
+
+
+def _named(captions: Path, folder: Path) -> str:
+    return f"{captions.stem}-{_short_hash(os.path.relpath(captions.resolve(), folder))}"
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _find(groups: Sequence[Patterns], captions: Path | None, of_folder: Callable[[Path], list[str]]) -> Found:

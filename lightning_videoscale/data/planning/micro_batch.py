@@ -9,7 +9,8 @@ Batch = dict[str, Any]
 ``video`` (B, 3, F, H, W) uint8, and every other member of the samples under its name without the format: ``mask.npy``
 becomes ``mask``.
 
-Where a member's tensors differ in shape they stay a list; Lightning then finds the batch size ambiguous, and
+``text_embeds`` are (B, L, D), zero behind a caption's end, and ``text_mask`` (B, L) says where that is. Where another
+member's tensors differ in shape they stay a list; Lightning then finds the batch size ambiguous, and
 ``self.log(..., batch_size=batch["meta"].samples)`` says it."""
 
 

@@ -101,7 +101,7 @@ class ZeroWeights:
         if not self._is_current():
             raise RuntimeError(
                 "The averages belong to the DeepSpeed engine of the training, which another loop of the Trainer has "
-                "replaced. Save a checkpoint after fit, and name it: trainer.test(module, data, ckpt_path=...)."
+                "replaced. Save a checkpoint after fit, and name it: trainer.validate(module, data, ckpt_path=...)."
             )
         own = {key: share.clone() for key, share in self.shares().items()}
         try:

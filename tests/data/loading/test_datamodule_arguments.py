@@ -96,6 +96,8 @@ def test_shards_may_be_paths(tmp_path: Path) -> None:
         ({"window": "1000"}, "window='1000' .* whole"),
         ({"min_diversity": 80}, "min_diversity=80 .* between 0 and 1"),
         ({"min_diversity": "much"}, "min_diversity='much' .* between 0 and 1"),
+        ({"val_shards": {"a.tar": 1.0, "b.tar": 2.0}}, r"val_shards=.* 2\.0.* val_shards=\['a\.tar', 'b\.tar'\]"),
+        ({"predict_shards": {"a.tar": 1.0}}, r"predict_shards=\['a\.tar'\]"),
         ({"budget": 4096}, "budget=4096 .*'auto'.*BucketBudget.*AutoBudget"),
     ],
 )

@@ -17,6 +17,7 @@ from lightning_videoscale.data import Batch, BatchMeta, VideoDataModule
 from lightning_videoscale.data.loading.loader import PlannedLoader
 from tests.data.clips import write_shards
 from tests.data.training import Witness, trainer_with
+from tests.distributed.pool import ProcessPool
 
 BUDGET = BucketBudget(m_mem=160, m_comp=160 * 80)
 
@@ -53,6 +54,27 @@ def test_a_pipeline_behind_a_web_loader_trains_under_a_trainer(tmp_path: Path) -
     trainer_with(limit_val_batches=0).fit(module, ours)
     trainer_with(limit_val_batches=0).fit(doubled, pipeline)
     assert doubled.batches == module.batches and len(module.batches[0]) == len(ours)
+
+
+class Own(VideoDataModule):
+    def train_dataloader(self) -> Any:
+        ours = super().train_dataloader()
+        return DataLoader(ours.reader, batch_size=None, sampler=ours.sampler)
+
+
+def _fit(kind: type[VideoDataModule], shards: str) -> dict[int, list[list[str]]]:
+    module = Witness()
+    trainer_with(strategy="ddp", devices=2, max_epochs=2).fit(module, kind(shards, budget=BUDGET))
+    return module.batches
+
+
+def test_each_rank_reads_its_own_batches_by_a_loader_of_ones_own(
+    tmp_path: Path, ranks: Callable[[int], ProcessPool]
+) -> None:
+    shards = write_shards(tmp_path, 47)
+    first, second = ranks(2).run(_fit, Own, shards)
+    assert [first, second] == ranks(2).run(_fit, VideoDataModule, shards)
+    assert len({name for batches in (first, second) for ids in batches[1] for name in ids}) == 47
 
 
 class Piped(VideoDataModule):

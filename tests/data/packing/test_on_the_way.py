@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -80,6 +81,20 @@ def test_a_folder_that_has_changed_is_packed_again(folder: Path) -> None:
     table.write_text("file_name,text\n0.mp4,by table\n1.mp4,\n2.mp4,two\n")
     mixed = VideoDataModule({str(folder): 1.0}, captions=table, val_shards=str(folder), **given)
     assert _captions(mixed) == ["", "by table", "two"] and list(mixed.passes()) == [str(folder)]
+
+
+def test_tables_of_one_name_have_shards_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [folder.parent / name for name in ("v1/captions.csv", "v2/captions.csv", "v2/captions.json")]
+    for table in tables:
+        table.parent.mkdir(exist_ok=True)
+        rows = {f"{i}.mp4": f"{i} by {table.name}" for i in range(3)}
+        lines = [f"{file},{text}" for file, text in rows.items()]
+        table.write_text(json.dumps(rows) if table.suffix == ".json" else "\n".join(["file_name,text", *lines]))
+    found = [pack_on_the_way([str(folder)], table, say=print) for table in tables]
+    assert len({shard for each in found for shard in each.shards}) == len({each.index_file for each in found}) == 3
+    assert found == [already_packed([str(folder)], table) for table in tables], "none was packed anew"
+    monkeypatch.chdir(folder.parent)
+    assert already_packed(["videos"], Path("v1/captions.csv")).shards == found[0].shards, "by another path to it"
 
 
 def test_without_packing_nothing_is_read(folder: Path) -> None:
