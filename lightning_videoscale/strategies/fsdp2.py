@@ -76,8 +76,9 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     gathered for the whole step; a module that optimizes manually runs backward and steps within, and there every child
     that trains is gathered when it is called. What is frozen is kept whole on every rank.
 
-    Precisions are 32-true, bf16-mixed, bf16-true and 64-true. Under bf16-mixed the blocks' matrices are gathered in
-    bfloat16 and the results are those of DDP (see `precision`); gradients are always averaged in float32 or more.
+    Precisions are 32-true, bf16-mixed, bf16-true and 64-true. Under bf16-mixed the blocks' linear layers and
+    convolutions are gathered in bfloat16 and the results are those of DDP (see `precision`); gradients are always
+    averaged in float32 or more.
 
     Args:
         replicas: Copies of the model, each sharded over ``world size / replicas`` neighbouring ranks (hybrid sharding).
