@@ -247,13 +247,14 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
-        self._undefined = []
+        self._undefined = [name for name in self._undefined if name not in checkpoint["state_dict"]]
 
     def _refuse_undefined(self) -> None:
         if self._undefined:
             raise ValueError(
                 f"{self._undefined} were built on the meta device and nothing defines their values. Give their modules "
-                "a reset_parameters(), build them on a real device, or start from a checkpoint with ckpt_path=."
+                "a reset_parameters(), build them on a real device, or start from a checkpoint that has them, with "
+                "ckpt_path=."
             )
 
     @override
