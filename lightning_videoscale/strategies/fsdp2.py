@@ -31,6 +31,7 @@ from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.network_changes import check_present, split_plans
 from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, check_precision
+from lightning_videoscale.strategies.second_backward import refuse_second_backward
 from lightning_videoscale.strategies.settings import SequenceParallelSettings, check_paths
 from lightning_videoscale.strategies.units import (
     apart,
@@ -210,6 +211,8 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         note_dtypes(module)
         for path in networks:
             _refuse_inference_mode_at_first(module.get_submodule(path), path)
+        for path in apart(module, (unit.path for unit in units if unit.path)):
+            refuse_second_backward(module.get_submodule(path))
         self._save_together(module)
         count = sum(bool(unit.parameters) for unit in units)
         rank_zero_info(f"FSDP2: {count} units over {self.world_size} ranks, {self._sharding.replicas} replica(s).")
