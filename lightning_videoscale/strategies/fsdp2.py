@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import optimizers_to_device, set_device_mesh, set_up_processes, timeout_of
-from lightning_videoscale.compat.torch.data_parallel import note_dtypes
+from lightning_videoscale.compat.torch.data_parallel import end_passes, note_dtypes
 from lightning_videoscale.graphs import GraphMode, no_graphs
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
@@ -164,6 +164,8 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         self.accelerator.setup(trainer)
         _evaluate_without_inference_mode(trainer)
         self._refuse_sharded(self.lightning_module)
+        if self.lightning_module in self._sharded:
+            end_passes(self.lightning_module)  # which an exception in the run before may have left under way
         self._change_model()
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if self.lightning_module not in self._sharded:
