@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import optimizers_to_device, set_device_mesh, set_up_processes, timeout_of
-from lightning_videoscale.compat.torch.data_parallel import note_dtypes
+from lightning_videoscale.compat.torch.data_parallel import end_passes, note_dtypes
 from lightning_videoscale.graphs import GraphMode, no_graphs
 from lightning_videoscale.parallel import SequenceMesh, SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
@@ -31,6 +31,7 @@ from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.network_changes import check_present, split_plans
 from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, check_precision
+from lightning_videoscale.strategies.second_backward import refuse_second_backward
 from lightning_videoscale.strategies.settings import SequenceParallelSettings, check_paths
 from lightning_videoscale.strategies.units import (
     apart,
@@ -76,8 +77,9 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     gathered for the whole step; a module that optimizes manually runs backward and steps within, and there every child
     that trains is gathered when it is called. What is frozen is kept whole on every rank.
 
-    Precisions are 32-true, bf16-mixed, bf16-true and 64-true. Under bf16-mixed the blocks' matrices are gathered in
-    bfloat16 and the results are those of DDP (see `precision`); gradients are always averaged in float32 or more.
+    Precisions are 32-true, bf16-mixed, bf16-true and 64-true. Under bf16-mixed the blocks' linear layers and
+    convolutions are gathered in bfloat16 and the results are those of DDP (see `precision`); gradients are always
+    averaged in float32 or more.
 
     Args:
         replicas: Copies of the model, each sharded over ``world size / replicas`` neighbouring ranks (hybrid sharding).
@@ -162,6 +164,8 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         self.accelerator.setup(trainer)
         _evaluate_without_inference_mode(trainer)
         self._refuse_sharded(self.lightning_module)
+        if self.lightning_module in self._sharded:
+            end_passes(self.lightning_module)  # which an exception in the run before may have left under way
         self._change_model()
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if self.lightning_module not in self._sharded:
@@ -209,6 +213,8 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         note_dtypes(module)
         for path in networks:
             _refuse_inference_mode_at_first(module.get_submodule(path), path)
+        for path in apart(module, (unit.path for unit in units if unit.path)):
+            refuse_second_backward(module.get_submodule(path))
         self._save_together(module)
         count = sum(bool(unit.parameters) for unit in units)
         rank_zero_info(f"FSDP2: {count} units over {self.world_size} ranks, {self._sharding.replicas} replica(s).")
@@ -246,13 +252,14 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
-        self._undefined = []
+        self._undefined = [name for name in self._undefined if name not in checkpoint["state_dict"]]
 
     def _refuse_undefined(self) -> None:
         if self._undefined:
             raise ValueError(
                 f"{self._undefined} were built on the meta device and nothing defines their values. Give their modules "
-                "a reset_parameters(), build them on a real device, or start from a checkpoint with ckpt_path=."
+                "a reset_parameters(), build them on a real device, or start from a checkpoint that has them, with "
+                "ckpt_path=."
             )
 
     @override

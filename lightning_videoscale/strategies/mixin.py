@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_videoscale.compat.lightning import end_observation, launched_processes, timeout_of, transferred
+from lightning_videoscale.compat.lightning import (
+    end_observation,
+    launched_processes,
+    layer_sync_of,
+    timeout_of,
+    transferred,
+)
 from lightning_videoscale.compat.lightning.training_loop import batches_begun
 from lightning_videoscale.graphs import EAGER_CALLS, GraphMode
 from lightning_videoscale.parallel import check_loss
@@ -42,6 +48,7 @@ from lightning_videoscale.strategies.mesh.of_run import HasMesh
 from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks, split_plans, transform
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.strategies.units import sharded_modules
 from lightning_videoscale.strategies.weight_averaging import PortableWeights
 from lightning_videoscale.strategies.whole_parameters import WholeParameters
 from lightning_videoscale.trained_weights import TrainedWeights
@@ -195,7 +202,18 @@ class SequenceParallelMixin(
         self._prepare_schedule(by_graphs=self.graph_mode is not False)
         self._seed = self._agree_on_seed()
         if self._undo_changes is None:
+            self._sync_layers(self.lightning_module)
             self._undo_changes = self._change_networks(self.lightning_module)
+
+    def _sync_layers(self, module: pl.LightningModule) -> None:
+        """Does what ``Trainer(sync_batchnorm=True)`` asks for, which the parents of some strategies do not.
+
+        It puts other modules in the place of BatchNorms: before anybody hooks them, and not once they are sharded, as
+        FSDP2 would go on to gather for those that are gone.
+        """
+        layer_sync = layer_sync_of(self)
+        if layer_sync is not None and not sharded_modules(module):
+            layer_sync.apply(module)
 
     def _count_calls(self) -> None:
         """Watches the networks that ranks call together; to be called when the model is wrapped."""

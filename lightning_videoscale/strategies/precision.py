@@ -1,11 +1,11 @@
 """Which precisions sharded parameters support, and in which dtype they are all-gathered.
 
 Under ``bf16-mixed`` the ranks compute under autocast, as with DDP; only the dtype of the all-gather differs. Autocast
-rounds the weights of the matrix products to bfloat16 before each product. Rounded before the all-gather instead of
-after it, they give the products the same bits for half the traffic. Everything else in a transformer block (norms,
-modulation tables, and whatever the model lists in ``_keep_in_fp32_modules``) and all that lies outside the blocks is
-gathered in float32, as nothing would round it on one device either. Inputs are never cast: a timestep of 999 does not
-exist in bfloat16.
+rounds the weights of torch's linear layers and convolutions to bfloat16 before each product. Rounded before the
+all-gather instead of after it, they give the products the same bits for half the traffic. Everything else in a
+transformer block (norms, embeddings, modulation tables and other bare parameters, modules with a forward of their own,
+and whatever the model lists in ``_keep_in_fp32_modules``) and all that lies outside the blocks is gathered in float32,
+as nothing would round it on one device either. Inputs are never cast: a timestep of 999 does not exist in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,6 +21,18 @@ from lightning_videoscale.compat.diffusers import kept_in_float32
 
 FSDP2_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 ZERO_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
+# Modules whose forward uses their own parameters in nothing but what autocast computes in bfloat16. The parts of a
+# network that peft adapts, and that fused kernels compute, still are such modules.
+_PRODUCTS = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.MultiheadAttention,
+)
 
 
 def check_precision(precision: str, strategy: str, supported: Sequence[str]) -> None:
@@ -63,6 +75,12 @@ def rounded_by_autocast(network: nn.Module, block: str) -> set[nn.Parameter]:
     return {
         parameter
         for path, module in network.get_submodule(block).named_modules(prefix=block)
+        if _is_product(module)
         for name, parameter in module.named_parameters(recurse=False)
-        if (parameter.ndim > 1 or isinstance(module, nn.Linear)) and kept.isdisjoint(f"{path}.{name}".split("."))
+        if kept.isdisjoint(f"{path}.{name}".split("."))
     }
+
+
+def _is_product(module: nn.Module) -> bool:
+    """Whether a module is one of `_PRODUCTS`; a subclass with a forward of its own may use its weights in any way."""
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in _PRODUCTS)

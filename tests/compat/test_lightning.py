@@ -20,6 +20,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -176,6 +177,13 @@ def test_signals_reach_other_handlers_and_where_a_scheduler_finds_checkpoints(
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------
+
+
+def test_a_strategy_is_told_to_synchronize_layers() -> None:
+    for wanted, kind in ((True, TorchSyncBatchNorm), (False, type(None))):
+        strategy = ModelParallelStrategy()
+        trainer(strategy=strategy, sync_batchnorm=wanted)
+        assert type(private.layer_sync_of(strategy)) is kind
 
 
 class Wrapping(private.WrappingDDPStrategy):

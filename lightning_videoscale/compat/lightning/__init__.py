@@ -16,6 +16,7 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ParallelStrategy
 from torch import nn
@@ -138,6 +139,12 @@ def set_up_deepspeed_processes(strategy: DeepSpeedStrategy) -> None:
 def set_device_mesh(owner: Any, mesh: DeviceMesh) -> None:
     """Sets what ``device_mesh`` of a LightningModule or a ``ModelParallelStrategy`` returns, which is read-only."""
     LIGHTNING.put(owner, "_device_mesh", mesh)
+
+
+def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
+    """Returns what ``Trainer(sync_batchnorm=True)`` has a strategy do, which not all of Lightning's look at."""
+    layer_sync: LayerSync | None = LIGHTNING.get(strategy, "_layer_sync")
+    return layer_sync
 
 
 def optimizers_to_device(optimizers: Iterable[Optimizer], device: torch.device) -> None:

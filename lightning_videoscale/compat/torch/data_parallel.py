@@ -34,11 +34,18 @@ def note_dtypes(root: nn.Module) -> None:
 
     Else it does so in the first forward, and of what is frozen just then it would have no dtype for gradients, ever.
     """
-    noted: list[nn.Module] = []
-    for module in root.modules():
-        if isinstance(module, FSDPModule) and not any(module in each.modules() for each in noted):
-            noted.append(module)
-            TORCH.get(_state_of(module), "_lazy_init")()
+    for state in _outermost_states(root):
+        TORCH.get(state, "_lazy_init")()
+
+
+def end_passes(root: nn.Module) -> None:
+    """Has FSDP2 do under ``root`` what it does at the end of a backward; collective if one was under way.
+
+    After an exception no end comes: parameters stay gathered, and the next pass is taken for the rest of that one.
+    """
+    for state in _outermost_states(root):
+        TORCH.put(TORCH.get(state, "_state_ctx"), "iter_forward_root", None)  # torch 2.11 leaves it
+        TORCH.get(state, "_root_post_backward_final_callback")()
 
 
 def modules_in_forward(network: nn.Module) -> list[FSDPModule]:
@@ -52,6 +59,15 @@ def modules_in_forward(network: nn.Module) -> list[FSDPModule]:
     states = TORCH.get(TORCH.get(_state_of(sharded), "_state_ctx"), "all_states")
     states = [state for state in states if TORCH.get(state, "_training_state").name == "FORWARD"]
     return [module for state in states for module in TORCH.get(state, "_modules") if isinstance(module, FSDPModule)]
+
+
+def _outermost_states(root: nn.Module) -> Iterator[Any]:
+    """Of what FSDP2 sharded under ``root`` and lies in nothing else that it sharded."""
+    outermost: list[nn.Module] = []
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and not any(module in each.modules() for each in outermost):
+            outermost.append(module)
+            yield _state_of(module)
 
 
 def _state_of(module: FSDPModule) -> Any:

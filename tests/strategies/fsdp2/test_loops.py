@@ -12,12 +12,12 @@ import pytest
 import torch
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips, RectifiedFlow, assembled
-from tests.models import lifted_float_casts, tiny_wan
+from tests.models import gradient_error, lifted_float_casts, tiny_wan
 from tests.strategies.fsdp2.training import Everything, clips, ddp, fsdp2, trainer
 
 Ranks = Callable[[int], ProcessPool]
@@ -99,3 +99,44 @@ def sample_before_the_first_step() -> tuple[str, int]:
 def test_sampling_in_inference_mode_before_the_first_step_says_what_to_do(ranks: Ranks) -> None:
     for message, steps in ranks(2).run(sample_before_the_first_step):
         assert message.startswith("transformer ") and "no_grad" in message and steps == 2
+
+
+class Interrupted(RectifiedFlow):
+    """Raises once, in the second step: in the step itself, or in its backward."""
+
+    def __init__(self, in_backward: bool) -> None:
+        super().__init__()
+        self.in_backward, self.raised = in_backward, False
+        self.scale = nn.Parameter(torch.ones(1))
+        self.transformer.blocks[1].register_forward_hook(self.fail_after)
+
+    def fail_after(self, _: nn.Module, inputs: Any, output: Tensor) -> None:
+        if self.in_backward:
+            output.register_hook(self.fail)
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        loss = super().training_step(batch) * self.scale.sum()
+        if not self.in_backward:
+            self.fail()
+        return loss
+
+    def fail(self, _: Tensor | None = None) -> None:
+        if self.trainer.global_step == 1 and not self.raised:
+            self.raised = True
+            raise ArithmeticError("interrupted")
+
+
+def fit_again(strategy: Callable[..., Strategy], in_backward: bool) -> tuple[bool, dict[str, Tensor]]:
+    module = Interrupted(in_backward)
+    with lifted_float_casts():
+        runner = trainer(strategy(), plugins=[DoublePrecision()], max_steps=3)
+        with pytest.raises(ArithmeticError):
+            runner.fit(module, clips(torch.float64))
+        runner.fit(module, clips(torch.float64))
+    return module.raised and runner.global_step == 3, {name: assembled(p) for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_fit_after_an_exception_trains_as_under_ddp(ranks: Ranks, in_backward: bool) -> None:
+    (_, expected), (done, got) = (ranks(1).run(fit_again, strategy, in_backward)[0] for strategy in (ddp, fsdp2))
+    assert done and gradient_error(got, expected) <= 1e-10

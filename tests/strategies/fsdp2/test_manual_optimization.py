@@ -80,6 +80,29 @@ def test_two_optimizers_in_turn(ranks: Ranks) -> None:
         assert gradient_error(got, expected) <= 1e-10
 
 
+class Penalized(Adversarial):
+    """With a penalty on the gradients of the critic's input (R1)."""
+
+    def judge(self, video: Tensor) -> Tensor:
+        video = video.detach().requires_grad_()
+        value = super().judge(video)
+        (gradient,) = torch.autograd.grad(value.sum(), video, create_graph=True)
+        return value + gradient.square().mean()
+
+
+def penalize() -> str:
+    try:
+        trainer(fsdp2()).fit(Penalized(), clips())
+    except NotImplementedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_second_backward_is_refused_with_the_way_out(ranks: Ranks) -> None:
+    for text in ranks(2).run(penalize):
+        assert "Sequential" in text and "ulysses_ddp" in text
+
+
 class Bare(Adversarial):
     def __init__(self) -> None:
         super().__init__()

@@ -20,12 +20,14 @@ from tests.strategies.fsdp2.training import clips, ddp, fsdp2, message, trainer
 Ranks = Callable[[int], ProcessPool]
 
 
-def fit_in(strategy: Callable[..., Strategy], precision: str) -> tuple[list[float], list[dict[str, Tensor]]]:
+def fit_in(
+    strategy: Callable[..., Strategy], precision: str, module_class: type[pl.LightningModule] = RectifiedFlow
+) -> tuple[list[float], list[dict[str, Tensor]]]:
     record = Record()
     torch.manual_seed(3)
     # One step: AdamW turns the rounding of near-zero gradients into whole steps of the weights.
     runner = trainer(strategy(ulysses_size=1), precision=precision, callbacks=[record], max_steps=1)
-    runner.fit(RectifiedFlow(), clips())
+    runner.fit(module_class(), clips())
     return record.losses, record.gradients
 
 
@@ -53,6 +55,65 @@ def test_bf16_true_and_32_true(ranks: Ranks) -> None:
             )
             <= tolerance
         )
+
+
+class Modulated(nn.Module):
+    """A block with products of torch's layers beside parameters that it adds or multiplies by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2, 16))
+        self.positions = nn.Embedding(5, 16)
+        self.mixing = nn.Conv1d(16, 16, 1)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x + self.positions.weight) * self.table[0] + self.table[1]
+        mixed = self.mixing(x.mT).mT
+        attended: Tensor = self.attention(mixed, mixed, mixed)[0]
+        return x + attended
+
+
+class Modulations(nn.Sequential):
+    _no_split_modules = ("Modulated",)
+
+
+class OwnModel(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = Modulations(Modulated(), Modulated())
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.network[0].register_forward_hook(self.note)
+
+    def note(self, block: nn.Module, *_: Any) -> None:
+        self.dtypes = {name: parameter.dtype for name, parameter in block.named_parameters()}
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.network(batch["text"]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def dtypes_of_own_model() -> dict[str, torch.dtype]:
+    module = OwnModel()
+    trainer(fsdp2(ulysses_size=1), precision="bf16-mixed", max_steps=1).fit(module, clips())
+    return module.dtypes
+
+
+def test_of_a_model_of_your_own_only_weights_of_products_are_rounded(ranks: Ranks) -> None:
+    expected = ranks(2).run(fit_in, ddp, "bf16-mixed", OwnModel)
+    for (losses, [gradients]), (expected_losses, [expected_gradients]) in zip(
+        ranks(2).run(fit_in, fsdp2, "bf16-mixed", OwnModel), expected, strict=True
+    ):
+        assert losses == expected_losses
+        assert gradient_error(gradients, expected_gradients) <= 1e-6
+    dtypes = ranks(2).run(dtypes_of_own_model)[0]
+    full = {name for name, dtype in dtypes.items() if dtype is torch.float32}
+    assert full == {"table", "positions.weight"}
 
 
 class DtypesInForward(RectifiedFlow):

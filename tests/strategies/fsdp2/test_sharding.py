@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -140,6 +141,9 @@ class Configured(pl.LightningModule):
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         return self.net(batch["time"][:, None]).square().mean()
 
+    def test_step(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.training_step(batch)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -183,6 +187,24 @@ def test_models_that_cannot_be_sharded_are_refused_with_the_way_out(ranks: Ranks
     assert "transformer.blocks.1" in mixed and "dtypes" in mixed
     assert "replicas=3" in replicas and "2 devices" in replicas
     assert "replicas=" in disagree and "rank 0: 1, rank 1: 2" in disagree
+
+
+def run_from_a_checkpoint_without_the_table(folder: str) -> str:
+    runner, path = trainer(fsdp2(ulysses_size=1)), str(Path(folder) / "without.ckpt")
+    runner.fit(Configured(), clips())
+    runner.save_checkpoint(path)
+    module = Configured(without_reset=True)
+    module.strict_loading = False
+    try:
+        runner.test(module, clips(), ckpt_path=path)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_the_checkpoint_lacks_too_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    message = ranks(2).run(run_from_a_checkpoint_without_the_table, str(tmp_path))[0]
+    assert "['net.table']" in message and "meta" in message
 
 
 class Unfreeze(pl.Callback):
