@@ -7,6 +7,7 @@ and need states to be there that only a first step makes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +119,26 @@ def forget_gradients(optimizer: Any) -> None:
     for flat in optimizer.fp32_partitioned_groups_flat:
         if flat.grad is not None:  # the copy of an offloaded optimizer
             flat.grad.zero_()
+
+
+_OF_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def loss_scale(optimizer: Any) -> dict[str, float]:
+    """What changes of the dynamic loss scale that 16-bit floats need; empty where there is none.
+
+    Its settings, such as the length of its window, come from the configuration.
+    """
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if not getattr(scaler, "dynamic", False):
+        return {}
+    return {name: DEEPSPEED.get(scaler, name) for name in _OF_LOSS_SCALE}
+
+
+def set_loss_scale(optimizer: Any, saved: Mapping[str, float]) -> None:
+    """Goes on with what `loss_scale` returned, if this run has a dynamic scale."""
+    if loss_scale(optimizer):
+        vars(optimizer.loss_scaler).update(saved)
 
 
 def data_parallel_group() -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_videoscale.compat.deepspeed import base_optimizer, full_shape
+from lightning_videoscale.compat.deepspeed import base_optimizer, full_shape, loss_scale, set_loss_scale
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.optimizer_names import Names, ParameterNames, check_groups, named
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
@@ -31,9 +31,13 @@ from lightning_videoscale.strategies.checkpoints.zero_partitions import (
 from lightning_videoscale.strategies.checkpoints.zero_weights import ZeroWeights
 from lightning_videoscale.trained_weights import TrainedWeights
 
+_LOSS_SCALE = "loss_scale"
+
 
 class ZeroCheckpoints(PortableCheckpoints):
     """Goes before the mixin in the bases of the DeepSpeed strategy."""
+
+    deepspeed_engine: Any
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -70,7 +74,7 @@ class ZeroCheckpoints(PortableCheckpoints):
                 base_optimizer(optimizer).param_groups, _names_per_group(optimizer, names), strict=True
             )
         ]
-        return {"state": state, "param_groups": groups}
+        return {"state": state, "param_groups": groups, _LOSS_SCALE: self._loss_scale(optimizer)}
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -104,6 +108,14 @@ class ZeroCheckpoints(PortableCheckpoints):
                     saved[parameter] = SavedTensors.of(state["state"][name])
             if saved:
                 load_states(piece, saved)
+        if state.get(_LOSS_SCALE):  # neither other strategies nor other precisions have it
+            set_loss_scale(optimizer, state[_LOSS_SCALE]["scaler"])
+            self.deepspeed_engine.skipped_steps = state[_LOSS_SCALE]["skipped_steps"]
+
+    def _loss_scale(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The dynamic loss scale, without which the first steps of a resumed run would overflow and be skipped."""
+        scaler = loss_scale(optimizer)
+        return {"scaler": scaler, "skipped_steps": self.deepspeed_engine.skipped_steps} if scaler else {}
 
     def trained_weights(self) -> TrainedWeights:
         """The float32 copies of what is trained, as this rank holds them; see `HasTrainedWeights`."""

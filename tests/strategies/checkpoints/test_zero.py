@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -34,6 +33,19 @@ class Layers(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Scales(pl.Callback):
+    """Notes the loss scale before each step, and what it has seen of overflows."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        engine = trainer.strategy.deepspeed_engine  # type: ignore[attr-defined]
+        scaler = vars(engine.optimizer.loss_scaler)
+        state = [scaler.get(name) for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")]
+        self.seen.append((*state, engine.skipped_steps))
 
 
 def fit(stage: int, steps: int, module: pl.LightningModule, start: Path | None = None, **kwargs: Any) -> pl.Trainer:
@@ -68,3 +80,30 @@ def test_a_hook_that_renames_keeps_every_ranks_share(ranks: Ranks, tmp_path: Pat
     weights = read_weights(tmp_path / "renamed.ckpt")
     assert set(weights) == {f"my.{name}" for name in Layers().state_dict()}
     assert {x.dtype for x in weights.values()} == {torch.float16}
+
+
+# -- the loss scale ------------------------------------------------------------------------------------------------
+
+
+def train_in_half(stage: int, steps: int, start: Path | None, end: Path, precision: str = "16-mixed") -> Any:
+    scales = Scales()
+    fit(stage, steps, Layers(), start, callbacks=[scales], precision=precision).save_checkpoint(end)
+    return scales.seen
+
+
+@needs_deepspeed
+def test_the_loss_scale_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    straight = ranks(2).run(train_in_half, 2, 6, None, tmp_path / "straight.ckpt")[0]
+    assert straight[0] == (2**16, 0, -1, 2, 0)
+    assert straight[3] == (2**14, 3, 2, 1, 3)
+    ranks(2).run(train_in_half, 2, 3, None, tmp_path / "half.ckpt")
+    for stage, count in ((1, 1), (3, 2)):
+        resumed = ranks(count).run(train_in_half, stage, 6, tmp_path / "half.ckpt", tmp_path / "end.ckpt")[0]
+        assert resumed == straight[3:]
+
+
+@needs_deepspeed
+def test_what_was_saved_without_a_loss_scale_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(train_in_half, 2, 1, None, tmp_path / "bfloat16.ckpt", "bf16-mixed")
+    resumed = ranks(2).run(train_in_half, 2, 2, tmp_path / "bfloat16.ckpt", tmp_path / "end.ckpt")[0]
+    assert resumed == [(2**16, 0, -1, 2, 0)]
