@@ -6,7 +6,8 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,11 +83,23 @@ def assemble(parameter: nn.Parameter, device: torch.device, key: str | None = No
 
     held = parameter.data
     parameter.data = held.to(device)  # where the ranks can talk: after fit, Lightning has moved it to the CPU
-    whole: Tensor = (
-        safe_get_full_fp32_param(parameter) if key is None else safe_get_full_optimizer_state(parameter, key)
-    )
+    with _thawed(parameter):
+        whole: Tensor = (
+            safe_get_full_fp32_param(parameter) if key is None else safe_get_full_optimizer_state(parameter, key)
+        )
     parameter.data = held
     return whole
+
+
+@contextmanager
+def _thawed(parameter: nn.Parameter) -> Iterator[None]:
+    """DeepSpeed's functions pass over what is frozen under stage 3, although it keeps what was trained before."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(trains)
 
 
 def gather(parameter: nn.Parameter) -> Tensor:
@@ -117,10 +130,11 @@ def set_master(parameter: nn.Parameter, value: Tensor) -> None:
     """Gives the float32 copy of a trained parameter a value, which every rank has whole."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-    if is_partitioned(parameter):
-        safe_set_local_fp32_param(parameter, own_piece(parameter, value))
-    else:
-        safe_set_full_fp32_param(parameter, value)
+    with _thawed(parameter):
+        if is_partitioned(parameter):
+            safe_set_local_fp32_param(parameter, own_piece(parameter, value))
+        else:
+            safe_set_full_fp32_param(parameter, value)
 
 
 def load_states(piece: Piece, saved: Mapping[nn.Parameter, SavedTensors]) -> None:
@@ -140,11 +154,12 @@ def load_states(piece: Piece, saved: Mapping[nn.Parameter, SavedTensors]) -> Non
     piece.base.state[piece.flat] = state
     link_piece(piece)
     for parameter, values in saved.items():
-        for key in per_element.keys() & values.keys():
-            if is_partitioned(parameter):
-                safe_set_local_optimizer_state(parameter, own_piece(parameter, values[key]), key)
-            else:
-                safe_set_full_optimizer_state(parameter, values[key], key)
+        with _thawed(parameter):
+            for key in per_element.keys() & values.keys():
+                if is_partitioned(parameter):
+                    safe_set_local_optimizer_state(parameter, own_piece(parameter, values[key]), key)
+                else:
+                    safe_set_full_optimizer_state(parameter, values[key], key)
 
 
 def link_piece(piece: Piece) -> None:

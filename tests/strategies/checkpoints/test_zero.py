@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -32,7 +33,7 @@ class Layers(pl.LightningModule):
         return 50 * self.net(batch.to(self.net[0].weight.dtype)).float().square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 class Scales(pl.Callback):
@@ -80,6 +81,32 @@ def test_a_hook_that_renames_keeps_every_ranks_share(ranks: Ranks, tmp_path: Pat
     weights = read_weights(tmp_path / "renamed.ckpt")
     assert set(weights) == {f"my.{name}" for name in Layers().state_dict()}
     assert {x.dtype for x in weights.values()} == {torch.float16}
+
+
+# -- what is frozen after the model is set up ----------------------------------------------------------------------
+
+
+class Freezing(Layers):
+    """Trains all but its first layer, in which it says which module it is."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        nn.init.constant_(self.net[0].weight, number)
+
+    def on_fit_start(self) -> None:
+        self.net[0].requires_grad_(False)
+
+
+def save_frozen_and_continue(stage: int, path: Path) -> float:
+    fit(stage, 1, Freezing(2.0)).save_checkpoint(path / "first.ckpt")
+    fit(stage, 2, Freezing(3.0), path / "first.ckpt").save_checkpoint(path / "second.ckpt")
+    return float(read_weights(path / "second.ckpt")["net.0.weight"].mean())
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_frozen_when_fit_starts_is_saved_and_loaded(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    assert ranks(2).run(save_frozen_and_continue, stage, tmp_path) == [2.0, 2.0]
 
 
 # -- the loss scale ------------------------------------------------------------------------------------------------
