@@ -29,6 +29,7 @@ from lightning_videoscale.strategies.checkpoints.zero_partitions import (
     set_parameter,
 )
 from lightning_videoscale.strategies.checkpoints.zero_weights import ZeroWeights
+from lightning_videoscale.strategies.zero_steps import ZeroSteps
 from lightning_videoscale.trained_weights import TrainedWeights
 
 _LOSS_SCALE = "loss_scale"
@@ -38,6 +39,7 @@ class ZeroCheckpoints(PortableCheckpoints):
     """Goes before the mixin in the bases of the DeepSpeed strategy."""
 
     deepspeed_engine: Any
+    _steps: ZeroSteps
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -63,10 +65,10 @@ class ZeroCheckpoints(PortableCheckpoints):
         state: dict[str, Any] = {}
         for piece in pieces:
             link_piece(piece)
-            for parameter in piece.parameters:
+            for parameter, common in piece.common(self._steps).items():
                 values = {key: assemble(parameter, self.root_device, key) for key in piece.per_element}
-                if shares.next(full_shape(parameter).numel()) == self.global_rank:
-                    state[names[parameter][0]] = {key: value.cpu() for key, value in values.items()} | piece.common
+                if shares.next(full_shape(parameter).numel()) == self.global_rank and common is not None:
+                    state[names[parameter][0]] = {key: value.cpu() for key, value in values.items()} | common
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [aliases[0] for aliases in own]}
@@ -107,7 +109,7 @@ class ZeroCheckpoints(PortableCheckpoints):
                 if name is not None:
                     saved[parameter] = SavedTensors.of(state["state"][name])
             if saved:
-                load_states(piece, saved)
+                load_states(piece, saved, self._steps)
         if state.get(_LOSS_SCALE):  # neither other strategies nor other precisions have it
             set_loss_scale(optimizer, state[_LOSS_SCALE]["scaler"])
             self.deepspeed_engine.skipped_steps = state[_LOSS_SCALE]["skipped_steps"]
