@@ -7,6 +7,7 @@ and need states to be there that only a first step makes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,26 @@ def base_optimizer(optimizer: Any) -> Optimizer:
     return base
 
 
+def stepping_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The base optimizer, and the one that steps what stage 3 keeps on the device where it offloads a part only."""
+    backup: Optimizer | None = getattr(optimizer, "backup_optimizer", None)
+    return [base_optimizer(optimizer)] + ([] if backup is None else [backup])
+
+
+def ranges(piece: FlatPiece) -> dict[nn.Parameter, range]:
+    """Where this rank's parts of the parameters lie in its piece, in order; without those that it has no part of."""
+    found: dict[nn.Parameter, range] = {}
+    end = 0
+    for parameter in piece.parameters:
+        if is_partitioned(parameter):
+            start, end = end, end + DEEPSPEED.get(parameter, "partition_numel")()
+            found[parameter] = range(start, end)
+        elif (mapping := DEEPSPEED.get(parameter, "_hp_mapping")) is not None:
+            address = mapping.get_hp_fragment_address()
+            found[parameter] = range(address.start, address.start + address.numel)
+    return dict(sorted(found.items(), key=lambda item: item[1].start))
+
+
 def link_states(parameters: list[nn.Parameter], flat: Tensor, states: Any) -> None:
     """Lets the parameters of a piece of stages 1 and 2 know their part of the base optimizer's states."""
     link = DEEPSPEED.get("deepspeed.utils", "lazy_init_hp_params_optimizer_state")
@@ -108,8 +129,8 @@ def own_piece(parameter: Any, value: Tensor) -> Tensor:
 def forget_gradients(optimizer: Any) -> None:
     """Zeroes what stage 3 holds of an earlier step's gradients, if the next backward is the first of a step.
 
-    DeepSpeed writes there what a backward gives and steps by all of it: a parameter that takes no part in a step, such
-    as those of an expert that its timestep does not choose, would be trained by its last gradient once more.
+    DeepSpeed writes there what a backward gives, and clips by the norm of all of it: a parameter that takes no part in
+    a step, such as those of an expert that its timestep does not choose, would count with its last gradient once more.
     """
     buffer: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if buffer is None or optimizer.micro_step_id > 0:
@@ -118,6 +139,26 @@ def forget_gradients(optimizer: Any) -> None:
     for flat in optimizer.fp32_partitioned_groups_flat:
         if flat.grad is not None:  # the copy of an offloaded optimizer
             flat.grad.zero_()
+
+
+_OF_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def loss_scale(optimizer: Any) -> dict[str, float]:
+    """What changes of the dynamic loss scale that 16-bit floats need; empty where there is none.
+
+    Its settings, such as the length of its window, come from the configuration.
+    """
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if not getattr(scaler, "dynamic", False):
+        return {}
+    return {name: DEEPSPEED.get(scaler, name) for name in _OF_LOSS_SCALE}
+
+
+def set_loss_scale(optimizer: Any, saved: Mapping[str, float]) -> None:
+    """Goes on with what `loss_scale` returned, if this run has a dynamic scale."""
+    if loss_scale(optimizer):
+        vars(optimizer.loss_scaler).update(saved)
 
 
 def data_parallel_group() -> dist.ProcessGroup:

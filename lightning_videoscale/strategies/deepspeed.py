@@ -34,6 +34,7 @@ from lightning_videoscale.strategies.parity import ParityReport
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.weight_averaging import check_weight_averaging
 from lightning_videoscale.strategies.zero_precision import ZeroPrecision
+from lightning_videoscale.strategies.zero_steps import ZeroSteps
 
 
 class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, SettledDeepSpeedStrategy):
@@ -99,6 +100,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
                 "the strategy's ulysses_size and ring_size say how sequences are split."
             )
         self._backward_before_step = -1  # of how many steps, when backward ran last
+        self._steps = ZeroSteps(None, torch.device("cpu"))  # of no optimizer yet
         self._init_sequence_parallel(
             SequenceParallelSettings(
                 ulysses_size,
@@ -154,12 +156,15 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
     @override
     def init_deepspeed(self) -> None:
         super().init_deepspeed()
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.training:
+            self._steps.close()
+            self._steps = ZeroSteps(self.deepspeed_engine.optimizer, self.root_device)
         precision, engine = self.precision_plugin, self.deepspeed_engine
         assert isinstance(precision, DeepSpeedPrecision)
         self.precision_plugin = ZeroPrecision(precision.precision, engine.gradient_clipping())
         if engine.bfloat16_enabled():
             # DeepSpeed has called `bfloat16()`, by which Lightning's `module.dtype` does not change.
-            assert self.lightning_module is not None
             self.lightning_module.to(torch.bfloat16)
 
     @override
@@ -205,23 +210,29 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
-        self._refuse_manual_accumulation(self.lightning_module)
+        if self.deepspeed_engine.global_steps == self._backward_before_step:
+            self._refuse_manual_accumulation(self.lightning_module)
+        else:
+            self._steps.begin()
+        self._backward_before_step = self.deepspeed_engine.global_steps
         is_due = not accumulates(self.lightning_module.trainer)
         self.deepspeed_engine.set_gradient_accumulation_boundary(is_due)
         forget_gradients(self.deepspeed_engine.optimizer)
         # Lightning has divided the loss by the number of accumulated micro-batches, and DeepSpeed would do so again.
-        return super().backward(closure_loss, *args, **({"scale_wrt_gas": False} | kwargs))
+        loss = super().backward(closure_loss, *args, **({"scale_wrt_gas": False} | kwargs))
+        if is_due:
+            self._steps.agree()
+        return loss
 
     def _refuse_manual_accumulation(self, module: pl.LightningModule) -> None:
         """ZeRO-1 and 2 have to know before a backward whether a step follows, which only the user's code does."""
-        steps, stage = self.deepspeed_engine.global_steps, self.deepspeed_engine.zero_optimization_stage()
-        if not module.automatic_optimization and steps == self._backward_before_step and stage < 3:
+        stage = self.deepspeed_engine.zero_optimization_stage()
+        if not module.automatic_optimization and stage < 3:
             raise ValueError(
                 f"Manual optimization ran backward twice before an optimizer step, and ZeRO stage {stage} would drop "
                 "the gradients of the first: add the losses up and run backward once, or use stage 3, ulysses_fsdp2 or "
                 "ulysses_ddp."
             )
-        self._backward_before_step = steps
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

@@ -66,7 +66,7 @@ class Looking(pl.Callback):
         return noted
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        from deepspeed.utils import safe_get_full_optimizer_state
+        from deepspeed.utils import safe_get_full_optimizer_state, safe_get_local_fp32_param
 
         optimizer = trainer.strategy.deepspeed_engine.optimizer  # type: ignore[attr-defined]
         base = private.base_optimizer(optimizer)
@@ -81,8 +81,19 @@ class Looking(pl.Callback):
         self.shapes = sorted(tuple(private.full_shape(parameter)) for parameter in parameters)
         self.elements = sorted(map(private.full_numel, parameters))
         self.flat = sum(piece.flat.numel() for piece in pieces)
+        assert private.stepping_optimizers(optimizer) == [base]
         for piece in pieces:
             assert piece.group == 0
+            where = private.ranges(piece)
+            assert [index for part in where.values() for index in part] == list(range(12))
+            for parameter, part in where.items():
+                fragment = (
+                    safe_get_local_fp32_param(parameter)
+                    if self.partitioned == {True}
+                    else parameter._hp_mapping.hp_fragment
+                )  # type: ignore[attr-defined]
+                assert fragment.numel() == len(part)
+                assert fragment.data_ptr() == piece.flat[part.start :].data_ptr()
             assert set(piece.flat.tolist()) <= {0.5, 0.0}  # the last rank's is padded
             assert piece.flat in base.state
             if not private.is_partitioned(piece.parameters[0]):
@@ -131,6 +142,8 @@ def test_an_optimizer_of_torch_has_no_pieces_and_waits_for_nobody() -> None:
     assert private.own_values(weight).data_ptr() == weight.data_ptr()
     assert not private.is_gathered(weight)
     assert not private.swaps_to_disk(optimizer)
+    assert private.loss_scale(optimizer) == {}
+    private.set_loss_scale(optimizer, {})
     private.forget_gradients(optimizer)
 
 

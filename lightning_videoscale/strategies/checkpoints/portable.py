@@ -29,7 +29,7 @@ from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.compat.lightning import is_asynchronous, timeout_of
 from lightning_videoscale.parallel import SequenceMesh
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
-from lightning_videoscale.ranks import gather_over_ranks
+from lightning_videoscale.ranks import gather_over_ranks, of_first_rank
 from lightning_videoscale.strategies.checkpoints import frozen
 from lightning_videoscale.strategies.checkpoints.adapters import only_adapters_train
 from lightning_videoscale.strategies.checkpoints.background import BackgroundSaves
@@ -215,13 +215,17 @@ class PortableCheckpoints(_Parent):
             write_checkpoint(place, tensors, packed)
 
     def _to_write(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Leaves all that is no parameter to rank 0: buffers, such as BatchNorm's statistics, may differ elsewhere."""
+        """Leaves all that is no parameter to rank 0: buffers, such as BatchNorm's statistics, may differ elsewhere.
+
+        Collective. What rank 0 lacks is another rank's share of ZeRO's, whatever hooks have made of its name.
+        """
         assert self.lightning_module is not None
+        with_first = set(of_first_rank(list(state)))
         equal = {name for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
         return {
             name: value
             for name, value in state.items()
-            if self.is_global_zero or name in equal or isinstance(value, DTensor)
+            if self.is_global_zero or name in equal or name not in with_first or isinstance(value, DTensor)
         }
 
     @override

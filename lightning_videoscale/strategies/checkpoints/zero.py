@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_videoscale.compat.deepspeed import base_optimizer, full_shape
+from lightning_videoscale.compat.deepspeed import base_optimizer, full_shape, loss_scale, set_loss_scale
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.optimizer_names import Names, ParameterNames, check_groups, named
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
@@ -29,11 +29,17 @@ from lightning_videoscale.strategies.checkpoints.zero_partitions import (
     set_parameter,
 )
 from lightning_videoscale.strategies.checkpoints.zero_weights import ZeroWeights
+from lightning_videoscale.strategies.zero_steps import ZeroSteps
 from lightning_videoscale.trained_weights import TrainedWeights
+
+_LOSS_SCALE = "loss_scale"
 
 
 class ZeroCheckpoints(PortableCheckpoints):
     """Goes before the mixin in the bases of the DeepSpeed strategy."""
+
+    deepspeed_engine: Any
+    _steps: ZeroSteps
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -59,10 +65,10 @@ class ZeroCheckpoints(PortableCheckpoints):
         state: dict[str, Any] = {}
         for piece in pieces:
             link_piece(piece)
-            for parameter in piece.parameters:
+            for parameter, common in piece.common(self._steps).items():
                 values = {key: assemble(parameter, self.root_device, key) for key in piece.per_element}
-                if shares.next(full_shape(parameter).numel()) == self.global_rank:
-                    state[names[parameter][0]] = {key: value.cpu() for key, value in values.items()} | piece.common
+                if shares.next(full_shape(parameter).numel()) == self.global_rank and common is not None:
+                    state[names[parameter][0]] = {key: value.cpu() for key, value in values.items()} | common
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [aliases[0] for aliases in own]}
@@ -70,7 +76,7 @@ class ZeroCheckpoints(PortableCheckpoints):
                 base_optimizer(optimizer).param_groups, _names_per_group(optimizer, names), strict=True
             )
         ]
-        return {"state": state, "param_groups": groups}
+        return {"state": state, "param_groups": groups, _LOSS_SCALE: self._loss_scale(optimizer)}
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -103,7 +109,15 @@ class ZeroCheckpoints(PortableCheckpoints):
                 if name is not None:
                     saved[parameter] = SavedTensors.of(state["state"][name])
             if saved:
-                load_states(piece, saved)
+                load_states(piece, saved, self._steps)
+        if state.get(_LOSS_SCALE):  # neither other strategies nor other precisions have it
+            set_loss_scale(optimizer, state[_LOSS_SCALE]["scaler"])
+            self.deepspeed_engine.skipped_steps = state[_LOSS_SCALE]["skipped_steps"]
+
+    def _loss_scale(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The dynamic loss scale, without which the first steps of a resumed run would overflow and be skipped."""
+        scaler = loss_scale(optimizer)
+        return {"scaler": scaler, "skipped_steps": self.deepspeed_engine.skipped_steps} if scaler else {}
 
     def trained_weights(self) -> TrainedWeights:
         """The float32 copies of what is trained, as this rank holds them; see `HasTrainedWeights`."""

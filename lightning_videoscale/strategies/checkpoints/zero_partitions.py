@@ -6,13 +6,13 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,6 +27,7 @@ from lightning_videoscale.compat.deepspeed import (
 )
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
+from lightning_videoscale.strategies.zero_steps import Common, ZeroSteps, common_states, is_per_element
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,14 @@ class Piece:
     def per_element(self) -> list[str]:
         """Names of the states that have a value for every element of the parameters."""
         kept = self.base.state.get(self.flat, {})
-        return [key for key, value in kept.items() if _is_like(value, self.flat)]
+        return [key for key, value in kept.items() if is_per_element(value, self.flat)]
 
-    @property
-    def common(self) -> dict[str, Tensor]:
-        """The other states, such as the number of steps, which the parameters have in common."""
-        kept = self.base.state.get(self.flat, {})
-        return {
-            key: torch.as_tensor(value, dtype=torch.float32).cpu()
-            for key, value in kept.items()
-            if not _is_like(value, self.flat) and value is not None
-        }
+    def common(self, steps: ZeroSteps) -> dict[nn.Parameter, dict[str, Tensor] | None]:
+        """The other states, such as the number of steps, None of what was never stepped; collective."""
+        found = steps.common(self.flat)
+        if found is None:
+            found = dict.fromkeys(self.parameters, common_states(self.base.state.get(self.flat, {}), self.flat))
+        return {parameter: None if own is None else _portable(own) for parameter, own in found.items()}
 
 
 def pieces_of(optimizer: Any) -> list[Piece]:
@@ -82,11 +80,23 @@ def assemble(parameter: nn.Parameter, device: torch.device, key: str | None = No
 
     held = parameter.data
     parameter.data = held.to(device)  # where the ranks can talk: after fit, Lightning has moved it to the CPU
-    whole: Tensor = (
-        safe_get_full_fp32_param(parameter) if key is None else safe_get_full_optimizer_state(parameter, key)
-    )
+    with _thawed(parameter):
+        whole: Tensor = (
+            safe_get_full_fp32_param(parameter) if key is None else safe_get_full_optimizer_state(parameter, key)
+        )
     parameter.data = held
     return whole
+
+
+@contextmanager
+def _thawed(parameter: nn.Parameter) -> Iterator[None]:
+    """DeepSpeed's functions pass over what is frozen under stage 3, although it keeps what was trained before."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(trains)
 
 
 def gather(parameter: nn.Parameter) -> Tensor:
@@ -117,34 +127,50 @@ def set_master(parameter: nn.Parameter, value: Tensor) -> None:
     """Gives the float32 copy of a trained parameter a value, which every rank has whole."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-    if is_partitioned(parameter):
-        safe_set_local_fp32_param(parameter, own_piece(parameter, value))
-    else:
-        safe_set_full_fp32_param(parameter, value)
+    with _thawed(parameter):
+        if is_partitioned(parameter):
+            safe_set_local_fp32_param(parameter, own_piece(parameter, value))
+        else:
+            safe_set_full_fp32_param(parameter, value)
 
 
-def load_states(piece: Piece, saved: Mapping[nn.Parameter, SavedTensors]) -> None:
+def load_states(piece: Piece, saved: Mapping[nn.Parameter, SavedTensors], steps: ZeroSteps) -> None:
     """Gives the base optimizer the states that it would only make in its first step, and fills them in."""
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     per_element: dict[str, None] = {}
-    common: dict[str, list[float]] = {}
+    common: dict[nn.Parameter, dict[str, float]] = {parameter: {} for parameter in saved}
     for parameter, values in saved.items():
         for key in values:
             if key != "step" and values.shape(key) == full_shape(parameter):
                 per_element[key] = None
             elif values[key] is not None:
-                common.setdefault(key, []).append(float(values[key]))
+                common[parameter][key] = float(values[key])
     state: dict[str, Any] = {key: torch.zeros_like(piece.flat.detach()) for key in per_element}
-    state |= {key: _common_value(key, values, piece) for key, values in common.items()}
     piece.base.state[piece.flat] = state
+    _load_common(piece, common, steps)
     link_piece(piece)
     for parameter, values in saved.items():
-        for key in per_element.keys() & values.keys():
-            if is_partitioned(parameter):
-                safe_set_local_optimizer_state(parameter, own_piece(parameter, values[key]), key)
-            else:
-                safe_set_full_optimizer_state(parameter, values[key], key)
+        with _thawed(parameter):
+            for key in per_element.keys() & values.keys():
+                if is_partitioned(parameter):
+                    safe_set_local_optimizer_state(parameter, own_piece(parameter, values[key]), key)
+                else:
+                    safe_set_full_optimizer_state(parameter, values[key], key)
+
+
+def _load_common(piece: Piece, saved: Mapping[nn.Parameter, dict[str, float]], steps: ZeroSteps) -> None:
+    """One for all parameters if they are alike, else one for each history."""
+    histories = {
+        tuple(sorted(own.items())): {key: _common_value(value, piece) for key, value in own.items()}
+        for own in saved.values()
+    }
+    if len(histories) == 1 and len(saved) == len(piece.parameters):
+        piece.base.state[piece.flat].update(*histories.values())
+    else:
+        steps.set_common(
+            piece.flat, {parameter: histories[tuple(sorted(own.items()))] for parameter, own in saved.items()}
+        )
 
 
 def link_piece(piece: Piece) -> None:
@@ -153,18 +179,13 @@ def link_piece(piece: Piece) -> None:
         link_states(piece.parameters, piece.flat, piece.base.state)
 
 
-def _common_value(key: str, values: list[float], piece: Piece) -> Tensor | int:
-    if len(set(values)) > 1:
-        rank_zero_warn(
-            f"Parameters of one group have different values of {key!r} in the checkpoint ({min(values)} to "
-            f"{max(values)}), and ZeRO keeps one for all: the largest is taken."
-        )
+def _common_value(value: float, piece: Piece) -> Tensor | int:
     if type(piece.base).__module__.startswith("deepspeed."):
-        return int(max(values))  # DeepSpeed's own optimizers count in Python
+        return int(value)  # DeepSpeed's own optimizers count in Python
     settings = piece.base.param_groups[piece.group]
     on_device = settings.get("fused") or settings.get("capturable")
-    return torch.tensor(max(values), device=piece.flat.device if on_device else "cpu")
+    return torch.tensor(value, device=piece.flat.device if on_device else "cpu")
 
 
-def _is_like(value: Any, flat: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == flat.shape
+def _portable(common: Common) -> dict[str, Tensor]:
+    return {key: torch.as_tensor(value, dtype=torch.float32).cpu() for key, value in common.items()}

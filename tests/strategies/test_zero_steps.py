@@ -1,0 +1,136 @@
+"""Under ZeRO, what has no gradient in a step stays as it is, and its states and count of steps too, as under torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_videoscale.parallel import SplitPlan
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelDeepSpeedStrategy
+from lightning_videoscale.strategies.checkpoints.zero_partitions import assemble
+from tests.distributed.pool import ProcessPool
+from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
+
+Ranks = Callable[[int], ProcessPool]
+NOTHING_TO_SPLIT = SplitPlan({}, {}, {}, lambda model, context: lambda: None)
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "plain": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),  # multiplies something up over its steps
+}
+
+# The layers that each micro-batch calls; a capital one is frozen.
+FROZEN_LATER = ("abc", "Abc", "Abc", "Abc")
+FROZEN_FOR_A_WHILE = ("abc", "aBc", "Bc", "abc", "abc")
+EXPERTS = ("ab", "ac", "ac", "ab", "ac", "ab")
+
+
+class Layers(pl.LightningModule):
+    """Three layers, of which a micro-batch calls some. Two ranks hold one and a half of them each."""
+
+    def __init__(self, called: tuple[str, ...], optimizer: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.ModuleDict({name: nn.Linear(3, 3) for name in "abc"})
+        self.register_buffer("micro_batches", torch.zeros((), dtype=torch.int64))
+        self.called, self.optimizer = called, optimizer
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        names = self.called[int(self.micro_batches)]
+        self.micro_batches += 1
+        for name, layer in self.net.items():
+            layer.requires_grad_(name.upper() not in names)
+        return torch.stack([self.net[name.lower()](batch) for name in names]).sum(0).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+def alone(called: tuple[str, ...], optimizer: str, accumulation: int = 1) -> dict[str, Tensor]:
+    """The weights after a training by torch."""
+    module = Layers(called, optimizer)
+    stepping = module.configure_optimizers()
+    for index in range(len(called)):
+        (module.training_step(torch.ones(1, 3)) / accumulation).backward()
+        if (index + 1) % accumulation == 0:
+            stepping.step()
+            stepping.zero_grad()
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def train(
+    stage: int,
+    called: tuple[str, ...],
+    optimizer: str,
+    steps: int,
+    start: Path | None = None,
+    end: Path | None = None,
+    **settings: Any,
+) -> dict[str, Tensor]:
+    """The weights after a training by ZeRO, or by DDP as stage 0; on the way from a checkpoint to another."""
+    shared: dict[str, Any] = {"ulysses_size": 1, "modules": ["net"], "plan": NOTHING_TO_SPLIT}
+    settings |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    module = Layers(called, optimizer)
+    with deepspeed_on_cpu():
+        runner = pl.Trainer(
+            strategy=SequenceParallelDeepSpeedStrategy(stage, **shared)
+            if stage
+            else SequenceParallelDDPStrategy(find_unused_parameters=True, **shared),
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            max_steps=steps,
+            use_distributed_sampler=False,
+            enable_model_summary=False,
+            **settings,
+        )
+        runner.fit(module, DataLoader(torch.ones(len(called), 3)), ckpt_path=start)
+        if end is not None:
+            runner.save_checkpoint(end)
+        return {name: assemble(p, p.device) if stage else p.detach() for name, p in module.named_parameters()}
+
+
+def check(everyone: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    for theirs in everyone:
+        torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-6)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("called", [FROZEN_LATER, FROZEN_FOR_A_WHILE, EXPERTS], ids="-".join)
+def test_only_what_has_a_gradient_is_stepped(ranks: Ranks, called: tuple[str, ...], optimizer: str) -> None:
+    for stage in (1, 2, 3):
+        check(ranks(2).run(train, stage, called, optimizer, len(called)), alone(called, optimizer))
+
+
+def accumulate(stage: int) -> dict[str, Tensor]:
+    return train(stage, EXPERTS, "adamw", 3, accumulate_grad_batches=2)
+
+
+@needs_deepspeed
+def test_a_gradient_of_one_micro_batch_is_one_of_the_step(ranks: Ranks) -> None:
+    for stage in (1, 3):
+        check(ranks(2).run(accumulate, stage), alone(EXPERTS, "adamw", accumulation=2))
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("first", "second"), [((2, 2), (3, 2)), ((3, 2), (0, 1)), ((0, 1), (1, 2))], ids=str)
+def test_a_checkpoint_keeps_the_steps_of_each(
+    ranks: Ranks, tmp_path: Path, first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    """First and second are a stage and a number of ranks; the first has not stepped one layer yet."""
+    called = ("ab", "b", "ac", "abc")
+    ranks(first[1]).run(train, first[0], called, "adamw", 2, None, tmp_path / "two.ckpt")
+    check(
+        ranks(second[1]).run(train, second[0], called, "adamw", 4, tmp_path / "two.ckpt"),
+        alone(called, "adamw"),
+    )
