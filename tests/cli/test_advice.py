@@ -14,7 +14,7 @@ from tests.cli.test_main import COMMANDS
 
 OF_OTHERS = {
     "--nproc-per-node", "--no-python", "--module",  # torchrun
-    "--dereference",  # tar
+    "--dereference", "--concatenate",  # tar
     "--distribution",  # srun
     "--std", "--gpu-architecture", "--extra-device-vectorization",  # nvcc and NVRTC
     "--trainer", "--data", "--model",  # of LightningCLI

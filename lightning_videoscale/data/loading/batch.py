@@ -58,13 +58,13 @@ def pinned(columns: MemberColumns) -> MemberColumns:
     }  # fmt: skip
 
 
-def batch_of(columns: MemberColumns, sample_ids: list[str], meta: BatchMeta) -> Batch:
-    """Makes a batch of its columns, see `collate`."""
-    others = dict(with_even_texts(columns))
+def batch_of(columns: MemberColumns, sample_ids: list[str], meta: BatchMeta, pin: bool = False) -> Batch:
+    """Makes a batch of its columns, see `collate`; with ``pin`` what is made anew is in page-locked memory, too."""
+    others = dict(with_even_texts(columns, pin))
     main = "latents" if "latents" in others else "video"
     tensors = others.pop(main)
     if main == "latents":
-        tensors = _widened(tensors) if isinstance(tensors, Tensor) else torch.stack([t.float() for t in tensors])
+        tensors = _widened(tensors, pin) if isinstance(tensors, Tensor) else torch.stack([t.float() for t in tensors])
     stacked = {name: column for name, column in others.items() if isinstance(column, Tensor)}
     ragged = {n: column for n, column in others.items() if n not in stacked and any(map(_is_tensor, column))}
     listed = {name: column for name, column in others.items() if name not in stacked and name not in ragged}
@@ -73,10 +73,10 @@ def batch_of(columns: MemberColumns, sample_ids: list[str], meta: BatchMeta) -> 
     return {"sample_ids": sample_ids, "meta": meta, **listed, main: tensors, **stacked, **ragged}
 
 
-def _widened(latents: Tensor) -> Tensor:
+def _widened(latents: Tensor, pin: bool) -> Tensor:
     if latents.dtype == torch.float32:
         return latents
-    return torch.empty(latents.shape, dtype=torch.float32, pin_memory=latents.is_pinned()).copy_(latents)
+    return torch.empty(latents.shape, dtype=torch.float32, pin_memory=pin).copy_(latents)
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

@@ -89,7 +89,8 @@ class MicroBatchReader(Dataset[Batch]):
             number, sample = self._stand_in(micro_batch.samples[0], _shape(micro_batch), problem)
             numbers, columns = [number], [columns_of([sample])]
         meta = micro_batch.meta._replace(samples=len(numbers), loss_weight=weight)
-        return batch_of(joined(columns, pin), [self._index.sample_id(number) for number in numbers], meta)
+        sample_ids = [self._index.sample_id(number) for number in numbers]
+        return batch_of(joined(columns, pin), sample_ids, meta, pin)
 
     def is_slow(self, micro_batch: MicroBatch) -> bool:
         """Whether reading a sample of it takes long beside handing it over: pixels are decoded, latents are copied."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def with_even_texts(columns: dict[str, Any]) -> dict[str, Any]:
+def with_even_texts(columns: dict[str, Any], pin: bool = False) -> dict[str, Any]:
     """Fills up ``text_embeds`` (n, D) of B samples with zeros to (B, L, D), and their ``text_mask`` to (B, L).
 
     Where a sample has no mask, all its rows are its caption's. Embeddings of another kind (one vector, of unequal width
@@ -17,6 +17,7 @@ def with_even_texts(columns: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         columns: Members of the samples by name, see `MemberColumns`.
+        pin: Whether what is filled up is in page-locked memory.
     """
     embeds = columns.get("text_embeds")
     if embeds is None or not _are_alike(embeds, dims=2):
@@ -27,7 +28,7 @@ def with_even_texts(columns: dict[str, Any]) -> dict[str, Any]:
         masks = [torch.ones(len(e), dtype=torch.bool) if m is None else m for e, m in zip(embeds, own, strict=True)]
     if not _are_alike(masks, dims=1):
         return columns
-    length, pin = max(map(len, (*embeds, *masks))), embeds[0].is_pinned()
+    length = max(map(len, (*embeds, *masks)))
     return columns | {"text_embeds": _filled(embeds, length, pin), "text_mask": _filled(masks, length, pin)}
 
 

@@ -38,8 +38,8 @@ class SamplerWithoutTrainer(PlannedSampler):
         if (ranks := processes // self.sharing) > self.num_replicas:
             raise RuntimeError(
                 f"This loader was made without a Trainer, for {self.num_replicas} data-parallel rank, and there are "
-                f"{ranks}: each would train on all data. {_INSTEAD} Where all ranks train on one batch together in a "
-                f"loop of your own, say so: loader.sampler.sharing = {processes}."
+                f"{ranks}: each would train on all data. {_INSTEAD} Fabric has no such way. Where all ranks train on "
+                f"one batch together in a loop of your own, say so: loader.sampler.sharing = {processes}."
             )
 
     def _warn_of_weights(self) -> None:

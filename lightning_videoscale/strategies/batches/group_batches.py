@@ -80,7 +80,8 @@ class GroupBatches(_Parent):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         self._seed_step()
-        self._transferred_weight = _loss_weight(batch)  # before hooks of the user that make another batch of it
+        # Before hooks of the user that make another batch of it; and kept, as a closure may take its step again.
+        self._transferred_weight = _loss_weight(batch)
         if self._transferred_weight is None and not self._said_nested and _holds_weights(batch):
             self._said_nested = True
             rank_zero_warn(
@@ -96,7 +97,6 @@ class GroupBatches(_Parent):
         self._seed_step()
         candidates = _loss_weight(args[0] if args else None), self._transferred_weight
         self._loss_weight = next((weight for weight in candidates if weight is not None), 1.0)
-        self._transferred_weight = None
         return super().training_step(*args, **kwargs)
 
     @override
