@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -208,14 +207,14 @@ class SequenceParallelMixin(
             self._undo_changes = self._change_networks(self.lightning_module)
 
     def _sync_layers(self, module: pl.LightningModule) -> None:
-        """Does what ``Trainer(sync_batchnorm=True)`` asks for in ``fit``, where the parent does not, as DDP's does.
+        """Does what ``Trainer(sync_batchnorm=True)`` asks for in ``fit``, which the parents of some strategies do not.
 
         It puts other modules in the place of BatchNorms: before anybody hooks them, and not once they are sharded, as
         FSDP2 would go on to gather for those that are gone.
         """
         layer_sync = layer_sync_of(self)
-        is_left = module.trainer.state.fn == TrainerFn.FITTING and not isinstance(self, DDPStrategy)
-        if layer_sync is not None and is_left and not sharded_modules(module):
+        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
+        if layer_sync is not None and is_fitting and not sharded_modules(module):
             layer_sync.apply(module)
 
     def _count_calls(self) -> None:
