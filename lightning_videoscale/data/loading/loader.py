@@ -102,7 +102,7 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
         rest = self.progress.replan(planner, taken)
         if rest is None:
             return
-        if not self.is_started:
+        if not self.is_started and taken <= self._start.done:  # nor has any other rank begun
             self._begin(rest)
         elif rest.counted == self.progress.counted:  # what was to come after these steps never began
             self._parts[-1] = rest
