@@ -102,7 +102,7 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
         rest = self.progress.replan(planner, taken)
         if rest is None:
             return
-        if not self.is_started:
+        if not self.is_started and taken <= self._start.done:  # nor has any other rank begun
             self._begin(rest)
         elif rest.counted == self.progress.counted:  # what was to come after these steps never began
             self._parts[-1] = rest
@@ -110,21 +110,24 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
             self._parts.append(rest)
 
     def reach(self, micro_batches: int) -> Progress:
-        """Says that each rank has trained so many micro-batches of this epoch; parts before may be forgotten.
+        """Says that each rank has trained so many micro-batches of this epoch.
+
+        Parts before may be forgotten, unless this rank has yet to read its way through them to its next turn.
 
         Returns:
             The place where the latest plan of the window begins that the next micro-batch is of, the same on all ranks
             whatever they have read ahead.
         """
         self._plan_up_to(micro_batches)
-        begun = [part for part in self._parts if part.counted <= micro_batches]
-        del self._parts[: max(0, len(begun) - 1)]
-        return [part for part in self._parts if part.plan.window is self._parts[0].plan.window][-1]
+        window = self._part_of(micro_batches).plan.window
+        if micro_batches >= self.taken + self.sharing:  # its turn is over, and another rank reads for this one
+            self._reading = micro_batches
+        self._forget(micro_batches)
+        return [part for part in self._parts if part.plan.window is window][-1]
 
     def state_dict(self, micro_batches: int, is_over: bool = False, has_ended: bool = False) -> dict[str, Any]:
         """Returns the state of the epoch after a number of micro-batches, see `Progress.state_dict`."""
-        begun = [part for part in self._parts if part.counted <= micro_batches] or self._parts[:1]
-        return begun[-1].state_dict(micro_batches, is_over, has_ended)
+        return self._part_of(micro_batches).state_dict(micro_batches, is_over, has_ended)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         if self.is_started:
@@ -132,7 +135,7 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
         self.is_started, self._goes_on = True, False
         progress: Progress | None = self._parts[0]
         while progress is not None:
-            self._plan_ahead(progress)
+            self._enter(progress)
             for micro_batch in progress.plan.micro_batches_of(self.rank, progress.done - progress.counted):
                 following = self._after(progress)  # may be added meanwhile
                 if following is not None and self.taken == following.counted:
@@ -147,10 +150,32 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
     def __len__(self) -> int:
         return len(self.progress)
 
+    def _enter(self, progress: Progress) -> None:
+        """Begins to read a part, which begins where the one before has ended."""
+        if self.taken != progress.done:
+            raise RuntimeError(
+                f"This rank goes on to read behind micro-batch {progress.done} and has read up to {self.taken}: what "
+                "is between would be lost. Ranks that read in turn do so by loader.taking_turns(turn, turns)."
+            )
+        self._reading = progress.counted
+        if self._on_begin is None:
+            self._forget(progress.counted)
+        self._plan_ahead(progress)
+
     def _begin(self, progress: Progress) -> None:
         self._start: Progress = progress
         self._parts: list[Progress] = [progress]
         self.taken = progress.done
+        self._reading = progress.counted  # micro-batches before the part that this rank reads
+
+    def _part_of(self, micro_batches: int) -> Progress:
+        """The part of the micro-batch with this number; the first, if that is of an earlier one."""
+        return [part for part in self._parts if part.counted <= micro_batches or part is self._parts[0]][-1]
+
+    def _forget(self, micro_batches: int) -> None:
+        """Drops the parts that end before a micro-batch, up to the one that this rank reads."""
+        first = self._part_of(min(micro_batches, self._reading))
+        self._parts = [part for part in self._parts if part.counted >= first.counted]
 
     def _after(self, progress: Progress) -> Progress | None:
         """The part that follows one, if it is known yet."""
@@ -173,8 +198,6 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
         self._ahead = None
         is_valid = ahead is not None and ahead[0] is last
         following = ahead[1].result() if ahead and is_valid else last.next_window(self.planner)
-        if self._on_begin is None:
-            self._parts.clear()
         self._parts.append(following)
         return following
 
