@@ -13,7 +13,7 @@ import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_videoscale.compat.lightning.training_loop import forget_training_loader
+from lightning_videoscale.compat.lightning.training_loop import asks_for_training_loader, forget_training_loader
 from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.cost import Calibration, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
@@ -33,7 +33,6 @@ from lightning_videoscale.data.loading.run_budget import BudgetArgument, RunBudg
 from lightning_videoscale.data.loading.synthetic_batches import RepresentativeBatches
 from lightning_videoscale.data.loading.trainer import (
     TrainerPosition,
-    announce_shapes,
     apply_loss_weights,
     micro_batches_of,
     rank_and_size,
@@ -41,7 +40,7 @@ from lightning_videoscale.data.loading.trainer import (
     replan,
     resumed,
 )
-from lightning_videoscale.data.loading.window_follower import WindowFollower
+from lightning_videoscale.data.loading.window_follower import follow
 from lightning_videoscale.data.loading.without_trainer import SamplerWithoutTrainer
 from lightning_videoscale.data.loading.worker_ledger import WorkerLedger
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossUnit, SampleTable
@@ -181,7 +180,7 @@ class VideoDataModule(pl.LightningDataModule):
         if stage == "fit" and self._sampler is not None:
             same = self._position is not None and self._position.trainer is self.trainer
             self._state = self.state_dict() if same else None  # another Trainer begins at the beginning
-            self._sampler = None
+            self._sampler, self._position = None, None
         if not self._shards.read(self._shape_policy.fps, self.trainer):
             return
         if self._window is not None:
@@ -189,12 +188,12 @@ class VideoDataModule(pl.LightningDataModule):
             self._windows = self._shards.windows(self._window, self._shape_policy, self._geometry, *shuffle)
         for argument in self._shards.arguments:
             table = self._table(argument)
-            warn_of_shapeless(self._shards.index(argument), *self._shapeless(argument, table))
+            warn_of_shapeless(self._shards.index(argument), table, self._windows if argument == "shards" else None)
             if self._budget.training is not None:
                 warn_of_oversized(table, self._budget.training)
 
     def train_dataloader(self) -> PlannedLoader:
-        """Batches of this rank; a new plan every epoch.
+        """Batches of this rank; a new plan every epoch. Whoever only asks how many there are changes nothing.
 
         Raises:
             ValueError: If the Trainer accumulates another number of micro-batches, or a checkpoint was made with other
@@ -207,8 +206,7 @@ class VideoDataModule(pl.LightningDataModule):
         make = partial(self._planner, "shards", is_training=True)
         if (found := self._budget.find(trainer, make, self.training_shapes, self.matrix_file)) is not None:
             warn_of_oversized(self._table("shards"), found)
-        planner = make()
-        progress, position = None, None
+        planner, progress, position = make(), None, None
         if trainer is not None and trainer.training and not overfit:  # else somebody only looks at what would come
             if self._sampler is not None:
                 self._state = self.state_dict()  # this run has gone on from there
@@ -225,22 +223,33 @@ class VideoDataModule(pl.LightningDataModule):
             repeat_first_epoch=overfit,
             progress=progress,
             epoch=0 if trainer is None else trainer.current_epoch,
-            on_begin=None if position is None else position.begin,
+            on_begin=None if position is None else lambda _: self._begin(sampler, position, contents),
         )
         if trainer is not None:
             apply_loss_weights(trainer)
             draws_shapes = planner.redraw is not None and self._shape_policy.draws_shapes
             if progress is not None or self._shards.weights is not None or draws_shapes or self._windows is not None:
                 reload_every_epoch(trainer)  # the next ones have another number of steps
-        if trainer is None or trainer.training:
-            self._sampler, self._position, self._contents = None if overfit else sampler, position, contents
-            if position is not None:
-                announce_shapes(position.trainer, sampler)
-                if self._windows is not None:
-                    WindowFollower.of(position.trainer).follow(sampler)
-        if self._shards.weights is not None:
-            say_passes(sampler.progress.epoch, self.passes())
+        is_under_way = self._position is not None and self._position.has_begun
+        if trainer is None or (trainer.training and not is_under_way and asks_for_training_loader(trainer)):
+            self._track(None if overfit else sampler, position, contents)
         return self._loader("shards", sampler)
+
+    def _begin(self, sampler: PlannedSampler, position: TrainerPosition, contents: dict[str, str]) -> None:
+        """Only here is it known that the Trainer reads a sampler: others may have asked for loaders meanwhile."""
+        if position.trainer.training and sampler is not self._sampler:
+            self._track(sampler, position, contents)
+        position.begin(sampler.progress)
+
+    def _track(
+        self, sampler: PlannedSampler | None, position: TrainerPosition | None, contents: dict[str, str]
+    ) -> None:
+        """Keeps the state of a sampler from now on."""
+        self._sampler, self._position, self._contents = sampler, position, contents
+        if sampler is not None and position is not None:
+            follow(position.trainer, sampler)
+        if self._shards.weights is not None:
+            say_passes(0 if sampler is None else sampler.progress.epoch, self.passes())
 
     def val_dataloader(self) -> PlannedLoader:
         """Validation batches of this rank, the same ones every time. Needs ``val_shards``."""
@@ -354,14 +363,6 @@ class VideoDataModule(pl.LightningDataModule):
             return self._windows.sample
         clips, shards = self._shards.clips(argument), self._shards.index(argument).shard_numbers
         return SampleTable.of_clips(clips, self._shape_policy, self._geometry, self._settings["seed"], shards, epoch)
-
-    def _shapeless(self, argument: str, table: SampleTable) -> tuple[int, int]:
-        """How many samples are too small to be trained on, and the first that is."""
-        windows = self._windows if argument == "shards" else None
-        if windows is not None:
-            return windows.unusable, windows.first_unusable if windows.unusable else 0
-        shapeless = np.flatnonzero(table.shape_id < 0)
-        return len(shapeless), int(shapeless[0]) if len(shapeless) else 0
 
     def _planner(self, argument: str, is_training: bool) -> BucketPlanner:
         table, windows = self._table(argument), self._windows if is_training else None
