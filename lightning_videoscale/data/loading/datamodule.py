@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
@@ -46,7 +45,7 @@ from lightning_videoscale.data.loading.worker_ledger import WorkerLedger
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossUnit, SampleTable
 from lightning_videoscale.data.planning.plan import check_settings
 from lightning_videoscale.data.planning.shapes import Media, ShapePolicy
-from lightning_videoscale.data.planning.stream import draws_of_sizes
+from lightning_videoscale.data.planning.stream import dataset_sizes, draws_before
 from lightning_videoscale.data.planning.windows import EpochWindows
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.patterns import Patterns
@@ -323,13 +322,10 @@ class VideoDataModule(pl.LightningDataModule):
         weights = self._shards.weights
         names = list(weights) if weights is not None else ["shards"]
         epoch = 0 if self._sampler is None else self._sampler.progress.epoch
-        if self._windows is not None:
-            drawn, sizes = self._windows.draws_and_sizes
-        else:
-            table = self._table("shards")
-            sizes = np.bincount(table.source[table.shape_id >= 0], minlength=len(names))
-            drawn = draws_of_sizes(sizes, None if weights is None else list(weights.values()))
-        return {name: float(epoch * n / size) for name, n, size in zip(names, drawn, sizes, strict=True)}
+        windows = self._windows
+        sizes = dataset_sizes(self._table("shards"), len(names)) if windows is None else windows.sizes
+        drawn = draws_before(sizes, None if weights is None else list(weights.values()), epoch)
+        return dict(zip(names, (drawn / sizes).tolist(), strict=True))
 
     def training_shapes(self) -> tuple[SampleTable, RepresentativeBatches]:
         """The training samples in the shapes of the first epoch, and batches to measure with.
