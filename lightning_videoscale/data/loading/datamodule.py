@@ -261,7 +261,8 @@ class VideoDataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Returns what of the epoch is done, the same on every rank; nothing outside of training."""
         if self._sampler is None or self._position is None:
-            return dict(self._state) if self._state is not None else {}
+            is_fit = self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+            return dict(self._state or ({"has_begun": False} if is_fit else {}))  # an empty one would not be loaded
         trained = self._position.now(self._sampler)
         state = self._sampler.state_dict(trained.micro_batches, trained.is_over, trained.has_ended)
         order = {"shards": self._contents, "drawn_by": drawn_by(self._settings, self._shards.weights)}
@@ -270,7 +271,7 @@ class VideoDataModule(pl.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a state: the next train_dataloader begins there, with what was adopted before."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:  # validating is no place to train from
-            self._state = state_dict
+            self._state = state_dict if state_dict.get("has_begun", True) else None
             if self._position is not None:
                 forget_training_loader(self._position.trainer)  # the optimizers may have asked how long it is
             self._sampler, self._position = None, None
