@@ -90,6 +90,12 @@ def limited_batches(batches: int, limit: int | float | None) -> int:
     return int(parse(RunningStage.TRAINING, batches, limit))
 
 
+def asks_for_training_loader(trainer: pl.Trainer) -> bool:
+    """Whether the training loop has no loader to read yet, or turns to another; else one that is made is no loop's."""
+    loop = trainer.fit_loop
+    return LIGHTNING.get(loop, "_combined_loader") is None or bool(LIGHTNING.get(loop, "_should_reload_train_dl"))
+
+
 def forget_training_loader(trainer: pl.Trainer) -> None:
     """Makes a Trainer that has made its training loader already ask for another when training begins."""
     LIGHTNING.put(trainer.fit_loop, "_combined_loader", None)

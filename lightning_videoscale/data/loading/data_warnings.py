@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.data.planning import SampleTable
+from lightning_videoscale.data.planning.windows import EpochWindows
 from lightning_videoscale.data.shards.captions import CAPTION_KEYS
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
@@ -76,12 +77,13 @@ def warn_of_missing_embeds(index: ShardIndex) -> None:
         )
 
 
-def warn_of_shapeless(index: ShardIndex, shapeless: int, first: int) -> None:
-    """Names samples that are too small to be trained on, of which ``first`` is the first.
+def warn_of_shapeless(index: ShardIndex, table: SampleTable, windows: EpochWindows | None) -> None:
+    """Names samples of a table, or of all windows, that are too small to be trained on.
 
     Raises:
         ValueError: If all of them are.
     """
+    shapeless, first = _shapeless(table, windows)
     if shapeless:
         sample = index.samples[first]
         left_out = (
@@ -118,3 +120,11 @@ def say_passes(epoch: int, passes: Mapping[str, float]) -> None:
     """Tells how often each of several datasets has been walked through."""
     walked = ", ".join(f"{name} {times:.2f} times" for name, times in passes.items())
     rank_zero_info(f"Epoch {epoch} begins; of each dataset was drawn before: {walked}.")
+
+
+def _shapeless(table: SampleTable, windows: EpochWindows | None) -> tuple[int, int]:
+    """How many there are, and the first."""
+    if windows is not None:
+        return windows.unusable, windows.first_unusable if windows.unusable else 0
+    shapeless = np.flatnonzero(table.shape_id < 0)
+    return len(shapeless), int(shapeless[0]) if len(shapeless) else 0

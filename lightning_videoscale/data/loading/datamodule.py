@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_videoscale.compat.lightning.training_loop import forget_training_loader
+from lightning_videoscale.compat.lightning.training_loop import asks_for_training_loader, forget_training_loader
 from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.cost import Calibration, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
@@ -33,7 +32,6 @@ from lightning_videoscale.data.loading.run_budget import BudgetArgument, RunBudg
 from lightning_videoscale.data.loading.synthetic_batches import RepresentativeBatches
 from lightning_videoscale.data.loading.trainer import (
     TrainerPosition,
-    announce_shapes,
     apply_loss_weights,
     micro_batches_of,
     rank_and_size,
@@ -41,13 +39,13 @@ from lightning_videoscale.data.loading.trainer import (
     replan,
     resumed,
 )
-from lightning_videoscale.data.loading.window_follower import WindowFollower
+from lightning_videoscale.data.loading.window_follower import follow
 from lightning_videoscale.data.loading.without_trainer import SamplerWithoutTrainer
 from lightning_videoscale.data.loading.worker_ledger import WorkerLedger
 from lightning_videoscale.data.planning import Balance, BucketPlanner, LossNormalization, LossUnit, SampleTable
 from lightning_videoscale.data.planning.plan import check_settings
 from lightning_videoscale.data.planning.shapes import Media, ShapePolicy
-from lightning_videoscale.data.planning.stream import draws_of_sizes
+from lightning_videoscale.data.planning.stream import dataset_sizes, draws_before
 from lightning_videoscale.data.planning.windows import EpochWindows
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.patterns import Patterns
@@ -181,7 +179,7 @@ class VideoDataModule(pl.LightningDataModule):
         if stage == "fit" and self._sampler is not None:
             same = self._position is not None and self._position.trainer is self.trainer
             self._state = self.state_dict() if same else None  # another Trainer begins at the beginning
-            self._sampler = None
+            self._sampler, self._position = None, None
         if not self._shards.read(self._shape_policy.fps, self.trainer):
             return
         if self._window is not None:
@@ -189,12 +187,12 @@ class VideoDataModule(pl.LightningDataModule):
             self._windows = self._shards.windows(self._window, self._shape_policy, self._geometry, *shuffle)
         for argument in self._shards.arguments:
             table = self._table(argument)
-            warn_of_shapeless(self._shards.index(argument), *self._shapeless(argument, table))
+            warn_of_shapeless(self._shards.index(argument), table, self._windows if argument == "shards" else None)
             if self._budget.training is not None:
                 warn_of_oversized(table, self._budget.training)
 
     def train_dataloader(self) -> PlannedLoader:
-        """Batches of this rank; a new plan every epoch.
+        """Batches of this rank; a new plan every epoch. Whoever only asks how many there are changes nothing.
 
         Raises:
             ValueError: If the Trainer accumulates another number of micro-batches, or a checkpoint was made with other
@@ -207,8 +205,7 @@ class VideoDataModule(pl.LightningDataModule):
         make = partial(self._planner, "shards", is_training=True)
         if (found := self._budget.find(trainer, make, self.training_shapes, self.matrix_file)) is not None:
             warn_of_oversized(self._table("shards"), found)
-        planner = make()
-        progress, position = None, None
+        planner, progress, position = make(), None, None
         if trainer is not None and trainer.training and not overfit:  # else somebody only looks at what would come
             if self._sampler is not None:
                 self._state = self.state_dict()  # this run has gone on from there
@@ -225,22 +222,33 @@ class VideoDataModule(pl.LightningDataModule):
             repeat_first_epoch=overfit,
             progress=progress,
             epoch=0 if trainer is None else trainer.current_epoch,
-            on_begin=None if position is None else position.begin,
+            on_begin=None if position is None else lambda _: self._begin(sampler, position, contents),
         )
         if trainer is not None:
             apply_loss_weights(trainer)
             draws_shapes = planner.redraw is not None and self._shape_policy.draws_shapes
             if progress is not None or self._shards.weights is not None or draws_shapes or self._windows is not None:
                 reload_every_epoch(trainer)  # the next ones have another number of steps
-        if trainer is None or trainer.training:
-            self._sampler, self._position, self._contents = None if overfit else sampler, position, contents
-            if position is not None:
-                announce_shapes(position.trainer, sampler)
-                if self._windows is not None:
-                    WindowFollower.of(position.trainer).follow(sampler)
-        if self._shards.weights is not None:
-            say_passes(sampler.progress.epoch, self.passes())
+        is_under_way = self._position is not None and self._position.has_begun
+        if trainer is None or (trainer.training and not is_under_way and asks_for_training_loader(trainer)):
+            self._track(None if overfit else sampler, position, contents)
         return self._loader("shards", sampler)
+
+    def _begin(self, sampler: PlannedSampler, position: TrainerPosition, contents: dict[str, str]) -> None:
+        """Only here is it known that the Trainer reads a sampler: others may have asked for loaders meanwhile."""
+        if position.trainer.training and sampler is not self._sampler:
+            self._track(sampler, position, contents)
+        position.begin(sampler.progress)
+
+    def _track(
+        self, sampler: PlannedSampler | None, position: TrainerPosition | None, contents: dict[str, str]
+    ) -> None:
+        """Keeps the state of a sampler from now on."""
+        self._sampler, self._position, self._contents = sampler, position, contents
+        if sampler is not None and position is not None:
+            follow(position.trainer, sampler)
+        if self._shards.weights is not None:
+            say_passes(0 if sampler is None else sampler.progress.epoch, self.passes())
 
     def val_dataloader(self) -> PlannedLoader:
         """Validation batches of this rank, the same ones every time. Needs ``val_shards``."""
@@ -253,7 +261,8 @@ class VideoDataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Returns what of the epoch is done, the same on every rank; nothing outside of training."""
         if self._sampler is None or self._position is None:
-            return dict(self._state) if self._state is not None else {}
+            is_fit = self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+            return dict(self._state or ({"has_begun": False} if is_fit else {}))  # an empty one would not be loaded
         trained = self._position.now(self._sampler)
         state = self._sampler.state_dict(trained.micro_batches, trained.is_over, trained.has_ended)
         order = {"shards": self._contents, "drawn_by": drawn_by(self._settings, self._shards.weights)}
@@ -262,7 +271,7 @@ class VideoDataModule(pl.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a state: the next train_dataloader begins there, with what was adopted before."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:  # validating is no place to train from
-            self._state = state_dict
+            self._state = state_dict if state_dict.get("has_begun", True) else None
             if self._position is not None:
                 forget_training_loader(self._position.trainer)  # the optimizers may have asked how long it is
             self._sampler, self._position = None, None
@@ -314,13 +323,10 @@ class VideoDataModule(pl.LightningDataModule):
         weights = self._shards.weights
         names = list(weights) if weights is not None else ["shards"]
         epoch = 0 if self._sampler is None else self._sampler.progress.epoch
-        if self._windows is not None:
-            drawn, sizes = self._windows.draws_and_sizes
-        else:
-            table = self._table("shards")
-            sizes = np.bincount(table.source[table.shape_id >= 0], minlength=len(names))
-            drawn = draws_of_sizes(sizes, None if weights is None else list(weights.values()))
-        return {name: float(epoch * n / size) for name, n, size in zip(names, drawn, sizes, strict=True)}
+        windows = self._windows
+        sizes = dataset_sizes(self._table("shards"), len(names)) if windows is None else windows.sizes
+        drawn = draws_before(sizes, None if weights is None else list(weights.values()), epoch)
+        return dict(zip(names, (drawn / sizes).tolist(), strict=True))
 
     def training_shapes(self) -> tuple[SampleTable, RepresentativeBatches]:
         """The training samples in the shapes of the first epoch, and batches to measure with.
@@ -354,14 +360,6 @@ class VideoDataModule(pl.LightningDataModule):
             return self._windows.sample
         clips, shards = self._shards.clips(argument), self._shards.index(argument).shard_numbers
         return SampleTable.of_clips(clips, self._shape_policy, self._geometry, self._settings["seed"], shards, epoch)
-
-    def _shapeless(self, argument: str, table: SampleTable) -> tuple[int, int]:
-        """How many samples are too small to be trained on, and the first that is."""
-        windows = self._windows if argument == "shards" else None
-        if windows is not None:
-            return windows.unusable, windows.first_unusable if windows.unusable else 0
-        shapeless = np.flatnonzero(table.shape_id < 0)
-        return len(shapeless), int(shapeless[0]) if len(shapeless) else 0
 
     def _planner(self, argument: str, is_training: bool) -> BucketPlanner:
         table, windows = self._table(argument), self._windows if is_training else None

@@ -45,7 +45,8 @@ class RunBudget:
     def __init__(self, budget: BudgetArgument, step_time: StepTimeModel | None) -> None:
         if budget != "auto" and not isinstance(budget, (Budget, AutoBudget)):
             raise ValueError(f"budget={budget!r} must be 'auto', a BucketBudget, a TimeBudget or an AutoBudget.")
-        self.training: Budget | None = budget if isinstance(budget, Budget) else None
+        self._given = budget if isinstance(budget, Budget) else None
+        self.training: Budget | None = self._given
         self.step_time = budget.step_time if step_time is None and isinstance(budget, TimeBudget) else step_time
         self._auto = None if isinstance(budget, Budget) else AutoBudget() if budget == "auto" else budget
         self._given_step_time = self.step_time
@@ -139,9 +140,11 @@ class RunBudget:
         return budget or budget_of_longest(int(table.sequence_lengths.max()), step_time), step_time
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what was found and adopted, for the checkpoint."""
+        """Returns what was found and adopted, and what was given before, for the checkpoint."""
         kept = {"calibration": self._adopted, "found_budget": self._found}
         state: dict[str, Any] = {name: each.to_dict() for name, each in kept.items() if each is not None}
+        if self._adopted is not None and self._given is not None:
+            state["given_budget"] = self._given.to_dict()
         return state | ({"found_under": self._found_under} if self._found_under is not None else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,6 +154,11 @@ class RunBudget:
             self._use(self._found)
         if "calibration" in state:
             self.adopt(Calibration.from_dict(state["calibration"]))
+            if self._given is not None and self._given.to_dict() != state.get("given_budget"):
+                rank_zero_info(
+                    f"The budget given now, {self._given}, does not count: the checkpoint's does, {self.training}, "
+                    "which was adopted in training."
+                )
 
     def _forget_if_elsewhere(self, trainer: pl.Trainer) -> None:
         """Forgets a budget that was found on another machine, or for another model, and not adopted since."""

@@ -142,6 +142,11 @@ class TrainerPosition:
         self._begun: Progress | None = None
         self._first_step = 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a pass has: the Trainer's loop reads the sampler of this position."""
+        return self._begun is not None
+
     def begin(self, progress: Progress) -> None:
         """Tells the Trainer where a pass over an epoch begins, unless it does not train now."""
         if not self.trainer.training:

@@ -11,8 +11,15 @@ from typing_extensions import override
 from lightning_videoscale.data.loading.consistency import check_same_plan
 from lightning_videoscale.data.loading.data_warnings import warn_of_oversized
 from lightning_videoscale.data.loading.loader import PlannedSampler
-from lightning_videoscale.data.loading.trainer import first_callback, tell_length
+from lightning_videoscale.data.loading.trainer import announce_shapes, first_callback, tell_length
 from lightning_videoscale.data.planning.windows import Window
+
+
+def follow(trainer: pl.Trainer, sampler: PlannedSampler) -> None:
+    """Tells a Trainer what it asks of the sampler that it reads from now on, here and in each window."""
+    announce_shapes(trainer, sampler)
+    if sampler.planner.windows is not None:
+        WindowFollower.of(trainer).follow(sampler)
 
 
 class WindowFollower(pl.Callback):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.data.planning.seeded_random import SeededRandom, runs
-from lightning_videoscale.data.planning.stream import MIX, ORDER, draws_of_sizes
+from lightning_videoscale.data.planning.stream import MIX, ORDER, draws_before, draws_of_epoch
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LazyStream:
         weights: Weight per dataset; None takes every sample of the one dataset once.
 
     Raises:
-        ValueError: As `draws_per_epoch`, when draws are asked for.
+        ValueError: As `draws_before`, when draws are asked for.
     """
 
     samples: NDArray[np.int64]
@@ -47,48 +47,48 @@ class LazyStream:
         datasets = 1 if self.weights is None else len(self.weights)
         return np.bincount(self.source, self.samples, minlength=datasets).astype(np.int64)
 
-    @cached_property
-    def counts(self) -> NDArray[np.int64]:
-        """(datasets,) draws of each dataset in an epoch."""
-        return draws_of_sizes(self.sizes, self.weights)
-
     @property
     def draws(self) -> int:
         """Draws of an epoch."""
-        return int(self.counts.sum())
+        return int(draws_before(self.sizes, self.weights, 1).sum())
 
     def rows(self, epoch: int, draws: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of the table that some ascending draws of an epoch are, (n,)."""
         found = np.empty(len(draws), np.int64)
-        source, number = self._of_datasets(epoch, draws)
-        for dataset, (count, size) in enumerate(zip(self.counts.tolist(), self.sizes.tolist(), strict=True)):
+        firsts, counts = draws_of_epoch(self.sizes, self.weights, epoch)
+        source, number = self._of_datasets(epoch, draws, counts)
+        for dataset, (first, size) in enumerate(zip(firsts.tolist(), self.sizes.tolist(), strict=True)):
             own = np.flatnonzero(source == dataset)
-            passes, places = np.divmod(epoch * count + number[own], max(size, 1))
+            passes, places = np.divmod(first + number[own], max(size, 1))
             for each in np.unique(passes).tolist():
                 found[own[passes == each]] = self._of_pass(dataset, each, places[passes == each])
         return found
 
-    def _of_datasets(self, epoch: int, draws: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of which dataset each draw is, and which of its draws in this epoch."""
-        if len(self.counts) == 1:
+    def _of_datasets(
+        self, epoch: int, draws: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of which dataset each draw is, and which of its ``counts`` draws in this epoch."""
+        if len(counts) == 1:
             return np.zeros_like(draws), draws
         pieces = [(np.empty(0, np.int64), np.empty(0, np.int64))]
         for run in runs(draws):
-            source, number = self._mixed(epoch, int(run[0]), int(run[-1]) + 1)
+            source, number = self._mixed(epoch, int(run[0]), int(run[-1]) + 1, counts)
             pieces.append((source[run - run[0]], number[run - run[0]]))
         of_all, numbers = zip(*pieces, strict=True)
         return np.concatenate(of_all), np.concatenate(numbers)
 
-    def _mixed(self, epoch: int, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _mixed(
+        self, epoch: int, first: int, last: int, counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The same for the draws ``first`` to ``last``.
 
         Draw i of n of a dataset lies between i / n and (i + 1) / n of the epoch. So before a place x of it there are x
         times all draws, but for one of each dataset, and few draws beside the asked ones decide their order.
         """
-        datasets, total = len(self.counts), self.draws
+        datasets, total = len(counts), int(counts.sum())
         begin, end = (first - datasets - 1) / total, (last + datasets + 1) / total
         sources, numbers, places, skipped = [], [], [], 0
-        for source, count in enumerate(self.counts.tolist()):
+        for source, count in enumerate(counts.tolist()):
             begins = min(max(0, int(begin * count)), count)
             number = np.arange(begins, min(count, int(end * count) + 1))
             skipped += begins

@@ -19,20 +19,27 @@ ORDER, MIX = 2, 3
 """What names the random numbers of a pass over a dataset, and of how datasets mix."""
 
 
-def draws_per_epoch(table: SampleTable, weights: Sequence[float] | None) -> NDArray[np.int64]:
-    """How many samples of each dataset an epoch draws, (datasets,): all of them, or by weight as many in total.
+def dataset_sizes(table: SampleTable, datasets: int) -> NDArray[np.int64]:
+    """(datasets,) how many samples of each can be trained on."""
+    return np.bincount(table.source[table.shape_id >= 0], minlength=datasets)
+
+
+def draws_before(sizes: NDArray[np.int64], weights: Sequence[float] | None, epoch: int) -> NDArray[np.int64]:
+    """How many samples of each dataset the epochs before one draw, (datasets,): all of them, or by weight as many.
+
+    What is no whole number of an epoch adds up over epochs. Draw k of a dataset comes at (k + 1/2) / its share, and an
+    epoch takes those that come next, as many as there are samples.
+
+    Args:
+        sizes: Samples of each dataset.
+        weights: Weight per dataset; None takes every sample once.
+        epoch: Number of the epoch, from 0.
 
     Raises:
         ValueError: If there is not one positive weight per dataset, or nothing to draw of one.
     """
-    datasets = 1 if weights is None else len(weights)
-    return draws_of_sizes(np.bincount(table.source[table.shape_id >= 0], minlength=datasets), weights)
-
-
-def draws_of_sizes(sizes: NDArray[np.int64], weights: Sequence[float] | None) -> NDArray[np.int64]:
-    """The same for datasets of so many samples each, (datasets,); raises as `draws_per_epoch` does."""
     if weights is None:
-        return sizes
+        return sizes * epoch
     if (empty := np.flatnonzero(sizes == 0)).size:
         raise ValueError(
             f"Nothing can be drawn of datasets {(empty + 1).tolist()} of {len(sizes)}: none of their samples can be "
@@ -40,9 +47,20 @@ def draws_of_sizes(sizes: NDArray[np.int64], weights: Sequence[float] | None) ->
         )
     if len(weights) != len(sizes) or min(weights) <= 0:
         raise ValueError(f"{len(sizes)} datasets need one positive weight each, got {list(weights)}.")
-    shares = np.cumsum(weights) / np.sum(weights)
-    counts: NDArray[np.int64] = np.diff(np.round(shares * sizes.sum()).astype(np.int64), prepend=0)
-    return counts
+    shares, total = np.array(weights) / np.sum(weights), int(sizes.sum()) * epoch
+    # Rounding adds half a draw to each at most: these are never too many.
+    drawn: NDArray[np.int64] = np.floor(shares * max(0, total - len(sizes) / 2) + 0.5).astype(np.int64)
+    for _ in range(total - int(drawn.sum())):
+        drawn[np.argmin((drawn + 0.5) / shares)] += 1
+    return drawn
+
+
+def draws_of_epoch(
+    sizes: NDArray[np.int64], weights: Sequence[float] | None, epoch: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(datasets,) the first draw of each dataset in an epoch, and how many there are; raises as `draws_before`."""
+    first = draws_before(sizes, weights, epoch)
+    return first, draws_before(sizes, weights, epoch + 1) - first
 
 
 def epoch_stream(
@@ -57,11 +75,11 @@ def epoch_stream(
         shard_window: Shards that samples are shuffled over at a time.
         weights: Weight per dataset; None takes every sample once.
     """
-    counts = draws_per_epoch(table, weights)
+    firsts, counts = draws_of_epoch(dataset_sizes(table, len(weights or [1])), weights, epoch)
     parts, places = [], []
-    for source, count in enumerate(counts.tolist()):
+    for source, (first, count) in enumerate(zip(firsts.tolist(), counts.tolist(), strict=True)):
         rows = np.flatnonzero((table.source == source) & (table.shape_id >= 0))
-        parts.append(_walk(rows, table.shard[rows], (seed, source), epoch * count, count, shard_window))
+        parts.append(_walk(rows, table.shard[rows], (seed, source), first, count, shard_window))
         # Evenly spread, with a random offset of their own each.
         places.append((np.arange(count) + SeededRandom(seed, source, epoch, MIX).uniform(count)) / max(count, 1))
     if len(parts) == 1:

@@ -164,9 +164,9 @@ class EpochWindows:
         return int(rows[np.argmin(self.policy.is_usable(self.clips.clips_at(rows), self.geometry))])
 
     @property
-    def draws_and_sizes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(datasets,) draws of each dataset in an epoch, and how many samples it has."""
-        return self._stream.counts, self._stream.sizes
+    def sizes(self) -> NDArray[np.int64]:
+        """(datasets,) how many samples of each dataset can be trained on."""
+        return self._stream.sizes
 
     @cached_property
     def _seen(self) -> _Seen:

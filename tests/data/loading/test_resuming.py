@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 
 from lightning_videoscale.callbacks import LossWeighting
 from lightning_videoscale.cost import BucketBudget
@@ -288,6 +289,32 @@ def test_a_module_that_has_trained_resumes_as_a_new_one_does(shards: str, tmp_pa
     whole = fit(data, 1, None, SaveAfter(3, tmp_path / "three.ckpt"))
     resumed = fit(data, 1, tmp_path / "three.ckpt")
     assert resumed.batches == {0: whole.batches[0][3:], 1: whole.batches[1]}
+
+
+class Searched(Witness):
+    """Has a learning rate that can be searched for."""
+
+    lr = 1e-5
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.parametrize("steps", [5, 50])
+def test_a_run_after_a_search_for_the_learning_rate_begins_at_the_beginning(
+    shards: str, tmp_path: Path, steps: int
+) -> None:
+    plain, module, data = (
+        fit(VideoDataModule(shards, budget=BUDGET)),
+        Searched(),
+        VideoDataModule(shards, budget=BUDGET),
+    )
+    trainer = trainer_with(max_epochs=2, default_root_dir=tmp_path, enable_checkpointing=True)
+    Tuner(trainer).lr_find(module, datamodule=data, num_training=steps, early_stop_threshold=None)
+    assert sum(map(len, module.batches.values())) == min(steps, sum(map(len, plain.batches.values())))
+    module.batches.clear()
+    trainer.fit(module, data)
+    assert module.batches == plain.batches
 
 
 def test_validating_a_checkpoint_is_no_place_to_train_from(shards: str, tmp_path: Path) -> None:

@@ -110,3 +110,16 @@ def test_what_was_found_for_another_model_or_machine_is_found_anew(width: int, i
         second.load_state_dict(first.state_dict())
         found = find_in(second, trainer_of(Measuring(width)))
     assert (found is not None) == is_found_anew
+
+
+def test_a_budget_that_is_given_anew_and_does_not_count_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    before, other = RunBudget(GIVEN, None), BucketBudget(160, 12800.0)
+    before.adopt(Calibration(ADOPTED))
+    with caplog.at_level("INFO"):
+        RunBudget(GIVEN, None).load_state_dict(before.state_dict())
+        assert not caplog.messages, "nothing was changed"
+        again = RunBudget(other, None)
+        again.load_state_dict(before.state_dict())
+    assert again.training == ADOPTED
+    [said] = caplog.messages
+    assert f"now, {other}, does not count" in said and f"checkpoint's does, {ADOPTED}," in said

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, MicroBatch
 from lightning_videoscale.data.planning.figures import PlanFigures
+from lightning_videoscale.data.planning.stream import draws_before
 from tests.data.planning.tables import BUDGET, LENGTHS, SHAPES, WAN_14B, mixed, table_of
 
 planners = st.builds(
@@ -252,6 +253,26 @@ def test_datasets_are_mixed_by_weight_and_each_is_walked_through_at_its_own_pace
     assert sorted(planner.plan(0).stream) == trained(planner.plan(0))
     with pytest.raises(ValueError, match="2 datasets"):
         replace(planner, source_weights=(1.0,)).plan(0)
+
+
+def test_a_dataset_of_less_than_one_draw_in_an_epoch_is_drawn_over_several() -> None:
+    table = table_of([0] * 120)
+    table = replace(table, source=np.r_[np.zeros(100), np.ones(20)].astype(np.int32))
+    planner = BucketPlanner(table, BucketBudget(100, 1e9), source_weights=(299, 1))
+    counts = [np.bincount(table.source[planner.stream(epoch)], minlength=2).tolist() for epoch in range(50)]
+    assert {sum(each) for each in counts} == {120} and {few for _, few in counts} == {0, 1}
+    drawn = np.concatenate([planner.stream(epoch) for epoch in range(50)])
+    assert sorted(drawn[drawn >= 100]) == list(range(100, 120)), "0.4 an epoch, each once before any comes again"
+    assert len(set(drawn[drawn < 100])) == 100
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.floats(1e-4, 1.0)), min_size=1, max_size=12), st.integers(1, 60))
+def test_draws_follow_the_weights_however_small(datasets: list[tuple[int, float]], epochs: int) -> None:
+    sizes, weights = (np.array(each) for each in zip(*datasets, strict=True))
+    before = np.array([draws_before(sizes, weights.tolist(), epoch) for epoch in range(epochs + 1)])
+    assert (np.diff(before, axis=0) >= 0).all() and (before.sum(axis=1) == sizes.sum() * np.arange(epochs + 1)).all()
+    exact = np.outer(before.sum(axis=1), weights / weights.sum())
+    assert np.abs(before - exact).max() <= max(1, len(sizes) / 2)
 
 
 def test_a_planner_of_nonsense_is_refused() -> None:
