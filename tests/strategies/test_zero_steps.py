@@ -134,3 +134,12 @@ def test_a_checkpoint_keeps_the_steps_of_each(
         ranks(second[1]).run(train, second[0], called, "adamw", 4, tmp_path / "two.ckpt"),
         alone(called, "adamw"),
     )
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_that_has_stepped_nothing_takes_part_in_a_checkpoint(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    """The second rank holds nothing of the first layer."""
+    called = ("a", "ab", "abc")
+    ranks(2).run(train, stage, called, "adamw", 1, None, tmp_path / "one.ckpt")
+    check(ranks(2).run(train, stage, called, "adamw", 3, tmp_path / "one.ckpt"), alone(called, "adamw"))

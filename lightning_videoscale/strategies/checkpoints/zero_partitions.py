@@ -25,6 +25,7 @@ from lightning_videoscale.compat.deepspeed import (
     own_piece,
     swaps_to_disk,
 )
+from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 from lightning_videoscale.strategies.zero_steps import Common, ZeroSteps, common_states, is_per_element
@@ -50,7 +51,7 @@ class Piece:
     def per_element(self) -> list[str]:
         """Names of the states that have a value for every element of the parameters."""
         kept = self.base.state.get(self.flat, {})
-        return [key for key, value in kept.items() if is_per_element(value, self.flat)]
+        return sorted(key for key, value in kept.items() if is_per_element(value, self.flat))
 
     def common(self, steps: ZeroSteps) -> dict[nn.Parameter, dict[str, Tensor] | None]:
         """The other states, such as the number of steps, None of what was never stepped; collective."""
@@ -171,6 +172,14 @@ def _load_common(piece: Piece, saved: Mapping[nn.Parameter, dict[str, float]], s
         steps.set_common(
             piece.flat, {parameter: histories[tuple(sorted(own.items()))] for parameter, own in saved.items()}
         )
+
+
+def fill_states(piece: Piece) -> None:
+    """Zeroes the states that other ranks have of a piece and this one, which has stepped none of it yet, has not."""
+    state = piece.base.state[piece.flat]
+    for theirs in gather_over_ranks({key: state[key].dtype for key in piece.per_element}):
+        for key in theirs.keys() - state.keys():
+            state[key] = torch.zeros_like(piece.flat.detach(), dtype=theirs[key])
 
 
 def link_piece(piece: Piece) -> None:
