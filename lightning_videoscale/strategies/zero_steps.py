@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_videoscale.compat.deepspeed import (
     data_parallel_group,
     flat_pieces,
+    is_of_deepspeed,
     ranges,
     stepping_optimizers,
 )
@@ -75,7 +76,8 @@ class ZeroSteps:
         self._parameters = [parameter for piece in pieces for parameter in piece.parameters]
         self._with_gradient: set[nn.Parameter] = set()
         self._common: dict[Tensor, dict[nn.Parameter, Common | None]] = {}  # of pieces with different histories
-        self._whole: list[tuple[dict[str, Any], list[Tensor]]] = []  # during a step, what its groups held before
+        self._groups: list[dict[str, Any]] = []  # during a step, the base optimizer's own
+        self._whole: list[tuple[dict[str, Any], list[Tensor]]] = []  # during a step, what these held before
         self._runs: dict[Tensor, list[_Run]] = {}  # of the step under way
         self.close = Undo()
         for parameter in filter(lambda p: p.requires_grad, self._parameters):
@@ -115,9 +117,12 @@ class ZeroSteps:
         self._common[flat] = {parameter: common.get(parameter) for parameter in self._pieces[flat]}
 
     def _divide(self, base: Optimizer, *_: Any) -> None:
-        self._whole = [(group, group["params"]) for group in base.param_groups]
+        self._groups = base.param_groups
+        self._whole = [(group, group["params"]) for group in self._groups]
         for group, flats in self._whole:
             group["params"] = [part for flat in flats for part in self._parts(base, flat)]
+        if self._runs and is_of_deepspeed(base):  # its fused ones take one count for all that is in a group
+            base.param_groups = [group | {"params": [part]} for group in self._groups for part in group["params"]]
 
     def _parts(self, base: Optimizer, flat: Tensor) -> list[Tensor]:
         parameters, state = self._pieces[flat], base.state.get(flat, {})
@@ -148,6 +153,7 @@ class ZeroSteps:
 
     @torch.no_grad()
     def _join(self, base: Optimizer, *_: Any) -> None:
+        base.param_groups = self._groups
         for group, flats in self._whole:
             group["params"] = flats
         for flat, runs in self._runs.items():

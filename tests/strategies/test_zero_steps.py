@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -28,6 +29,24 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "plain": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),  # multiplies something up over its steps
 }
+
+
+def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
+    """DeepSpeed's own, with its CUDA kernel in Python."""
+    from deepspeed.ops.adam import fused_adam
+
+    def kernel(chunk: int, overflow: Any, tensors: Any, lr: float, beta1: float, beta2: float, *rest: Any) -> None:
+        eps, step, _, _, weight_decay = rest
+        for gradient, x, mean, square in zip(*tensors, strict=True):
+            x.mul_(1 - lr * weight_decay)
+            mean.lerp_(gradient, 1 - beta1)
+            square.lerp_(gradient.square(), 1 - beta2)
+            x.addcdiv_(mean / (1 - beta1**step), (square / (1 - beta2**step)).sqrt() + eps, value=-lr)
+
+    with patch.object(fused_adam, "FusedAdamBuilder") as builder:
+        builder().load().multi_tensor_adam = kernel
+        return fused_adam.FusedAdam(parameters, lr=0.1, weight_decay=0.1)
+
 
 # The layers that each micro-batch calls; a capital one is frozen.
 FROZEN_LATER = ("abc", "Abc", "Abc", "Abc")
@@ -53,7 +72,7 @@ class Layers(pl.LightningModule):
         return torch.stack([self.net[name.lower()](batch) for name in names]).sum(0).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS[self.optimizer](self.parameters())
+        return (OPTIMIZERS | {"fused": fused_adamw})[self.optimizer](self.parameters())
 
 
 def alone(called: tuple[str, ...], optimizer: str, accumulation: int = 1) -> dict[str, Tensor]:
@@ -110,6 +129,13 @@ def check(everyone: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> Non
 def test_only_what_has_a_gradient_is_stepped(ranks: Ranks, called: tuple[str, ...], optimizer: str) -> None:
     for stage in (1, 2, 3):
         check(ranks(2).run(train, stage, called, optimizer, len(called)), alone(called, optimizer))
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeeds_own_optimizers_count_the_steps_of_each(ranks: Ranks, stage: int) -> None:
+    for called in (FROZEN_FOR_A_WHILE, EXPERTS):
+        check(ranks(2).run(train, stage, called, "fused", len(called)), alone(called, "adamw"))
 
 
 def accumulate(stage: int) -> dict[str, Tensor]:

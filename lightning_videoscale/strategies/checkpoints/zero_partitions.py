@@ -20,6 +20,7 @@ from lightning_videoscale.compat.deepspeed import (
     base_optimizer,
     flat_pieces,
     full_shape,
+    is_of_deepspeed,
     is_partitioned,
     link_states,
     own_piece,
@@ -189,8 +190,8 @@ def link_piece(piece: Piece) -> None:
 
 
 def _common_value(value: float, piece: Piece) -> Tensor | int:
-    if type(piece.base).__module__.startswith("deepspeed."):
-        return int(value)  # DeepSpeed's own optimizers count in Python
+    if is_of_deepspeed(piece.base):
+        return int(value)
     settings = piece.base.param_groups[piece.group]
     on_device = settings.get("fused") or settings.get("capturable")
     return torch.tensor(value, device=piece.flat.device if on_device else "cpu")
