@@ -93,20 +93,22 @@ class ZeroSteps:
     def agree(self) -> None:
         """To be called after the last backward of a step: what has a gradient on any rank is stepped on all."""
         flags = [parameter in self._with_gradient for parameter in self._parameters]
-        anywhere = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        on_host = torch.tensor(flags, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        anywhere = on_host.to(self._device, non_blocking=True)  # a copy of pageable memory waits for the device
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=data_parallel_group())
         if not all(flags):  # else the host need not wait for the result
             self._with_gradient.update(p for p, has in zip(self._parameters, anywhere.tolist(), strict=True) if has)
 
     def common(self, flat: Tensor) -> dict[nn.Parameter, Common | None] | None:
-        """What each parameter of a piece has of common states, None before its first step; collective.
+        """What each parameter of a piece has of common states, portable, None before its first step; collective.
 
         None in all if they are one for all, which the base optimizer has.
         """
         if flat not in self._common:
             return None
-        parameters = self._pieces[flat]
-        held = {i: self._common[flat][p] for i, p in enumerate(parameters) if p in self._ranges[flat]}
+        parameters, common = self._pieces[flat], self._common[flat]
+        once = {id(own): portable(own) for own in common.values() if own is not None}
+        held = {i: once.get(id(common[p])) for i, p in enumerate(parameters) if p in self._ranges[flat]}
         merged: dict[int, Common | None] = {}
         for theirs in gather_over_ranks(held):
             merged.update(theirs)
@@ -176,10 +178,17 @@ def common_states(state: Mapping[str, Any], flat: Tensor) -> Common:
     return {key: value for key, value in state.items() if value is not None and not is_per_element(value, flat)}
 
 
+def portable(common: Common) -> dict[str, Tensor]:
+    """Common states on the host, where what is unpickled lies on no other rank's device."""
+    return {key: torch.as_tensor(value, dtype=torch.float32).cpu() for key, value in common.items()}
+
+
 def _keep(state: Mapping[str, Any], run: _Run, whole: dict[str, Any], flat: Tensor) -> None:
     """Takes over the states that a run's first step has made, or a step has made anew."""
     for key, value in state.items():
         if is_per_element(value, run.part):
-            kept = run.of(whole.setdefault(key, torch.zeros_like(flat.detach(), dtype=value.dtype)))
+            if key not in whole:
+                whole[key] = torch.zeros_like(flat.detach(), dtype=value.dtype)
+            kept = run.of(whole[key])
             if kept.data_ptr() != value.data_ptr():
                 kept.copy_(value)

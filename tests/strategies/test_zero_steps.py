@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import lightning.pytorch as pl
 import pytest
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_videoscale.compat.deepspeed import FlatPiece
 from lightning_videoscale.parallel import SplitPlan
-from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelDeepSpeedStrategy
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelDeepSpeedStrategy, zero_steps
 from lightning_videoscale.strategies.checkpoints.zero_partitions import assemble
 from tests.distributed.pool import ProcessPool
 from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
@@ -169,3 +171,60 @@ def test_a_rank_that_has_stepped_nothing_takes_part_in_a_checkpoint(ranks: Ranks
     called = ("a", "ab", "abc")
     ranks(2).run(train, stage, called, "adamw", 1, None, tmp_path / "one.ckpt")
     check(ranks(2).run(train, stage, called, "adamw", 3, tmp_path / "one.ckpt"), alone(called, "adamw"))
+
+
+# -- what a step and a checkpoint cost -----------------------------------------------------------------------------
+
+
+def two_in_a_piece(monkeypatch: pytest.MonkeyPatch) -> tuple[zero_steps.ZeroSteps, list[nn.Parameter], Tensor, Any]:
+    """Its parameters, the piece and what steps it, without DeepSpeed."""
+    first, second = parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    flat = torch.ones(4)
+    base = torch.optim.AdamW([flat])
+    monkeypatch.setattr(zero_steps, "flat_pieces", lambda _: [FlatPiece(parameters, flat, 0)])
+    monkeypatch.setattr(zero_steps, "ranges", lambda _: {first: range(2), second: range(2, 4)})
+    monkeypatch.setattr(zero_steps, "stepping_optimizers", lambda _: [base])
+    return zero_steps.ZeroSteps(None, torch.device("cpu")), parameters, flat, base
+
+
+def test_the_states_of_a_piece_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, (first, _), flat, base = two_in_a_piece(monkeypatch)
+    flat.grad = torch.ones(4)
+    zeros_like = Mock(wraps=torch.zeros_like)
+    monkeypatch.setattr(torch, "zeros_like", zeros_like)
+    for _ in range(3):
+        steps.begin()
+        first.sum().backward()
+        base.step()
+    assert [call.args[0].shape for call in zeros_like.call_args_list].count(flat.shape) == 2  # the two of AdamW
+
+
+class OnAnotherGPU(Tensor):
+    """Would be unpickled there, by every rank."""
+
+    def cpu(self, *_: Any, **__: Any) -> Tensor:
+        return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise AssertionError("pickled on a GPU")
+
+
+def test_histories_are_told_to_other_ranks_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, (first, second), flat, _ = two_in_a_piece(monkeypatch)
+    shared = {"step": torch.tensor(3.0).as_subclass(OnAnotherGPU)}
+    steps.set_common(flat, {first: shared, second: shared})
+    monkeypatch.setattr(zero_steps, "gather_over_ranks", lambda held: [pickle.loads(pickle.dumps(held))])
+    told = steps.common(flat)
+    assert told is not None
+    assert told[first] == {"step": 3.0}
+    assert told[second] is told[first]
+
+
+def test_flags_are_sent_to_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host, gpu = Mock(), torch.device("cuda")
+    monkeypatch.setattr(torch, "tensor", on_host)
+    monkeypatch.setattr(zero_steps, "data_parallel_group", Mock())
+    monkeypatch.setattr(dist, "all_reduce", Mock())
+    zero_steps.ZeroSteps(None, gpu).agree()
+    on_host.assert_called_once_with([], dtype=torch.uint8, pin_memory=True)
+    on_host().to.assert_called_once_with(gpu, non_blocking=True)

@@ -29,7 +29,7 @@ from lightning_videoscale.compat.deepspeed import (
 from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
-from lightning_videoscale.strategies.zero_steps import Common, ZeroSteps, common_states, is_per_element
+from lightning_videoscale.strategies.zero_steps import ZeroSteps, common_states, is_per_element, portable
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class Piece:
         """The other states, such as the number of steps, None of what was never stepped; collective."""
         found = steps.common(self.flat)
         if found is None:
-            found = dict.fromkeys(self.parameters, common_states(self.base.state.get(self.flat, {}), self.flat))
-        return {parameter: None if own is None else _portable(own) for parameter, own in found.items()}
+            own = portable(common_states(self.base.state.get(self.flat, {}), self.flat))
+            found = dict.fromkeys(self.parameters, own)
+        return found
 
 
 def pieces_of(optimizer: Any) -> list[Piece]:
@@ -195,7 +196,3 @@ def _common_value(value: float, piece: Piece) -> Tensor | int:
     settings = piece.base.param_groups[piece.group]
     on_device = settings.get("fused") or settings.get("capturable")
     return torch.tensor(value, device=piece.flat.device if on_device else "cpu")
-
-
-def _portable(common: Common) -> dict[str, Tensor]:
-    return {key: torch.as_tensor(value, dtype=torch.float32).cpu() for key, value in common.items()}
