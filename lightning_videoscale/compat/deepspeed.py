@@ -62,6 +62,11 @@ def base_optimizer(optimizer: Any) -> Optimizer:
     return base
 
 
+def is_of_deepspeed(base: Optimizer) -> bool:
+    """Whether a base optimizer is one of DeepSpeed's own, which count their steps in Python."""
+    return any(cls.__module__.startswith("deepspeed.") for cls in type(base).__mro__)
+
+
 def stepping_optimizers(optimizer: Any) -> list[Optimizer]:
     """The base optimizer, and the one that steps what stage 3 keeps on the device where it offloads a part only."""
     backup: Optimizer | None = getattr(optimizer, "backup_optimizer", None)

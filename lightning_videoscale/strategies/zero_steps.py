@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_videoscale.compat.deepspeed import (
     data_parallel_group,
     flat_pieces,
+    is_of_deepspeed,
     ranges,
     stepping_optimizers,
 )
@@ -75,7 +76,8 @@ class ZeroSteps:
         self._parameters = [parameter for piece in pieces for parameter in piece.parameters]
         self._with_gradient: set[nn.Parameter] = set()
         self._common: dict[Tensor, dict[nn.Parameter, Common | None]] = {}  # of pieces with different histories
-        self._whole: list[tuple[dict[str, Any], list[Tensor]]] = []  # during a step, what its groups held before
+        self._groups: list[dict[str, Any]] = []  # during a step, the base optimizer's own
+        self._whole: list[tuple[dict[str, Any], list[Tensor]]] = []  # during a step, what these held before
         self._runs: dict[Tensor, list[_Run]] = {}  # of the step under way
         self.close = Undo()
         for parameter in filter(lambda p: p.requires_grad, self._parameters):
@@ -91,20 +93,22 @@ class ZeroSteps:
     def agree(self) -> None:
         """To be called after the last backward of a step: what has a gradient on any rank is stepped on all."""
         flags = [parameter in self._with_gradient for parameter in self._parameters]
-        anywhere = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        on_host = torch.tensor(flags, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        anywhere = on_host.to(self._device, non_blocking=True)  # a copy of pageable memory waits for the device
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=data_parallel_group())
         if not all(flags):  # else the host need not wait for the result
             self._with_gradient.update(p for p, has in zip(self._parameters, anywhere.tolist(), strict=True) if has)
 
     def common(self, flat: Tensor) -> dict[nn.Parameter, Common | None] | None:
-        """What each parameter of a piece has of common states, None before its first step; collective.
+        """What each parameter of a piece has of common states, portable, None before its first step; collective.
 
         None in all if they are one for all, which the base optimizer has.
         """
         if flat not in self._common:
             return None
-        parameters = self._pieces[flat]
-        held = {i: self._common[flat][p] for i, p in enumerate(parameters) if p in self._ranges[flat]}
+        parameters, common = self._pieces[flat], self._common[flat]
+        once = {id(own): portable(own) for own in common.values() if own is not None}
+        held = {i: once.get(id(common[p])) for i, p in enumerate(parameters) if p in self._ranges[flat]}
         merged: dict[int, Common | None] = {}
         for theirs in gather_over_ranks(held):
             merged.update(theirs)
@@ -115,9 +119,12 @@ class ZeroSteps:
         self._common[flat] = {parameter: common.get(parameter) for parameter in self._pieces[flat]}
 
     def _divide(self, base: Optimizer, *_: Any) -> None:
-        self._whole = [(group, group["params"]) for group in base.param_groups]
+        self._groups = base.param_groups
+        self._whole = [(group, group["params"]) for group in self._groups]
         for group, flats in self._whole:
             group["params"] = [part for flat in flats for part in self._parts(base, flat)]
+        if self._runs and is_of_deepspeed(base):  # its fused ones take one count for all that is in a group
+            base.param_groups = [group | {"params": [part]} for group in self._groups for part in group["params"]]
 
     def _parts(self, base: Optimizer, flat: Tensor) -> list[Tensor]:
         parameters, state = self._pieces[flat], base.state.get(flat, {})
@@ -148,6 +155,7 @@ class ZeroSteps:
 
     @torch.no_grad()
     def _join(self, base: Optimizer, *_: Any) -> None:
+        base.param_groups = self._groups
         for group, flats in self._whole:
             group["params"] = flats
         for flat, runs in self._runs.items():
@@ -170,10 +178,17 @@ def common_states(state: Mapping[str, Any], flat: Tensor) -> Common:
     return {key: value for key, value in state.items() if value is not None and not is_per_element(value, flat)}
 
 
+def portable(common: Common) -> dict[str, Tensor]:
+    """Common states on the host, where what is unpickled lies on no other rank's device."""
+    return {key: torch.as_tensor(value, dtype=torch.float32).cpu() for key, value in common.items()}
+
+
 def _keep(state: Mapping[str, Any], run: _Run, whole: dict[str, Any], flat: Tensor) -> None:
     """Takes over the states that a run's first step has made, or a step has made anew."""
     for key, value in state.items():
         if is_per_element(value, run.part):
-            kept = run.of(whole.setdefault(key, torch.zeros_like(flat.detach(), dtype=value.dtype)))
+            if key not in whole:
+                whole[key] = torch.zeros_like(flat.detach(), dtype=value.dtype)
+            kept = run.of(whole[key])
             if kept.data_ptr() != value.data_ptr():
                 kept.copy_(value)

@@ -22,6 +22,7 @@ from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTenso
 from lightning_videoscale.strategies.checkpoints.shares import RankAssignment
 from lightning_videoscale.strategies.checkpoints.zero_partitions import (
     assemble,
+    fill_states,
     gather,
     link_piece,
     load_states,
@@ -64,6 +65,7 @@ class ZeroCheckpoints(PortableCheckpoints):
         pieces, names, shares = pieces_of(optimizer), self._names(), RankAssignment(self.world_size)
         state: dict[str, Any] = {}
         for piece in pieces:
+            fill_states(piece)
             link_piece(piece)
             for parameter, common in piece.common(self._steps).items():
                 values = {key: assemble(parameter, self.root_device, key) for key in piece.per_element}

@@ -20,14 +20,16 @@ from lightning_videoscale.compat.deepspeed import (
     base_optimizer,
     flat_pieces,
     full_shape,
+    is_of_deepspeed,
     is_partitioned,
     link_states,
     own_piece,
     swaps_to_disk,
 )
+from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
-from lightning_videoscale.strategies.zero_steps import Common, ZeroSteps, common_states, is_per_element
+from lightning_videoscale.strategies.zero_steps import ZeroSteps, common_states, is_per_element, portable
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,15 @@ class Piece:
     def per_element(self) -> list[str]:
         """Names of the states that have a value for every element of the parameters."""
         kept = self.base.state.get(self.flat, {})
-        return [key for key, value in kept.items() if is_per_element(value, self.flat)]
+        return sorted(key for key, value in kept.items() if is_per_element(value, self.flat))
 
     def common(self, steps: ZeroSteps) -> dict[nn.Parameter, dict[str, Tensor] | None]:
         """The other states, such as the number of steps, None of what was never stepped; collective."""
         found = steps.common(self.flat)
         if found is None:
-            found = dict.fromkeys(self.parameters, common_states(self.base.state.get(self.flat, {}), self.flat))
-        return {parameter: None if own is None else _portable(own) for parameter, own in found.items()}
+            own = portable(common_states(self.base.state.get(self.flat, {}), self.flat))
+            found = dict.fromkeys(self.parameters, own)
+        return found
 
 
 def pieces_of(optimizer: Any) -> list[Piece]:
@@ -173,6 +176,14 @@ def _load_common(piece: Piece, saved: Mapping[nn.Parameter, dict[str, float]], s
         )
 
 
+def fill_states(piece: Piece) -> None:
+    """Zeroes the states that other ranks have of a piece and this one, which has stepped none of it yet, has not."""
+    state = piece.base.state[piece.flat]
+    for theirs in gather_over_ranks({key: state[key].dtype for key in piece.per_element}):
+        for key in theirs.keys() - state.keys():
+            state[key] = torch.zeros_like(piece.flat.detach(), dtype=theirs[key])
+
+
 def link_piece(piece: Piece) -> None:
     """Lets the parameters of stages 1 and 2 know their part of the base optimizer's states, as a step would."""
     if not is_partitioned(piece.parameters[0]):
@@ -180,12 +191,8 @@ def link_piece(piece: Piece) -> None:
 
 
 def _common_value(value: float, piece: Piece) -> Tensor | int:
-    if type(piece.base).__module__.startswith("deepspeed."):
-        return int(value)  # DeepSpeed's own optimizers count in Python
+    if is_of_deepspeed(piece.base):
+        return int(value)
     settings = piece.base.param_groups[piece.group]
     on_device = settings.get("fused") or settings.get("capturable")
     return torch.tensor(value, device=piece.flat.device if on_device else "cpu")
-
-
-def _portable(common: Common) -> dict[str, Tensor]:
-    return {key: torch.as_tensor(value, dtype=torch.float32).cpu() for key, value in common.items()}
