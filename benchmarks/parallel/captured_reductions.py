@@ -42,6 +42,7 @@ from benchmarks.wan_training import TINY_WAN, WAN_1_3B
 from lightning_videoscale.graphs import GraphedNetwork, GraphOptions, Recorder
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, parallelize
+from lightning_videoscale.parallel.auxiliary_loss import context_of
 from lightning_videoscale.parallel.transport import create_transport
 from lightning_videoscale.ranks import gather_over_ranks
 
@@ -144,11 +145,13 @@ def captured(clip: Clip, device: torch.device) -> Callable[[], object]:
 
     if not CUDA:
         return run
-    recorder = Recorder(device)
+    recorder, context = Recorder(device), context_of(clip.network)
     with recorder.stream():
         for _ in range(WARM_UP):
             run()
-    return recorder.repeat(run)
+    # A split network sets generators where its region begins, which is before the capture then.
+    with nullcontext() if context is None else context.randomness.held(device):
+        return recorder.repeat(run)
 
 
 def difference(networks: list[nn.Module]) -> float:
