@@ -40,6 +40,7 @@ class BatchSharing:
         self._transfers = mesh.duplicate(mesh.sp) if device.type != "cpu" else self._messages
         self._streams = mesh.duplicate(mesh.dp, "gloo")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._coming: list[PendingBatch] = []
 
     def gather(self, value: _Value) -> list[_Value]:
         """Returns the values of all ranks that share; collective over them."""
@@ -91,23 +92,40 @@ class BatchSharing:
     def _broadcast_tensors(self, batch: PendingBatch, tensors: list[Tensor], rank: int) -> PendingBatch:
         """Sends the tensors where this rank has them, else allocates them and receives."""
         assert batch.description is not None
-        if self._stream is not None and any(x.is_cuda for x in tensors):
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which computes them
         for i, spec in enumerate(batch.description.tensors):
-            if spec.on_device and self._stream is not None:
-                with torch.cuda.stream(self._stream):
-                    x = tensors[i].to(self._device, non_blocking=True) if tensors else spec.allocate(self._device)
-                    x.record_stream(self._stream)
-                    dist.broadcast(bytes_in_memory(x), rank, group=self._transfers.group)
-            else:
-                x = tensors[i] if tensors else spec.allocate(torch.device("cpu"))
+            device = self._device if spec.on_device else torch.device("cpu")
+            is_there = bool(tensors) and tensors[i].device == device
+            batch.tensors.append(tensors[i] if is_there else spec.allocate(device))
+        for x in batch.tensors:
+            if x.device.type == "cpu":
                 work = dist.broadcast(bytes_in_memory(x), rank, group=self._messages.group, async_op=True)
                 assert work is not None
                 batch.works.append(work)
-            batch.tensors.append(x)
         if self._stream is not None:
-            batch.arrival = self._stream.record_event()
+            self._broadcast_on_device(batch, tensors, rank, self._stream)
         return batch
+
+    def _broadcast_on_device(
+        self, batch: PendingBatch, tensors: list[Tensor], rank: int, stream: torch.cuda.Stream
+    ) -> None:
+        """Sends the tensors that shall arrive on the device, beside what it computes.
+
+        They are allocated on the stream that computes, and waited for by it, so that it may use their memory again as
+        soon as they are let go. Were their memory another stream's (``record_stream``), they could not be let go in
+        another process: a DataLoader's worker that collects garbage with such a tensor aborts
+        (pytorch/pytorch#50200).
+        """
+        batch.allocated_on = torch.cuda.current_stream(self._device)
+        stream.wait_stream(batch.allocated_on)  # which computes them, or still reads what lay in their memory before
+        with torch.cuda.stream(stream):
+            for i, x in enumerate(batch.tensors):
+                if x.is_cuda:
+                    if tensors and x is not tensors[i]:
+                        x.copy_(tensors[i], non_blocking=True)
+                    dist.broadcast(bytes_in_memory(x), rank, group=self._transfers.group)
+        batch.arrival = stream.record_event()
+        # A batch that nobody waits for must not be let go while it arrives.
+        self._coming = [*(other for other in self._coming if other.is_coming), batch]
 
 
 @dataclass
@@ -122,6 +140,7 @@ class PendingBatch:
         tensors: The batch's tensors, complete once it has arrived.
         works: Transfers to wait for.
         arrival: When what comes to the device is there.
+        allocated_on: The stream that may use the memory of what comes to the device again.
     """
 
     source: int
@@ -131,6 +150,12 @@ class PendingBatch:
     tensors: list[Tensor] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
     arrival: torch.cuda.Event | None = None
+    allocated_on: torch.cuda.Stream | None = None
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it may still arrive on the device, and nobody has waited for it."""
+        return bool(self.tensors) and self.arrival is not None and not self.arrival.query()
 
     @property
     def is_end(self) -> bool:
@@ -138,7 +163,7 @@ class PendingBatch:
         return isinstance(self.error, StopIteration)
 
     def wait(self) -> Any:
-        """Returns the batch, on this rank; the host waits for host memory only, the device for the device.
+        """Returns the batch, on this rank, once; the host waits for host memory only, the device for the device.
 
         Raises:
             Exception: The source's error, if it could not produce the batch.
@@ -148,13 +173,15 @@ class PendingBatch:
             raise self.error
         for work in self.works:
             work.wait()
+        tensors, self.tensors = self.tensors, []
         if self.arrival is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self.arrival)
-            for x in self.tensors:
-                if x.is_cuda:
-                    x.record_stream(stream)  # or its memory might be used again before this stream has read it
-        return _Unpickler(io.BytesIO(self.description.structure), self.tensors).load()
+            if stream != self.allocated_on:
+                for x in tensors:
+                    if x.is_cuda:
+                        x.record_stream(stream)  # or its memory might be used again before this stream has read it
+        return _Unpickler(io.BytesIO(self.description.structure), tensors).load()
 
 
 class _TensorSpec(NamedTuple):
@@ -203,6 +230,9 @@ def _describe(
     """Returns the message for all ranks, the tensors that follow it, and this rank's error where there is one."""
     try:
         structure, tensors = pickle_without_tensors(produce())
+    except StopIteration:
+        end = StopIteration()  # without the frames that led there, which would keep each other and the last batch alive
+        return end, [], end
     except Exception as error:
         return _portable(error), [], error
     specs = [_TensorSpec(x.shape, x.stride(), x.dtype, to_device or x.is_cuda) for x in tensors]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -67,6 +68,47 @@ def test_batches_are_whole_on_every_device(gpu_ranks: Ranks) -> None:
     expected = [([f"clip {i}"], i, i, 4_000_000 if i else 0, i) for i in range(40)]
     assert all(seen == expected for seen, _ in results)
     assert [read for _, read in results] == [21, 21]  # in turns; the first by both, to compare
+
+
+class Collecting(Clips):
+    """Collects garbage where it is read."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        gc.collect()
+        return super().__getitem__(index)
+
+
+class Node:
+    """Refers to itself, and so is garbage when it is let go."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.itself = value, self
+
+
+def read_after_garbage() -> list[float]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    mesh = SequenceMesh.create("cuda", ulysses_size=dist.get_world_size(), timeout=timedelta(seconds=30))
+    sharing = BatchSharing(mesh, device)
+    seen: list[float] = []
+    gc.disable()
+    try:
+        for epoch in range(2):
+            loader = GroupLoader(
+                DataLoader(Collecting(4, 1000), batch_size=1, num_workers=1),
+                sharing,
+                lambda *place, epoch=epoch: seed_generators(epoch, *place),
+                to_device=True,
+                ends_together=lambda: True,
+            )
+            for batch in loader:
+                seen.append(Node(batch).value["x"].max().item())
+    finally:
+        gc.enable()
+    return seen
+
+
+def test_workers_may_collect_what_the_training_has_let_go(gpu_ranks: Ranks) -> None:
+    assert gpu_ranks(2).run(read_after_garbage) == [[0.0, 1.0, 2.0, 3.0] * 2] * 2
 
 
 class WithHooks(pl.LightningModule):
