@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/parallel/captured_reductions.py
 
-Forward and backward of twelve blocks of Wan-1.3B with fused kernels in bf16-mixed, a clip on each GPU or one split
-over all. Ways to average gradients take turns:
+Forward and backward of blocks of Wan-1.3B with fused kernels in bf16-mixed, a clip on each GPU or one split over all:
+as many blocks as leave room for each way's graphs. Ways to average gradients take turns:
 
 - ``behind 4 parts``: as the strategies do. Backward is four graphs, and DDP launches the all-reduces of what is
   finished beside the next ones.
@@ -47,8 +47,8 @@ from lightning_videoscale.parallel.transport import create_transport
 from lightning_videoscale.ranks import gather_over_ranks
 
 CUDA = torch.cuda.is_available()
-SIZES = {4_680: (3, 60, 104), 14_040: (9, 60, 104)}  # latents by tokens
-BLOCKS = 12
+LATENTS = {4_680: (3, 60, 104), 14_040: (9, 60, 104)}  # by tokens
+BLOCKS = {4_680: 12, 14_040: 5}
 BUCKET = 25 * 2**20  # bytes, as DDP's
 WARM_UP, REPEATS, ROUNDS = 24, 6, 10  # ranks that share a clip compare their inputs in the first 20 calls
 STRATEGIES_WAY = "behind 4 parts"
@@ -60,13 +60,13 @@ class Clip:
     """A network, its inputs, and its loss; ranks that share no clip have inputs of their own."""
 
     def __init__(self, tokens: int, device: torch.device, tiny: bool, *, is_shared: bool) -> None:
-        config = TINY_WAN if tiny else WAN_1_3B | {"num_layers": BLOCKS}
+        config = TINY_WAN if tiny else WAN_1_3B | {"num_layers": BLOCKS[tokens]}
         torch.manual_seed(0)
         with device:
             self.network = WanTransformer3DModel(qk_norm="rms_norm_across_heads", cross_attn_norm=True, **config)
             inject_fused_kernels(self.network)
             torch.manual_seed(0 if is_shared else dist.get_rank())
-            latents = torch.randn(1, 16, *((2, 8, 8) if tiny else SIZES[tokens]))
+            latents = torch.randn(1, 16, *((2, 8, 8) if tiny else LATENTS[tokens]))
             text = torch.randn(1, 8 if tiny else 512, config["text_dim"])
             self.inputs = latents, torch.tensor([500.0]), text
 
@@ -184,7 +184,12 @@ def measure(tokens: int, mesh: SequenceMesh | None, device: torch.device, option
         taken = alternate(runs, device=device, warm_up=1, repeats=options.repeats, rounds=options.rounds)
         runs.clear()  # NCCL waits for graphs when its groups end
     base = taken[STRATEGIES_WAY]
-    cell = {"gpus": dist.get_world_size(), "tokens": tokens, "layout": f"{1 if mesh is None else mesh.sp.size}x1"}
+    cell = {
+        "gpus": dist.get_world_size(),
+        "tokens": tokens,
+        "blocks": len(clips["none"].network.blocks),
+        "layout": f"{1 if mesh is None else mesh.sp.size}x1",
+    }
     return [cell | row_of(name, times, base) | {"difference": float(f"{apart:.2e}")} for name, times in taken.items()]
 
 
@@ -199,7 +204,7 @@ def row_of(name: str, times: Times, base: Times) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(LATENTS), choices=list(LATENTS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="steps of each way in a round")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs with gloo and a small model")
@@ -213,7 +218,7 @@ def main() -> None:
     dist.init_process_group("nccl" if CUDA else "gloo")
     mesh = SequenceMesh.create(device.type, ulysses_size=dist.get_world_size())
     output = options.output or provenance.path("parallel", "captured_reductions")
-    settings = {"dry_run": options.tiny, "rounds": options.rounds, "repeats": options.repeats, "blocks": BLOCKS}
+    settings = {"dry_run": options.tiny, "rounds": options.rounds, "repeats": options.repeats}
     rows: list[Row] = []
     for tokens, of_clip in product(options.tokens, (None, mesh)):
         rows += measure(tokens, of_clip, device, options)
