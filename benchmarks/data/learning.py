@@ -10,7 +10,9 @@ a step's micro-batches of a split sequence are as many as else its ranks. All ru
 takes longer than the device for every batch of a model this small, and batches of any kind would cost the same.
 
 A run is validated every few steps: the mean squared error of the predicted clean latents, at fixed times and with fixed
-noise. The clock stands still meanwhile, and in the first steps. Every finished run is in the output file at once; a
+noise, of its weights and of their moving average. The clock stands still meanwhile, and in the first steps. By
+``--normalization step`` the weights of a step's samples sum to one, so that samples of small steps count for more: how
+much more, is in the file too. Every finished run is in the output file at once; a
 call goes on where an earlier one ended, with its costs. ``--runs`` without a number measures only these: copies of that
 file let pairs of GPUs make some of the runs each. `learning_curves.judge` says what the curves show.
 
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch.nn.attention import sdpa_kernel
 
@@ -41,13 +44,14 @@ from benchmarks import provenance
 from benchmarks.data.balance_training import budget_of
 from benchmarks.data.learning_clips import describe, prepare, unpack
 from benchmarks.data.learning_curves import judge
-from benchmarks.data.validation_curve import TIMES, Curve
+from benchmarks.data.validation_curve import DECAY, TIMES, Curve
 from benchmarks.launch import finish, launch, say, task_of_worker
 from benchmarks.wan_training import ATTENTION, trainer_with
 from lightning_videoscale import VideoDataModule, benchmark_shapes
 from lightning_videoscale.callbacks import FusedKernels
 from lightning_videoscale.cost import BucketBudget, StepTimeModel, TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.data.planning import BucketPlanner
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 
 BENCHMARK = "data/learning"
@@ -121,7 +125,7 @@ def train(run: Run, data: VideoDataModule, clips: list[Any], task: Row) -> Row:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return run._asdict() | curve.row()
+    return run._asdict() | {"commit": task["commit"]} | curve.row()
 
 
 def cost_of(shards: str, longest: int, task: Row) -> Row:
@@ -137,6 +141,18 @@ def cost_of(shards: str, longest: int, task: Row) -> Row:
     return StepTimeModel.fit(matrix.measurements).to_dict()
 
 
+def weights_of(planner: BucketPlanner) -> Row:
+    """What a sample counts for, of the shortest and of the longest shape, over the mean of all; in the first epoch."""
+    plan, lengths = planner.plan(0), planner.table.sequence_lengths
+    sizes, shapes = np.diff(plan.starts)[plan.grid].ravel(), plan.shape_id[plan.grid].ravel()
+    mean = plan.weight.sum() / sizes.sum()
+    found = {}
+    for name, shape in (("shortest", lengths.argmin()), ("longest", lengths.argmax())):
+        mine = shapes == shape
+        found[name] = round(float(plan.weight.ravel()[mine].sum() / sizes[mine].sum() / mean), 3)
+    return found
+
+
 def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: Any) -> None:
     """All runs in one process group; rank 0 writes what there is, the costs at first."""
     output, is_first = Path(task["output"]), os.environ["RANK"] == "0"
@@ -144,7 +160,8 @@ def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: 
 
     def write() -> None:
         if is_first:
-            provenance.write(output, BENCHMARK, task["commit"], task["settings"] | {"cost": cost}, rows)
+            settings = task["settings"] | {"cost": cost, "weights": weights}
+            provenance.write(output, BENCHMARK, task["commit"], settings, rows)
 
     held_out = VideoDataModule(shards[0], val_shards=shards[1], budget=BucketBudget(1, 1), geometry=GEOMETRY)
     held_out.setup("fit")
@@ -153,6 +170,8 @@ def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: 
         cost = cost or cost_of(shards[0], int(table.sequence_lengths.max()), task)
         step_time = StepTimeModel.from_dict(cost)
         budget = budget_of(table, ROOM, ROOM, step_time)
+        settled = {"step_time": step_time, "loss_normalization": task["normalization"]}
+        weights = {b: weights_of(BucketPlanner(table, budget, b, RANKS, **settled)) for b in ("planned", "equal_token")}
         write()
         for run in (Run(*fields) for fields in runs):
             if is_first:
@@ -163,8 +182,8 @@ def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: 
                 budget=budget,
                 micro_batches=run.sp,
                 geometry=GEOMETRY,
-                step_time=step_time,
                 seed=run.seed,
+                **settled,
                 num_workers=0 if task["tiny"] else 4,
             )
             rows.append(train(run, data, clips, task))
@@ -175,7 +194,7 @@ def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: 
 def show(output: Path, commit: str) -> None:
     """Prints what the curves say, and adds it to the settings."""
     found = json.loads(output.read_text())
-    judged = judge(found["rows"])
+    judged = {curve: judge(found["rows"], curve) for curve in ("losses", "averaged_losses")}
     provenance.write(output, BENCHMARK, commit, found["settings"] | {"judged": judged}, found["rows"])
     for name, value in judged.items():
         print(f"{name}: {value}")
@@ -190,7 +209,8 @@ def main() -> None:
     parser.add_argument("--shards", type=Path, help="folder that --prepare has written")
     parser.add_argument("--copies", type=int, default=40, help="how often a clip is in an epoch")
     parser.add_argument("--steps", type=int, default=1500, help="of each run")
-    parser.add_argument("--every", type=int, default=75, help="steps between validations")
+    parser.add_argument("--every", type=int, default=100, help="steps between validations")
+    parser.add_argument("--normalization", choices=["epoch", "step"], default="epoch", help="of the samples' weights")
     parser.add_argument("--runs", type=int, nargs="*", help="numbers of the runs to make, from 0; left out, all")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
     parser.add_argument("--output", type=Path, help="file to write, or to go on with")
@@ -219,6 +239,8 @@ def main() -> None:
         "warm_up_steps": 1 if options.tiny else 20,
         "validation_times": list(TIMES),
         "m_mem_and_m_comp_over_longest": ROOM,
+        "loss_normalization": options.normalization,
+        "decay_of_average": DECAY,
     }
     done = json.loads(output.read_text()) if output.exists() else {"rows": [], "settings": {}}
     if done["settings"] and (other := provenance.differences(done, BENCHMARK, settings)):
@@ -240,6 +262,7 @@ def main() -> None:
                 steps=options.steps,
                 every=options.every,
                 warm_up=settings["warm_up_steps"],
+                normalization=options.normalization,
                 tiny=options.tiny,
                 settings=settings,
                 output=str(output),

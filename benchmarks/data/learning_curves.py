@@ -14,13 +14,18 @@ BEGINNING = 0.2  # share of the samples before the first of them
 ENOUGH = 0.9  # share of the points at which two curves that are alike lie within the spread
 
 
-def judge(rows: list[Row]) -> Row:
+def judge(rows: list[Row], losses: str) -> Row:
     """States what the rows of finished runs say; nothing of runs that are missing.
+
+    Args:
+        rows: Of the runs.
+        losses: Which of their curves counts: ``losses`` of the weights, or ``averaged_losses`` of their average.
 
     The spread at a number of samples is highest less lowest loss of the seeds of a balance, the larger of both.
     Curves that differ by no more at nine tenths of the points are within it: the means of the two balances, and runs
     that differ in something else from ``planned`` of the same seed.
     """
+    rows = [row | {"losses": row[losses]} for row in rows]
     planned, equal = (
         [row for row in rows if _is_plain(row) and row["balance"] == b] for b in ("planned", "equal_token")
     )
