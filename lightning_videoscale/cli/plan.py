@@ -43,6 +43,8 @@ _ROWS = {
     "slot_time": "time by slots / ideal",
     "padding": "padding",
     "diversity": "diversity",
+    "least_weight": "a sample's weight, least",
+    "most_weight": "a sample's weight, most",
     "delay_p99": "delay p99, steps",
     "tokens_per_cost": "predicted tokens/s",
 }

@@ -9,11 +9,15 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.data.planning import SampleTable
+from lightning_videoscale.data.planning.epoch_plan import EpochPlan
+from lightning_videoscale.data.planning.sample_weights import relative_weights, weights_and_samples
 from lightning_videoscale.data.planning.windows import EpochWindows
 from lightning_videoscale.data.shards.captions import CAPTION_KEYS
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.keys import batch_name
+
+_UNEVEN = 4.0  # times that the weight of one sample is another's
 
 
 def warn_of_refused(index: ShardIndex) -> None:
@@ -114,6 +118,21 @@ def oversized_shapes(table: SampleTable, budget: Budget) -> str:
         f"({listed}{', …' * (len(oversized) > 20)}); they train with batch size 1. Raise m_mem if they fit, or "
         "leave such clips out."
     )
+
+
+def say_uneven(plan: EpochPlan) -> None:
+    """Tells where samples of some shapes count for much more in an epoch than others; `BucketPlanner` says why."""
+    if not plan.steps:
+        return
+    weights = relative_weights(*weights_and_samples(plan))
+    least, most = int(np.nanargmin(weights)), int(np.nanargmax(weights))
+    if weights[most] > _UNEVEN * weights[least]:
+        rank_zero_info(
+            "Within a step all samples count alike, but steps hold different numbers of them. Over the epoch a sample "
+            f"of {plan.table.shapes[most][:3]} counts {weights[most]:.2g} times as much as the mean of all, and one of "
+            f"{plan.table.shapes[least][:3]} {weights[least]:.2g} times. With loss_normalization='epoch' all count "
+            "alike; more micro-batches a step (accumulate_grad_batches) bring them nearer."
+        )
 
 
 def say_passes(epoch: int, passes: Mapping[str, float]) -> None:

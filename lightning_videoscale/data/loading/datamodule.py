@@ -25,7 +25,7 @@ from lightning_videoscale.data.loading.consistency import (
     digest_of,
     drawn_by,
 )
-from lightning_videoscale.data.loading.data_warnings import say_passes, warn_of_oversized, warn_of_shapeless
+from lightning_videoscale.data.loading.data_warnings import say_passes, say_uneven, warn_of_oversized, warn_of_shapeless
 from lightning_videoscale.data.loading.indexed_shards import IndexedShards, Shards
 from lightning_videoscale.data.loading.loader import PlannedLoader, PlannedSampler
 from lightning_videoscale.data.loading.run_budget import BudgetArgument, RunBudget
@@ -247,6 +247,8 @@ class VideoDataModule(pl.LightningDataModule):
         self._sampler, self._position, self._contents = sampler, position, contents
         if sampler is not None and position is not None:
             follow(position.trainer, sampler)
+            if self._loss_weighting == "sample":
+                say_uneven(sampler.plan)
         if self._shards.weights is not None:
             say_passes(0 if sampler is None else sampler.progress.epoch, self.passes())
 

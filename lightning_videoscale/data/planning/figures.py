@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from lightning_videoscale.cost.spread import compute_cv, cv_step
 from lightning_videoscale.data.planning.diversity import distinct, distinct_at_random
 from lightning_videoscale.data.planning.epoch_plan import EpochPlan
+from lightning_videoscale.data.planning.sample_weights import relative_weights, weights_and_samples
 from lightning_videoscale.data.planning.shapes import ClipShape
 
 
@@ -65,6 +66,9 @@ class PlanFigures:
         steps: Optimizer steps.
         samples: Samples that count.
         tokens_per_cost: Tokens of all ranks over the slowest ranks' cost: per second, where the cost is in seconds.
+        least_weight: What a sample counts for in the gradients of the epoch over the mean of all samples, of the shape
+            that counts least: below 1, where steps hold different numbers of samples and each counts as one.
+        most_weight: The same of the shape that counts most.
     """
 
     cv_step: float
@@ -78,6 +82,8 @@ class PlanFigures:
     steps: int
     samples: int
     tokens_per_cost: float
+    least_weight: float
+    most_weight: float
 
     @classmethod
     def of(cls, *plans: EpochPlan) -> PlanFigures:
@@ -106,6 +112,8 @@ class FigureSums:
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
         self._shapes: Counter[ClipShape] = Counter()  # micro-batches of each; windows number shapes differently
+        self._weights: Counter[ClipShape] = Counter()
+        self._samples: Counter[ClipShape] = Counter()
         self._delays: Counter[float] = Counter()
         self._slots = 1
 
@@ -129,12 +137,15 @@ class FigureSums:
         )  # fmt: skip
         numbers, counts = np.unique(shapes, return_counts=True)
         self._shapes.update({plan.table.shapes[n]: count for n, count in zip(numbers, counts.tolist(), strict=True)})
+        for sums, of_shape in zip((self._weights, self._samples), weights_and_samples(plan), strict=True):
+            sums.update(dict(zip(plan.table.shapes, of_shape.tolist(), strict=True)))
         self._delays.update(dict(zip(*(x.tolist() for x in np.unique(delays(plan), return_counts=True)), strict=True)))
 
     def figures(self) -> PlanFigures:
         """The figures of all that was added, which must be a step at least."""
         sums, steps = self._sums, self._sums["steps"]
         at_random = distinct_at_random(np.array([*self._shapes.values()]), self._slots)
+        weights = relative_weights(*(np.array([*each.values()]) for each in (self._weights, self._samples)))
         return PlanFigures(
             cv_step=float(sums["cv_step"] / steps),
             compute_cv=float(sums["compute_cv"] / steps),
@@ -147,6 +158,8 @@ class FigureSums:
             steps=steps,
             samples=sums["samples"],
             tokens_per_cost=float(sums["counted_tokens"] / sums["slowest"]),
+            least_weight=float(np.nanmin(weights)),
+            most_weight=float(np.nanmax(weights)),
         )
 
 

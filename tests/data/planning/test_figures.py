@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,6 +65,17 @@ def test_figures_of_a_plan_counted_by_hand() -> None:
     assert figures.cv_step == pytest.approx(np.mean((costs[:, 1] - costs[:, 0]) / costs[:, 1]))
     assert figures.cost_cv == figures.compute_cv == pytest.approx(np.mean(costs.std(axis=1) / costs.mean(axis=1)))
     assert figures.efficiency == pytest.approx(costs.mean(axis=1).sum() / costs[:, 1].sum())
+
+
+def test_weights_of_samples_counted_by_hand() -> None:
+    # One rank: a step of 20 samples of 4 tokens, or one of 80, each with a gradient of its own.
+    planner = BucketPlanner(table_of([0] * 40 + [3] * 2), BucketBudget(80, 1e9), "dual_constraint")
+    figures = PlanFigures.of(planner.plan(0))
+    mean = figures.steps / 42
+    assert figures.steps == 4
+    assert (figures.least_weight, figures.most_weight) == pytest.approx((1 / 20 / mean, 1 / mean))
+    even = PlanFigures.of(replace(planner, loss_normalization="epoch").plan(0))
+    assert (even.least_weight, even.most_weight) == pytest.approx((1, 1))
 
 
 def test_delay_counts_from_the_place_in_the_stream() -> None:

@@ -21,6 +21,7 @@ from lightning_videoscale.data.planning import BucketPlanner, MicroBatch, Sample
 from lightning_videoscale.data.planning.compute_budget import try_budgets
 from lightning_videoscale.data.planning.diversity import diversity
 from lightning_videoscale.data.planning.figures import PlanFigures, delays
+from lightning_videoscale.data.planning.sample_weights import weights_and_samples
 from lightning_videoscale.data.planning.shapes import Clips, Media, ShapePolicy, TablePart
 from lightning_videoscale.data.planning.stream import epoch_stream
 from lightning_videoscale.data.planning.windows import EpochWindows, Window
@@ -248,6 +249,12 @@ def test_figures_of_windows_are_those_of_all_steps(k: int) -> None:
     slowest = np.concatenate([p.cost[p.grid].sum(axis=2).max(axis=1) for p in plans]).sum()
     tokens = [m.meta.sequence_length * m.meta.samples for place in places(planner, 1) for m in trained(place)]
     assert found.tokens_per_cost == pytest.approx(sum(tokens) / slowest)
+    weights, counts = Counter[Any](), Counter[Any]()
+    for plan in plans:
+        for shape, weight, number in zip(plan.table.shapes, *weights_and_samples(plan), strict=True):
+            weights[shape], counts[shape] = weights[shape] + weight, counts[shape] + number
+    relative = [weights[s] / counts[s] / weights.total() * counts.total() for s in weights if counts[s]]
+    assert (found.least_weight, found.most_weight) == pytest.approx((min(relative), max(relative)))
     late = np.concatenate([delays(plan) for plan in plans])
     assert found.delay_p99 == pytest.approx(np.quantile(late, 0.99))
     shapes = [p.table.shapes[s] for p in plans for s in p.shape_id[p.grid].ravel()]
