@@ -214,7 +214,7 @@ class BucketPlanner:
 
     def _laid_out(self, shapes: NDArray[np.int64], key: tuple[int, ...]) -> Arrangement:
         """Cuts and arranges samples of these shapes, which are in the order of the stream; the key names the draws."""
-        if self.balance != "planned":
+        if self.balance != "planned" or not len(shapes):  # nothing may be left of an epoch
             return self._layout(self._cut(shapes, None), key, is_balanced=False)
         batches = self._cut(shapes, self.max_wait)
         own = self._layout(batches, key, is_balanced=True)

@@ -283,3 +283,9 @@ def test_a_planner_of_nonsense_is_refused() -> None:
         BucketPlanner(table_of([0]), BucketBudget(1, 1), micro_batches=0)
     with pytest.raises(ValueError, match=r"balance='best'"):
         BucketPlanner(table_of([0]), BucketBudget(1, 1), balance="best")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("balance", ["planned", "dual_constraint", "equal_token"])
+def test_nothing_is_left_of_an_epoch(balance: Balance) -> None:
+    plan = BucketPlanner(table_of([0] * 40 + [3] * 2), BUDGET, balance, dp_size=2).plan(0, done=np.ones(42, bool))
+    assert plan.steps == 0 and not list(plan.micro_batches_of(1))
