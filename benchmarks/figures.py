@@ -279,6 +279,7 @@ FIGURES: dict[str, Callable[[Result], None]] = PARALLEL | {
     "predictions/scaling": predictions,
     "predictions/replayed_balances": replayed_balances,
     "data/learning": learning,
+    "data/learning_step": learning,
     "data/plan": plan,
     "cost/step_time_fit": step_time_fit,
     "data/balances": balances,
