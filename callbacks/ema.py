@@ -127,9 +127,13 @@ class EMA(pl.Callback):
         return self._weights
 
     def _reserve(self, weights: TrainedWeights) -> None:
-        """Takes the memory of an average before `budget="auto"` measures how much is left."""
+        """Takes the memory of an average before `budget="auto"` measures how much is left.
+
+        Of what an earlier fit did not train, the average begins with the weights, as it has begun already.
+        """
         for key, share in weights.shares().items():
-            self._average.setdefault(key, torch.empty_like(share, dtype=_wide(share)))
+            if key not in self._average:
+                self._average[key] = share.to(_wide(share), copy=True)
 
     def _show_average(self) -> None:
         self._viewers += 1
