@@ -357,3 +357,29 @@ def what_a_pass_leaves() -> int:
 def test_the_last_batch_is_let_go_without_collecting_garbage(ranks: Ranks) -> None:
     """The workers of the next pass are forked right after, and free what garbage they find of this one."""
     assert ranks(2).run(what_a_pass_leaves) == [0, 0]
+
+
+class Noted(IterableDataset[Tensor]):
+    """Three numbers; remembers what it gave, and does not keep it."""
+
+    def __init__(self) -> None:
+        self.given: list[weakref.ref[Tensor]] = []
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for i in range(3):
+            x = torch.tensor([float(i)])
+            self.given.append(weakref.ref(x))
+            yield x
+
+
+def what_a_stream_keeps() -> list[int]:
+    stream = Noted()
+    kept: list[int] = []
+    for _ in group_loader(DataLoader(stream, batch_size=None)):
+        kept.append(sum(reference() is not None for reference in stream.given))
+    return kept
+
+
+def test_the_first_batch_of_a_stream_is_not_kept_over_the_pass(ranks: Ranks) -> None:
+    reader, _ = ranks(2).run(what_a_stream_keeps)
+    assert reader == [1, 1, 0]  # what the stream has given last
