@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
@@ -96,6 +96,23 @@ def test_prompt_embeddings_need_no_text_encoder(parts: Path, tmp_path: Path) -> 
     train("auto", 1, SampleVideos(pipeline, both, every_n_steps=9, folder=tmp_path, **CALL))
     one, other = (read_picture(tmp_path / f"step-00000000-prompt-0{i}.png") for i in (0, 1))
     assert (one != other).any()
+
+
+class Moved(torch.Tensor):
+    """Notes where it was brought to."""
+
+    places: ClassVar[list[Any]] = []
+
+    def to(self, place: Any) -> torch.Tensor:  # type: ignore[override]
+        self.places.append(place)
+        return torch.zeros(self.shape)
+
+
+def test_tensors_for_all_prompts_come_to_the_device_as_those_of_one_do(parts: Path, tmp_path: Path) -> None:
+    shared = CALL | {"negative_prompt_embeds": torch.zeros(1, 6, 16).as_subclass(Moved)}
+    prompts = [{"prompt_embeds": torch.ones(1, 6, 16)}]
+    train("auto", 1, SampleVideos(Pipelines(parts), prompts, every_n_steps=9, folder=tmp_path, **shared))
+    assert Moved.places == [torch.device("cpu")]
 
 
 def fails(pipeline: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
