@@ -75,7 +75,12 @@ class EMA(pl.Callback):
 
     @torch.no_grad()
     def update(self, trainer: pl.Trainer) -> None:
-        """Takes the weights after the last optimizer step into the average, unless that is done; local."""
+        """Takes the weights after the last optimizer step into the average, unless that is done.
+
+        Local, but for the first call after a checkpoint was loaded, whose averages it takes up.
+        """
+        if self._saved is not None:  # whoever calls comes before this callback
+            self._prepared(trainer)
         steps = trainer.global_step
         if not self._is_due(steps):
             return

@@ -85,6 +85,22 @@ def test_averages_sample(parts: Path, tmp_path: Path, first: bool) -> None:
     assert not any(look.modes)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["before EMA", "behind EMA"])
+def test_averages_of_a_checkpoint_sample_before_the_first_step(parts: Path, tmp_path: Path, first: bool) -> None:
+    _, trainer = train("auto", 1, EMA(0.5))
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=False)
+    module, ema = Drawing(), EMA(0.5)
+    look = Looks(module)
+    call = CALL | {"callback_on_step_end": look, "num_inference_steps": 1}
+    samples = SampleVideos(Pipelines(parts), ["1"], every_n_steps=9, folder=tmp_path, **call)
+    order = [samples, ema] if first else [ema, samples]
+    train("auto", 1, *order, module=module, ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
+    (seen,) = look.seen
+    assert torch.equal(seen, saved["averages"]["transformer.proj_out.weight"])
+    assert not torch.equal(seen, saved["state_dict"]["transformer.proj_out.weight"])
+
+
 def test_prompt_embeddings_need_no_text_encoder(parts: Path, tmp_path: Path) -> None:
     def pipeline(module: Drawing) -> Any:
         made = Pipelines(parts)(module)
