@@ -134,9 +134,12 @@ class EMA(pl.Callback):
     def _reserve(self, weights: TrainedWeights) -> None:
         """Takes the memory of an average before `budget="auto"` measures how much is left.
 
-        Of what an earlier fit did not train, the average begins with the weights, as it has begun already.
+        Of what an earlier fit did not train, the average begins with the weights, as it has begun already. What only
+        the earlier fit trained is averaged no more: all else trains beside its weights now.
         """
-        for key, share in weights.shares().items():
+        shares = weights.shares()
+        self._average = {key: average for key, average in self._average.items() if key in shares}
+        for key, share in shares.items():
             if key not in self._average:
                 self._average[key] = share.to(_wide(share), copy=True)
 
