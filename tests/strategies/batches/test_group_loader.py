@@ -100,6 +100,19 @@ def share_odd_things() -> Any:
     return sharing_of_all().broadcast(1, lambda: batch, to_device=False).wait()
 
 
+def share_on_numbered_cpu() -> Tensor:
+    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size(), timeout=timedelta(seconds=30))
+    x = torch.full((1000,), 1.0 + dist.get_rank())
+    received: Tensor = BatchSharing(mesh, torch.device("cpu", 0)).broadcast(1, lambda: x, to_device=True).wait()
+    return received
+
+
+def test_a_device_that_is_called_cpu_0_is_the_host(ranks: Ranks) -> None:
+    """As ZeRO's is where it computes on CPUs."""
+    for received in ranks(2).run(share_on_numbered_cpu):
+        assert received.device == CPU and received.eq(2).all()
+
+
 def test_any_nesting_of_any_tensors_arrives_as_it_was(ranks: Ranks) -> None:
     first, second = ranks(2).run(share_odd_things)
     x = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
