@@ -75,7 +75,12 @@ class EMA(pl.Callback):
 
     @torch.no_grad()
     def update(self, trainer: pl.Trainer) -> None:
-        """Takes the weights after the last optimizer step into the average, unless that is done; local."""
+        """Takes the weights after the last optimizer step into the average, unless that is done.
+
+        Local, but for the first call after a checkpoint was loaded, whose averages it takes up.
+        """
+        if self._saved is not None:  # whoever calls comes before this callback
+            self._prepared(trainer)
         steps = trainer.global_step
         if not self._is_due(steps):
             return
@@ -127,9 +132,16 @@ class EMA(pl.Callback):
         return self._weights
 
     def _reserve(self, weights: TrainedWeights) -> None:
-        """Takes the memory of an average before `budget="auto"` measures how much is left."""
-        for key, share in weights.shares().items():
-            self._average.setdefault(key, torch.empty_like(share, dtype=_wide(share)))
+        """Takes the memory of an average before `budget="auto"` measures how much is left.
+
+        Of what an earlier fit did not train, the average begins with the weights, as it has begun already. What only
+        the earlier fit trained is averaged no more: all else trains beside its weights now.
+        """
+        shares = weights.shares()
+        self._average = {key: average for key, average in self._average.items() if key in shares}
+        for key, share in shares.items():
+            if key not in self._average:
+                self._average[key] = share.to(_wide(share), copy=True)
 
     def _show_average(self) -> None:
         self._viewers += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
@@ -25,7 +26,8 @@ class FusedKernels(pl.Callback):
     The kernels stay in the model after the run; ``report.undo()`` takes them out.
 
     Attributes:
-        report: What was replaced and what was skipped; None until the model was built.
+        report: What was replaced and what was skipped; None until the model was built. Of several
+            models, the last one's.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class FusedKernels(pl.Callback):
         self.extra_blocks = tuple(extra_blocks)
         self.recompute_norms = recompute_norms
         self.report: InjectionReport | None = None
+        self._injected: weakref.ref[nn.Module] | None = None  # the model of the report
         self._device: torch.device | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -70,8 +73,8 @@ class FusedKernels(pl.Callback):
         report = inject_fused_kernels(
             model, self.backend, self.extra_blocks, recompute_norms=self.recompute_norms, device=self._device
         )
-        if self.report is not None and not report.replaced:
-            return  # a further run with the same model
-        self.report = report
+        if not report.replaced and self._injected is not None and self._injected() is model:
+            return  # a further run
+        self.report, self._injected = report, weakref.ref(model)
         say = rank_zero_info if report.replaced else rank_zero_warn
         say(str(report))

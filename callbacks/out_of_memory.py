@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -129,7 +130,9 @@ def kept_in(folders: Iterable[str]) -> list[OutOfMemory]:
     found = []
     for folder in folders:
         files, path = fsspec.core.url_to_fs(folder)
-        for name in sorted(files.glob(f"{path}/out_of_memory-step=*.json")):
+        # No glob of the whole path, whose folders may have brackets in their names.
+        names = files.ls(path, detail=False) if files.isdir(path) else []
+        for name in sorted(name for name in names if PurePosixPath(name).match("out_of_memory-step=*.json")):
             try:
                 fields: dict[str, Any] = json.loads(files.cat_file(name))
                 lists = {key: tuple(fields[key]) for key in ("shape", "machine")}

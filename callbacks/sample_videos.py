@@ -221,8 +221,8 @@ class SampleVideos(pl.Callback):
                 prompt = self.prompts[index % len(self.prompts)]
                 seed_everything_for(prompt.seed)
                 generator = torch.Generator().manual_seed(prompt.seed)  # on the CPU: the same numbers on any device
-                own = {name: _on(value, device) for name, value in prompt.arguments.items()}
-                frames = frames_of(self._pipeline(**self.arguments | own, generator=generator))
+                arguments = {name: _on(value, device) for name, value in (self.arguments | prompt.arguments).items()}
+                frames = frames_of(self._pipeline(**arguments, generator=generator))
                 if is_first and index < len(self.prompts):
                     self._best_effort.attempt("write a video", self._write, folder, trainer.global_step, prompt, frames)
 

@@ -78,7 +78,8 @@ class SplitRecord:
         key, version = (id(x), what), version_of(x)
         entry = self.known.get(key)
         if entry is None or entry[0]() is not x or entry[1] != version:
-            forget = partial(_forget, self.known, key)
+            # What was found may be a view of x, which is then there as long as the record. So that is held weakly.
+            forget = partial(_forget, weakref.ref(self), key)
             entry = self.known[key] = weakref.ref(x, forget), version, find()
         found: _T = entry[2]
         return found
@@ -283,5 +284,6 @@ def _resume(context: SequenceContext, record: SplitRecord, _: object) -> None:
     context.resume(record)
 
 
-def _forget(known: dict[Hashable, Any], key: Hashable, _: object) -> None:
-    known.pop(key, None)
+def _forget(holder: weakref.ref[SplitRecord], key: Hashable, _: object) -> None:
+    if (record := holder()) is not None:
+        record.known.pop(key, None)

@@ -131,6 +131,48 @@ def test_what_was_tested_from_a_checkpoint_predicts_too(tmp_path: Path) -> None:
     assert set(module.tested_with) == {average} and module.validated_with[-1] != average
 
 
+def test_what_only_a_later_fit_trains_is_averaged_from_its_weights_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slope(Line):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.line(batch).square().mean()
+
+    def unset(x: Tensor, **kwargs: Any) -> Tensor:
+        return torch.full_like(x, 1e6, **kwargs)
+
+    monkeypatch.setattr(torch, "empty_like", unset)
+    module, ema = Slope(), EMA(0.5)
+    trainer(ema).fit(module, DATA)
+    module.line.bias.requires_grad_(True)
+    biases = [1.0]
+
+    class Biases(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+            biases.append(0.5 * biases[-1] + 0.5 * module.line.bias.item())
+
+    trainer(ema, Biases()).fit(module, DATA)
+    with ema.average_weights():
+        assert module.line.bias.item() == pytest.approx(biases[-1])
+
+
+def test_what_a_later_fit_freezes_is_validated_and_saved_with_its_weights(tmp_path: Path) -> None:
+    class Both(Line):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.line(batch).square().mean()
+
+    module, ema = Both(), EMA(0.5)
+    module.line.bias.requires_grad_(True)
+    trainer(ema).fit(module, DATA)
+    module.line.bias.requires_grad_(False)
+    second = trainer(ema)
+    second.fit(module, DATA)
+    second.save_checkpoint(tmp_path / "second.ckpt")
+    saved = torch.load(tmp_path / "second.ckpt", weights_only=False)
+    exported = saved["state_dict"] | saved["averages"]
+    with ema.average_weights():
+        assert not torch.equal(module.line.weight, saved["state_dict"]["line.weight"])
+        assert all(torch.equal(value, exported[name]) for name, value in module.state_dict().items())
+
+
 def test_averages_of_bfloat16_are_float32(tmp_path: Path) -> None:
     ema = EMA(0.999)
     module = fitted(ema, precision="bf16-true")

@@ -106,6 +106,15 @@ def test_a_second_run_keeps_the_first_report() -> None:
     assert callback.report is first and is_fused(module)
 
 
+def test_another_model_has_a_report_of_its_own() -> None:
+    callback = FusedKernels()
+    trainer_with(callback).fit(WanInInit(), batches_of([Meta(2, 4)]))
+    with pytest.warns(UserWarning, match="no block .*Slope"):
+        trainer_with(callback).fit(Slope(), batches_of([Meta(2, 4)]))
+    assert callback.report is not None
+    assert (callback.report.model, callback.report.replaced) == ("Slope", [])
+
+
 def test_a_model_without_known_blocks_is_a_warning() -> None:
     with pytest.warns(UserWarning, match="no block .*Slope"):
         trainer_with(FusedKernels()).fit(Slope(), batches_of([Meta(2, 4)]))

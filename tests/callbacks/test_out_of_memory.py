@@ -115,6 +115,16 @@ def test_notes_are_read_back_and_cut_ones_left_out(tmp_path: Path) -> None:
     assert "One sample alone does not fit" in str(replace(INCIDENT, samples=1))
 
 
+def test_notes_are_found_in_folders_of_any_name(tmp_path: Path) -> None:
+    keep(INCIDENT, str(tmp_path / "run[lr=1]"))
+    assert kept_in([str(tmp_path / "run[lr=1]")]) == [INCIDENT]
+
+
+def test_notes_are_found_behind_a_url() -> None:
+    keep(INCIDENT, "memory://notes/[1]")
+    assert kept_in(["memory://notes/[1]"]) == [INCIDENT] and not kept_in(["memory://notes/[2]"])
+
+
 def test_only_failures_of_this_machine_lower_the_budget(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "train", 20)
 

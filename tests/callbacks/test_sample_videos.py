@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
@@ -85,6 +85,22 @@ def test_averages_sample(parts: Path, tmp_path: Path, first: bool) -> None:
     assert not any(look.modes)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["before EMA", "behind EMA"])
+def test_averages_of_a_checkpoint_sample_before_the_first_step(parts: Path, tmp_path: Path, first: bool) -> None:
+    _, trainer = train("auto", 1, EMA(0.5))
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=False)
+    module, ema = Drawing(), EMA(0.5)
+    look = Looks(module)
+    call = CALL | {"callback_on_step_end": look, "num_inference_steps": 1}
+    samples = SampleVideos(Pipelines(parts), ["1"], every_n_steps=9, folder=tmp_path, **call)
+    order = [samples, ema] if first else [ema, samples]
+    train("auto", 1, *order, module=module, ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
+    (seen,) = look.seen
+    assert torch.equal(seen, saved["averages"]["transformer.proj_out.weight"])
+    assert not torch.equal(seen, saved["state_dict"]["transformer.proj_out.weight"])
+
+
 def test_prompt_embeddings_need_no_text_encoder(parts: Path, tmp_path: Path) -> None:
     def pipeline(module: Drawing) -> Any:
         made = Pipelines(parts)(module)
@@ -96,6 +112,23 @@ def test_prompt_embeddings_need_no_text_encoder(parts: Path, tmp_path: Path) -> 
     train("auto", 1, SampleVideos(pipeline, both, every_n_steps=9, folder=tmp_path, **CALL))
     one, other = (read_picture(tmp_path / f"step-00000000-prompt-0{i}.png") for i in (0, 1))
     assert (one != other).any()
+
+
+class Moved(torch.Tensor):
+    """Notes where it was brought to."""
+
+    places: ClassVar[list[Any]] = []
+
+    def to(self, place: Any) -> torch.Tensor:  # type: ignore[override]
+        self.places.append(place)
+        return torch.zeros(self.shape)
+
+
+def test_tensors_for_all_prompts_come_to_the_device_as_those_of_one_do(parts: Path, tmp_path: Path) -> None:
+    shared = CALL | {"negative_prompt_embeds": torch.zeros(1, 6, 16).as_subclass(Moved)}
+    prompts = [{"prompt_embeds": torch.ones(1, 6, 16)}]
+    train("auto", 1, SampleVideos(Pipelines(parts), prompts, every_n_steps=9, folder=tmp_path, **shared))
+    assert Moved.places == [torch.device("cpu")]
 
 
 def fails(pipeline: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -106,20 +106,20 @@ class Reading:
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
-        self._value: Any = None
+        self._values: list[Any] = []
         self._error: Exception | None = None
         try:
-            self._value = next(iterator)
-            self.digest = digest(self._value)
-        except StopIteration as error:
-            self._error, self.digest = error, digest(END)
+            self._values.append(next(iterator))
+            self.digest = digest(self._values[0])
+        except StopIteration:
+            self._error, self.digest = StopIteration(), digest(END)  # without the frames that led there
         except Exception as error:
             self._error, self.digest = error, None
 
     def followed_by(self, rest: Iterable[Any]) -> Iterator[Any]:
-        """Yields or raises what was read, then what else there is."""
+        """Yields or raises what was read, which is not kept here, then what else there is."""
         if self._error is None:
-            yield self._value
+            yield self._values.pop()
             yield from rest
         elif not isinstance(self._error, StopIteration):
             raise self._error

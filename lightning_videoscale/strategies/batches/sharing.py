@@ -93,11 +93,14 @@ class BatchSharing:
         """Sends the tensors where this rank has them, else allocates them and receives."""
         assert batch.description is not None
         for i, spec in enumerate(batch.description.tensors):
-            device = self._device if spec.on_device else torch.device("cpu")
+            # Not the host under another name: "cpu:0", on which some strategies compute, does not equal "cpu".
+            device = self._device if spec.on_device and self._stream is not None else torch.device("cpu")
             is_there = bool(tensors) and tensors[i].device == device
             batch.tensors.append(tensors[i] if is_there else spec.allocate(device))
-        for x in batch.tensors:
+        for i, x in enumerate(batch.tensors):
             if x.device.type == "cpu":
+                if tensors and x is not tensors[i]:
+                    x.copy_(tensors[i])
                 work = dist.broadcast(bytes_in_memory(x), rank, group=self._messages.group, async_op=True)
                 assert work is not None
                 batch.works.append(work)

@@ -89,7 +89,12 @@ def strategy(name: str, sp: int) -> Any:
 
 
 def train(
-    name: str, sp: int, *callbacks: Callback, module: RectifiedFlow | None = None, **kwargs: Any
+    name: str,
+    sp: int,
+    *callbacks: Callback,
+    module: RectifiedFlow | None = None,
+    ckpt_path: Path | None = None,
+    **kwargs: Any,
 ) -> tuple[State, pl.Trainer]:
     """Four micro-batches, two to a step."""
     state = State()
@@ -113,7 +118,8 @@ def train(
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(3)
         dp = trainer.world_size // sp
-        trainer.fit(module or Drawing(), DataLoader(Clips((2, 4, 4), torch.float32, length=4 * dp), batch_size=1))
+        clips = DataLoader(Clips((2, 4, 4), torch.float32, length=4 * dp), batch_size=1)
+        trainer.fit(module or Drawing(), clips, ckpt_path=ckpt_path)
     return state, trainer
 
 

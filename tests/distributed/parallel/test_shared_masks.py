@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -103,3 +105,17 @@ def test_what_was_found_out_holds_for_that_tensor_as_it_is() -> None:
     calls.clear()
     assert find(y) == 2.0 and not calls
     assert find(y, record=SplitRecord(0)) == 2.0 and calls == ["sum"]
+
+
+def test_what_was_found_out_goes_with_the_record_without_collecting_garbage() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        record, mask = SplitRecord(0), torch.ones(2, 3, dtype=torch.bool)
+        whole = mask.clone()
+        found = weakref.ref(whole)
+        record.once(mask, "view", partial(tuple, [mask[None], whole]))
+        del mask, whole, record
+        assert found() is None
+    finally:
+        gc.enable()

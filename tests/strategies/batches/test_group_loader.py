@@ -100,6 +100,19 @@ def share_odd_things() -> Any:
     return sharing_of_all().broadcast(1, lambda: batch, to_device=False).wait()
 
 
+def share_on_numbered_cpu() -> Tensor:
+    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size(), timeout=timedelta(seconds=30))
+    x = torch.full((1000,), 1.0 + dist.get_rank())
+    received: Tensor = BatchSharing(mesh, torch.device("cpu", 0)).broadcast(1, lambda: x, to_device=True).wait()
+    return received
+
+
+def test_a_device_that_is_called_cpu_0_is_the_host(ranks: Ranks) -> None:
+    """As ZeRO's is where it computes on CPUs."""
+    for received in ranks(2).run(share_on_numbered_cpu):
+        assert received.device == CPU and received.eq(2).all()
+
+
 def test_any_nesting_of_any_tensors_arrives_as_it_was(ranks: Ranks) -> None:
     first, second = ranks(2).run(share_odd_things)
     x = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
@@ -357,3 +370,29 @@ def what_a_pass_leaves() -> int:
 def test_the_last_batch_is_let_go_without_collecting_garbage(ranks: Ranks) -> None:
     """The workers of the next pass are forked right after, and free what garbage they find of this one."""
     assert ranks(2).run(what_a_pass_leaves) == [0, 0]
+
+
+class Noted(IterableDataset[Tensor]):
+    """Three numbers; remembers what it gave, and does not keep it."""
+
+    def __init__(self) -> None:
+        self.given: list[weakref.ref[Tensor]] = []
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for i in range(3):
+            x = torch.tensor([float(i)])
+            self.given.append(weakref.ref(x))
+            yield x
+
+
+def what_a_stream_keeps() -> list[int]:
+    stream = Noted()
+    kept: list[int] = []
+    for _ in group_loader(DataLoader(stream, batch_size=None)):
+        kept.append(sum(reference() is not None for reference in stream.given))
+    return kept
+
+
+def test_the_first_batch_of_a_stream_is_not_kept_over_the_pass(ranks: Ranks) -> None:
+    reader, _ = ranks(2).run(what_a_stream_keeps)
+    assert reader == [1, 1, 0]  # what the stream has given last
