@@ -124,7 +124,7 @@ class BatchSharing:
             for i, x in enumerate(batch.tensors):
                 if x.is_cuda:
                     if tensors and x is not tensors[i]:
-                        x.copy_(tensors[i], non_blocking=True)
+                        x.copy_(_pinned(tensors[i]), non_blocking=True)
                     dist.broadcast(bytes_in_memory(x), rank, group=self._transfers.group)
         batch.arrival = stream.record_event()
         # A batch that nobody waits for must not be let go while it arrives.
@@ -271,6 +271,11 @@ def _dense(x: Tensor) -> Tensor:
     outermost_first = sorted(range(x.ndim), key=strides.__getitem__, reverse=True)
     back = [outermost_first.index(dim) for dim in range(x.ndim)]
     return x.permute(outermost_first).contiguous().permute(back)
+
+
+def _pinned(x: Tensor) -> Tensor:
+    """The tensor, in page-locked memory if on the host: else the host would wait for all that the stream waits for."""
+    return x if x.is_cuda or x.is_pinned() else x.pin_memory()
 
 
 def bytes_in_memory(x: Tensor) -> Tensor:
