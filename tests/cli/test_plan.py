@@ -169,6 +169,15 @@ def test_shards_are_planned_on_by_their_index(
         assert figures["samples"] == 50
 
 
+def test_what_is_validated_on_too_is_planned_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(tmp_path, 50)
+    monkeypatch.chdir(tmp_path)
+    VideoDataModule("*.tar", val_shards="*.tar").prepare_data()
+    assert run(capsys, "--index", "*.tar", "--balance", "planned", "--dp-size", "2", "--m-mem", "160")["samples"] == 50
+
+
 def test_in_windows_the_figures_are_those_of_a_training_with_that_window(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

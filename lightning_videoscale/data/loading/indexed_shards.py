@@ -86,7 +86,7 @@ class IndexedShards:
         """Packs folders, looks by worker processes at what the kept table lacks, and keeps it, or warns."""
         found = self._pack(workers)
         try:
-            build_index(found.shards, self.file, workers=workers, progress=True, caption_key=self._caption_key)
+            build_index(found.distinct, self.file, workers=workers, progress=True, caption_key=self._caption_key)
         except OSError as error:
             rank_zero_warn(f"The shard index cannot be kept ({error}), so every rank reads the shards. Give `index=`.")
 

@@ -37,6 +37,11 @@ class Found(NamedTuple):
         """All of them, in order."""
         return [shard for each in self.groups for shards in each for shard in shards]
 
+    @property
+    def distinct(self) -> list[str]:
+        """All of them, each once however many patterns mean it: what an index is kept of."""
+        return list(dict.fromkeys(self.shards))
+
 
 def pack_on_the_way(
     groups: Sequence[Patterns], captions: Path | None = None, *, say: Callable[[str], None], workers: int = 1
