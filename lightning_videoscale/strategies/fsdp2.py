@@ -40,6 +40,7 @@ from lightning_videoscale.strategies.units import (
     materialize,
     plan_units,
     replicated_tensors,
+    return_own_tensors,
     shard_units,
     sharded_modules,
     untracked_parameters,
@@ -200,6 +201,9 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             if path in wanted or any(parameter.requires_grad for parameter in module.get_submodule(path).parameters())
         ]
         units = plan_units(module, networks, self.precision_plugin, whole_step=module.automatic_optimization)
+        outermost = list(apart(module, (unit.path for unit in units if unit.path)))
+        for path in outermost:
+            return_own_tensors(module.get_submodule(path))
         shard_units(module, units, self.mesh.sharding(self._sharding.replicas), self.root_device)
         seed_generators(self._seed, "initial weights")  # on all ranks the same, as replicas must start equal
         self._undefined = materialize(module, self.root_device)
@@ -213,7 +217,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         note_dtypes(module)
         for path in networks:
             _refuse_inference_mode_at_first(module.get_submodule(path), path)
-        for path in apart(module, (unit.path for unit in units if unit.path)):
+        for path in outermost:
             refuse_second_backward(module.get_submodule(path))
         self._save_together(module)
         count = sum(bool(unit.parameters) for unit in units)

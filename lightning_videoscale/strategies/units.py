@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.diffusers import block_classes
+from lightning_videoscale.compat.torch.autograd import is_view
 from lightning_videoscale.compat.torch.modules import change_tensors, non_persistent_buffers
+from lightning_videoscale.compat.torch.trees import tree_map_only
 from lightning_videoscale.strategies.blocks import find_blocks
 from lightning_videoscale.strategies.precision import (
     block_policy,
@@ -176,6 +179,23 @@ def shard_units(root: nn.Module, units: Iterable[Unit], mesh: DeviceMesh, device
     shared = untracked_parameters(root)
     if shared:
         raise ValueError(f"{shared} are shared with modules that are sharded apart from theirs: untie them.")
+
+
+def return_own_tensors(module: nn.Module) -> None:
+    """Has a module copy the views among its outputs; to be called before it is sharded.
+
+    FSDP2 learns from its hooks on outputs that backward begins. A view loses its hook where a caller changes it in
+    place, as ``velocity -= target`` does, and parameters would not be gathered again.
+    """
+    module.register_forward_hook(_copy_views)
+
+
+def _copy_views(_module: nn.Module, _args: Any, output: Any) -> Any:
+    return tree_map_only(Tensor, _own, output)
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone() if x.requires_grad and is_view(x) else x
 
 
 def untracked_parameters(root: nn.Module) -> list[str]:

@@ -15,6 +15,7 @@ from lightning_videoscale.compat.torch.autograd import (
     dispatch_modes_active,
     function_modes,
     has_hooks,
+    is_view,
     version_of,
 )
 
@@ -47,6 +48,11 @@ def test_gradients_are_added_up_or_returned() -> None:
     torch.autograd.grad(total(), [a])
     torch.autograd.grad(total(), [b])
     assert answers == [True, True, False, False, False]
+
+
+def test_views_are_told_from_copies() -> None:
+    whole = torch.ones(4, requires_grad=True) * 2
+    assert is_view(whole[1:]) and is_view(whole.view(2, 2)) and not is_view(whole) and not is_view(whole[1:].clone())
 
 
 def test_modes_that_follow_functions_are_noticed() -> None:

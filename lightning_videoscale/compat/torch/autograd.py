@@ -53,6 +53,11 @@ def function_modes() -> list[TorchFunctionMode]:
     return [mode for mode in modes if not isinstance(mode, DeviceContext)]
 
 
+def is_view(x: Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another one; no public function says so."""
+    return TORCH.get(x, "_base") is not None
+
+
 def adds_to_gradient(leaf: Tensor) -> bool:
     """Whether the backward pass under way adds to the leaf's ``.grad``, as ``loss.backward()`` does.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,30 @@ def test_every_trained_parameter_gets_the_gradient_of_one_device(ranks: Ranks, r
         for got, wanted in zip(gradients, expected, strict=True):
             assert gradient_error(got, wanted) <= 1e-10
         assert gradient_error(trained, parameters) <= 1e-10
+
+
+class InPlace(RectifiedFlow):
+    """Changes what the network returns, a view of what its last layer made."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        velocity = self.transformer(batch["noise"], batch["time"], batch["text"]).sample
+        velocity -= batch["latents"]
+        return velocity.square().mean()
+
+
+def fit_in_place(strategy: Callable[..., Strategy]) -> tuple[list[dict[str, Tensor]], list[str]]:
+    record = Record()
+    with lifted_float_casts(), warnings.catch_warnings(record=True) as said:
+        trainer(strategy(), plugins=[DoublePrecision()], callbacks=[record]).fit(InPlace(), clips(torch.float64))
+    return record.gradients, [str(each.message) for each in said if "view" in str(each.message)]
+
+
+def test_outputs_may_be_changed_in_place(ranks: Ranks) -> None:
+    expected, _ = ranks(1).run(fit_in_place, ddp)[0]
+    for gradients, said in ranks(2).run(fit_in_place, fsdp2):
+        assert not said  # torch warns of outputs that are views
+        assert len(gradients) == 2
+        assert all(gradient_error(got, wanted) <= 1e-10 for got, wanted in zip(gradients, expected, strict=True))
 
 
 class Teacher(RectifiedFlow):
