@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NoReturn
 
+from torch import nn
 from typing_extensions import override
 
 from lightning_videoscale.compat.lightning import LaunchedStrategy, is_interactive
@@ -19,6 +20,7 @@ class OwnMessages(LaunchedStrategy):
     """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`."""
 
     _settings: SequenceParallelSettings
+    _averaged: list[str]
 
     def __repr__(self) -> str:
         # Fabric, and a Trainer of the package pytorch_lightning, print a strategy that they do not know.
@@ -60,12 +62,15 @@ class OwnMessages(LaunchedStrategy):
             '"ddp_find_unused_parameters_true" would not split sequences.'
         )
 
+    def _note_averaged(self, module: nn.Module) -> None:
+        """Notes what DDP is about to number; manual optimization may freeze some of it for a while in each step."""
+        self._averaged = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
     def _named(self, indices: re.Match[str] | None) -> str:
         """The parameters that DDP gives the numbers of, as far as it does."""
-        if indices is None or self.lightning_module is None:
+        if indices is None:
             return ""
-        trained = [name for name, parameter in self.lightning_module.named_parameters() if parameter.requires_grad]
-        unused = [trained[index] for index in map(int, indices[1].split()) if index < len(trained)]
+        unused = [self._averaged[index] for index in map(int, indices[1].split()) if index < len(self._averaged)]
         more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
         return f" (not on {', '.join(unused[:_SHOWN])}{more})"
 

@@ -84,6 +84,7 @@ class SequenceParallelMixin(
         self._uncount_calls = Undo()
         self._calls: CallAgreement | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._averaged = []
         self._seed = self._micro_batch = self._stream = 0
         self._loss_weight, self._transferred_weight, self._said_nested = 1.0, None, False
         self._backwards, self._stepped = 0, {}
@@ -186,8 +187,9 @@ class SequenceParallelMixin(
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._change_model()
-        super().setup(trainer)
         assert self.lightning_module is not None
+        self._note_averaged(self.lightning_module)
+        super().setup(trainer)
         self._save_together(self.lightning_module)
         self._count_calls()
         self._agree_on_calls()

@@ -55,6 +55,42 @@ def test_unused_parameters_are_named_with_the_strategy_that_takes_them(ranks: Ra
     assert ranks(2).run(fit_partly_used, f"{name}_find_unused_parameters_true") == ["trained"] * 2
 
 
+class Adversarial(RectifiedFlow):
+    """Two optimizers take turns, and each step freezes what is not the optimizer's for a while."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=1)
+        self.automatic_optimization = False
+        self.critic = nn.Linear(1, 1)
+
+    def training_step(self, batch: dict[str, Tensor]) -> None:
+        for optimizer, loss in zip(self.optimizers(), (self.loss, self.judge), strict=True):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(loss(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def judge(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.critic(batch["time"][:, None]).square().mean()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.transformer, self.critic)]
+
+
+def fit_adversarially() -> str:
+    try:
+        trainer("ulysses_ddp").fit(Adversarial(), clips())
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+def test_unused_parameters_are_named_where_optimizers_take_turns(ranks: Ranks) -> None:
+    message = ranks(2).run(fit_adversarially)[0]
+    assert "critic.weight, critic.bias" in message and '"ulysses_ddp_find_unused_parameters_true"' in message
+
+
 # -- notebooks -----------------------------------------------------------------------------------------------------
 
 NOTEBOOK = """
