@@ -53,6 +53,10 @@ def function_modes() -> list[TorchFunctionMode]:
     return [mode for mode in modes if not isinstance(mode, DeviceContext)]
 
 
+is_tracing: Callable[[], bool] = TORCH.function("torch.jit", "is_tracing")
+"""Whether ``torch.jit.trace`` is at work: a public function that has no types."""
+
+
 def is_view(x: Tensor) -> bool:
     """Whether autograd knows a tensor as a view of another one; no public function says so."""
     return TORCH.get(x, "_base") is not None

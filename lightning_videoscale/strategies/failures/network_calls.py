@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from lightning_videoscale.compat.torch.autograd import is_tracing
 from lightning_videoscale.strategies.failures.rank_state import RankState
 from lightning_videoscale.undo import Undo
 
@@ -70,9 +71,17 @@ class NetworkCalls:
         self._is_inside = False
 
     def count(self, network: nn.Module, name: str) -> Undo:
-        """Counts a network's calls, before other hooks on it, which may wait for peers; returns what ends it."""
+        """Counts a network's calls, before other hooks on it, which may wait for peers; returns what ends it.
+
+        Calls raise RuntimeError under ``torch.jit.trace``, which knows no process groups.
+        """
 
         def note_entry(*_: object) -> None:
+            if is_tracing():
+                raise RuntimeError(
+                    f"torch.jit.trace cannot follow {name}, in which ranks wait for each other. If a logger draws the "
+                    "graph, leave out its log_graph=True; else trace the model outside of the Trainer."
+                )
             kind = f"{name} {'with' if torch.is_grad_enabled() else 'without'} gradients"
             number = self.counts.get(kind, 0) + 1
             self._entries.append(_Entry(kind, number, self._begun()))
