@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 import torch
@@ -45,6 +46,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     # With `=`: pytest would take a folder that stands alone for one of ours, before it knows this option.
     parser.addoption("--diffusers", metavar="FOLDER", help="--diffusers=checkout, whose tests tests/upstream runs")
     parser.addoption("--videos", metavar="FOLDER", help="--videos=folder of real clips, which are decoded, too")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Looks for no garbage while files are imported, and later only in what tests make: little of the rest ever is."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
