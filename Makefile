@@ -25,6 +25,8 @@ SLOWEST := --durations=25 --durations-min=3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SEVERAL := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST)
+# The files with tests that are timed, by the word: to import all others takes seconds, with nothing beside it.
+TIMED := `grep -rlw --include='test_*.py' timed tests`
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo docs test test-full test-upstream test-gpu support lint format build clean
@@ -54,11 +56,11 @@ test test-full: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(INSTALLED) ## Run the test suite
 	$(SEVERAL) -m "not full and not timed"
-	$(BIN)/python -m pytest -m "timed and not full"
+	$(BIN)/python -m pytest $(TIMED) -m "timed and not full"
 
 test-full: $(INSTALLED) ## Run the suite with the exhaustive matrices, long kill tests and downloads
 	$(SEVERAL) -m "not timed"
-	$(BIN)/python -m pytest -m timed
+	$(BIN)/python -m pytest $(TIMED) -m timed
 
 test-upstream: $(INSTALLED) ## Run diffusers' own tests with every model split (DIFFUSERS=checkout, see tests/upstream)
 	$(if $(DIFFUSERS),,$(error Name a checkout of diffusers: make test-upstream DIFFUSERS=folder))
