@@ -23,11 +23,25 @@ SET = {  # whether products of float32 are coarse on a GPU then
 }
 
 
-@pytest.mark.parametrize("setting", SET)
-def test_settings_of_products(setting: str) -> None:
-    code = f"import torch\n{READ}\n{setting}\nproduct_settings()\nprint(float32_products_are_coarse('cuda'))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.stdout.strip(), done.returncode) == (str(SET[setting]), 0), done.stderr
+IN_FRESH_PROCESSES = f"""
+import os, sys
+import torch
+{READ}
+for setting in sys.argv[1:]:
+    if not (child := os.fork()):  # each has what torch starts with
+        exec(setting)
+        product_settings()
+        print(float32_products_are_coarse("cuda"), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, setting
+"""
+
+
+def test_settings_of_products() -> None:
+    command = [sys.executable, "-c", IN_FRESH_PROCESSES, *SET]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert dict(zip(SET, done.stdout.split(), strict=True)) == {setting: str(coarse) for setting, coarse in SET.items()}
 
 
 @pytest.mark.parametrize(
