@@ -73,7 +73,7 @@ def test_datasets_are_sampled_by_their_weights() -> None:
 
 
 def tried_with(factor: float, tokens: float, efficiency: float, slot_time: float = 1.0, **of: bool) -> TriedBudget:
-    figures = PlanFigures(0, 0, 0, efficiency, slot_time, 0, 1, 0, 1, 1, tokens)
+    figures = PlanFigures(0, 0, 0, efficiency, slot_time, 0, 1, 0, 1, 1, tokens, 1, 1)
     return TriedBudget(factor, ALONE, figures, **({"is_diverse": True} | of))
 
 
