@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from torch.nn.attention import sdpa_kernel
 
@@ -52,6 +51,7 @@ from lightning_videoscale.callbacks import FusedKernels
 from lightning_videoscale.cost import BucketBudget, StepTimeModel, TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.data.planning import BucketPlanner
+from lightning_videoscale.data.planning.sample_weights import relative_weights, weights_and_samples
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 
 BENCHMARK = "data/learning"
@@ -143,14 +143,9 @@ def cost_of(shards: str, longest: int, task: Row) -> Row:
 
 def weights_of(planner: BucketPlanner) -> Row:
     """What a sample counts for, of the shortest and of the longest shape, over the mean of all; in the first epoch."""
-    plan, lengths = planner.plan(0), planner.table.sequence_lengths
-    sizes, shapes = np.diff(plan.starts)[plan.grid].ravel(), plan.shape_id[plan.grid].ravel()
-    mean = plan.weight.sum() / sizes.sum()
-    found = {}
-    for name, shape in (("shortest", lengths.argmin()), ("longest", lengths.argmax())):
-        mine = shapes == shape
-        found[name] = round(float(plan.weight.ravel()[mine].sum() / sizes[mine].sum() / mean), 3)
-    return found
+    weights, lengths = relative_weights(*weights_and_samples(planner.plan(0))), planner.table.sequence_lengths
+    shapes = {"shortest": lengths.argmin(), "longest": lengths.argmax()}
+    return {name: round(float(weights[shape]), 3) for name, shape in shapes.items()}
 
 
 def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: Any) -> None:
