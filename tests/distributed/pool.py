@@ -41,14 +41,24 @@ class ProcessPool:
         backend: ``"gloo"``, or ``"nccl"`` with a GPU for each rank.
         timeout: Seconds that one `run` may take.
         share_gpu: Whether all ranks compute on the first GPU, joined by gloo: NCCL takes a GPU for one rank only.
+        with_children: Whether ranks may start processes, such as workers of a DataLoader. Then `stop` must be called.
     """
 
-    def __init__(self, size: int, backend: str = "gloo", timeout: float = 150.0, *, share_gpu: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        backend: str = "gloo",
+        timeout: float = 150.0,
+        *,
+        share_gpu: bool = False,
+        with_children: bool = False,
+    ) -> None:
         assert backend == "gloo" or not share_gpu
         self.size = size
         self.backend = backend
         self._device = {"gloo": "cuda:0" if share_gpu else None, "nccl": "cuda:{rank}"}[backend]
         self.timeout = timeout
+        self._daemonic = not with_children
         self._workers: list[tuple[mp.Process, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -105,7 +115,7 @@ class ProcessPool:
             ours, theirs = context.Pipe()
             device = None if self._device is None else self._device.format(rank=rank)
             arguments = rank, self.size, meeting, self.backend, device, theirs
-            process = context.Process(target=_work, args=arguments, daemon=True)
+            process = context.Process(target=_work, args=arguments, daemon=self._daemonic)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
