@@ -11,6 +11,10 @@ place in the stream. A wide band mixes more shapes in a row, a narrow one balanc
 diversity of the steps allows. Which of the two goes first where both cannot be had is the caller's choice: a diversity
 that is asked for makes bands as wide as it takes, else they stay bearable. What is in a band with few others waits
 longer for company.
+
+A row of images has many samples, one of long clips few. Which rows make a step costs nothing, so they are exchanged
+between a few steps in a row until all of these hold as many. Else a sample would count for more in a step of few; and
+where it does not, small gradients would be lost beside the large ones that an optimizer such as Adam scales them by.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from lightning_videoscale.data.planning.seeded_random import SeededRandom
 # Costs of a band differ by these factors at least and, where balance goes first, at most, e to the power of them.
 _NARROWEST, _BEARABLE = 0.005, 0.25
 _PRECISION = 0.004  # to which the width is found
+_FEW = 16  # steps that exchange rows
 
 
 def in_stream_order(
@@ -53,6 +58,7 @@ def balanced(
     cost: NDArray[np.float64],
     position: NDArray[np.float64],
     shape_id: NDArray[np.int64],
+    amount: NDArray[np.float64],
     dp_size: int,
     micro_batches: int,
     max_wait: float,
@@ -65,6 +71,7 @@ def balanced(
         cost: (M,) predicted cost of every micro-batch, above zero.
         position: (M,) place in the stream; M is a multiple of ``dp_size * micro_batches``.
         shape_id: (M,) shapes.
+        amount: (M,) what each counts in the gradient.
         dp_size: Data-parallel ranks R.
         micro_batches: Micro-batches K of a rank and step.
         max_wait: Every band makes a row at least this often, in steps.
@@ -80,8 +87,8 @@ def balanced(
     def with_bands(width: float) -> NDArray[np.int64]:
         band = _bands(cost[by_cost], dp_size, micro_batches, max_wait, width)
         rows = by_cost[np.lexsort((position[by_cost], band))].reshape(-1, dp_size)
-        in_time = np.argsort(position[rows].mean(axis=1), kind="stable")
-        return rows[in_time].reshape(-1, micro_batches, dp_size)
+        in_time = rows[np.argsort(position[rows].mean(axis=1), kind="stable")]
+        return in_time[_evened(np.arange(len(rows)).reshape(-1, micro_batches), amount[in_time].sum(axis=1))]
 
     wanted, widest = (ENOUGH, _BEARABLE) if min_diversity is None else (min_diversity, _all_of(cost))
     too_narrow, wide_enough = _NARROWEST, widest
@@ -93,7 +100,11 @@ def balanced(
             wide_enough = width
     steps = _deal(with_bands(wide_enough), cost)
     ranks = np.argsort(draws.uniform(len(steps) * dp_size).reshape(-1, dp_size), axis=1, kind="stable")
-    return np.take_along_axis(steps, ranks[:, None, :], axis=2).transpose(0, 2, 1)
+    steps = np.take_along_axis(steps, ranks[:, None, :], axis=2).transpose(0, 2, 1)
+    if micro_batches == 1:
+        return steps
+    # Of steps that have exchanged rows, the first have the largest; so their order is drawn.
+    return steps[np.lexsort((draws.uniform(len(steps)), np.arange(len(steps)) // _FEW))]
 
 
 def _all_of(cost: NDArray[np.float64]) -> float:
@@ -115,6 +126,16 @@ def _bands(
         end = start + rows * dp_size
         edges.append(total if total - end < least / 2 else end)
     return np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+
+
+def _evened(steps: NDArray[np.int64], amount: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Exchanges rows between few steps in a row, (steps, K), such that all of them hold as much."""
+    rows, few = steps.shape[1], min(_FEW, len(steps))
+    whole = len(steps) // few * few
+    together = steps[:whole].reshape(-1, few * rows)
+    falling = np.take_along_axis(together, np.argsort(-amount[together], axis=1, kind="stable"), axis=1)
+    dealt = _deal(falling.reshape(-1, rows, few), amount).transpose(0, 2, 1).reshape(-1, rows)
+    return dealt if whole == len(steps) else np.concatenate([dealt, _evened(steps[whole:], amount)])
 
 
 def _deal(steps: NDArray[np.int64], cost: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -82,6 +82,19 @@ def test_what_a_step_has_on_average_is_that_of_the_whole_epoch_however_little_is
     assert of_sample[1][of_sample[1] > 0] == pytest.approx(of_sample[0][of_sample[0] > 0][0])
 
 
+@pytest.mark.parametrize("weighting", ["sample", "token"])
+def test_steps_of_several_micro_batches_count_about_alike(weighting: LossUnit) -> None:
+    def unevenness(planner: BucketPlanner) -> float:
+        plan = planner.plan(0)
+        lengths = plan.table.sequence_lengths[plan.shape_id] if weighting == "token" else 1
+        counted = np.where(plan.filler, 0, np.diff(plan.starts) * lengths)[plan.grid].sum(axis=(1, 2))
+        return float(counted.std() / counted.mean())
+
+    planner = BucketPlanner(mixed(20_000), BUDGET, "planned", 4, 4, WAN_14B, loss_weighting=weighting)
+    drawn = replace(planner, balance="dual_constraint")
+    assert unevenness(planner) < 0.9 * unevenness(drawn)
+
+
 def of_many_seeds(planner: BucketPlanner, gradients: Values, seeds: int = 40) -> Values:
     """The gradients of the first eight steps, (seeds, 8): those that a training of this length would make."""
     return np.array([step_gradients(replace(planner, seed=s).plan(0), gradients)[:8] for s in range(seeds)])
