@@ -6,7 +6,7 @@
 A Wan of 31 M parameters trains on clips of the demo's footage, latents of its patch codec, up to 8 064 tokens; the last
 frames of every video are held out. ``planned`` and ``equal_token`` run with three seeds each, ``planned`` also without
 fused kernels, and with every sequence split over the GPUs. M_comp is such that all have batches of the same sizes, and
-a step's micro-batches of a split sequence are as many as else its ranks. All run by CUDA graphs: without, the host
+a split sequence has as many micro-batches a step as else all ranks together. All run by CUDA graphs: without, the host
 takes longer than the device for every batch of a model this small, and batches of any kind would cost the same.
 
 A run is validated every few steps: the mean squared error of the predicted clean latents, at fixed times and with fixed
@@ -72,6 +72,7 @@ FLOW = {"predicts": "clean", "add_places": True, "shift": 3.0, "learning_rate": 
 ROOM = 4.0  # samples of the longest shape in a micro-batch, by memory and by compute
 GRAPHS_MEMORY = 0.5  # share of a GPU that graphs may take, so that no batch is too large for one
 RANKS = 2
+BALANCES = ("planned", "equal_token")
 SEEDS = (0, 1, 2)
 Row = dict[str, Any]
 
@@ -86,7 +87,7 @@ class Run(NamedTuple):
 
 
 RUNS = [
-    *(Run(balance, seed) for seed in SEEDS for balance in ("planned", "equal_token")),
+    *(Run(balance, seed) for seed in SEEDS for balance in BALANCES),
     Run("planned", 0, fused=False),
     Run("planned", 0, sp=RANKS),
 ]
@@ -118,7 +119,7 @@ def train(run: Run, data: VideoDataModule, clips: list[Any], task: Row) -> Row:
         callbacks=[curve],
         max_steps=task["steps"],
         max_epochs=-1,
-        accumulate_grad_batches=run.sp,
+        accumulate_grad_batches=run.sp * task["micro_batches"],
         gradient_clip_val=1.0,
     )
     trainer.fit(flow_of(task), data)
@@ -166,7 +167,8 @@ def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: 
         step_time = StepTimeModel.from_dict(cost)
         budget = budget_of(table, ROOM, ROOM, step_time)
         settled = {"step_time": step_time, "loss_normalization": task["normalization"]}
-        weights = {b: weights_of(BucketPlanner(table, budget, b, RANKS, **settled)) for b in ("planned", "equal_token")}
+        k = task["micro_batches"]
+        weights = {b: weights_of(BucketPlanner(table, budget, b, RANKS, k, **settled)) for b in BALANCES}
         write()
         for run in (Run(*fields) for fields in runs):
             if is_first:
@@ -175,7 +177,7 @@ def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: 
                 shards[0],
                 balance=run.balance,
                 budget=budget,
-                micro_batches=run.sp,
+                micro_batches=run.sp * k,
                 geometry=GEOMETRY,
                 seed=run.seed,
                 **settled,
@@ -204,6 +206,7 @@ def main() -> None:
     parser.add_argument("--shards", type=Path, help="folder that --prepare has written")
     parser.add_argument("--copies", type=int, default=40, help="how often a clip is in an epoch")
     parser.add_argument("--steps", type=int, default=1500, help="of each run")
+    parser.add_argument("--micro-batches", type=int, default=2, help="of a rank and step")
     parser.add_argument("--every", type=int, default=100, help="steps between validations")
     parser.add_argument("--normalization", choices=["epoch", "step"], default="epoch", help="of the samples' weights")
     parser.add_argument("--runs", type=int, nargs="*", help="numbers of the runs to make, from 0; left out, all")
@@ -231,6 +234,7 @@ def main() -> None:
         "clips": describe(options.shards),
         "copies": options.copies,
         "steps": options.steps,
+        "micro_batches": options.micro_batches,
         "warm_up_steps": 1 if options.tiny else 20,
         "validation_times": list(TIMES),
         "m_mem_and_m_comp_over_longest": ROOM,
@@ -258,6 +262,7 @@ def main() -> None:
                 every=options.every,
                 warm_up=settings["warm_up_steps"],
                 normalization=options.normalization,
+                micro_batches=options.micro_batches,
                 tiny=options.tiny,
                 settings=settings,
                 output=str(output),
