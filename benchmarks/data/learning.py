@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch.nn.attention import sdpa_kernel
 
@@ -143,10 +144,16 @@ def cost_of(shards: str, longest: int, task: Row) -> Row:
 
 
 def weights_of(planner: BucketPlanner) -> Row:
-    """What a sample counts for, of the shortest and of the longest shape, over the mean of all; in the first epoch."""
-    weights, lengths = relative_weights(*weights_and_samples(planner.plan(0))), planner.table.sequence_lengths
+    """What a sample counts for, of the shortest and of the longest shape, over the mean of all; in the first epoch.
+
+    And how even the steps are: the mean of their samples, squared, over the mean of the squares.
+    """
+    plan, lengths = planner.plan(0), planner.table.sequence_lengths
+    weights = relative_weights(*weights_and_samples(plan))
     shapes = {"shortest": lengths.argmin(), "longest": lengths.argmax()}
-    return {name: round(float(weights[shape]), 3) for name, shape in shapes.items()}
+    samples = np.where(plan.filler, 0, np.diff(plan.starts))[plan.grid].sum(axis=(1, 2))
+    evenness = {"evenness_of_steps": round(float(samples.mean() ** 2 / np.square(samples).mean()), 3)}
+    return {name: round(float(weights[shape]), 3) for name, shape in shapes.items()} | evenness
 
 
 def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: Any) -> None:
