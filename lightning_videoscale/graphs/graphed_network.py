@@ -335,11 +335,12 @@ class GraphedNetwork:
     def _replayed(self, kind: Kind, call: NetworkCall, context: SequenceContext | None) -> Any:
         assert kind.captured is not None
         self.counts["replayed"] += 1
+        parts = kind.captured, call.tensors, self._tenancy, self._options.gradients_are_copied
         with self._timed(kind, call):
             if context is None or kind.record is None:
-                return replay(kind.captured, call.tensors, self._tenancy)
+                return replay(*parts)
             with context.randomness.held(call.tensors[0].device) as seed:
-                result = replay(kind.captured, call.tensors, self._tenancy)
+                result = replay(*parts)
         context.record = replace(kind.record, seed=seed or context.record.seed)
         return result
 

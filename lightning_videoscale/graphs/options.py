@@ -16,11 +16,13 @@ class GraphOptions:
         mode: True for every call that can be captured; ``"auto"`` for those of them whose forward waits for the host.
         max_memory: Share of a device's memory that graphs may take.
         segments: Into how many graphs backward is cut at most, so that finished gradients are averaged beside the rest.
+        gradients_are_copied: Whether whoever waits for a gradient copies it at once, as DDP does into its buckets.
     """
 
     mode: GraphMode = False
     max_memory: float = 0.05
     segments: int = 4
+    gradients_are_copied: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, bool) and self.mode != "auto":  # 1 equals True, and is not what others ask for

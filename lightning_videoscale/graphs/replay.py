@@ -3,21 +3,31 @@
 Forward is one graph. Backward is a chain of autograd functions, one for each segment, tied by empty tensors. Each
 returns the gradients of its parameters, so that whatever waits for them (DDP's buckets, hooks, accumulation) goes on
 while the next segment's graph runs.
+
+A gradient lies in memory of the pool, so that the engine copies it into a parameter's ``.grad``. DDP copies that again,
+into its buckets. Where all gradients are copied by who waits for them, ``.grad`` is lent the memory of the pool. What
+has not been copied when backward ends, as inside of ``no_sync``, is copied then.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_videoscale.compat.torch.autograd import adds_to_gradient, has_hooks
+from lightning_videoscale.compat.torch.autograd import (
+    adds_to_gradient,
+    has_hooks,
+    has_hooks_on_grad,
+    when_backward_ends,
+)
 from lightning_videoscale.compat.torch.trees import tree_unflatten
-from lightning_videoscale.graphs.capture import CapturedPass
+from lightning_videoscale.graphs.capture import CapturedPass, Segment
 
 
 class Tenancy:
@@ -52,8 +62,8 @@ class Tenancy:
 class Replay:
     """One replay of a pass; lives as long as something may go backward through it."""
 
-    def __init__(self, captured: CapturedPass, tenancy: Tenancy) -> None:
-        self.captured, self._tenancy = captured, tenancy
+    def __init__(self, captured: CapturedPass, tenancy: Tenancy, lends: bool) -> None:
+        self.captured, self._tenancy, self._lends = captured, tenancy, lends
         self.is_over = False
         self.last = captured.last
         self._next = 0  # segment of backward
@@ -64,7 +74,18 @@ class Replay:
         return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.captured.outputs]
 
     def backward(self, number: int) -> list[Tensor]:
-        """Runs a segment of backward and returns its parameters' gradients, in memory of the pool."""
+        """Runs a segment of backward and returns the gradients that its parameters are to have."""
+        self._run(number)
+        segment = self.captured.segments[number]
+        are_returned = bool(segment.parameters) and not adds_to_gradient(segment.parameters[0])
+        if are_returned or any(map(has_hooks, segment.parameters)):  # who takes them, may keep them
+            return [gradient.clone() for gradient in segment.gradients]
+        if not self._lends or any(map(has_hooks_on_grad, segment.parameters)):
+            return segment.gradients
+        when_backward_ends(partial(_take_back, segment))
+        return [gradient.detach() for gradient in segment.gradients]  # which nobody else holds, so that none is copied
+
+    def _run(self, number: int) -> None:
         if self.captured.is_gone:
             raise RuntimeError(
                 "A pass that ran by a CUDA graph goes backward after the run in which it was computed has ended, and "
@@ -77,19 +98,34 @@ class Replay:
                 "graphs=False."
             )
         self._next += 1
-        segment = self.captured.segments[number]
-        segment.graph.replay()
+        self.captured.segments[number].graph.replay()
         self.is_over = number == self.last
-        return segment.gradients
 
 
-def replay(captured: CapturedPass, tensors: Sequence[Tensor], tenancy: Tenancy) -> Any:
-    """Computes a pass by its graphs, of the arguments' tensors; returns what the network returns."""
+def _take_back(segment: Segment) -> None:
+    """Gives parameters whose gradients still lie in the pool memory of their own."""
+    for parameter, lent in zip(segment.parameters, segment.gradients, strict=True):
+        if parameter.grad is not None and parameter.grad.data_ptr() == lent.data_ptr():
+            parameter.grad = parameter.grad.clone()
+
+
+def replay(captured: CapturedPass, tensors: Sequence[Tensor], tenancy: Tenancy, lends: bool = False) -> Any:
+    """Computes a pass by its graphs.
+
+    Args:
+        captured: The pass.
+        tensors: Of its arguments.
+        tenancy: Of the pool.
+        lends: Whether gradients are copied by who waits for them; see the module.
+
+    Returns:
+        What the network returns.
+    """
     if tensors[0].is_cuda:
         tenancy.follow()
     for static, x in zip(captured.inputs, tensors, strict=True):
         static.copy_(x.detach())
-    run = Replay(captured, tenancy)
+    run = Replay(captured, tenancy, lends)
     captured.forward.replay()
     if not captured.segments:
         run.is_over = True
@@ -120,10 +156,6 @@ class _Segment(torch.autograd.Function):
     def backward(ctx: Any, tie: Tensor) -> tuple[Any, ...]:
         run: Replay = ctx.run
         gradients = run.backward(ctx.number)
-        parameters = run.captured.segments[ctx.number].parameters
-        are_returned = bool(parameters) and not adds_to_gradient(parameters[0])
-        if are_returned or any(map(has_hooks, parameters)):  # who takes them, may keep them
-            gradients = [gradient.clone() for gradient in gradients]
         of_inputs = [x.clone() for x in run.captured.input_gradients if x is not None] if ctx.number == run.last else []
         return None, None, tie, *of_inputs, *gradients
 

@@ -125,7 +125,11 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
                 verify_plan=verify_plan,
                 save_frozen=save_frozen,
                 attention_backend=attention_backend,
-                graphs=GraphOptions(graphs, graphs_max_memory),
+                graphs=GraphOptions(
+                    graphs,
+                    graphs_max_memory,
+                    gradients_are_copied=bool(ddp_arguments(self)["gradient_as_bucket_view"]),
+                ),
             )
         )
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_videoscale.compat.torch.trees import tree_flatten
 from lightning_videoscale.graphs.capture import CapturedPass, Segment
@@ -21,10 +26,12 @@ class Work:
         self.replay = work
 
 
-class Product:
+class Product(nn.Module):
     """The sum over ``x * weight``, from one pass to the next in the same memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, lends: bool = False) -> None:
+        super().__init__()
+        self._lends = lends
         self.weight = nn.Parameter(torch.ones(3))
         x, out, gradient, of_weight = (torch.zeros(3) for _ in range(4))
         forward: Any = Work(lambda: out.copy_(x * self.weight.detach()))
@@ -35,8 +42,8 @@ class Product:
         self._captured = CapturedPass([x], forward, leaves, structure, [gradient], segments, [None])
         self._tenancy = Tenancy()
 
-    def __call__(self, x: float) -> Tensor:
-        (out,) = replay(self._captured, [torch.full((3,), x)], self._tenancy)
+    def forward(self, x: float) -> Tensor:
+        (out,) = replay(self._captured, [torch.full((3,), x)], self._tenancy, self._lends)
         total: Tensor = out.sum()
         return total
 
@@ -76,6 +83,76 @@ def test_gradients_are_not_copied_where_they_are_added_up(product: Product) -> N
     product(2.0).backward()
     product(2.0).backward(inputs=[product.weight])
     assert seen == [product.pool.data_ptr()] * 2
+
+
+class Copies(TorchDispatchMode):
+    """Counts what copies gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(op)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("lends", [False, True])
+def test_lent_gradients_are_copied_once_into_buckets(lends: bool) -> None:
+    product = Product(lends)
+    network = DistributedDataParallel(product, gradient_as_bucket_view=True)
+    places = list[int]()
+    for x in (2.0, 5.0, 4.0):
+        network.zero_grad()
+        loss = network(x)
+        with Copies() as copies:
+            loss.backward()
+        gradient = product.weight.grad
+        assert gradient is not None and gradient.tolist() == [x] * 3
+        assert copies.counts["aten.mul.out"] == 1, "into the bucket"
+        assert copies.counts["aten.clone.default"] + copies.counts["aten.new_empty_strided.default"] == (not lends)
+        places.append(gradient.data_ptr())
+    assert places[1] == places[2] != product.pool.data_ptr(), "in the bucket, which is another one in the first step"
+
+
+@pytest.mark.usefixtures("group")
+def test_what_nobody_has_copied_is_copied_when_backward_ends() -> None:
+    product = Product(lends=True)
+    network = DistributedDataParallel(product, gradient_as_bucket_view=True)
+    with network.no_sync():
+        network(2.0).backward()
+        kept = product.weight.grad
+        assert kept is not None and kept.data_ptr() != product.pool.data_ptr()
+        network(3.0).backward()
+    assert kept.tolist() == [5.0] * 3
+    network(4.0).backward()
+    assert product.weight.grad is not None and product.weight.grad.tolist() == [9.0] * 3
+    product.zero_grad()
+    product(6.0).backward()  # beside DDP
+    product(1.0).backward()
+    assert product.weight.grad.tolist() == [7.0] * 3
+
+
+def test_who_sees_a_gradient_that_was_added_may_keep_it() -> None:
+    product, kept = Product(lends=True), list[Tensor]()
+
+    def keep(weight: Tensor) -> None:
+        assert weight.grad is not None
+        kept.append(weight.grad)
+        weight.grad = None
+
+    product.weight.register_post_accumulate_grad_hook(keep)
+    for x in (1.0, 7.0):
+        product(x).backward()
+    assert [x.tolist() for x in kept] == [[1.0] * 3, [7.0] * 3]
 
 
 def product_of_two() -> tuple[Tensor, list[nn.Parameter]]:

@@ -106,6 +106,11 @@ def has_hooks(x: Tensor) -> bool:
     return bool(TORCH.get(x, "_backward_hooks"))
 
 
+def has_hooks_on_grad(leaf: Tensor) -> bool:
+    """Whether a leaf has hooks that see its ``.grad``, as `Tensor.register_post_accumulate_grad_hook` adds them."""
+    return bool(TORCH.get(leaf, "_post_accumulate_grad_hooks"))
+
+
 def version_of(x: Tensor) -> int:
     """Returns how often a tensor was written to; 0 in inference mode, which does not count."""
     if x.is_inference():
