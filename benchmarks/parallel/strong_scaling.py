@@ -182,8 +182,10 @@ def strategy_of(cell: Cell, options: argparse.Namespace) -> Any:
         raise ValueError(f"transport={cell.transport!r}: {lacks}")
     ulysses, ring = cell.sizes
     of_ddp: dict[str, Any] = {}
-    if cell.strategy == "ddp":
-        of_ddp = {"bucket_cap_mb": options.bucket_mb} | ({"graphs_max_memory": 0.6} if cell.mode == "graphs" else {})
+    if cell.strategy == "ddp" and cell.mode == "graphs":
+        of_ddp["graphs_max_memory"] = 0.6
+    if cell.strategy == "ddp" and options.bucket_mb is not None:
+        of_ddp["bucket_cap_mb"] = options.bucket_mb
     return STRATEGIES[cell.strategy](
         ulysses_size=ulysses,
         ring_size=ring,
@@ -247,7 +249,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=5, help="steps of a cell before; graphs are captured by three")
     parser.add_argument("--warm-up-split", type=int, help="the same where GPUs share a clip; left out, as many")
     parser.add_argument("--steps", type=int, default=12, help="that count, of each cell")
-    parser.add_argument("--bucket-mb", type=int, default=25, help="of gradients that DDP sends at a time; torch's own")
+    parser.add_argument("--bucket-mb", type=int, help="of gradients that DDP sends at a time; left out, torch's")
     parser.add_argument("--output", type=Path, help="file to write or to go on with; left out, one of our results")
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     parser.add_argument("--tiny", action="store_true", help="try the script with a small model")
