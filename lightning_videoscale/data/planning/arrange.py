@@ -130,6 +130,8 @@ def _bands(
 
 def _evened(steps: NDArray[np.int64], amount: NDArray[np.float64]) -> NDArray[np.int64]:
     """Exchanges rows between few steps in a row, (steps, K), such that all of them hold as much."""
+    if steps.shape[1] == 1:
+        return steps
     rows, few = steps.shape[1], min(_FEW, len(steps))
     whole = len(steps) // few * few
     together = steps[:whole].reshape(-1, few * rows)

@@ -46,6 +46,12 @@ def test_every_sample_is_trained_on_exactly_once(planner: BucketPlanner, epoch: 
     assert trained(planner.plan(epoch)) == list(range(len(planner.table)))
 
 
+def test_steps_of_one_micro_batch_come_in_the_order_of_the_stream() -> None:
+    plan = BucketPlanner(mixed(20_000), BUDGET, "planned", 8, 1, WAN_14B).plan(0)
+    first = plan.members[plan.starts[:-1]][plan.grid].mean(axis=(1, 2))[:-1]  # the last step may be filled up
+    assert len(first) > 100 and (np.diff(first) >= 0).all()
+
+
 @given(planners)
 def test_micro_batches_of_a_shape_are_counted_by_rank(planner: BucketPlanner) -> None:
     plan = planner.plan(0)
