@@ -30,7 +30,7 @@ from lightning_videoscale.data.planning.seeded_random import SeededRandom
 # Costs of a band differ by these factors at least and, where balance goes first, at most, e to the power of them.
 _NARROWEST, _BEARABLE = 0.005, 0.25
 _PRECISION = 0.004  # to which the width is found
-_FEW = 16  # steps that exchange rows
+_FEW = 16  # steps that exchange rows, at most
 
 
 def in_stream_order(
@@ -83,12 +83,13 @@ def balanced(
         (steps, R, K) numbers of micro-batches.
     """
     by_cost = np.argsort(-cost, kind="stable")
+    few = max(1, min(_FEW, int(max_wait / 4)))  # in which no sample waits much longer
 
     def with_bands(width: float) -> NDArray[np.int64]:
         band = _bands(cost[by_cost], dp_size, micro_batches, max_wait, width)
         rows = by_cost[np.lexsort((position[by_cost], band))].reshape(-1, dp_size)
         in_time = rows[np.argsort(position[rows].mean(axis=1), kind="stable")]
-        return in_time[_evened(np.arange(len(rows)).reshape(-1, micro_batches), amount[in_time].sum(axis=1))]
+        return in_time[_evened(np.arange(len(rows)).reshape(-1, micro_batches), amount[in_time].sum(axis=1), few)]
 
     wanted, widest = (ENOUGH, _BEARABLE) if min_diversity is None else (min_diversity, _all_of(cost))
     too_narrow, wide_enough = _NARROWEST, widest
@@ -104,7 +105,7 @@ def balanced(
     if micro_batches == 1:
         return steps
     # Of steps that have exchanged rows, the first have the largest; so their order is drawn.
-    return steps[np.lexsort((draws.uniform(len(steps)), np.arange(len(steps)) // _FEW))]
+    return steps[np.lexsort((draws.uniform(len(steps)), np.arange(len(steps)) // few))]
 
 
 def _all_of(cost: NDArray[np.float64]) -> float:
@@ -128,16 +129,16 @@ def _bands(
     return np.repeat(np.arange(len(edges) - 1), np.diff(edges))
 
 
-def _evened(steps: NDArray[np.int64], amount: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Exchanges rows between few steps in a row, (steps, K), such that all of them hold as much."""
+def _evened(steps: NDArray[np.int64], amount: NDArray[np.float64], few: int) -> NDArray[np.int64]:
+    """Exchanges rows between so few steps in a row, (steps, K), such that all of them hold as much."""
     if steps.shape[1] == 1:
         return steps
-    rows, few = steps.shape[1], min(_FEW, len(steps))
+    rows, few = steps.shape[1], min(few, len(steps))
     whole = len(steps) // few * few
     together = steps[:whole].reshape(-1, few * rows)
     falling = np.take_along_axis(together, np.argsort(-amount[together], axis=1, kind="stable"), axis=1)
     dealt = _deal(falling.reshape(-1, rows, few), amount).transpose(0, 2, 1).reshape(-1, rows)
-    return dealt if whole == len(steps) else np.concatenate([dealt, _evened(steps[whole:], amount)])
+    return dealt if whole == len(steps) else np.concatenate([dealt, _evened(steps[whole:], amount, few)])
 
 
 def _deal(steps: NDArray[np.int64], cost: NDArray[np.float64]) -> NDArray[np.int64]:

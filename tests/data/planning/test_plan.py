@@ -46,8 +46,10 @@ def test_every_sample_is_trained_on_exactly_once(planner: BucketPlanner, epoch: 
     assert trained(planner.plan(epoch)) == list(range(len(planner.table)))
 
 
-def test_steps_of_one_micro_batch_come_in_the_order_of_the_stream() -> None:
-    plan = BucketPlanner(mixed(20_000), BUDGET, "planned", 8, 1, WAN_14B).plan(0)
+@pytest.mark.parametrize(("micro_batches", "max_wait"), [(1, 120.0), (4, 4.0)])
+def test_steps_come_in_the_order_of_the_stream(micro_batches: int, max_wait: float) -> None:
+    """But for those that exchange micro-batches: of several a step, and where samples may wait."""
+    plan = BucketPlanner(mixed(20_000), BUDGET, "planned", 8, micro_batches, WAN_14B, max_wait=max_wait).plan(0)
     first = plan.members[plan.starts[:-1]][plan.grid].mean(axis=(1, 2))[:-1]  # the last step may be filled up
     assert len(first) > 100 and (np.diff(first) >= 0).all()
 
