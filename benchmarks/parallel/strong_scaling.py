@@ -181,11 +181,7 @@ def strategy_of(cell: Cell, options: argparse.Namespace) -> Any:
     if lacks := what_lacks(cell.transport, device):
         raise ValueError(f"transport={cell.transport!r}: {lacks}")
     ulysses, ring = cell.sizes
-    of_ddp: dict[str, Any] = {}
-    if cell.strategy == "ddp" and cell.mode == "graphs":
-        of_ddp["graphs_max_memory"] = 0.6
-    if cell.strategy == "ddp" and options.bucket_mb is not None:
-        of_ddp["bucket_cap_mb"] = options.bucket_mb
+    memory = {"graphs_max_memory": 0.6} if cell.mode == "graphs" and cell.strategy == "ddp" else {}
     return STRATEGIES[cell.strategy](
         ulysses_size=ulysses,
         ring_size=ring,
@@ -194,7 +190,7 @@ def strategy_of(cell: Cell, options: argparse.Namespace) -> Any:
         attention_backend="sdpa",
         activation_checkpointing=options.checkpointing,
         **MODES[cell.mode],
-        **of_ddp,
+        **memory,
     )
 
 
@@ -249,7 +245,6 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=5, help="steps of a cell before; graphs are captured by three")
     parser.add_argument("--warm-up-split", type=int, help="the same where GPUs share a clip; left out, as many")
     parser.add_argument("--steps", type=int, default=12, help="that count, of each cell")
-    parser.add_argument("--bucket-mb", type=int, help="of gradients that DDP sends at a time; left out, torch's")
     parser.add_argument("--output", type=Path, help="file to write or to go on with; left out, one of our results")
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     parser.add_argument("--tiny", action="store_true", help="try the script with a small model")
@@ -268,7 +263,6 @@ def main() -> None:
         "ranks": dist.get_world_size(),
         "warm_up": options.warm_up,
         "warm_up_split": options.warm_up_split,
-        "bucket_mb": options.bucket_mb,
         "steps": options.steps,
         "checkpointing": options.checkpointing,
     }

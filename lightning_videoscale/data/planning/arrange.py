@@ -14,7 +14,7 @@ longer for company.
 
 A row of images has many samples, one of long clips few. Which rows make a step costs nothing, so they are exchanged
 between a few steps in a row until all of these hold as many. Else a sample would count for more in a step of few; and
-where it does not, small gradients would be lost beside the large ones that an optimizer such as Adam scales them by.
+where it does not, gradients of steps would differ in size.
 """
 
 from __future__ import annotations
