@@ -178,7 +178,8 @@ class PendingBatch:
             work.wait()
         tensors, self.tensors = self.tensors, []
         if self.arrival is not None:
-            stream = torch.cuda.current_stream()
+            assert self.allocated_on is not None
+            stream = torch.cuda.current_stream(self.allocated_on.device)
             stream.wait_event(self.arrival)
             if stream != self.allocated_on:
                 for x in tensors:
