@@ -30,6 +30,7 @@ from lightning_videoscale.data.planning.seeded_random import SeededRandom
 # Costs of a band differ by these factors at least and, where balance goes first, at most, e to the power of them.
 _NARROWEST, _BEARABLE = 0.005, 0.25
 _PRECISION = 0.004  # to which the width is found
+_GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples, modulo 1, are evenly apart however many there are
 _FEW = 16  # steps that exchange rows, at most
 
 
@@ -82,7 +83,8 @@ def balanced(
     Returns:
         (steps, R, K) numbers of micro-batches.
     """
-    by_cost = np.argsort(-cost, kind="stable")
+    # Of equal costs, any number of the first are evenly apart in the stream: a band that ends among them takes some.
+    by_cost = np.lexsort((np.arange(len(cost)) * _GOLDEN % 1, -cost))
     few = max(1, min(_FEW, int(max_wait / 4)))  # in which no sample waits much longer
 
     def with_bands(width: float) -> NDArray[np.int64]:

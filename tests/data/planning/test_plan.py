@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, MicroBatch
-from lightning_videoscale.data.planning.figures import PlanFigures
+from lightning_videoscale.data.planning.figures import PlanFigures, delays
 from lightning_videoscale.data.planning.stream import draws_before
 from tests.data.planning.tables import BUDGET, LENGTHS, SHAPES, WAN_14B, mixed, table_of
 
@@ -52,6 +52,15 @@ def test_steps_come_in_the_order_of_the_stream(micro_batches: int, max_wait: flo
     plan = BucketPlanner(mixed(20_000), BUDGET, "planned", 8, micro_batches, WAN_14B, max_wait=max_wait).plan(0)
     first = plan.members[plan.starts[:-1]][plan.grid].mean(axis=(1, 2))[:-1]  # the last step may be filled up
     assert len(first) > 100 and (np.diff(first) >= 0).all()
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_who_keeps_rare_shapes_company_waits_no_longer_than_may_be(k: int) -> None:
+    """A band of 22 long clips takes others of the next cost from all over the epoch, not from its beginning."""
+    table = table_of([3] * 22 + [2] * 2978)
+    for seed in range(5):
+        planner = BucketPlanner(table, BucketBudget(1, 1e9), dp_size=4, micro_batches=k, seed=seed, max_wait=10.0)
+        assert np.abs(delays(planner.plan(0))).max() <= planner.max_wait
 
 
 @given(planners)
