@@ -42,12 +42,15 @@ def check_settings(**settings: float | str | None) -> None:
     """Looks at settings of `BucketPlanner` by name, whichever are known already; None is not.
 
     Raises:
-        ValueError: If a number is below 1 or not whole, a share is none, or a word is unknown.
+        ValueError: If a number is below 1, a count is not whole, a share is none, or a word is unknown.
     """
     for name in (*_COUNTS, "window"):
         count = settings.get(name)
         if count is not None and not (isinstance(count, int | float | np.integer) and count >= 1 and not count % 1):
             raise ValueError(f"{name}={count!r} must be a whole number of at least 1.")
+    wait = settings.get("max_wait")
+    if wait is not None and not (isinstance(wait, int | float) and wait >= 1):
+        raise ValueError(f"max_wait={wait!r} must be a number of steps, at least 1; math.inf for no limit.")
     for name in _SHARES:
         share = settings.get(name)
         if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
@@ -91,7 +94,7 @@ class BucketPlanner:
             table is then a sample of what it holds. None: an epoch is planned as a whole.
 
     Raises:
-        ValueError: If a number is below 1 or not whole, ``min_diversity`` is no share, or a word is unknown.
+        ValueError: If a number is below 1, a count is not whole, ``min_diversity`` is no share, or a word is unknown.
     """
 
     table: SampleTable
@@ -112,7 +115,9 @@ class BucketPlanner:
     windows: EpochWindows | None = None
 
     def __post_init__(self) -> None:
-        check_settings(**{name: getattr(self, name) for name in (*_COUNTS, *_SHARES, *_WORDS)})
+        check_settings(**{name: getattr(self, name) for name in (*_COUNTS, "max_wait", *_SHARES, *_WORDS)})
+        for name in _COUNTS:
+            object.__setattr__(self, name, int(getattr(self, name)))  # 2.0 is a whole number as well
 
     @property
     def unusable(self) -> int:

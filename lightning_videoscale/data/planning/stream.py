@@ -7,6 +7,7 @@ pace, once through all of its samples before any comes again, over the borders o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,7 +37,7 @@ def draws_before(sizes: NDArray[np.int64], weights: Sequence[float] | None, epoc
         epoch: Number of the epoch, from 0.
 
     Raises:
-        ValueError: If there is not one positive weight per dataset, or nothing to draw of one.
+        ValueError: If there is not one positive, finite weight per dataset, or nothing to draw of one.
     """
     if weights is None:
         return sizes * epoch
@@ -45,8 +46,8 @@ def draws_before(sizes: NDArray[np.int64], weights: Sequence[float] | None, epoc
             f"Nothing can be drawn of datasets {(empty + 1).tolist()} of {len(sizes)}: none of their samples can be "
             "trained on. `videoscale index` says why; leave them out."
         )
-    if len(weights) != len(sizes) or min(weights) <= 0:
-        raise ValueError(f"{len(sizes)} datasets need one positive weight each, got {list(weights)}.")
+    if len(weights) != len(sizes) or not (min(weights) > 0 and math.isfinite(sum(weights))):
+        raise ValueError(f"{len(sizes)} datasets need one positive, finite weight each, got {list(weights)}.")
     shares, total = np.array(weights) / np.sum(weights), int(sizes.sum()) * epoch
     # Rounding adds half a draw to each at most: these are never too many.
     drawn: NDArray[np.int64] = np.floor(shares * max(0, total - len(sizes) / 2) + 0.5).astype(np.int64)

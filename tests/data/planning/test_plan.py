@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import get_args
@@ -298,8 +299,29 @@ def test_a_planner_of_nonsense_is_refused() -> None:
             BucketPlanner(table_of([0]), BucketBudget(1, 1), min_diversity=share)
     with pytest.raises(ValueError, match=r"micro_batches=0 .* at least 1"):
         BucketPlanner(table_of([0]), BucketBudget(1, 1), micro_batches=0)
+    for wait in (0.5, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"max_wait={wait}"):
+            BucketPlanner(table_of([0]), BucketBudget(1, 1), max_wait=wait)
     with pytest.raises(ValueError, match=r"balance='best'"):
         BucketPlanner(table_of([0]), BucketBudget(1, 1), balance="best")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, 0.0])
+def test_weights_that_are_no_numbers_are_refused(weight: float) -> None:
+    for weights in ((weight, 1.0), (1.0, weight)):
+        with pytest.raises(ValueError, match="2 datasets"):
+            draws_before(np.array([100, 20]), weights, 1)
+
+
+def test_samples_may_wait_without_end() -> None:
+    planner = BucketPlanner(table_of([0] * 400 + [3] * 20), BucketBudget(20, 1e9), dp_size=2, max_wait=math.inf)
+    assert trained(planner.plan(0)) == list(range(420))
+
+
+def test_counts_are_whole_numbers_of_any_type() -> None:
+    planner = BucketPlanner(table_of([0, 1, 2] * 40), BUDGET, dp_size=2, micro_batches=3)
+    same = replace(planner, dp_size=np.int64(2), micro_batches=3.0, shard_window=64.0)  # type: ignore[arg-type]
+    assert same.plan(0).digest == planner.plan(0).digest
 
 
 @pytest.mark.parametrize("balance", ["planned", "dual_constraint", "equal_token"])
