@@ -85,7 +85,8 @@ def balanced(
     """
     # Of equal costs, any number of the first are evenly apart in the stream: a band that ends among them takes some.
     by_cost = np.lexsort((np.arange(len(cost)) * _GOLDEN % 1, -cost))
-    few = max(1, int(min(_FEW, max_wait / 4)))  # in which no sample waits much longer
+    # So few that no sample waits much longer. Where all count alike, an exchange would gain nothing.
+    few = max(1, int(min(_FEW, max_wait / 4))) if np.ptp(amount) else 1
 
     def with_bands(width: float) -> NDArray[np.int64]:
         band = _bands(cost[by_cost], dp_size, micro_batches, max_wait, width)

@@ -244,7 +244,8 @@ class BucketPlanner:
         if not is_balanced or not len(cost):
             return Arrangement(batches, number, cost, in_stream_order(position, ranks, k, draws))
         shape_id = batches.shape_id[number]
-        amount = self._amounts(batches.sizes[number], shape_id, np.arange(len(number)) >= len(batches.sizes))
+        is_filler = np.arange(len(number)) >= len(batches.sizes)
+        amount = self._amounts(batches.sizes[number], shape_id, is_filler & (self.loss_weighting != "none"))
         grid = balanced(cost, position, shape_id, amount, ranks, k, self.max_wait, self.min_diversity, draws)
         return Arrangement(batches, number, cost, grid)
 

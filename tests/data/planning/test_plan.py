@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, MicroBatch
 from lightning_videoscale.data.planning.figures import PlanFigures, delays
+from lightning_videoscale.data.planning.plan import LossUnit
 from lightning_videoscale.data.planning.stream import draws_before
 from tests.data.planning.tables import BUDGET, LENGTHS, SHAPES, WAN_14B, mixed, table_of
 
@@ -47,10 +48,13 @@ def test_every_sample_is_trained_on_exactly_once(planner: BucketPlanner, epoch: 
     assert trained(planner.plan(epoch)) == list(range(len(planner.table)))
 
 
-@pytest.mark.parametrize(("micro_batches", "max_wait"), [(1, 120.0), (4, 4.0)])
-def test_steps_come_in_the_order_of_the_stream(micro_batches: int, max_wait: float) -> None:
-    """But for those that exchange micro-batches: of several a step, and where samples may wait."""
-    plan = BucketPlanner(mixed(20_000), BUDGET, "planned", 8, micro_batches, WAN_14B, max_wait=max_wait).plan(0)
+@pytest.mark.parametrize(
+    ("micro_batches", "max_wait", "weighting"), [(1, 120.0, "sample"), (4, 4.0, "sample"), (3, 120.0, "none")]
+)
+def test_steps_come_in_the_order_of_the_stream(micro_batches: int, max_wait: float, weighting: LossUnit) -> None:
+    """But for those that exchange micro-batches: of several a step, where samples may wait and batches count more."""
+    planner = BucketPlanner(mixed(20_000), BUDGET, "planned", 8, micro_batches, WAN_14B, weighting, max_wait=max_wait)
+    plan = planner.plan(0)
     first = plan.members[plan.starts[:-1]][plan.grid].mean(axis=(1, 2))[:-1]  # the last step may be filled up
     assert len(first) > 100 and (np.diff(first) >= 0).all()
 
