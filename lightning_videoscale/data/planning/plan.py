@@ -301,20 +301,22 @@ class BucketPlanner:
         weights: NDArray[np.float64] = amount * self._slots / (sums if normal is None else normal)
         return weights
 
-    def _normal(self, whole: Batches) -> float | None:
-        """What a step counts on average, where these are all micro-batches; None where every step counts alike."""
+    def _normal(self, batches: Batches, times: float = 1.0) -> float | None:
+        """What a step counts on average, where an epoch has so many times these; None where every step counts alike."""
         if self.loss_normalization == "step":
             return None
-        total = self._amounts(whole.sizes, whole.shape_id).sum()
-        return float(total / math.ceil(len(whole.sizes) / self._slots))
+        total = self._amounts(batches.sizes, batches.shape_id).sum() * times
+        return float(total / math.ceil(len(batches.sizes) * times / self._slots))
 
     def _normal_of_epoch(self, windows: EpochWindows, epoch: int) -> float | None:
-        """The same for an epoch in windows: what a step of its first window counts, for all windows alike."""
+        """The same for an epoch in windows, as if all were as the first is: one number for all of them."""
         if self.loss_normalization == "step":
             return None
-        table, stream = windows.content(epoch, windows.first())
+        window = windows.first()
+        table, stream = windows.content(epoch, window)
         planner = replace(self, table=table, windows=None)
-        return planner._normal(planner._cut(table.shape_id[stream].astype(np.int64), self._max_wait))
+        whole = planner._cut(table.shape_id[stream].astype(np.int64), self._max_wait, fill=False)
+        return planner._normal(whole, window.total / len(stream))
 
 
 def _span(starts: NDArray[np.int64], members: NDArray[np.int64], number: int) -> NDArray[np.int64]:

@@ -195,6 +195,14 @@ def test_a_gradient_over_the_epoch_counts_every_sample_alike() -> None:
     assert max(weights) == pytest.approx(min(weights))
 
 
+@pytest.mark.parametrize(("size", "k", "near"), [(700, 4, 0.01), (300, 4, 0.1), (50, 4, 0.3), (20, 16, 1.0)])
+def test_gradients_of_an_epoch_are_as_large_as_without_windows(size: int, k: int, near: float) -> None:
+    """However few steps a window has, or if several windows make one: the first then tells roughly what is in it."""
+    planner = Shards([50] * 40).planner(size, dp_size=8, micro_batches=k, loss_normalization="epoch")
+    weights = np.concatenate([place.plan.weight.ravel() for place in places(planner)])
+    assert weights.mean() == pytest.approx(1, abs=near)
+
+
 def test_of_the_clips_no_more_is_read_at_a_time_than_a_window_needs() -> None:
     shards = Shards([10] * 400)
     planner = shards.planner(120, dp_size=2, shard_window=4)
