@@ -138,6 +138,9 @@ class BucketPlanner:
             done: (draws,) which draws of the epoch's stream, or of the window's, are done already, under whatever
                 settings; None: none.
             window: Which part of the epoch; None: the first window, or without windows the whole epoch.
+
+        Raises:
+            ValueError: If ``done`` or ``window`` are of an epoch of another number of draws.
         """
         if self.windows is not None:
             return self._plan_window(self.windows, epoch, done, window or self.windows.first())
@@ -145,7 +148,7 @@ class BucketPlanner:
             return replace(self, table=self.redraw(epoch), redraw=None).plan(epoch, done)
         stream = self.stream(epoch)
         shapes = self.table.shape_id[stream].astype(np.int64)
-        left = np.arange(len(stream)) if done is None else np.flatnonzero(~done)
+        left = _left(done, len(stream))
         layout = self._laid_out(shapes[left], self._key(epoch, left))
         is_rest = done is not None and self.loss_normalization == "epoch"
         normal = self._normal(self._cut(shapes, self._max_wait) if is_rest else layout.batches)
@@ -173,11 +176,12 @@ class BucketPlanner:
     def _plan_window(
         self, windows: EpochWindows, epoch: int, done: NDArray[np.bool_] | None, window: Window
     ) -> EpochPlan:
+        _check_draws(window.total, windows.first().total)
         content = windows.content(epoch, window)
         planner = replace(self, table=content.table, windows=None)
         shapes = content.table.shape_id[content.stream].astype(np.int64)
         whole = planner._cut(shapes, self._max_wait, fill=False)
-        left = np.arange(len(shapes)) if done is None else np.flatnonzero(~done)
+        left = _left(done, len(shapes))
         key = (*self._key(epoch, left), *([window.first] if window.first else []))
         left_over, later_steps = np.empty(0, np.int64), 0
         if window.is_last:
@@ -317,6 +321,24 @@ class BucketPlanner:
         planner = replace(self, table=table, windows=None)
         whole = planner._cut(table.shape_id[stream].astype(np.int64), self._max_wait, fill=False)
         return planner._normal(whole, window.total / len(stream))
+
+
+def _left(done: NDArray[np.bool_] | None, draws: int) -> NDArray[np.int64]:
+    """Which of some draws are not done, ascending; raises as `_check_draws`."""
+    if done is None:
+        return np.arange(draws)
+    _check_draws(len(done), draws)
+    return np.flatnonzero(~done)
+
+
+def _check_draws(before: int, now: int) -> None:
+    """Raises ValueError if an epoch was begun with another number of draws."""
+    if before != now:
+        raise ValueError(
+            f"What is done is told of {before} draws, and there are {now}: other samples can be trained on than when "
+            "the epoch was begun, so which are done with cannot be told any more. Give the geometry that it was begun "
+            "with, or start a new run from the weights."
+        )
 
 
 def _span(starts: NDArray[np.int64], members: NDArray[np.int64], number: int) -> NDArray[np.int64]:

@@ -310,6 +310,13 @@ def test_a_planner_of_nonsense_is_refused() -> None:
         BucketPlanner(table_of([0]), BucketBudget(1, 1), balance="best")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("draws", [10, 50])
+def test_what_is_done_of_another_epoch_is_refused(draws: int) -> None:
+    planner = BucketPlanner(table_of([0] * 42), BUDGET)
+    with pytest.raises(ValueError, match=rf"{draws} draws.* 42"):
+        planner.plan(0, done=np.zeros(draws, bool))
+
+
 @pytest.mark.parametrize("weight", [math.nan, math.inf, 0.0])
 def test_weights_that_are_no_numbers_are_refused(weight: float) -> None:
     for weights in ((weight, 1.0), (1.0, weight)):

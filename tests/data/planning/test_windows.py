@@ -223,6 +223,17 @@ def test_a_sampler_forgets_nothing_that_may_still_come() -> None:
     assert sampler.state_dict(second.counted)["plan"] == second.plan.digest
 
 
+@pytest.mark.parametrize("size", [None, 50])
+def test_a_run_goes_on_with_as_many_clips_as_its_epoch_was_begun_with(size: int | None) -> None:
+    """Of another geometry more clips may be smaller than a patch: the places of those that are done say nothing."""
+    begun = Progress.start(Shards([11] * 18).planner(50), 0)
+    others = Shards([11] * 18)
+    others.clips.width[:40] = 8
+    draws = int(POLICY.is_usable(others.clips, GEOMETRY).sum())
+    with pytest.raises(ValueError, match=rf"{begun.plan.window.total} draws.* {draws}"):  # type: ignore[union-attr]
+        Progress.resume(others.planner(size), begun.state_dict(2))
+
+
 def test_latents_that_cannot_be_cut_are_refused_before_the_first_window() -> None:
     shards = Shards([10] * 20, latents=True)
     shards.clips.width[150] = 5
