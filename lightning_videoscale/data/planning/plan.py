@@ -49,7 +49,7 @@ def check_settings(**settings: float | str | None) -> None:
         if count is not None and not (isinstance(count, int | float | np.integer) and count >= 1 and not count % 1):
             raise ValueError(f"{name}={count!r} must be a whole number of at least 1.")
     wait = settings.get("max_wait")
-    if wait is not None and not (isinstance(wait, int | float) and wait >= 1):
+    if wait is not None and not (isinstance(wait, int | float | np.integer | np.floating) and wait >= 1):
         raise ValueError(f"max_wait={wait!r} must be a number of steps, at least 1; math.inf for no limit.")
     for name in _SHARES:
         share = settings.get(name)
