@@ -33,7 +33,6 @@ from lightning_videoscale.models.flux.split import (
     OF_DOUBLE,
     SINGLE,
     TOKENS,
-    flops,
     joint_attention,
 )
 from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
@@ -44,7 +43,8 @@ _MODEL = f"{_HOME}.ChromaTransformer2DModel"
 
 GEOMETRIES = {"chroma": ModelGeometry(temporal_stride=1, text_tokens=512)}  # images alone; text as the pipelines pad it
 TRANSFORMERS = {"chroma": TransformerFlops(19 + 38, 3072, 12288, cross_attention=False)}  # the class's defaults
-FLOPS = {_MODEL: flops}  # of the blocks: what makes the modulation is left out, as it works once a sample
+# Of the blocks: what makes the modulation is left out, as it works once a sample.
+FLOPS = {_MODEL: TransformerFlops.from_config}
 
 BLOCKS = {_MODEL: (f"{DOUBLE}.*", f"{SINGLE}.*")}
 

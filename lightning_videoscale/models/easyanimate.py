@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.injection.attention import OF_ADDED
 from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
@@ -28,12 +29,7 @@ FLOPS = {_MODEL: partial(TransformerFlops.of_plain, cross_attention=False)}
 BLOCKS = {_MODEL: ("transformer_blocks.*",)}
 
 
-_OF_TEXT = Projection(
-    "encoder_hidden_states",
-    ("add_q_proj", "add_k_proj", "add_v_proj"),
-    ("norm_added_q", "norm_added_k"),
-    output="to_add_out",
-)
+_OF_TEXT = Projection("encoder_hidden_states", **OF_ADDED, output="to_add_out")
 _OF_SHARED = Projection("encoder_hidden_states", output="to_add_out")  # which is None: such text has no output at all
 _VIDEO = Projection(rotary="image_rotary_emb")
 

@@ -8,9 +8,6 @@ the gather behind the last block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
@@ -21,14 +18,7 @@ _MODEL = "diffusers.models.transformers.transformer_helios.HeliosTransformer3DMo
 # The defaults of diffusers' class, which the published weights have. A geometry lacks: what the history adds grows with
 # the picture.
 TRANSFORMERS = {"helios-14b": TransformerFlops(40, 5120, 13824)}
-
-
-def _flops(config: Mapping[str, Any]) -> TransformerFlops:
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    return TransformerFlops(config["num_layers"], width, config["ffn_dim"])
-
-
-FLOPS = {_MODEL: _flops}
+FLOPS = {_MODEL: TransformerFlops.from_config}
 BLOCKS = {_MODEL: ("blocks.*",)}
 
 _ALL = ("history", "video")

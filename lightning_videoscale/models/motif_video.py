@@ -7,7 +7,6 @@ again and attend together with what the blocks before have made of them: both ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning_videoscale.cost.flops import TransformerFlops
@@ -19,15 +18,8 @@ _MODEL = "diffusers.models.transformers.transformer_motif_video.MotifVideoTransf
 
 GEOMETRIES = {"motif-video": ModelGeometry(text_tokens=512)}
 
-
-def _flops(config: Mapping[str, Any]) -> TransformerFlops:
-    """Decoder blocks, whose sequence is twice the video, and attention to text alone count as plain joint blocks."""
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    layers = config["num_layers"] + config["num_single_layers"]
-    return TransformerFlops(layers, width, int(width * config["mlp_ratio"]), cross_attention=False)
-
-
-FLOPS = {_MODEL: _flops}
+# Decoder blocks, whose sequence is twice the video, and attention to text alone count as plain joint blocks.
+FLOPS = {_MODEL: TransformerFlops.from_config}
 _DOUBLE, _SINGLE = "transformer_blocks", "single_transformer_blocks"
 BLOCKS = {_MODEL: (f"{_DOUBLE}.*", f"{_SINGLE}.*")}
 

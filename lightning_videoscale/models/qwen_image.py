@@ -80,8 +80,7 @@ SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 _STREAMS = {
     "text": Projection(
         "encoder_hidden_states",
-        ("add_q_proj", "add_k_proj", "add_v_proj"),
-        ("norm_added_q", "norm_added_k"),
+        **OF_ADDED,
         rotary="image_rotary_emb",
         rotary_part=1,
         layout="complex",

@@ -87,12 +87,7 @@ def _split_plan(model: nn.Module) -> SplitPlan:
 
 SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 
-_TEXT = Projection(
-    "encoder_hidden_states",
-    ("add_q_proj", "add_k_proj", "add_v_proj"),
-    ("norm_added_q", "norm_added_k"),
-    output="to_add_out",
-)
+_TEXT = Projection("encoder_hidden_states", **OF_ADDED, output="to_add_out")
 _PROJECTIONS = {_JOINT: {"video": Projection(), "text": _TEXT}, _OWN: {"video": Projection()}}
 
 PROJECTIONS = {_MODEL: lambda _: _PROJECTIONS}

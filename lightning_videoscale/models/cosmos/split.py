@@ -7,7 +7,6 @@ norm receive it for the whole video. Residuals of a ControlNet are split where b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning_videoscale.cost.flops import TransformerFlops
@@ -32,14 +31,7 @@ TRANSFORMERS = {
     "cosmos-2.5-2b": TransformerFlops(28, 2048, 8192),
     "cosmos-2.5-14b": TransformerFlops(36, 5120, 20480),
 }
-
-
-def _flops(config: Mapping[str, Any]) -> TransformerFlops:
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    return TransformerFlops(config["num_layers"], width, int(width * config["mlp_ratio"]))
-
-
-FLOPS = {_MODEL: _flops}
+FLOPS = {_MODEL: TransformerFlops.from_config}
 BLOCKS = {_MODEL: ("transformer_blocks.*",)}
 
 

@@ -7,13 +7,11 @@ tables are made of a rank's own. What a ControlNet adds between blocks is of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.injection.attention import OF_ADDED
 from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 
@@ -24,17 +22,7 @@ DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
 
 GEOMETRIES = {"flux": ModelGeometry(temporal_stride=1, text_tokens=512)}  # images alone; text as the pipelines pad it
 TRANSFORMERS = {"flux": TransformerFlops(19 + 38, 3072, 12288, cross_attention=False)}  # the class's defaults
-
-
-def flops(config: Mapping[str, Any]) -> TransformerFlops:
-    """Both kinds of blocks cost the same, token by token."""
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    layers = config["num_layers"] + config["num_single_layers"]
-    return TransformerFlops(layers, width, 4 * width, cross_attention=False)
-
-
-FLOPS = {_MODEL: flops}
-
+FLOPS = {_MODEL: TransformerFlops.from_config}  # both kinds of blocks cost the same, token by token
 BLOCKS = {_MODEL: (f"{DOUBLE}.*", f"{SINGLE}.*")}
 
 TOKENS = {
@@ -69,12 +57,10 @@ def _split_plan(model: nn.Module) -> SplitPlan:
 
 SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 
-_ADDED = ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
 OF_DOUBLE = {
     "text": Projection(
         "encoder_hidden_states",
-        linears=_ADDED[0],
-        norms=_ADDED[1],
+        **OF_ADDED,
         rotary="image_rotary_emb",
         rotary_of=JOINT,
         output="to_add_out",

@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
+from lightning_videoscale.injection.attention import OF_ADDED
 from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Count, Projection, Split, SplitPlan
 
@@ -116,12 +117,7 @@ SPLIT_PLANS = {
 }
 
 _VIDEO = Projection(rotary="image_rotary_emb")
-_OF_TEXT = Projection(
-    "encoder_hidden_states",
-    ("add_q_proj", "add_k_proj", "add_v_proj"),
-    ("norm_added_q", "norm_added_k"),
-    output="to_add_out",
-)
+_OF_TEXT = Projection("encoder_hidden_states", **OF_ADDED, output="to_add_out")
 _PROJECTIONS = {
     f"{_DOUBLE}.*.attn": {"video": _VIDEO, "text": _OF_TEXT},
     f"{_SINGLE}.*.attn": {"video": _VIDEO, "text": Projection("encoder_hidden_states", output="to_add_out")},

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.families import class_path
+from lightning_videoscale.injection.attention import OF_ADDED
 from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
 from lightning_videoscale.parallel import Attention, Projection, Split, SplitPlan
 from lightning_videoscale.undo import Undo
@@ -132,11 +133,6 @@ def _split_plan(_: nn.Module) -> SplitPlan:
 
 SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 
-_OF_TEXT = Projection(
-    "encoder_hidden_states",
-    ("add_q_proj", "add_k_proj", "add_v_proj"),
-    ("norm_added_q", "norm_added_k"),
-    output="to_add_out",
-)
+_OF_TEXT = Projection("encoder_hidden_states", **OF_ADDED, output="to_add_out")
 _STREAMS = {"video": Projection(rotary="image_rotary_emb", layout="shd"), "text": _OF_TEXT}
 PROJECTIONS = {_MODEL: lambda _: {"transformer_blocks.*.attn1": _STREAMS}}
