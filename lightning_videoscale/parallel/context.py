@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -123,14 +123,18 @@ class SplitRecord:
             )
         return tuple(map(sum, zip(*(self.tables[stream] for stream in streams), strict=True)))
 
-    def missing(self, streams: Sequence[str]) -> tuple[bool, ...] | None:
-        """Returns for each token that this rank has of the streams whether it is none; None if all ranks have all."""
+    def missing(self, streams: Sequence[str], ranks: Iterable[int] | None = None) -> tuple[bool, ...] | None:
+        """Returns for each token that ranks, or this one, have of the streams whether it is none; None if all are.
+
+        The tokens of a stream, rank by rank, stand before those of the next.
+        """
         if not any(stream in self.short for stream in streams):
             return None
         return tuple(
-            self.rank >= self.short.get(stream, self.rank + 1)
+            rank >= self.short.get(stream, rank + 1)
             for stream in streams
-            for _ in range(self.tables[stream][self.rank])
+            for rank in ((self.rank,) if ranks is None else ranks)
+            for _ in range(self.tables[stream][rank])
         )
 
     def find_whole(self, sliced: Tensor) -> Tensor | None:

@@ -33,23 +33,11 @@ class AttendByHeads(RedirectedAttention):
 
     def masks(self, mask: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """As `RedirectedAttention.masks`, of all tokens of the group in both places, and not opened."""
-        rule = self.place.rule
-        missing = self._missing(rule.key_streams)
+        rule, mesh = self.place.rule, self._at.context.mesh
+        start = mesh.ring.rank * mesh.ulysses.size
+        missing = self._at.context.record.missing(rule.key_streams, range(start, start + mesh.ulysses.size))
         own = key_mask(mask, missing, query.shape[0], query.device, padded_rows=rule.padded_rows)
         return own, own, None
-
-    def _missing(self, streams: tuple[str, ...]) -> tuple[bool, ...] | None:
-        """Returns for each token of the group whether it is none; None if all are there."""
-        record, mesh = self._at.context.record, self._at.context.mesh
-        if not any(stream in record.short for stream in streams):
-            return None
-        start = mesh.ring.rank * mesh.ulysses.size
-        return tuple(
-            start + rank >= record.short.get(stream, start + rank + 1)
-            for stream in streams
-            for rank, tokens in enumerate(self._at.lengths((stream,)))
-            for _ in range(tokens)
-        )
 
     def exchanged(
         self,
