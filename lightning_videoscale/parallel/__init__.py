@@ -34,7 +34,7 @@ from lightning_videoscale.parallel.plan import (
     refusals,
     register_plan,
 )
-from lightning_videoscale.parallel.projection import Projection, Projections
+from lightning_videoscale.parallel.projection import Projection
 from lightning_videoscale.parallel.rank_agreement import Agreement
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
 from lightning_videoscale.parallel.sharding import gather, split, split_sizes
@@ -51,7 +51,6 @@ __all__ = [
     "Length",
     "PlanReport",
     "Projection",
-    "Projections",
     "Refused",
     "ScheduleChoices",
     "SequenceContext",

@@ -6,10 +6,7 @@ redirected (`redirection`) does without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-from torch import nn
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,3 @@ class Projection:
     rotary_of: tuple[str, ...] = ()
     rotary_part: int | None = None
     output: str = "to_out"
-
-
-Projections = Callable[[nn.Module], Mapping[str, Mapping[str, Projection]]]
-"""Of a model, by the path of an attention module as a `SplitPlan` has it: its streams, in the order in which it joins
-them."""
