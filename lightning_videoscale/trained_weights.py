@@ -107,7 +107,7 @@ class ParameterWeights:
         """See `TrainedWeights`."""
         parameters, aliases = dict(self._module.named_parameters()), self._aliases()
         return {
-            alias: _like(parameters[name], share)
+            alias: sharded_like(parameters[name], share) if isinstance(parameters[name], DTensor) else share
             for name, share in shares.items()
             for alias in aliases[parameters[name]]
         }
@@ -163,10 +163,8 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value.detach()
 
 
-def _like(parameter: Tensor, share: Tensor) -> Tensor:
-    """A share as a checkpoint names it: sharded as its parameter is."""
-    if not isinstance(parameter, DTensor):
-        return share
+def sharded_like(parameter: Any, share: Tensor) -> DTensor:
+    """Returns what this rank's share is of: values that are sharded as a parameter is, which is a `DTensor`."""
     return DTensor.from_local(
         share,
         parameter.device_mesh,

@@ -39,7 +39,6 @@ class ParquetRows:
     """
 
     def __init__(self, folder: Path, listing: FolderListing, caption_column: str | None) -> None:
-        self._folder = folder
         self._files = {name: _RowFile(folder, name, caption_column) for name in listing.of_kind("parquet")}
         self.ignored: Mapping[str, int] = count_kinds(file for file in listing.others if file not in self._files)
 

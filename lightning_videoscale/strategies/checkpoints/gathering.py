@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.deepspeed import is_partitioned
 from lightning_videoscale.strategies.checkpoints.zero_partitions import gather
+from lightning_videoscale.trained_weights import sharded_like
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
@@ -19,12 +20,4 @@ def gather_parameter(parameter: nn.Parameter, device: torch.device) -> Tensor:
     """Returns a parameter whole, on a device where ranks can talk; collective over those that share it."""
     if not isinstance(parameter, DTensor):
         return gather(parameter)
-    shard = DTensor.from_local(
-        parameter.to_local().detach().to(device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return shard.full_tensor()
+    return sharded_like(parameter, parameter.to_local().detach().to(device)).full_tensor()
