@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -11,14 +9,10 @@ from typing_extensions import override
 
 from lightning_videoscale.compat.torch.modules import buffers_of, non_persistent_buffers
 from lightning_videoscale.ranks import gather_over_ranks
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Parent
-else:
-    _Parent = object
+from lightning_videoscale.strategies.parent import StrategyPart
 
 
-class SharedBuffers(_Parent):
+class SharedBuffers(StrategyPart):
     """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`.
 
     Ranks with other batches write other values. A checkpoint holds rank 0's, and so do all ranks while they validate,
@@ -47,13 +41,12 @@ class SharedBuffers(_Parent):
 
     def _share_buffers(self) -> None:
         """Gives all ranks rank 0's buffers; collective over them."""
-        assert self.lightning_module is not None
         if self.world_size == 1:
             return
         # Others are in no checkpoint: tables that each rank makes for the shapes that it sees, and when it sees them.
         persistent = {
             (path, name): buffer
-            for path, module in self.lightning_module.named_modules()
+            for path, module in self._module.named_modules()
             for name, buffer in buffers_of(module).items()
             if buffer is not None and name not in non_persistent_buffers(module)
             if not (isinstance(buffer, DTensor) or buffer.is_meta)

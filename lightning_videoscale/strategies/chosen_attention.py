@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
@@ -11,14 +11,10 @@ from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend, AttentionChoices
 from lightning_videoscale.attention.choices import MICRO_BATCHES_PER_SHAPE
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Parent
-else:
-    _Parent = object
+from lightning_videoscale.strategies.parent import StrategyPart
 
 
-class ChoosesAttention(_Parent):
+class ChoosesAttention(StrategyPart):
     """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`."""
 
     def _init_attention(self, backend: AttentionBackend) -> None:
@@ -33,8 +29,7 @@ class ChoosesAttention(_Parent):
         """To be called before the model is changed; collective over all ranks."""
         self._steps_of_run = 0
         self.attention_choices.prepare(self.root_device)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         micro_batches = trainer.max_steps * trainer.accumulate_grad_batches
         # What the data say, they say later.
         self.expect_shapes(min(MICRO_BATCHES_PER_SHAPE, micro_batches if micro_batches > 0 else math.inf))

@@ -125,8 +125,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
     def setup_environment(self) -> None:
         from deepspeed.accelerator import get_accelerator
 
-        assert self.lightning_module is not None
-        check_weight_averaging(self.lightning_module.trainer, type(self).__name__)
+        check_weight_averaging(self._module.trainer, type(self).__name__)
         if get_accelerator().device_name() != self.root_device.type:
             raise ValueError(
                 f"The Trainer runs on {self.root_device.type!r} and DeepSpeed on {get_accelerator().device_name()!r}: "
@@ -156,8 +155,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
     @override
     def init_deepspeed(self) -> None:
         super().init_deepspeed()
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.training:
+        if self._module.trainer.training:
             self._steps.close()
             self._steps = ZeroSteps(self.deepspeed_engine.optimizer, self.root_device)
         precision, engine = self.precision_plugin, self.deepspeed_engine
@@ -165,7 +163,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         self.precision_plugin = ZeroPrecision(precision.precision, engine.gradient_clipping())
         if engine.bfloat16_enabled():
             # DeepSpeed has called `bfloat16()`, by which Lightning's `module.dtype` does not change.
-            self.lightning_module.to(torch.bfloat16)
+            self._module.to(torch.bfloat16)
 
     @override
     def initialize_inference(self, model: nn.Module) -> None:
@@ -209,13 +207,12 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.lightning_module is not None
         if self.deepspeed_engine.global_steps == self._backward_before_step:
-            self._refuse_manual_accumulation(self.lightning_module)
+            self._refuse_manual_accumulation(self._module)
         else:
             self._steps.begin()
         self._backward_before_step = self.deepspeed_engine.global_steps
-        is_due = not accumulates(self.lightning_module.trainer)
+        is_due = not accumulates(self._module.trainer)
         self.deepspeed_engine.set_gradient_accumulation_boundary(is_due)
         forget_gradients(self.deepspeed_engine.optimizer)
         # Lightning has divided the loss by the number of accumulated micro-batches, and DeepSpeed would do so again.

@@ -143,10 +143,9 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
 
     @override
     def setup_environment(self) -> None:
-        assert self.lightning_module is not None
         plugin = self.precision_plugin  # which may be an object, of which the Trainer's precision says nothing
         check_precision(getattr(plugin, "precision", type(plugin).__name__), type(self).__name__, FSDP2_PRECISIONS)
-        check_weight_averaging(self.lightning_module.trainer, type(self).__name__)
+        check_weight_averaging(self._module.trainer, type(self).__name__)
         # Not the parent's: it would also build a mesh (data_parallel, tensor_parallel).
         set_up_processes(self)
         self._create_mesh(self.num_processes, timeout_of(self))
@@ -160,18 +159,17 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     def setup(self, trainer: pl.Trainer) -> None:
         # Not the parent's: it refuses a LightningModule without configure_model, and one tensor on the meta device
         # makes it reinitialize all tensors of the LightningModule.
-        assert self.lightning_module is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         _evaluate_without_inference_mode(trainer)
-        self._refuse_sharded(self.lightning_module)
-        if self.lightning_module in self._sharded:
-            end_passes(self.lightning_module)  # which an exception in the run before may have left under way
+        self._refuse_sharded(self._module)
+        if self._module in self._sharded:
+            end_passes(self._module)  # which an exception in the run before may have left under way
         self._change_model()
-        self.model = self.precision_plugin.convert_module(self.lightning_module)
-        if self.lightning_module not in self._sharded:
-            self._shard(self.lightning_module)
-            self._sharded.add(self.lightning_module)
+        self.model = self.precision_plugin.convert_module(self._module)
+        if self._module not in self._sharded:
+            self._shard(self._module)
+            self._sharded.add(self._module)
         self._count_calls()
         self._agree_on_calls()
         self._note_frozen()
@@ -270,8 +268,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._refuse_undefined()
-        assert self.lightning_module is not None
-        unfrozen = untracked_parameters(self.lightning_module)
+        unfrozen = untracked_parameters(self._module)
         if unfrozen:
             raise ValueError(
                 f"{unfrozen} were frozen, hence kept whole, when the model was sharded, and train now. Let them "

@@ -130,8 +130,7 @@ class SequenceParallelMixin(
 
         With them, under ``"bytes"``, the memory that the graphs keep; empty where no network runs by graphs.
         """
-        assert self.lightning_module is not None
-        return describe_graphs(self.lightning_module.modules())
+        return describe_graphs(self._module.modules())
 
     # -- setting up ----------------------------------------------------------------------------------------------
 
@@ -155,9 +154,8 @@ class SequenceParallelMixin(
 
     def _create_mesh(self, devices_per_node: int, timeout: timedelta | None) -> None:
         """To be called at the end of a strategy's ``setup_environment``; collective over all ranks."""
-        assert self.lightning_module is not None
         assert self.cluster_environment is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         self._listen(trainer)
         if self.world_size > 1:
             self._ends = EpochEnds(self.global_rank, self.world_size, partial(batches_begun, trainer))
@@ -179,34 +177,31 @@ class SequenceParallelMixin(
 
     def _place(self) -> str:
         """Where this rank is in the run, for messages to other ranks."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         stage = trainer.state.stage
         return f"{stage.value if stage else 'set-up'}, micro-batch {self._micro_batch}, step {trainer.global_step}"
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._change_model()
-        assert self.lightning_module is not None
-        self._note_averaged(self.lightning_module)
+        self._note_averaged(self._module)
         super().setup(trainer)
-        self._save_together(self.lightning_module)
+        self._save_together(self._module)
         self._count_calls()
         self._agree_on_calls()
         self._note_frozen()
         if self.world_size > 1:
-            self._frozen = [(name, p) for name, p in self.lightning_module.named_parameters() if not p.requires_grad]
+            self._frozen = [(name, p) for name, p in self._module.named_parameters() if not p.requires_grad]
 
     def _change_model(self) -> None:
         """What comes before wrapping; for strategies whose ``setup`` does not go through their parent's."""
-        assert self.lightning_module is not None
-        self._prepare_saving(self.lightning_module.trainer)
+        self._prepare_saving(self._module.trainer)
         self._prepare_attention()
         self._prepare_schedule(by_graphs=self.graph_mode is not False)
         self._seed = self._agree_on_seed()
         if self._undo_changes is None:
-            self._sync_layers(self.lightning_module)
-            self._undo_changes = self._change_networks(self.lightning_module)
+            self._sync_layers(self._module)
+            self._undo_changes = self._change_networks(self._module)
 
     def _sync_layers(self, module: pl.LightningModule) -> None:
         """Does what ``Trainer(sync_batchnorm=True)`` asks for in ``fit``, which the parents of some strategies do not.
@@ -221,21 +216,19 @@ class SequenceParallelMixin(
 
     def _count_calls(self) -> None:
         """Watches the networks that ranks call together; to be called when the model is wrapped."""
-        assert self.lightning_module is not None
         # Where parameters are gathered, all ranks wait for each other; who is apart is so from its neighbours too.
         peers = list(self.mesh.sp.ranks)
         if len(peers) == 1 and self._gathers_in_forward:
             peers = [(self.global_rank + step) % self.world_size for step in (-1, 1)]
         if self._watch is not None and len(peers) > 1:
-            paths = split_plans(self.lightning_module, self.mesh, self._settings)
-            networks = {path: self.lightning_module.get_submodule(path) for path in paths}
+            paths = split_plans(self._module, self.mesh, self._settings)
+            networks = {path: self._module.get_submodule(path) for path in paths}
             timeout = timeout_of(self) or default_pg_timeout
             self._uncount_calls = self._watch.count_calls(networks, sorted(set(peers)), timeout)
 
     def _agree_on_calls(self) -> None:
         """To be called once the model is wrapped: the ranks tell each other what they call before they wait."""
-        assert self.lightning_module is not None
-        module = self.lightning_module
+        module = self._module
         if self.mesh.sp.size > 1:  # what hooks draw before the first step, such as noise for a sample
             seed_generators(self._seed, "setup", self.data_parallel_rank)
         networks = {path: module.get_submodule(path) for path in split_plans(module, self.mesh, self._settings)}
@@ -264,8 +257,7 @@ class SequenceParallelMixin(
 
     def trained_weights(self) -> TrainedWeights:
         """What is trained, as this rank holds it, for averages; see `HasTrainedWeights`."""
-        assert self.lightning_module is not None
-        return PortableWeights(self.lightning_module)
+        return PortableWeights(self._module)
 
     def verify_parity(self, module: pl.LightningModule, batch: Any) -> ParityReport:
         """Compares loss and gradients of a batch with its sequence split (sp = n) and whole (sp = 1).

@@ -11,7 +11,8 @@ import copy
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,19 +22,15 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_videoscale.compat.lightning import timeout_of
 from lightning_videoscale.strategies.checkpoints.gathering import gather_parameter, is_sharded
 from lightning_videoscale.strategies.failures.rendezvous import Rendezvous, note_exits
+from lightning_videoscale.strategies.parent import StrategyPart
 from lightning_videoscale.strategies.units import class_before_sharding
 from lightning_videoscale.undo import Undo
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Parent
-else:
-    _Parent = object
 
 _SAVE_METHODS = ("save_pretrained", "save_lora_adapter")
 """Of diffusers, transformers and peft."""
 
 
-class WholeParameters(_Parent):
+class WholeParameters(StrategyPart):
     """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`."""
 
     _gathered: frozenset[nn.Parameter] = frozenset()
@@ -130,17 +127,13 @@ def _replace(module: nn.Module, whole: dict[nn.Parameter, nn.Parameter | None], 
     for child in module.modules():
         for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter in whole:
-                undo.add(_setter(child, name, parameter))
+                undo.add(partial(setattr, child, name, parameter))
                 setattr(child, name, whole[parameter])
         if isinstance(child, FSDPModule):
-            undo.add(_setter(child, "__class__", type(child)))
+            undo.add(partial(setattr, child, "__class__", type(child)))
             undo.add(child.register_forward_pre_hook(_refuse_call, prepend=True).remove)
             plain: Any = child
             plain.__class__ = class_before_sharding(child)
-
-
-def _setter(owner: Any, name: str, value: Any) -> Any:
-    return lambda: setattr(owner, name, value)
 
 
 def _refuse_call(module: nn.Module, _: Any) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -19,11 +19,7 @@ from lightning_videoscale.strategies.batches.dealt_order import deal_alike
 from lightning_videoscale.strategies.batches.group_loader import GroupLoader
 from lightning_videoscale.strategies.batches.sharing import BatchSharing
 from lightning_videoscale.strategies.generators import seed_generators
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Parent
-else:
-    _Parent = object
+from lightning_videoscale.strategies.parent import StrategyPart
 
 _Batch = TypeVar("_Batch")
 
@@ -31,7 +27,7 @@ _HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
 _DEVICE_HOOKS = ("on_after_batch_transfer",)
 
 
-class GroupBatches(_Parent):
+class GroupBatches(StrategyPart):
     """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`."""
 
     _sharing: BatchSharing | None
@@ -62,8 +58,7 @@ class GroupBatches(_Parent):
         deal_alike(loader, self._seed_dealing, self.root_device)
         if self._sharing is None:
             return loader
-        assert self.lightning_module is not None
-        trainer, to_device = self.lightning_module.trainer, not _keeps_host_batches(self.lightning_module)
+        trainer, to_device = self._module.trainer, not _keeps_host_batches(self._module)
         return GroupLoader(
             loader,
             self._sharing,
@@ -89,8 +84,7 @@ class GroupBatches(_Parent):
                 "their losses by it in training_step."
             )
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        assert self.lightning_module is not None
-        return self.share_batch(batch) if _changes_batches(self.lightning_module) else batch
+        return self.share_batch(batch) if _changes_batches(self._module) else batch
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,8 +114,7 @@ class GroupBatches(_Parent):
         The place is the number of the training micro-batch, which a checkpoint restores, and how many streams were
         started since (validation batches, for one).
         """
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         micro_batch = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         self._stream = self._stream + 1 if micro_batch == self._micro_batch else 0
         self._micro_batch = micro_batch
@@ -129,15 +122,13 @@ class GroupBatches(_Parent):
 
     def _seed_reading(self, *place: int | str) -> None:
         """Seeds what is drawn while batches are read: by samplers, by datasets, by hooks before the transfer."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         stage, rank = str(trainer.state.stage), self.data_parallel_rank
         seed_generators(self._seed, "reading", stage, rank, trainer.current_epoch, *place)
 
     def _seed_dealing(self) -> None:
         """Seeds an order of which each data-parallel rank takes its part: alike on all of them."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         seed_generators(self._seed, "dealing", str(trainer.state.stage), trainer.current_epoch)
 
     @override
@@ -158,8 +149,7 @@ class GroupBatches(_Parent):
         has averaged them, such as those of `torch.autograd.grad`.
         """
         before, self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0), self._backwards
-        assert self.lightning_module is not None
-        if self._sharing is None or self._gathers_in_forward or self.lightning_module.automatic_optimization:
+        if self._sharing is None or self._gathers_in_forward or self._module.automatic_optimization:
             return
         if self._backwards != before:
             return

@@ -11,7 +11,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
@@ -49,19 +49,15 @@ from lightning_videoscale.strategies.checkpoints.optimizer_names import Paramete
 from lightning_videoscale.strategies.checkpoints.places import is_remote, place_of, remove
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 from lightning_videoscale.strategies.generators import generator_states, set_generator_states
+from lightning_videoscale.strategies.parent import StrategyPart
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.trained_weights import AVERAGES
 from lightning_videoscale.undo import Undo
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Parent
-else:
-    _Parent = object
-
 _OURS = "lightning_videoscale"
 
 
-class PortableCheckpoints(_Parent):
+class PortableCheckpoints(StrategyPart):
     """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`."""
 
     _seed: int
@@ -138,8 +134,7 @@ class PortableCheckpoints(_Parent):
 
     def _note_frozen(self) -> None:
         """To be called when the model is set up, before anything changes what its code has built; collective."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         save_frozen = self._settings.save_frozen
         if save_frozen is None:
             save_frozen = not only_adapters_train(module)
@@ -154,8 +149,7 @@ class PortableCheckpoints(_Parent):
 
     def _leave_out(self) -> Mapping[str, Fingerprint]:
         """What the checkpoint that is being saved leaves out; collective."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         start = self._built.get(module, {})
         self._left_out = frozen.unchanged(start, module, self.root_device) if start else {}
         return self._left_out
@@ -163,9 +157,8 @@ class PortableCheckpoints(_Parent):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint holds of the model; collective."""
-        assert self.lightning_module is not None
         left_out = self._leave_out()
-        return {name: value for name, value in self.lightning_module.state_dict().items() if name not in left_out}
+        return {name: value for name, value in self._module.state_dict().items() if name not in left_out}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -181,11 +174,10 @@ class PortableCheckpoints(_Parent):
         """Writes a checkpoint, or begins to; collective over all ranks. See `write_checkpoint`, `BackgroundSaves`."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes checkpoints itself and takes no storage_options=.")
-        assert self.lightning_module is not None
         path, token = self.broadcast((str(filepath), secrets.token_hex(8)))
         place = place_of(path, token)
         if self._left_out:
-            checkpoint = frozen.without(checkpoint, self._left_out, self.lightning_module)
+            checkpoint = frozen.without(checkpoint, self._left_out, self._module)
         rest = dict(checkpoint)
         tensors: dict[str, Any] = {}
         tensors["state_dict"], rest["state_dict"] = _split(self._to_write(checkpoint["state_dict"]))
@@ -198,18 +190,17 @@ class PortableCheckpoints(_Parent):
                 tensors[f"optimizer_{index}"] = {name: found for name, (found, _) in states.items()}
                 others = {name: left for name, (_, left) in states.items()}
                 rest["optimizer_states"].append(optimizer | {"state": others})
-        assert self.lightning_module is not None
         rest[_OURS] = {
             "randomness": self._randomness(),
             "attention": self.attention_choices.state_dict(),
             "schedules": self.schedule_choices.state_dict(),
             frozen.LEFT_OUT: {name: fingerprint.to_dict() for name, fingerprint in self._left_out.items()},
-            **describe_networks(self.lightning_module),
+            **describe_networks(self._module),
         }
         rest = _whole(rest)
         packed = pack(rest, place) if self.is_global_zero else b""
         # After an exception nobody would wait for what is written in the background.
-        if self._saves is not None and self.lightning_module.trainer.state.status == TrainerStatus.RUNNING:
+        if self._saves is not None and self._module.trainer.state.status == TrainerStatus.RUNNING:
             self._saves.save(path, place, tensors, packed)
         else:
             write_checkpoint(place, tensors, packed)
@@ -219,9 +210,8 @@ class PortableCheckpoints(_Parent):
 
         Collective. What rank 0 lacks is another rank's share of ZeRO's, whatever hooks have made of its name.
         """
-        assert self.lightning_module is not None
         with_first = set(of_first_rank(list(state)))
-        equal = {name for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
+        equal = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         return {
             name: value
             for name, value in state.items()
@@ -264,17 +254,15 @@ class PortableCheckpoints(_Parent):
                 optimizer["state"][name] = state
         left_out = checkpoint.get(_OURS, {}).get(frozen.LEFT_OUT)
         if left_out:
-            assert self.lightning_module is not None
-            frozen.put_back(checkpoint, left_out, self.lightning_module, self.root_device)
+            frozen.put_back(checkpoint, left_out, self._module, self.root_device)
         return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
         saved = SavedTensors.of(checkpoint["state_dict"])
-        shards = {name: held for name, held in self.lightning_module.state_dict().items() if isinstance(held, DTensor)}
+        shards = {name: held for name, held in self._module.state_dict().items() if isinstance(held, DTensor)}
         values = {name: saved.read(name, shards.get(name)) for name in saved}
-        self.lightning_module.load_state_dict(values, strict=strict)
+        self._module.load_state_dict(values, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -300,8 +288,7 @@ class PortableCheckpoints(_Parent):
     # -- what else is in it --------------------------------------------------------------------------------------
 
     def _names(self) -> ParameterNames:
-        assert self.lightning_module is not None
-        return ParameterNames(self.lightning_module)
+        return ParameterNames(self._module)
 
     def _randomness(self) -> dict[str, Any]:
         """Where the random streams are, and the generators of every data-parallel rank."""

@@ -45,10 +45,9 @@ class ZeroCheckpoints(PortableCheckpoints):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns this rank's share of the parameters, whole and in float32 where they are trained; collective."""
-        assert self.lightning_module is not None
         trained, shares, left_out = self._trained(), RankAssignment(self.world_size), self._leave_out()
         state: dict[str, Any] = {}
-        for name, value in self.lightning_module.state_dict(keep_vars=True).items():
+        for name, value in self._module.state_dict(keep_vars=True).items():
             if name in left_out:
                 continue
             if not isinstance(value, nn.Parameter):
@@ -82,10 +81,9 @@ class ZeroCheckpoints(PortableCheckpoints):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
         saved, trained = SavedTensors.of(checkpoint["state_dict"]), self._trained()
-        held = self.lightning_module.state_dict(keep_vars=True)
-        _check_names(saved, held, strict, type(self.lightning_module).__name__)
+        held = self._module.state_dict(keep_vars=True)
+        _check_names(saved, held, strict, type(self._module).__name__)
         for name, value in held.items():
             if name not in saved or saved.is_held(name):
                 continue
@@ -94,7 +92,7 @@ class ZeroCheckpoints(PortableCheckpoints):
             elif isinstance(value, Tensor):
                 value.copy_(saved[name])
             else:
-                self.lightning_module.load_state_dict({name: saved[name]}, strict=False)
+                self._module.load_state_dict({name: saved[name]}, strict=False)
 
     @override
     def _load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -123,10 +121,9 @@ class ZeroCheckpoints(PortableCheckpoints):
 
     def trained_weights(self) -> TrainedWeights:
         """The float32 copies of what is trained, as this rank holds them; see `HasTrainedWeights`."""
-        assert self.lightning_module is not None
         (optimizer,) = self.optimizers
         return ZeroWeights(
-            self.lightning_module,
+            self._module,
             pieces_of(optimizer),
             self.root_device,
             is_current=lambda: getattr(self.model, "optimizer", None) is optimizer,
@@ -134,8 +131,7 @@ class ZeroCheckpoints(PortableCheckpoints):
 
     def _trained(self) -> set[nn.Parameter]:
         """The parameters of which the engine keeps float32 copies."""
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+        if self._module.trainer.state.fn != TrainerFn.FITTING:
             return set()
         return {parameter for piece in pieces_of(self.optimizers[0]) for parameter in piece.parameters}
 

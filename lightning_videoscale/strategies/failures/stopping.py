@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -29,11 +29,7 @@ from lightning_videoscale.compat.lightning.training_loop import (
     skip_waits_between_batches,
 )
 from lightning_videoscale.strategies.failures.answering_store import AnsweringStore
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Parent
-else:
-    _Parent = object
+from lightning_videoscale.strategies.parent import StrategyPart
 
 EXIT_CODE = 143
 """Of a process that was asked to end, as a shell shows it: 128 + SIGTERM."""
@@ -140,7 +136,7 @@ class StopAgreement:
         return (self._steps, self._batches) >= self._end
 
 
-class StopsOnSignals(_Parent):
+class StopsOnSignals(StrategyPart):
     """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`."""
 
     _stop: StopAgreement

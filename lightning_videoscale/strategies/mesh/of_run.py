@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
@@ -27,17 +27,13 @@ from lightning_videoscale.strategies.mesh.division import (
     objection_to_rings,
     size_of_group,
 )
+from lightning_videoscale.strategies.parent import StrategyPart
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Parent
-else:
-    _Parent = object
 
 _log = logging.getLogger(__name__)
 
 
-class HasMesh(_Parent):
+class HasMesh(StrategyPart):
     """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`.
 
     Attributes:
@@ -128,8 +124,7 @@ class HasMesh(_Parent):
 
     def _complete_mesh(self, module: nn.Module) -> None:
         """Chooses what the user left open, now that heads and lengths are known; collective over all ranks."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         if self._mesh is None:
             size = size_of_group(trainer, self._devices_per_node)
             self._mesh = SequenceMesh(self.root_device.type, sp_size=size, timeout=timeout_of(self))
@@ -161,8 +156,7 @@ class HasMesh(_Parent):
 
     def _publish(self, mesh: SequenceMesh) -> None:
         """Lets the LightningModule see the mesh."""
-        assert self.lightning_module is not None
-        set_device_mesh(self.lightning_module, mesh.device_mesh)
+        set_device_mesh(self._module, mesh.device_mesh)
 
     def _close_mesh(self, after_failure: bool) -> None:
         """Closes what the ranks exchange by; parameters that FSDP2 shards over replicas keep their groups."""
