@@ -36,7 +36,7 @@ from lightning_videoscale.strategies.batches.group_batches import GroupBatches
 from lightning_videoscale.strategies.buffers import SharedBuffers
 from lightning_videoscale.strategies.call_agreement import CallAgreement
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
-from lightning_videoscale.strategies.chosen_schedule import ChoosesSchedule
+from lightning_videoscale.strategies.choices import ChoosesByMeasuring
 from lightning_videoscale.strategies.failures.answering_store import AnsweringStore
 from lightning_videoscale.strategies.failures.detector import FailureDetector
 from lightning_videoscale.strategies.failures.endings import end_by_alarm, end_processes
@@ -64,7 +64,7 @@ class SequenceParallelMixin(
     SharedBuffers,
     PortableCheckpoints,
     WholeParameters,
-    ChoosesSchedule,
+    ChoosesByMeasuring,
     OwnMessages,
     StopsOnSignals,
 ):
@@ -75,8 +75,7 @@ class SequenceParallelMixin(
         if timeout is not None and not isinstance(timeout, timedelta):
             raise TypeError(f"timeout={timeout!r} must be a timedelta, such as datetime.timedelta(seconds=600).")
         self._init_mesh(settings)
-        self._init_attention(settings.attention_backend)
-        self._init_schedule(settings)
+        self._init_choices(settings)
         self._transforms: list[ModelTransform] = []
         self._undo_changes: Undo | None = None
         self._watch: FailureDetector | None = None
@@ -196,8 +195,7 @@ class SequenceParallelMixin(
     def _change_model(self) -> None:
         """What comes before wrapping; for strategies whose ``setup`` does not go through their parent's."""
         self._prepare_saving(self._module.trainer)
-        self._prepare_attention()
-        self._prepare_schedule(by_graphs=self.graph_mode is not False)
+        self._prepare_choices(by_graphs=self.graph_mode is not False)
         self._seed = self._agree_on_seed()
         if self._undo_changes is None:
             self._sync_layers(self._module)

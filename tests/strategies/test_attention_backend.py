@@ -74,6 +74,6 @@ def test_auto_measures_after_steps_1_2_4_and_a_checkpoint_keeps_what_it_chose(
     assert kept == {"backend": "auto", "chosen": chosen}
 
     said: list[str] = []
-    monkeypatch.setattr("lightning_videoscale.strategies.chosen_attention.rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_videoscale.strategies.choices.rank_zero_info", said.append)
     fit(tmp_path, "math", max_steps=6, ckpt_path=tmp_path / "checkpoint")
     assert any("'auto'" in line and "'math'" in line and "checkpoint" in line for line in said)

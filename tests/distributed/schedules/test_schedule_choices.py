@@ -345,7 +345,7 @@ def fit(folder: Path, steps: int, **settings: Any) -> tuple[SequenceParallelDDPS
     path = settings.pop("ckpt_path", None)
     with (
         mock.patch.dict(os.environ, {"LIGHTNING_VIDEOSCALE_CACHE": str(folder)}),
-        mock.patch("lightning_videoscale.strategies.chosen_schedule.rank_zero_info", said.append),
+        mock.patch("lightning_videoscale.strategies.choices.rank_zero_info", said.append),
     ):
         strategy = SequenceParallelDDPStrategy(ulysses_size=2, **settings)
         trainer = pl.Trainer(
