@@ -94,7 +94,8 @@ class BucketPlanner:
             table is then a sample of what it holds. None: an epoch is planned as a whole.
 
     Raises:
-        ValueError: If a number is below 1, a count is not whole, ``min_diversity`` is no share, or a word is unknown.
+        ValueError: If a number is below 1, a count is not whole, ``min_diversity`` is no share, or a word is unknown; if
+            ``source_weights`` come with ``shuffle=False``.
     """
 
     table: SampleTable
@@ -118,6 +119,8 @@ class BucketPlanner:
         check_settings(**{name: getattr(self, name) for name in (*_COUNTS, "max_wait", *_SHARES, *_WORDS)})
         for name in _COUNTS:
             object.__setattr__(self, name, int(getattr(self, name)))  # 2.0 is a whole number as well
+        if self.source_weights is not None and not self.shuffle:
+            raise ValueError("source_weights draw samples at random, and shuffle=False keeps the order: take one.")
 
     @property
     def unusable(self) -> int:

@@ -275,6 +275,8 @@ def test_datasets_are_mixed_by_weight_and_each_is_walked_through_at_its_own_pace
     assert sorted(planner.plan(0).stream) == trained(planner.plan(0))
     with pytest.raises(ValueError, match="2 datasets"):
         replace(planner, source_weights=(1.0,)).plan(0)
+    with pytest.raises(ValueError, match="source_weights draw samples at random"):
+        replace(planner, shuffle=False)
 
 
 def test_a_dataset_of_less_than_one_draw_in_an_epoch_is_drawn_over_several() -> None:
