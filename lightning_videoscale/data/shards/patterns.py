@@ -25,7 +25,8 @@ def expand_each(shards: Patterns, of_folder: Callable[[Path], list[str]] | None 
     Args:
         shards: One pattern or several. Braces (``{000..099}``, ``{train,extra}``) and ``::`` mean what they mean in
             WebDataset, but for fsspec's ``simplecache::https://…``; ``*``, ``?`` and ``[...]`` match what exists,
-            sorted by name. URLs are those of fsspec. A local folder with shards means these.
+            sorted by name, and ``**/`` folders of any depth. URLs are those of fsspec. A local folder with shards means
+            these, but for hidden ones.
         of_folder: Returns the shards of any other local folder. None: it is an error.
 
     Returns:
@@ -77,14 +78,15 @@ def _shards_of(url: str, of_folder: Callable[[Path], list[str]] | None) -> list[
             f"The shard {url!r} {why}; only files are read. Give a path, or a URL such as 's3://bucket/000.tar' "
             f"(a local name that holds a colon is written './{url}')."
         )
-    found = sorted(glob.glob(url)) if any(c in url for c in "*?[") and not Path(url).exists() else [url]
+    found = sorted(glob.glob(url, recursive=True)) if any(c in url for c in "*?[") and not Path(url).exists() else [url]
     return [shard for path in found for shard in _shards_at(Path(path), path, of_folder)]
 
 
 def _shards_at(path: Path, name: str, of_folder: Callable[[Path], list[str]] | None) -> list[str]:
     """The shards that a path leads to; raises ShardError with the command that was meant."""
     if path.is_dir():
-        shards = sorted(str(shard) for shard in path.glob("*.tar"))
+        # Not hidden ones: what `videoscale pack` has not finished, and what macOS puts beside files.
+        shards = sorted(str(shard) for shard in path.glob("*.tar") if not shard.name.startswith("."))
         if shards and (media := next(filter(_is_media, path.iterdir()), None)):
             raise ShardError(
                 f"{path} holds {len(shards)} shards, and videos or images beside them ({media.name}): name the shards, "

@@ -46,6 +46,18 @@ def test_patterns_mean_what_webdataset_users_expect(tmp_path: Path) -> None:
     assert names(f"{tmp_path}/*-000.tar") == ["a-000", "b-000"]
 
 
+def test_two_stars_mean_folders_of_any_depth(tmp_path: Path) -> None:
+    found = [str(write_shard(tmp_path / name, [])) for name in ("a/b/c/x.tar", "a/b/x.tar", "a/x.tar", "x.tar")]
+    assert expand_shards(f"{tmp_path}/**/*.tar") == found
+
+
+def test_hidden_files_of_a_folder_are_no_shards(tmp_path: Path) -> None:
+    write_shard(tmp_path / ".000001.tar", [clip(1)])  # as a `videoscale pack` leaves it that is killed
+    (tmp_path / "._000000.tar").write_bytes(b"of macOS")
+    shard = str(write_shard(tmp_path / "000000.tar", [clip(0)]))
+    assert expand_shards(str(tmp_path)) == [shard]
+
+
 def test_missing_shards_are_named(tmp_path: Path) -> None:
     write_shard(tmp_path / "000.tar", [clip(0)])
     with pytest.raises(ShardError, match=r"2 of the 3 .*001\.tar, .*002\.tar"):
