@@ -187,9 +187,14 @@ def find_column(
 def text_of(value: Any, column: str, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The caption that a cell holds, and the fields; of a list of captions the first, and all of them as a field."""
     if isinstance(value, list):
-        texts = [str(text).strip() for text in value]
+        texts = [_text_of(each) for each in value]
         return next(filter(None, texts), ""), fields | {column: texts}
-    return ("" if value is None else str(value).strip()), fields
+    return _text_of(value), fields
+
+
+def _text_of(value: Any) -> str:
+    # pandas says NaN where there is nothing.
+    return "" if value is None or value != value else str(value).strip()
 
 
 def _rows(table: Path) -> tuple[list[str], list[dict[str, Any]]]:
@@ -201,12 +206,7 @@ def _rows(table: Path) -> tuple[list[str], list[dict[str, Any]]]:
         return parquet_rows(table)
     text = _read(table)
     if suffix in (".csv", ".tsv"):
-        # Not by `splitlines`, which also ends lines at characters that captions hold (U+2028, form feeds).
-        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",")
-        try:
-            return list(reader.fieldnames or ()), [{name: row[name] for name in row if name} for row in reader]
-        except csv.Error as error:
-            raise ShardError(f"The table of captions {table} is damaged in line {reader.line_num}: {error}") from error
+        return _separated(table, text, "\t" if suffix == ".tsv" else ",")
     try:
         if suffix == ".json":
             rows = list(_objects(table, json.loads(text)))
@@ -215,6 +215,27 @@ def _rows(table: Path) -> tuple[list[str], list[dict[str, Any]]]:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ShardError(f"The table of captions {table} is damaged: {error}") from error
     return list(dict.fromkeys(name for row in rows for name in row)), rows
+
+
+def _separated(table: Path, text: str, delimiter: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """The columns and rows of a table of text; a quote or a comma that is not meant so would move or end captions."""
+    # Not by `splitlines`, which also ends lines at characters that captions hold (U+2028, form feeds).
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    rows = []
+    try:
+        for row in reader:
+            if any(behind := row.pop(None, [])):  # cells without a column
+                raise ShardError(
+                    f"{table} has more cells than columns in the row up to line {reader.line_num}, the last of them "
+                    f"{behind[-1]!r}: put a text that holds {delimiter!r} in double quotes, right behind the delimiter."
+                )
+            rows.append({name: cell for name, cell in row.items() if name})
+    except csv.Error as error:
+        raise ShardError(
+            f"The table of captions {table} is damaged in the row from line {reader.line_num + 1} on: {error}. A text "
+            "that begins with a double quote must be in double quotes, with those in it doubled."
+        ) from error
+    return list(reader.fieldnames or ()), rows
 
 
 def _objects(table: Path, content: Any) -> Iterator[dict[str, Any]]:

@@ -163,14 +163,34 @@ def test_other_files_of_the_output_are_left_alone(folder: Path, tmp_path: Path) 
         ("file_name,text\na/ride.mp4,x\na/ride,y\n", "a/ride.mp4"),
         ("file_name,text\nride.mp4,x\n", "ride.mp4"),
         ("", "is empty"),
+        ("file_name,text\na/ride.mp4,a ride, by bike\n", "more cells than columns .* line 2, .* by bike"),
+        ('file_name, text\na/ride.mp4, "a ride, by bike"\n', "more cells than columns"),
+        ('file_name,text\na/ride.mp4,"a ride\nb/ride.mp4,x\n', "line 2 on: unexpected end"),
+        ('file_name,text\na/ride.mp4,"Go" it says\n', "line 2 on: .* doubled"),
     ],
-    ids=["no such file", "no names of columns", "no caption", "twice", "two files of that name", "empty"],
+    ids=[
+        *("no such file", "no names of columns", "no caption", "twice", "two files of that name", "empty"),
+        *("a comma without quotes", "a blank before quotes", "an open quote", "quotes within"),
+    ],
 )
 def test_a_table_that_does_not_fit(folder: Path, tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "table.csv").write_text(content)
     with pytest.raises(ShardError, match=says):
         pack_folder(folder, tmp_path / "shards", tmp_path / "table.csv")
     assert not (tmp_path / "shards").exists()
+
+
+def test_cells_without_a_column_may_be_empty(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text('file_name,text,\na/ride.mp4,"a ride, ""by bike""",,,\n')
+    report = pack_folder(folder, tmp_path / "shards", tmp_path / "table.csv")
+    assert contents(report)["a/ride.mp4"] == ('a ride, "by bike"', {})
+
+
+def test_what_pandas_writes_for_nothing_is_no_caption(folder: Path, tmp_path: Path) -> None:
+    rows = [{"file": "a/ride.mp4", "text": float("nan")}, {"file": "b/ride.mp4", "text": [None, float("nan"), "x"]}]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = contents(pack_folder(folder, tmp_path / "shards"))
+    assert (found["a/ride.mp4"], found["b/ride.mp4"]) == (("", {}), ("x", {"text": ["", "", "x"]}))
 
 
 def test_files_that_cannot_be_opened_are_listed(folder: Path, tmp_path: Path) -> None:
