@@ -49,7 +49,8 @@ def shown(frame: VideoFrame, aspect: Fraction, height: int, width: int) -> NDArr
     stretched = shown_size(frame, aspect)[0 if transposed else 1]
     scale = max(height / frame.height, width / stretched)
     rows, columns = max(height, round(frame.height * scale)), max(width, round(stretched * scale))
-    has_alpha = any(component.is_alpha for component in frame.format.components)
+    # The colours of a palette may be transparent, which its format does not say.
+    has_alpha = frame.format.name == "pal8" or any(component.is_alpha for component in frame.format.components)
     picture = frame.reformat(columns, rows, "rgba" if has_alpha else "rgb24", threads=1)
     top, left = (rows - height) // 2, (columns - width) // 2
     pixels: Any = picture.to_ndarray()[top : top + height, left : left + width]

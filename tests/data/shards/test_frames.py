@@ -125,6 +125,14 @@ def test_what_is_transparent_is_black() -> None:
         assert video[..., :16].max() == 0 and video[..., 16:].min() > 195
 
 
+def test_colours_of_a_palette_may_be_transparent() -> None:
+    image, file = Image.new("P", (2, 1)), io.BytesIO()
+    image.putpalette([200, 100, 50, 60, 80, 100])
+    image.putpixel((1, 0), 1)
+    image.save(file, "PNG", transparency=bytes([0, 128]))
+    assert decode_image(file)[:, 0].T.tolist() == [[0, 0, 0], [30, 40, 50]]
+
+
 def _png(frame: np.ndarray[Any, Any]) -> bytes:
     file = io.BytesIO()
     Image.fromarray(frame).save(file, "PNG")
