@@ -88,6 +88,7 @@ def read_captions(
         elif file in found.by_file:
             raise ShardError(f"{table} has two rows for {file!r} (the second names it {name!r}); keep one of them.")
         else:
+            _check_text(table, name, row)
             others = {key: value for key, value in row.items() if key not in (file_column, caption_column)}
             found.by_file[file] = CaptionRow(*text_of(row.get(caption_column), caption_column, others))
     if not found.by_file:
@@ -100,14 +101,23 @@ def read_captions(
     return found
 
 
+def _check_text(table: Path, name: str, row: Mapping[str, Any]) -> None:
+    """JSON may hold half of a character, where a text was cut within an emoji: no shard can hold that."""
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        part = repr(error.object[max(0, error.start - 20) : error.end])
+        raise ShardError(f"{table} holds half of a character in the row of {name!r}, at the end of {part}.") from error
+
+
 def caption_beside(path: Path) -> CaptionRow:
     """The caption in the text file beside a video (``clip.mp4``, ``clip.txt``); empty where there is none.
 
     Raises:
         ShardError: If it is no UTF-8.
     """
-    beside = path.with_suffix(".txt")
-    return CaptionRow(_read(beside).strip() if beside.is_file() else "", {})
+    beside = next(filter(Path.is_file, map(path.with_suffix, (".txt", ".TXT"))), None)
+    return CaptionRow("" if beside is None else _read(beside).strip(), {})
 
 
 class _Finder:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple, Protocol
 
 from lightning_videoscale.data.packing.caption_files import CaptionRow
+from lightning_videoscale.data.shards.tars import BOOKKEEPING
 
 
 class Item(NamedTuple):
@@ -54,13 +55,17 @@ class Source(Protocol):
         """Opens the items of a piece one after the other; a stream is closed when the next one is asked for."""
 
 
+def plain_key(path: str) -> str:
+    """A name of a sample: without dots, as a key ends at the first, and none that WebDataset takes for bookkeeping."""
+    key = path.replace(".", "_")
+    return f"_{key.lstrip('_')}" if BOOKKEEPING.match(key) else key
+
+
 def unique_keys(paths: Sequence[str]) -> Iterator[str]:
-    """Names of samples: the path without extension and dots, since a key ends at the first; each only once."""
+    """Names of samples: the path without extension, as a `plain_key`; each only once."""
     taken: set[str] = set()
     for path in paths:
-        folder, slash, name = path.rpartition("/")
-        parts = [part.replace(".", "_") for part in folder.split("/")]
-        base = key = "/".join(parts) + slash + name.rpartition(".")[0].replace(".", "_")
+        base = key = plain_key(path.rpartition(".")[0])
         number = 1
         while key in taken:
             number += 1

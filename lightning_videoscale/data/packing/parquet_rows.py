@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lightning_videoscale.data.packing.caption_files import CAPTION_COLUMNS, CaptionRow, find_column, text_of
-from lightning_videoscale.data.packing.items import Content, Item, cut_pieces
+from lightning_videoscale.data.packing.items import Content, Item, cut_pieces, plain_key
 from lightning_videoscale.data.packing.media_files import FolderListing, count_kinds
 from lightning_videoscale.data.packing.tables import open_parquet, plain_columns
 from lightning_videoscale.data.shards.errors import ShardError
@@ -71,7 +71,7 @@ class _RowFile:
     def items(self) -> Iterator[Item]:
         """All rows, without their bytes."""
         state = self._path.stat()
-        stem = self._name.removesuffix(".parquet").replace(".", "_")
+        prefix = plain_key(self._name.removesuffix(".parquet") + "/")
         with open_parquet(self._path) as parquet:
             size = state.st_size // max(1, parquet.metadata.num_rows)
             columns = [column for column in plain_columns(parquet.schema_arrow) if column != self.column]
@@ -81,7 +81,7 @@ class _RowFile:
             for number, row in enumerate(rows):
                 text = row.pop(self._caption, None) if self._caption is not None else None
                 caption = CaptionRow(*text_of(text, self._caption or "", row))
-                yield Item(f"{self._name}#{number}", f"{stem}/{number:08}", size, state.st_mtime_ns, caption)
+                yield Item(f"{self._name}#{number}", f"{prefix}{number:08}", size, state.st_mtime_ns, caption)
 
     def values(self, first: int) -> Iterator[Any]:
         """What the column of bytes holds from a row on."""

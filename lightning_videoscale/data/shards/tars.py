@@ -18,8 +18,8 @@ from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.keys import plain_extension, split_dotted
 from lightning_videoscale.data.shards.location import ByteRange, Members
 
-# WebDataset's own bookkeeping (`__meta__/...`), which is no part of any sample.
-_BOOKKEEPING = re.compile(r"__[^/]*__($|/)")
+BOOKKEEPING = re.compile(r"__[^/]*__($|/)")
+"""Begins names of WebDataset's own bookkeeping (``__meta__/...``), which is no part of any sample."""
 
 
 class Refusal(NamedTuple):
@@ -65,7 +65,7 @@ def list_members(file: BinaryIO, size: int) -> TarListing:
             members = {} if key is None else groups.setdefault(key, {})
             if reason := _why_hostile(member):
                 refused[name] = Refusal(member.name, reason)
-            elif not member.isreg() or key is None or _BOOKKEEPING.match(member.name):
+            elif not member.isreg() or key is None or BOOKKEEPING.match(member.name):
                 continue
             elif extension in members:
                 refused[name] = Refusal(member.name, f"the name {name!r} appears twice; its sample is ambiguous")

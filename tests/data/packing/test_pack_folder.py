@@ -55,6 +55,15 @@ def test_texts_beside_the_files(folder: Path, tmp_path: Path) -> None:
     assert contents(report) == expected
 
 
+def test_names_in_capitals_and_names_that_webdataset_leaves_out(tmp_path: Path) -> None:
+    for name in ("CLIP.JPG", "__clips__/a.jpg", "____/a.jpg"):
+        (tmp_path / "videos" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "videos" / name).write_bytes(picture())
+    (tmp_path / "videos/CLIP.TXT").write_text("of a camera")
+    found = contents(pack_folder(tmp_path / "videos", tmp_path / "shards"))
+    assert found == {"CLIP.JPG": ("of a camera", {}), "__clips__/a.jpg": ("", {}), "____/a.jpg": ("", {})}
+
+
 def table_of(kind: str, file: Path, rows: dict[str, str]) -> None:
     """Writes captions in the way of a trainer."""
     paths = list(rows)
@@ -184,6 +193,14 @@ def test_cells_without_a_column_may_be_empty(folder: Path, tmp_path: Path) -> No
     (tmp_path / "table.csv").write_text('file_name,text,\na/ride.mp4,"a ride, ""by bike""",,,\n')
     report = pack_folder(folder, tmp_path / "shards", tmp_path / "table.csv")
     assert contents(report)["a/ride.mp4"] == ('a ride, "by bike"', {})
+
+
+@pytest.mark.parametrize("column", ["text", "other"])
+def test_half_of_a_character_is_named(folder: Path, tmp_path: Path, column: str) -> None:
+    row = {"file": "a/ride.mp4", "text": "a ride", column: "on a bike \ud83d"}
+    (folder / "metadata.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ShardError, match=r"metadata\.jsonl .* 'a/ride.mp4', at the end of .*on a bike"):
+        pack_folder(folder, tmp_path / "shards")
 
 
 def test_what_pandas_writes_for_nothing_is_no_caption(folder: Path, tmp_path: Path) -> None:
