@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lightning_videoscale.data.packing.one_at_a_time import one_at_a_time
 from lightning_videoscale.data.packing.pack_folder import PackReport, pack_folder
 from lightning_videoscale.data.shards.errors import ShardError
 
@@ -20,12 +21,14 @@ _SHOWN = 20
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     try:
-        report = pack_folder(
-            options.folder, options.output, options.captions,
-            file_column=options.file_column, caption_column=options.caption_column,
-            samples_per_shard=options.samples_per_shard, bytes_per_shard=options.megabytes_per_shard * 2**20,
-            workers=options.workers, progress=not options.json,
-        )  # fmt: skip
+        # Another command, or a job that packs the folder on the way, may be writing the same shards.
+        with one_at_a_time(options.output.resolve(), is_needed=False):
+            report = pack_folder(
+                options.folder, options.output, options.captions,
+                file_column=options.file_column, caption_column=options.caption_column,
+                samples_per_shard=options.samples_per_shard, bytes_per_shard=options.megabytes_per_shard * 2**20,
+                workers=options.workers, progress=not options.json,
+            )  # fmt: skip
     except (ShardError, OSError, ModuleNotFoundError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         return 1

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_videoscale.cli import main
-from tests.data.films import film, numbered
+from lightning_videoscale.data.packing.one_at_a_time import one_at_a_time
+from tests.data.films import film, numbered, picture
 
 
 def test_from_films_and_a_table_to_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,3 +93,25 @@ def test_a_folder_is_indexed_by_way_of_its_shards(tmp_path: Path, capsys: pytest
     assert index()["without_caption"] == 2, "the others are still there"
     assert main(["index", str(tmp_path / "videos.packed"), "--captions", str(tmp_path / "table.csv")]) == 1
     assert "videoscale pack FOLDER OUTPUT --captions" in capsys.readouterr().err
+
+
+def test_one_that_packs_the_same_folder_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos/0.jpg").write_bytes(picture())
+    with ThreadPoolExecutor() as threads:
+        with one_at_a_time(tmp_path / "shards"):
+            other = threads.submit(main, ["pack", str(tmp_path / "videos"), str(tmp_path / "shards")])
+            with pytest.raises(TimeoutError):
+                other.result(timeout=2)
+            assert not (tmp_path / "shards").exists()
+        assert other.result() == 0
+
+
+def test_without_a_place_for_a_lock_it_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos/0.jpg").write_bytes(picture())
+    assert main(["pack", str(tmp_path / "videos"), str(tmp_path / "shards")]) == 0

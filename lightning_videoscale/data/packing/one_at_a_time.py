@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -23,17 +23,30 @@ _INTERVAL = 0.5
 
 
 @contextmanager
-def one_at_a_time(output: Path, patience: float = _PATIENCE) -> Iterator[None]:
+def one_at_a_time(output: Path, patience: float = _PATIENCE, is_needed: bool = True) -> Iterator[None]:
     """Holds the lock of an output folder; waits for it, with a message, while another process has it.
 
     Args:
         output: The folder, which need not be there.
         patience: Seconds to wait while the other process writes nothing.
+        is_needed: Whether it is an error if there can be no lock. Else nobody is waited for then.
 
     Raises:
         TimeoutError: If it has written nothing for as long.
         ShardError: If the file system has no locks.
+        PermissionError: If nothing can be written beside the output.
     """
+    with ExitStack() as held:
+        try:
+            held.enter_context(_lock(output, patience))
+        except (ShardError, PermissionError):
+            if is_needed:
+                raise
+        yield
+
+
+@contextmanager
+def _lock(output: Path, patience: float) -> Iterator[None]:
     output.parent.mkdir(parents=True, exist_ok=True)
     with (output.parent / f".{output.name}.lock").open("a+", encoding="utf-8") as lock:
         _acquire(lock, output, patience)
