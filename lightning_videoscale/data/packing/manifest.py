@@ -30,7 +30,7 @@ class Manifest:
         done: What was left out of each shard that is complete.
 
     Raises:
-        ShardError: If the folder holds what this did not write.
+        ShardError: If the folder holds what this did not write, or ``packed.json`` is damaged.
     """
 
     def __init__(self, output: Path, digests: Sequence[str]) -> None:
@@ -67,7 +67,11 @@ class Manifest:
 
 
 def complete_shards(output: Path) -> list[Path] | None:
-    """The shards of an output folder; None if it is not there, or some are missing."""
+    """The shards of an output folder; None if it is not there, or some are missing.
+
+    Raises:
+        ShardError: If ``packed.json`` is damaged.
+    """
     pieces = _pieces_of(output)
     shards = [output / f"{number:06}.tar" for number in range(len(pieces or ()))]
     is_complete = pieces is not None and all(piece["left_out"] is not None for piece in pieces)
@@ -76,5 +80,13 @@ def complete_shards(output: Path) -> list[Path] | None:
 
 def _pieces_of(output: Path) -> list[dict[str, Any]] | None:
     file = output / _FILE
-    pieces: list[dict[str, Any]] | None = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        pieces: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ShardError(
+            f"{file} is damaged ({error}), so that nobody knows which shards are complete: delete {output}, and pack it "
+            "anew."
+        ) from error
     return pieces

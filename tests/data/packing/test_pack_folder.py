@@ -270,3 +270,11 @@ def test_what_is_not_its_own_is_left_alone(folder: Path, tmp_path: Path) -> None
     pack_folder(folder, shards)
     with pytest.raises(ShardError, match="videoscale index"):
         pack_folder(shards, tmp_path / "again")
+
+
+def test_a_damaged_list_of_shards_is_named(folder: Path, tmp_path: Path) -> None:
+    pack_folder(folder, tmp_path / "shards")
+    (tmp_path / "shards/packed.json").write_text("")  # as after a power failure
+    with pytest.raises(ShardError, match=r"packed\.json is damaged .* delete .*shards"):
+        pack_folder(folder, tmp_path / "shards")
+    assert (tmp_path / "shards/000000.tar").exists()
