@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     try:
         # Another command, or a job that packs the folder on the way, may be writing the same shards.
-        with one_at_a_time(options.output.resolve(), is_needed=False):
+        is_folder = options.folder.is_dir()  # else packing says so, and leaves no lock behind
+        with one_at_a_time(options.output.resolve(), is_needed=False) if is_folder else nullcontext():
             report = pack_folder(
                 options.folder, options.output, options.captions,
                 file_column=options.file_column, caption_column=options.caption_column,

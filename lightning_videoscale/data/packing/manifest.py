@@ -86,7 +86,7 @@ def _pieces_of(output: Path) -> list[dict[str, Any]] | None:
         pieces: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ShardError(
-            f"{file} is damaged ({error}), so that nobody knows which shards are complete: delete {output}, and pack it "
-            "anew."
+            f"{file} is damaged ({error}), so that nobody knows which shards are complete: delete {output}, and pack "
+            "it anew."
         ) from error
     return pieces
