@@ -94,8 +94,8 @@ class BucketPlanner:
             table is then a sample of what it holds. None: an epoch is planned as a whole.
 
     Raises:
-        ValueError: If a number is below 1, a count is not whole, ``min_diversity`` is no share, or a word is unknown; if
-            ``source_weights`` come with ``shuffle=False``.
+        ValueError: If a number is below 1, a count is not whole, ``min_diversity`` is no share, or a word is unknown;
+            if ``source_weights`` come with ``shuffle=False``.
     """
 
     table: SampleTable
