@@ -4,6 +4,7 @@
 `lightning`    Lightning's loops, hooks and strategies
 `diffusers`    what diffusers' models declare about themselves
 `deepspeed`    the bookkeeping of ZeRO
+`torchmetrics` how metrics follow the module that they are in
 `names`        how a private name is looked up, and the error if it is gone
 `patching`     how a method of one object is replaced, and the undo
 

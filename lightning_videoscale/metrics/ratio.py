@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+
+from lightning_videoscale.compat.torchmetrics import MetricOfFixedDtype
 
 
-class Ratio(Metric):
+class Ratio(MetricOfFixedDtype):
     """One float64 sum over another, of everything seen; several processes, when synced, add up both.
 
     A subclass names its two states, and adds to them in its ``update``.
