@@ -9,6 +9,8 @@ from typing import ParamSpec, TypeVar
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_videoscale.compat.lightning.training_loop import logged_step
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -42,7 +44,7 @@ class BestEffort:
 
     def log(self, trainer: pl.Trainer, figures: Mapping[str, float]) -> None:
         """Hands figures to every logger; where one fails, the others have theirs."""
-        step = trainer.global_step - 1  # `self.log` numbers the steps from 0 too, so that the curves line up
+        step = logged_step(trainer)  # that of `self.log`, so that the curves line up
         for logger in trainer.loggers:
             self.attempt(f"log to {type(logger).__name__}", logger.log_metrics, dict(figures), step=step)
 

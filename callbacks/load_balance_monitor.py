@@ -13,6 +13,7 @@ from lightning_videoscale.callbacks.balance_metrics import BalanceMetrics
 from lightning_videoscale.callbacks.balance_pictures import BalancePictures
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.run_figures import RunFigures
+from lightning_videoscale.compat.lightning.training_loop import logged_step
 from lightning_videoscale.cost import TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.timing import Pauses, StepWindow, check_interval, subscribe_to_steps
@@ -155,7 +156,7 @@ class LoadBalanceMonitor(RunFigures):
         fields = {"balance/cv_step": "cv_step", "throughput/tokens_per_second": "tokens/s"}
         self._shown = {field: figures[name] for name, field in fields.items() if name in figures}
         if trainer.is_global_zero:
-            self._best_effort.attempt("note what to draw", self._pictures.add, window, trainer.global_step - 1)
+            self._best_effort.attempt("note what to draw", self._pictures.add, window, logged_step(trainer))
             if self._pictures.are_due:
                 self._draw(trainer)
 

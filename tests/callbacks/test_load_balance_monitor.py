@@ -46,6 +46,33 @@ def test_takes_the_trainers_interval_and_counts_optimizer_steps() -> None:
     assert monitor.metrics.sums["samples"] == 12
 
 
+class TwoOptimizers(Slope):
+    """Steps two optimizers in every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+            self.manual_backward((self.slope * batch["x"]).mean())
+            optimizer.step()
+        return loss.detach()
+
+
+def test_curves_line_up_with_those_of_self_log_under_two_optimizers() -> None:
+    logger = MemoryLogger()
+    trainer = trainer_with(LoadBalanceMonitor(every_n_steps=2), logger=logger, log_every_n_steps=1)
+    trainer.fit(TwoOptimizers(), batches_of([Meta(2, 10)] * 5))
+    assert [step for step, row in logger.rows if "loss" in row] == [0, 1, 2, 3, 4]
+    assert [step for step, _ in logger.balance()] == [1, 3, 4]
+
+
 def test_progress_bar_fields() -> None:
     trainer = trainer_with(LoadBalanceMonitor(every_n_steps=1))
     trainer.fit(Slope(), batches_of([Meta(1, 10)] * 2))

@@ -30,6 +30,53 @@ def test_whether_a_micro_batch_accumulates() -> None:
     assert seen == [True, False, False]  # the last step of an epoch may be a shorter one
 
 
+class Steps(pl.Callback):
+    """Keeps the number of every step, and that of the last one when training is over."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.seen.append(training_loop.logged_step(trainer))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.seen.append(training_loop.logged_step(trainer))
+
+
+class TwoOptimizers(BoringModel):
+    """Steps both in every batch; ends its epoch before batch ``last``."""
+
+    def __init__(self, last: int | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.last = last
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == self.last else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+
+
+def test_steps_are_numbered_as_self_log_does() -> None:
+    steps = Steps()
+    runner = trainer(steps, accumulate_grad_batches=2, limit_train_batches=3, max_epochs=2)
+    runner.fit(BoringModel())
+    assert steps.seen == [0, 0, 1, 2, 2, 3, 3] and runner.global_step == 4
+
+
+@pytest.mark.parametrize("last", [None, 3])
+def test_two_optimizers_are_one_step_where_a_batch_ends(last: int | None) -> None:
+    steps = Steps()
+    runner = trainer(steps, limit_train_batches=3 if last is None else 5)
+    runner.fit(TwoOptimizers(last))
+    assert steps.seen == [0, 1, 2, 2] and runner.global_step == 6
+
+
 def test_the_loop_tells_the_profiler_that_it_fetches() -> None:
     profiler = SimpleProfiler()
     trainer(profiler=profiler, limit_train_batches=2).fit(BoringModel())

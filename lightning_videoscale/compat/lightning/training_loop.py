@@ -68,6 +68,17 @@ def batches_begun(trainer: pl.Trainer) -> Begun:
     return Begun(trainer.current_epoch, progress.current.ready, progress.total.ready)
 
 
+def logged_step(trainer: pl.Trainer) -> int:
+    """Returns the number under which loggers have what ``self.log`` takes in the batch under way, or was last trained.
+
+    Lightning counts batches that step, from 0, and adds one behind their hooks. ``global_step`` counts every optimizer,
+    and in manual optimization it leaves out batches without a step.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    batches, stepped = loop.batch_progress.current, int(LIGHTNING.get(loop, "_batches_that_stepped"))
+    return stepped if batches.started > batches.completed else stepped - 1
+
+
 def waits_between_batches(trainer: pl.Trainer) -> list[Method]:
     """The methods in which ranks wait for rank 0 before every micro-batch; newer versions of Lightning have one."""
     loop, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
