@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,9 @@ def _is_validation_loss(name: str) -> bool:
 
 
 def _record_steps(trainer: pl.Trainer, window: StepWindow) -> None:
-    record(trainer, "window", {**window_record(window), "loss": mean_loss(window)})
+    loss = mean_loss(window)
+    finite = None if loss is None else math.isfinite(loss)  # what is not finite is null in the log, as is what is not
+    record(trainer, "window", {**window_record(window), "loss": loss, "loss_is_finite": finite})
 
 
 def _record_loading(trainer: pl.Trainer, loaders: LoaderWatch, window: StepWindow) -> None:

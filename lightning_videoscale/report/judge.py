@@ -77,7 +77,8 @@ def _look_at(rank: int, on_gpu: bool) -> str:
 def advice_on_run(found: Findings) -> list[Advice]:
     """Returns what to do after a run, the most pressing first; may be empty."""
     judgements = (
-        _of_failure, _of_drift, _of_slow_rank, _of_bottleneck, _of_loading, _of_balance, _of_cost_model, _of_memory,
+        _of_failure, _of_loss, _of_drift, _of_slow_rank, _of_bottleneck, _of_loading, _of_balance, _of_cost_model,
+        _of_memory,
     )  # fmt: skip
     return [advice for judge in judgements if (advice := judge(found)) is not None]
 
@@ -89,6 +90,17 @@ def _of_failure(found: Findings) -> Advice | None:
     if found.status == "failed" and end is not None:
         return Advice("Look into the error that ended the run", str(end.get("error", "")))
     return None
+
+
+def _of_loss(found: Findings) -> Advice | None:
+    lost = [window["step"] for window in found.windows if window.get("loss_is_finite") is False]
+    if not lost:
+        return None
+    records = f"{len(lost):,} of {len(found.windows):,} records"
+    return Advice(
+        "Look into the loss: it is NaN or infinite",
+        f"It is so in {records}, first in the one up to step {lost[0]}; the chart leaves them out.",
+    )
 
 
 def _of_drift(found: Findings) -> Advice | None:

@@ -19,7 +19,8 @@ window      Some optimizer steps, all ranks: ``steps``; ``seconds`` they took, v
             of every global rank by field of `StepTimes`; ``batches``, rows of [frames, height, width, S, B,
             micro-batches, of them fillers, median seconds of work]. Null where the batches do not tell. ``loss``, the
             mean over samples and ranks of what ``training_step`` returned, one micro-batch late: the window's last one
-            counts in the next. Null where it returned none.
+            counts in the next. Null where it returned none, and where ``loss_is_finite`` is false: one of them is NaN
+            or infinite.
             ``slowdowns``, of every global rank, compute time over that of a healthy rank for the same work;
             ``even_idle_seconds``, ``idle_seconds`` if all ranks were as fast as a healthy one.
 samples     Of the shards to train on: ``indexed``, samples; ``refused``, members that cannot be used, the first of them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import warnings
@@ -146,6 +147,31 @@ def test_the_losses_are_means_over_samples_and_a_curve_of_the_page(tmp_path: Pat
     assert report.path is not None
     page = report.path.read_text()
     assert 'id="loss"' in page and number(windows[-1]["loss"]) in page and "val_loss" in page
+
+
+class Diverging(Slope):
+    """Its loss is finite in so many micro-batches."""
+
+    def __init__(self, finite: int) -> None:
+        super().__init__()
+        self.finite = finite
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + (1.0 if batch_idx < self.finite else math.nan)
+
+
+@pytest.mark.parametrize(("finite", "told"), [(3, [True, True, False, False]), (0, [False] * 4), (9, [True] * 4)])
+def test_a_loss_that_is_nan_is_said_on_top(tmp_path: Path, finite: int, told: list[bool]) -> None:
+    report = RunReport(tmp_path, every_n_steps=2)
+    trainer_with(report).fit(Diverging(finite), batches_of([Meta(2, 10)] * 8))
+    windows = records_of(tmp_path, "window")
+    assert [window["loss_is_finite"] for window in windows] == told
+    assert [window["loss"] is not None for window in windows] == told
+    advice = {each.what: each.why for each in Findings(read_run(tmp_path)).advice}
+    lost = told.count(False)
+    why = f"It is so in {lost} of 4 records, first in the one up to step {2 * (5 - lost)}; the chart leaves them out."
+    assert advice.get("Look into the loss: it is NaN or infinite") == (why if lost else None)
+    assert report.path is not None and ("it is NaN" in report.path.read_text()) == bool(lost)
 
 
 def test_a_module_that_returns_no_loss_has_no_curve(tmp_path: Path) -> None:
