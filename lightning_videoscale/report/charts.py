@@ -117,7 +117,7 @@ def line_chart(label: str, lines: Sequence[Line], x: Scale, y: Scale, signs: Seq
     for line in lines:
         places = [(_SIDE * x.place(a), _SIDE * (1 - y.place(b))) for a, b in line.points]
         if line.joined and len(places) > 1:
-            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
+            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in _seen_of(places))
             marks.append(Markup('<polyline class="line {}" points="{}"/>').format(line.style, path))
         else:
             dots = "".join(f"M{a:.1f} {b:.1f}h0" for a, b in places)
@@ -186,6 +186,17 @@ def _distribution(name: str, how: str, style: str, values: NDArray[np.float64], 
         '<svg viewBox="0 0 {} {}" preserveAspectRatio="none"><path class="area" d="M0 {} {}V{}Z"/>'
         '<path class="median" d="M{:.1f} 0V{}"/></svg></div>'
     ).format(style, name, how, figures, _SIDE, _SIDE, _SIDE, outline, _SIDE, at, _SIDE)
+
+
+def _seen_of(places: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Of more points than a chart can show, the outermost of each column, so that a page stays small."""
+    if len(places) <= 2 * _SIDE:
+        return places
+    columns: dict[int, list[tuple[float, float]]] = {}
+    for place in places:
+        columns.setdefault(int(place[0]), []).append(place)
+    ends = ((c[0], *(f(c, key=lambda place: place[1]) for f in (min, max)), c[-1]) for c in columns.values())
+    return [place for column in ends for place in sorted(set(column))]
 
 
 def _plot(marks: Markup, x: Scale, y: Scale) -> Markup:

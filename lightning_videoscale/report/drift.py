@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,9 @@ _FEWEST = 3
 
 _APART = 0.9
 """Share of the windows on either side that must lie beyond the other side's median."""
+
+_ALL = 1000
+"""Windows up to which every division is tried: what that takes grows with their square."""
 
 _ERRORS = 4.0
 """Standard errors that the fall must be large: it is the best of many divisions, so that two would be chance."""
@@ -55,10 +59,10 @@ def find_drift(windows: Sequence[LoggedRecord]) -> Drift | None:
     """
     told = [window for window in windows if window["tokens"] and window["seconds"]]
     rates = np.array([window["tokens"] / window["seconds"] for window in told], np.float64)
-    splits = [n for n in range(_FEWEST, len(told) - _FEWEST + 1) if _is_fall(rates[:n], rates[n:])]
-    if not splits:
+    split = _best(rates, _divisions(len(told)))
+    if split is None:
         return None
-    split = min(splits, key=lambda n: _scatter(rates[:n]) + _scatter(rates[n:]))
+    split = _best(rates, _beside(split, len(told))) or split
     before, after = told[:split], told[split:]
     return Drift(
         step=int(before[-1]["step"]),
@@ -69,13 +73,38 @@ def find_drift(windows: Sequence[LoggedRecord]) -> Drift | None:
     )
 
 
+def _stride(windows: int) -> int:
+    """Windows from one division that is tried to the next."""
+    return 1 if windows <= _ALL else math.isqrt(windows)
+
+
+def _divisions(windows: int) -> list[int]:
+    """Lengths of the first part. Of many windows some, but all near the ends, where a fall has few windows."""
+    stride, last = _stride(windows), windows - _FEWEST
+    ends = *range(_FEWEST, _FEWEST + 2 * stride), *range(last - 2 * stride, last + 1)
+    return sorted(n for n in {*ends, *range(_FEWEST, last, stride)} if _FEWEST <= n <= last)
+
+
+def _beside(split: int, windows: int) -> range:
+    """The divisions around one, up to the next that were tried."""
+    stride = _stride(windows)
+    return range(max(_FEWEST, split - stride), min(windows - _FEWEST, split + stride) + 1)
+
+
+def _best(rates: NDArray[np.float64], splits: Iterable[int]) -> int | None:
+    """The fall that divides best, or None where there is none."""
+    falls = (n for n in splits if _is_fall(rates[:n], rates[n:]))
+    return min(falls, key=lambda n: _scatter(rates[:n]) + _scatter(rates[n:]), default=None)
+
+
 def _is_fall(before: NDArray[np.float64], after: NDArray[np.float64]) -> bool:
     high, low = np.median(before), np.median(after)
-    apart = min(np.mean(before > low), np.mean(after < high))
+    if low > (1 - WORTH_SAYING) * high or min(np.mean(before > low), np.mean(after < high)) < _APART:
+        return False
     # A normal distribution's standard deviation is √(π/2) of its mean distance from the median.
     deviation = np.sqrt(np.pi / 2) * (_scatter(before) + _scatter(after)) / (len(before) + len(after))
     error = deviation * np.sqrt(1 / len(before) + 1 / len(after))
-    return bool(low <= (1 - WORTH_SAYING) * high and apart >= _APART and np.log(high / low) >= _ERRORS * error)
+    return bool(np.log(high / low) >= _ERRORS * error)
 
 
 def _scatter(rates: NDArray[np.float64]) -> float:

@@ -97,3 +97,14 @@ def test_bars_share_one_scale() -> None:
         "times", [("rank 0", [1.0, 1.0]), ("rank 1", [4.0, 0.0])], [("a", "own"), ("b", "fit")], "time"
     )
     assert re.findall(r"width:([\d.]+)%", chart) == ["25.000", "25.000", "100.000"]
+
+
+def test_a_line_of_very_many_points_stays_small_and_keeps_its_spikes() -> None:
+    points = [(float(n), 1.0) for n in range(100_000)]
+    points[31_234] = (31_234.0, 9.0)
+    chart = line_chart("loss", [Line("training", "own", points)], Scale(0, 100_000), Scale(0, 10))
+    [line] = re.findall(r'points="([^"]*)"', chart)
+    places = [tuple(map(float, place.split(","))) for place in line.split(" ")]
+    assert len(places) <= 4_001 and places[0] == (0.0, 900.0) and places[-1] == (1000.0, 900.0)
+    assert places == sorted(places, key=lambda place: place[0])
+    assert [place for place in places if place[1] != 900] == [(312.3, 100.0)]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_videoscale.report import drift as drift_module
 from lightning_videoscale.report import write_report
 from lightning_videoscale.report.drift import find_drift
 from lightning_videoscale.report.findings import Findings
@@ -43,6 +44,18 @@ def test_a_fall_is_found_where_it_is(seed: int) -> None:
     assert drift.before == pytest.approx(905, rel=0.15) and drift.after == pytest.approx(340, rel=0.15)
     assert drift.lost == pytest.approx(1 - 340 / 905, abs=0.1)
     assert drift.grown == "backward" and drift.same_work == pytest.approx(905 / 340, rel=0.2)
+
+
+@pytest.mark.parametrize("at", [4, 300, 3_000, 5_700, 5_995])
+def test_a_fall_is_found_where_it_is_in_a_long_run_too_without_trying_everything(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    is_fall = drift_module._is_fall
+    monkeypatch.setattr(drift_module, "_is_fall", lambda *sides: tried.append(1) or is_fall(*sides))
+    drift = find_drift(windows([*noisy(900, at, 0), *noisy(500, 6_000 - at, 1)]))
+    assert drift is not None and drift.step == 10 * at
+    assert len(tried) < 700
 
 
 @pytest.mark.parametrize("part", ["data", "wait", "exchange", "optimizer"])
