@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_videoscale.compat.deepspeed import full_numel
 from lightning_videoscale.compat.names import installed_version
 from lightning_videoscale.cost.spread import compute_cv, cv_step
 from lightning_videoscale.data import VideoDataModule
@@ -31,7 +32,7 @@ def start_record(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, A
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return {
         "module": _own_class(module),
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "parameters": sum(map(full_numel, module.parameters())),
         "callbacks": [name for callback in callbacks if not (name := type(callback).__name__).startswith("_")],
         "settings": _settings(trainer),
         "exchange": _exchange(trainer),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_videoscale.callbacks import RunReport
 from lightning_videoscale.cost import BucketBudget
@@ -21,6 +22,8 @@ from tests.data.clips import write_shards
 from tests.data.training import Witness
 from tests.distributed.callbacks.test_callbacks_and_metrics import OneGroup
 from tests.distributed.pool import ProcessPool
+from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
+from tests.timing.slow_training import Pace, Paced, Rows, strategy_called
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -41,6 +44,21 @@ def _train(folder: Path, one_group: bool) -> Path | None:
     trainer = trainer_with(report, strategy=strategy, devices=2, use_distributed_sampler=False)
     trainer.fit(UnequallySlow(), batches_of(metas))
     return report.path
+
+
+def _train_under(name: str, folder: Path) -> int:
+    with deepspeed_on_cpu():
+        module = Paced(Pace())
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        trainer = trainer_with(RunReport(folder), strategy=strategy_called(name), devices=2)
+        trainer.fit(module, DataLoader(Rows(Pace(), 4)))
+    return parameters
+
+
+@needs_deepspeed
+def test_parameters_that_are_partitioned_are_counted_whole(ranks: Ranks, tmp_path: Path) -> None:
+    parameters, _ = ranks(2).run(_train_under, "zero3", tmp_path)
+    assert [start["parameters"] for start in _records(tmp_path, "start")] == [parameters]
 
 
 def _records(folder: Path, kind: str) -> list[dict[str, Any]]:
