@@ -35,7 +35,8 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
     path = run.folder if output is None else Path(output)
     path = path / REPORT_NAME if path.is_dir() else path
     part = path.with_name(path.name + ".part")
-    part.write_text(render(run), encoding="utf-8")
+    # Names of files that are not UTF-8 have lone surrogates, which no file can hold.
+    part.write_text(render(run), encoding="utf-8", errors="backslashreplace")
     os.replace(part, path)
     return path
 

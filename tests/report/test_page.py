@@ -144,6 +144,16 @@ def test_texts_of_others_are_escaped(tmp_path: Path) -> None:
     assert "<script" not in html and "&lt;script&gt;" in html
 
 
+def test_a_name_of_a_file_that_is_not_utf_8_is_shown_by_its_bytes(tmp_path: Path) -> None:
+    log = log_run(tmp_path, steps=20)
+    refused = [["caf\udce9-0.tar", "bad.npy", "no header"]]  # as `os.fsdecode` makes it
+    log.append(
+        "samples", 20, {"indexed": 3, "refused": 1, "first_refused": refused, "too_small": 0, "without_caption": 0}
+    )
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "caf\\udce9-0.tar: bad.npy" in page
+
+
 def test_what_is_missing_is_named_with_what_would_fill_it(tmp_path: Path) -> None:
     RunLog(tmp_path).append("start", 0, start_fields(callbacks=["RunReport", "MemoryMonitor"]))
     html = write_report(tmp_path, tmp_path / "other.html").read_text()
