@@ -109,6 +109,13 @@ def _last_run(records: list[LoggedRecord], notes: list[str]) -> list[LoggedRecor
             if len(kept) < len(run):
                 repeated = max(known["step"] for known in run) - record["step"]
                 notes.append(f"{repeated} steps after step {record['step']} were trained again after a restart.")
+            if unknown := record["step"] - max(_recorded(kept), default=record["step"]):
+                notes.append(f"{unknown} steps up to step {record['step']} are in no record: a restart came between.")
             run = kept
         run.append(record)
     return run
+
+
+def _recorded(records: Sequence[LoggedRecord]) -> list[int]:
+    """The steps up to which windows reach, and at which trainings start."""
+    return [record["step"] for record in records if record["kind"] in ("window", "start")]

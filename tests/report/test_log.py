@@ -79,6 +79,20 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> Non
     assert run.notes == ["10 steps after step 20 were trained again after a restart."]
 
 
+def test_steps_that_no_record_has_since_a_restart_came_between_are_said(tmp_path: Path) -> None:
+    _log(tmp_path).append("window", 10, {})  # to step 16 or further, with a checkpoint there
+    _log(tmp_path, step=16).append("window", 26, {})
+    _log(tmp_path, step=26).append("window", 36, {})
+    assert read_run(tmp_path).notes == ["6 steps up to step 16 are in no record: a restart came between."]
+
+
+def test_so_are_those_before_the_first_record(tmp_path: Path) -> None:
+    _log(tmp_path, step=100)  # of a run whose beginning is elsewhere
+    log = _log(tmp_path, step=103)
+    log.append("window", 113, {})
+    assert read_run(tmp_path).notes == ["3 steps up to step 103 are in no record: a restart came between."]
+
+
 def test_a_new_run_in_the_same_folder_stands_alone(tmp_path: Path) -> None:
     _log(tmp_path).append("window", 10, {"run": 1})
     _log(tmp_path).append("window", 10, {"run": 2})
