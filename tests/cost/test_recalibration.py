@@ -214,6 +214,17 @@ def test_without_a_target_there_is_room_for_as_many_of_the_longest_samples_as_at
     assert by_one_sample.calibration.budget.batch_size(LONGEST) == 1
 
 
+@pytest.mark.parametrize("samples", [3, 5, 6, 7])
+def test_rounding_takes_no_sample_of_the_longest(samples: int) -> None:
+    lengths = [length for length in range(70_000, 76_000) if samples * length**1.92 / length**1.92 < samples]
+    assert lengths, "where M_comp over S^p is less than what it was multiplied by"
+    for longest in lengths[:3]:
+        budget = BucketBudget(10.0 * longest, float(samples * longest**2), 2.0)
+        outcome = Recalibration(Calibration(budget), longest=longest).update(window((1.0, 1.0)))
+        assert outcome.calibration.budget.p == 1.92  # as near to 1.9 as one window takes it
+        assert outcome.calibration.budget.batch_size(longest) == samples
+
+
 def test_too_little_to_tell_changes_nothing_and_says_so() -> None:
     for observed, reason in (
         ([], "no times were observed"),
