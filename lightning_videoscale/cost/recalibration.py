@@ -250,7 +250,8 @@ class Recalibration:
             return before, ""
         fits = model.fits(capacity, _RESERVE)
         least = max(before / MEMORY_STEP, 1.0)  # a budget is positive, even where not one token fits
-        wanted = min(max(float(fits), least), before * MEMORY_STEP, self._m_mem_limit)
+        most = max(before * MEMORY_STEP, before + 1.0)  # a quarter of a few tokens is none
+        wanted = min(max(float(fits), least), most, self._m_mem_limit)
         if abs(math.log(wanted / before)) <= MEMORY_TOLERANCE:
             return before, ""
         reason = f"M_mem from {before:.0f} to {wanted:.0f} tokens, by peaks of {len(self._peaks)} sizes"
