@@ -175,5 +175,8 @@ def _is_beyond(cell: Cell, rows: Sequence[MatrixRow], capacity: float | None) ->
     points = {m.samples * m.sequence_length for m in measurements if m.peak_bytes is not None}
     if capacity is None or len(points) < 3:
         return False
-    model = MemoryModel.fit(measurements)
+    try:
+        model = MemoryModel.fit(measurements)
+    except ValueError:  # small cells may all take as much, as where gathered weights are the peak
+        return False
     return model.predict(cell.samples, cell.sequence_length) * (1 + model.worst_excess) > capacity

@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 import lightning_videoscale as vs
 from lightning_videoscale.callbacks.budget_recalibrator import observations_of
 from lightning_videoscale.cost import BucketBudget, ShapeMatrix
-from lightning_videoscale.cost.benchmark.trainer_steps import real_steps
+from lightning_videoscale.cost.benchmark.trainer_steps import RealSteps, real_steps
 from lightning_videoscale.data import RandomBatches, VideoDataModule
 from lightning_videoscale.parallel import CollectiveTransport
 from lightning_videoscale.timing import StepWindow, subscribe_to_steps
@@ -237,6 +237,23 @@ def test_out_of_memory_is_a_result_and_larger_batches_are_left_out(in_backward: 
         (16, 4): "out_of_memory",  # nor 12 of these
     }
     assert all((row.seconds is None) == (row.outcome != "measured") for row in matrix.rows)
+
+
+@pytest.mark.parametrize("per_token", [0.0, -1e6])
+def test_peaks_that_do_not_grow_leave_no_cell_out(per_token: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of small cells may be that of the weights, which sharded parameters are gathered into."""
+    module = Flow()
+    monkeypatch.setattr(RealSteps, "exchanges_inside", True)
+    monkeypatch.setattr(RealSteps, "capacity_bytes", 8e10)
+    monkeypatch.setattr(RealSteps, "peak_bytes", property(lambda steps: 9e9 + per_token * _tokens(module)))
+    matrix = _benchmark(module)
+    assert len(matrix.rows) == 8 and {row.outcome for row in matrix.rows} == {"measured"}
+    assert matrix.capacity_bytes == 8e10 and matrix.rows[0].peak_bytes == 9e9 + 4 * per_token
+
+
+def _tokens(module: Flow) -> int:
+    meta = module.batches[-1]["meta"]
+    return int(meta.samples * meta.sequence_length)
 
 
 def test_other_errors_are_raised() -> None:
