@@ -25,8 +25,10 @@ def known_matrix(
         ValueError: If the file that was asked for cannot be read.
     """
     matrix, problem = _read(trainer, Path(named or beside_index))
-    if named is not None and matrix is None:
+    if named is not None and problem is not None:
         raise ValueError(f"AutoBudget(matrix=...): {problem}")
+    if problem is not None and not isinstance(problem, FileNotFoundError):
+        rank_zero_warn(f"budget='auto' does not use the matrix beside the index: {problem}")
     differences = [] if matrix is None or trainer is None else matrix.differences(provenance_of(trainer), DECISIVE)
     if named is not None:
         if differences:
@@ -43,14 +45,14 @@ def known_matrix(
     return measured, f"measured on {len(measured.measurements)} micro-batches"
 
 
-def _read(trainer: pl.Trainer | None, file: Path) -> tuple[ShapeMatrix | None, str]:
-    """What rank 0 reads, on all ranks: the file may lie on its node only."""
-    found: tuple[ShapeMatrix | None, str] = None, ""
+def _read(trainer: pl.Trainer | None, file: Path) -> tuple[ShapeMatrix | None, Exception | None]:
+    """What rank 0 reads, or why it cannot, on all ranks: the file may lie on its node only."""
+    found: tuple[ShapeMatrix | None, Exception | None] = None, None
     if trainer is None or trainer.is_global_zero:
         try:
-            found = ShapeMatrix.load(file), ""
+            found = ShapeMatrix.load(file), None
         except (OSError, ValueError) as error:
-            found = None, str(error)
+            found = None, error
     return found if trainer is None else trainer.strategy.broadcast(found)
 
 

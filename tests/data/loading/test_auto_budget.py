@@ -125,6 +125,16 @@ def test_the_matrix_beside_the_index_is_found_if_it_is_of_this_setting(
     assert "B * S^2" in said()[-1] and str(data.matrix_file) not in said()[-1]
 
 
+def test_a_matrix_beside_the_index_that_cannot_be_read_is_told(shards: str) -> None:
+    data = VideoDataModule(shards)
+    _matrix().save(data.matrix_file)
+    whole = data.matrix_file.read_text()
+    data.matrix_file.write_text(whole[: len(whole) // 2])
+    with pytest.warns(UserWarning, match=re.escape(str(data.matrix_file))):
+        _fit(data)
+    assert _budget(data).m_mem == 80
+
+
 def test_a_matrix_of_another_setting_is_used_if_it_is_asked_for_and_warned_of(shards: str, tmp_path: Path) -> None:
     _matrix(gpu="NVIDIA H200").save(tmp_path / "matrix.json")
     data = VideoDataModule(shards, budget=AutoBudget(tmp_path / "matrix.json"))
