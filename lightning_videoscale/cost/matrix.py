@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_videoscale.cost.measurement import Measurement
 
@@ -98,16 +99,31 @@ class ShapeMatrix:
 
         Raises:
             OSError: If the file cannot be read.
-            ValueError: If it is no matrix, or one of another format.
+            ValueError: If it is no matrix, or one of another format, or has numbers that nobody can have measured.
         """
         try:
             content = json.loads(Path(file).read_text(encoding="utf-8"))
             if content["format"] != _FORMAT:
                 raise ValueError(f"its format is {content['format']!r}, this release reads {_FORMAT}")
-            rows = tuple(MatrixRow(**row) for row in content["rows"])
-            return cls(rows, content["provenance"], content["capacity_bytes"])
+            rows, provenance, capacity = content["rows"], content["provenance"], content["capacity_bytes"]
+            if not isinstance(provenance, dict) or not _is_amount(capacity):
+                raise ValueError(f"provenance={provenance!r} and capacity_bytes={capacity!r} are no names and bytes")
+            return cls(tuple(_row(MatrixRow(**row)) for row in rows), provenance, capacity)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file} is no matrix of `videoscale benchmark-shapes`: {error}.") from error
+
+
+def _row(row: MatrixRow) -> MatrixRow:
+    """Returns a row of a file, which somebody may have edited: text for a number would be multiplied as text."""
+    counts = all(type(n) is int and n > 0 for n in (row.samples, row.sequence_length))
+    if not (counts and _is_amount(row.seconds) and _is_amount(row.peak_bytes) and row.outcome in get_args(RowOutcome)):
+        raise ValueError(f"{row} has other numbers than positive ones, or an outcome not of {get_args(RowOutcome)}")
+    return row
+
+
+def _is_amount(value: Any) -> bool:
+    """Whether it is seconds or bytes, or that there are none."""
+    return value is None or (type(value) in (int, float) and 0 < value < math.inf)
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,4 +69,37 @@ def test_another_file_is_refused_by_name(tmp_path: Path, content: str) -> None:
     file = tmp_path / "matrix.json"
     file.write_text(content)
     with pytest.raises(ValueError, match=r"matrix\.json"):
+        ShapeMatrix.load(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("samples", "2"),  # 64 times that is a text of 64 digits
+        ("samples", 0),
+        ("sequence_length", None),
+        ("seconds", math.nan),
+        ("seconds", 0.0),
+        ("seconds", "0.5"),
+        ("peak_bytes", -5),
+        ("peak_bytes", math.inf),
+        ("outcome", "Measured"),
+    ],
+)
+def test_a_number_that_nobody_measured_is_named(tmp_path: Path, name: str, value: Any) -> None:
+    file = tmp_path / "matrix.json"
+    _matrix().save(file)
+    content = json.loads(file.read_text())
+    content["rows"][2][name] = value
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"matrix\.json.*{name}={value!r}"):
+        ShapeMatrix.load(file)
+
+
+@pytest.mark.parametrize("wrong", [{"provenance": None}, {"capacity_bytes": "8e9"}, {"capacity_bytes": math.nan}])
+def test_so_is_what_the_rows_shall_hold_for(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    file = tmp_path / "matrix.json"
+    _matrix().save(file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    with pytest.raises(ValueError, match=rf"matrix\.json.*{next(iter(wrong))}={next(iter(wrong.values()))!r}"):
         ShapeMatrix.load(file)
