@@ -71,7 +71,7 @@ class GrowingMatrix:
         """Returns the whole matrix, which then lies in its file."""
         if self._file is not None:
             self._matrix.save(self._file)
-            _part(self._file).unlink()
+            _part(self._file).unlink(missing_ok=True)  # another job may have finished the same file
         return self._matrix
 
     def _keep(self) -> None:

@@ -12,7 +12,8 @@ import pytest
 from torch import Tensor
 
 import lightning_videoscale as vs
-from lightning_videoscale.cost import ShapeMatrix
+from lightning_videoscale.cost import MatrixRow, ShapeMatrix
+from lightning_videoscale.cost.benchmark.growing_matrix import GrowingMatrix
 from lightning_videoscale.data import RandomBatches
 from tests.cost.benchmark.flow import SHAPES, Flow
 from tests.data.training import trainer_with
@@ -71,6 +72,15 @@ def test_it_goes_on_where_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert module.states[0] == 0 and set(module.states[1:]) == {sum(p.requires_grad for p in module.parameters())}
     assert ShapeMatrix.load(file) == matrix
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_two_jobs_may_finish_one_file(tmp_path: Path) -> None:
+    file, trainer = tmp_path / "matrix.json", trainer_with()
+    first = GrowingMatrix(trainer, {"gpu": None}, None, file)
+    first.append(MatrixRow(1, 4, 4, 1, 4, seconds=1.0))
+    second = GrowingMatrix(trainer, {"gpu": None}, None, file)
+    assert first.finish() == second.finish() == ShapeMatrix.load(file)
+    assert [*tmp_path.iterdir()] == [file]
 
 
 def test_a_benchmark_that_is_whole_is_measured_anew(tmp_path: Path) -> None:
