@@ -28,10 +28,10 @@ BestCompute = Callable[[BucketBudget, StepTimeModel | None, str], tuple[BucketBu
 class AutoBudget:
     """How budgets are found.
 
-    M_mem is what the measured peaks leave room for. M_comp is what the longest sample alone takes, or up to twice that:
-    the least that has the most tokens per predicted second, when a sample of the epoch is planned for the run's ranks,
-    micro-batches and strategy. A ``target_sync`` that is named is kept instead, see
-    `TimeBudget`. Memory and costs come from the first of these that there is: the ``matrix``; the
+    M_mem is what the measured peaks leave room for, below all that was out of memory. M_comp is what the longest sample
+    alone takes, or up to twice that: the least that has the most tokens per predicted second, when a sample of the
+    epoch is planned for the run's ranks, micro-batches and strategy. A ``target_sync`` that is named is kept instead,
+    see `TimeBudget`. Memory and costs come from the first of these that there is: the ``matrix``; the
     file that `videoscale benchmark-shapes` left beside the index, if it was measured under the same strategy, precision
     and GPUs; a short benchmark at the start of ``fit`` on GPUs; else M_mem is the longest sample, and costs are the
     model's FLOPs. A run that goes on keeps what it began with, on however many ranks, unless a ``matrix`` is named.
@@ -109,6 +109,11 @@ class AutoBudget:
         )
 
     def _m_mem(self, longest: int, matrix: ShapeMatrix | None) -> tuple[float, str]:
+        m_mem, why = self._by_peaks(longest, matrix)
+        bounded = m_mem if matrix is None else matrix.within_memory(m_mem, self.reserve)
+        return bounded, why if bounded == m_mem else f"instead of {m_mem:g}, which were out of memory: {why}"
+
+    def _by_peaks(self, longest: int, matrix: ShapeMatrix | None) -> tuple[float, str]:
         if matrix is None or matrix.capacity_bytes is None:
             return longest, "the longest sample, as no peaks are known"
         try:

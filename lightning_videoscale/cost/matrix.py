@@ -75,6 +75,21 @@ class ShapeMatrix:
             if row.outcome == "measured" and row.seconds is not None
         ]
 
+    def within_memory(self, tokens: float, reserve: float) -> float:
+        """Bounds what peaks leave room for: those are of tensors, and gaps and libraries take memory too.
+
+        Args:
+            tokens: B * S that a micro-batch may have.
+            reserve: Share to stay below the smallest micro-batch that was out of memory.
+
+        Returns:
+            As many, or what lies below that micro-batch; at least 1.
+        """
+        full = [row.samples * row.sequence_length for row in self.rows if row.outcome == "out_of_memory"]
+        if not full or tokens < min(full):
+            return tokens
+        return max(1, min(int(min(full) * (1 - reserve)), min(full) - 1))
+
     def differences(self, provenance: Mapping[str, Any], names: Sequence[str]) -> list[str]:
         """What a run differs in from the one that was measured, as ``name: then, now``."""
         return differences(self.provenance, provenance, names)

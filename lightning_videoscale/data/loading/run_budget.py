@@ -115,7 +115,9 @@ class RunBudget:
             matrix = ShapeMatrix.load(self._auto.matrix or beside_index)
             if matrix.capacity_bytes is None:
                 return None
-            held = MemoryModel.fit(matrix.measurements).m_mem(matrix.capacity_bytes, self._auto.reserve)
+            reserve = self._auto.reserve
+            by_peaks = MemoryModel.fit(matrix.measurements).m_mem(matrix.capacity_bytes, reserve)
+            held = matrix.within_memory(by_peaks, reserve)
         except (OSError, ValueError):
             return None
         return held / int(matrix.provenance.get("sequence_parallel_size", 1))

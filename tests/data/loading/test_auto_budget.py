@@ -125,6 +125,18 @@ def test_the_matrix_beside_the_index_is_found_if_it_is_of_this_setting(
     assert "B * S^2" in said()[-1] and str(data.matrix_file) not in said()[-1]
 
 
+def test_what_was_out_of_memory_is_not_planned(shards: str, tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    """Peaks of tensors leave room for 339 tokens, and 240 did not fit."""
+    rows = (*_matrix().rows, MatrixRow(1, 2, 160, 3, 80, "out_of_memory"))
+    replace(_matrix(), rows=rows).save(tmp_path / "matrix.json")
+    data = VideoDataModule(shards, budget=AutoBudget(tmp_path / "matrix.json", reserve=0.1))
+    _fit(data)
+    assert _budget(data).m_mem == 216 and "M_mem = 216 tokens" in said()[-1]
+    exact = VideoDataModule(shards, budget=AutoBudget(tmp_path / "matrix.json", reserve=0.0))
+    _fit(exact)
+    assert _budget(exact).m_mem == 239
+
+
 def test_a_matrix_beside_the_index_that_cannot_be_read_is_told(shards: str) -> None:
     data = VideoDataModule(shards)
     _matrix().save(data.matrix_file)
