@@ -142,15 +142,13 @@ class StepTimeModel:
         points = every.where(above)
         power_law = PowerLaw.fit(*points[:3])
         if power_law.b <= 0 or not np.ptp(points.seconds):  # rounded, the slope of equal times may be above zero
-            raise ValueError(
-                f"The measured times do not grow with the work ({power_law}). `videoscale benchmark-shapes` takes the "
-                "times that the device needs; if they are its own, raise --max-tokens. Times of your own must end "
-                "after torch.cuda.synchronize()."
-            )
+            raise _not_growing(power_law)
         of_power_law = held_out_errors(lambda others: PowerLaw.fit(*others[:3]), points)
         of_sum = held_out_errors(lambda others: AdditiveCost.fit(*others), points)
         errors = (float(np.median(each)) for each in (of_power_law, of_sum))
         model = cls(power_law, AdditiveCost.fit(*points), *errors)
+        if not model.grows_from(points.lengths.min()):
+            raise _not_growing(model.form)
         return model if above.all() else model.with_floor(every)
 
     @classmethod
@@ -179,6 +177,10 @@ class StepTimeModel:
     def form(self) -> PowerLaw | AdditiveCost:
         """The form that predicts held-out shapes better."""
         return self.additive if self.additive_error <= self.power_law_error else self.power_law
+
+    def grows_from(self, length: float) -> bool:
+        """Whether samples of a length take any time beside that of the step; by the sum they may take none."""
+        return float(self.form.predict(1, length)) > self.form.a
 
     def predict(self, batch: ArrayLike, sequence_length: ArrayLike) -> NDArray[np.float64]:
         """Seconds of micro-batches of B samples of S tokens, never below the floor."""
@@ -214,3 +216,11 @@ class StepTimeModel:
         """Reads what `to_dict` returned."""
         forms = {"power_law": PowerLaw(**fields["power_law"]), "additive": AdditiveCost(**fields["additive"])}
         return cls(**{**fields, **forms})
+
+
+def _not_growing(form: PowerLaw | AdditiveCost) -> ValueError:
+    return ValueError(
+        f"The measured times do not grow with the work ({form}). `videoscale benchmark-shapes` takes the times that "
+        "the device needs; if they are its own, raise --max-tokens. Times of your own must end after "
+        "torch.cuda.synchronize()."
+    )

@@ -43,6 +43,13 @@ def fit_step_time(points: Points, p_bounds: tuple[float, float] = P_BOUNDS) -> S
             f"{len(points.seconds)} shapes of {len(np.unique(points.lengths))} sequence lengths seen so far; a "
             "step-time model needs 6 of 3."
         )
+    model = _without_launches(points, p_bounds)
+    if not model.grows_from(points.lengths.min()):
+        raise ValueError(f"the times do not grow with the work ({model.form})")
+    return model
+
+
+def _without_launches(points: Points, p_bounds: tuple[float, float]) -> StepTimeModel:
     every, above = _fit(points, p_bounds), above_floor(points.lengths, points.seconds)
     if above.all():
         return every

@@ -143,6 +143,14 @@ def test_too_little_or_senseless_data_is_refused() -> None:
         StepTimeModel.fit([])
 
 
+def test_a_sum_by_which_no_sample_takes_time_is_refused() -> None:
+    """One step took a hundred times as long as another of its shape, and the constant is all that is left."""
+    rows = [(25, 18_266, 160.4), (1, 93_966, 8.15), (1, 83_883, 5.87), (25, 16_001, 1.16), (25, 18_266, 1.62)]
+    rows += [(784, 3320, 0.378), (784, 3320, 0.38)]
+    with pytest.raises(ValueError, match="do not grow"):
+        StepTimeModel.fit([Measurement(*row, by_graph=True) for row in rows])
+
+
 @settings(deadline=None)
 @given(st.integers(0, 1000))
 def test_nonnegative_least_squares_meets_its_optimality_conditions(seed: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lightning_videoscale.cost import TimeBudget
 from lightning_videoscale.cost.points import Points
 from lightning_videoscale.cost.weighted_fit import fit_power_law, fit_step_time
 
@@ -48,3 +49,18 @@ def test_times_that_shrink_with_the_work_have_no_law_but_their_mean() -> None:
     less = falling._replace(seconds=1e-9 * samples * lengths**2 - 5e-4)
     law = fit_power_law(less, (2.0, 2.0))
     assert law.a == 0 and law.b == pytest.approx(1e-9, rel=0.2), "no step takes less than no time"
+
+
+@pytest.mark.parametrize("seed", [138, *range(20)])
+def test_a_fit_to_steps_that_all_wait_for_the_host_is_a_budget_or_refused(seed: int) -> None:
+    """By noise alone the power law may grow a little, and the sum be a constant: no number of samples takes longer."""
+    draw = np.random.default_rng(seed)
+    samples, lengths = np.array([(b, s) for s in (256, 1024, 4096, 8192) for b in (1, 4)], np.float64).T
+    samples[4:] = 1, 2, 1, 2
+    seconds = 0.1 * np.exp(draw.choice([0.001, 0.02, 0.1]) * draw.standard_normal(8))
+    try:
+        model = fit_step_time(Points(samples, lengths, seconds, np.ones(8)))
+    except ValueError as refused:
+        assert "do not grow with the work" in str(refused)
+    else:
+        assert TimeBudget(1e5, 0.2, model).batch_size(256) >= 1
