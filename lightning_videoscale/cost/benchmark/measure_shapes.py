@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from lightning_videoscale.compat.deepspeed import full_numel
 from lightning_videoscale.compat.names import installed_version
 from lightning_videoscale.cost.benchmark.grid import Cell, SyntheticBatches, TrainingBatch
 from lightning_videoscale.cost.benchmark.growing_matrix import GrowingMatrix
@@ -103,7 +104,7 @@ def provenance_of(trainer: pl.Trainer) -> dict[str, Any]:
         "graphs": (isinstance(trainer.strategy, RunsByGraphs) and trainer.strategy.graph_mode) or None,
         "precision": trainer.precision,
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
-        "parameters": sum(p.numel() for p in module.parameters()),
+        "parameters": sum(map(full_numel, module.parameters())),
         "cuda": torch.version.cuda,
         **{name: installed_version(name) for name in ("lightning-videoscale", "torch", "lightning")},
     }

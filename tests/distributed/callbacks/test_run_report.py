@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.callbacks import RunReport
 from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.cost.benchmark.measure_shapes import provenance_of
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.callbacks.toy import Meta, Slope, batches_of, trainer_with
@@ -46,19 +48,23 @@ def _train(folder: Path, one_group: bool) -> Path | None:
     return report.path
 
 
-def _train_under(name: str, folder: Path) -> int:
+def _train_under(name: str, folder: Path) -> tuple[int, ...]:
     with deepspeed_on_cpu():
         module = Paced(Pace())
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        trainer = trainer_with(RunReport(folder), strategy=strategy_called(name), devices=2)
-        trainer.fit(module, DataLoader(Rows(Pace(), 4)))
-    return parameters
+        of_matrix: list[int] = []
+        asks = LambdaCallback(on_train_start=lambda trainer, _: of_matrix.append(provenance_of(trainer)["parameters"]))
+        trainer_with(RunReport(folder), asks, strategy=strategy_called(name), devices=2).fit(
+            module, DataLoader(Rows(Pace(), 4))
+        )
+    return parameters, *of_matrix
 
 
 @needs_deepspeed
 def test_parameters_that_are_partitioned_are_counted_whole(ranks: Ranks, tmp_path: Path) -> None:
-    parameters, _ = ranks(2).run(_train_under, "zero3", tmp_path)
+    (parameters, of_matrix), _ = ranks(2).run(_train_under, "zero3", tmp_path)
     assert [start["parameters"] for start in _records(tmp_path, "start")] == [parameters]
+    assert of_matrix == parameters, "by which a matrix of shapes knows its model"
 
 
 def _records(folder: Path, kind: str) -> list[dict[str, Any]]:
