@@ -43,7 +43,7 @@ TOLERANCE = 0.03
 CERTAIN = 2.5
 """Standard errors that such a change must have."""
 MEMORY_TOLERANCE = 0.1
-"""Relative change of M_mem that is worth a new plan."""
+"""Relative change of M_mem that is worth a new plan, where the memory has room for what holds."""
 SLOW = 1.1
 """Speed from which a rank is called slow."""
 
@@ -252,7 +252,8 @@ class Recalibration:
         least = max(before / MEMORY_STEP, 1.0)  # a budget is positive, even where not one token fits
         most = max(before * MEMORY_STEP, before + 1.0)  # a quarter of a few tokens is none
         wanted = min(max(float(fits), least), most, self._m_mem_limit)
-        if abs(math.log(wanted / before)) <= MEMORY_TOLERANCE:
+        # The tolerance is wider than the reserve, and no reason to keep what does not fit.
+        if abs(math.log(wanted / before)) <= MEMORY_TOLERANCE and before <= model.fits(capacity, reserve=0.0):
             return before, ""
         reason = f"M_mem from {before:.0f} to {wanted:.0f} tokens, by peaks of {len(self._peaks)} sizes"
         if not fits:

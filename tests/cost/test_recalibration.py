@@ -254,6 +254,17 @@ def loop_reason(peaks: dict[int, float]) -> str:
     return start().update(window((1.0, 1.0)), peaks, capacity=8e10).reason
 
 
+@pytest.mark.parametrize(("share", "is_lowered"), [(0.99, False), (1.01, True)])
+def test_a_memory_budget_that_does_not_fit_is_lowered_however_little(share: float, is_lowered: bool) -> None:
+    """Less than the tolerance above what leaves the reserve free."""
+    loop = start()
+    per_token = share * 8e10 / (2 * LONGEST)
+    outcome = loop.update([], {n: 1.0 + per_token * n for n in (20_000, 40_000, 60_000)}, capacity=8e10)
+    assert outcome.changed is is_lowered
+    fits = 0.92 * 8e10 / per_token if is_lowered else 2 * LONGEST
+    assert outcome.calibration.budget.m_mem == pytest.approx(fits, abs=1)
+
+
 def test_a_gpu_without_room_for_a_token_lowers_the_memory_budget() -> None:
     loop = start()
     peaks = {tokens: 76e9 + 3e4 * tokens for tokens in (20_000, 60_000, 100_000)}
