@@ -240,14 +240,16 @@ class BudgetRecalibrator(RunFigures):
         kept = self._best_effort.attempt("read notes of earlier runs", kept_in, folders_of(trainer))
         incidents = trainer.strategy.broadcast(kept or [])
         before = recalibration.calibration.budget.m_mem
+        heeded = [incident for incident in incidents if incident.machine == machine_of(trainer)]
         for incident in incidents:
-            if incident.machine != machine_of(trainer):
+            if incident not in heeded:
                 rank_zero_warn(f"BudgetRecalibrator leaves M_mem as it is after this, on another machine: {incident}")
             else:
                 recalibration.limit_memory(incident.m_mem_after)
         after = recalibration.calibration.budget.m_mem
         if after < before:
-            self._announce(trainer, True, f"M_mem from {before:.0f} to {after:.0f} tokens, after: {incidents[-1]}")
+            decisive = min(heeded, key=lambda incident: incident.m_mem_after)
+            self._announce(trainer, True, f"M_mem from {before:.0f} to {after:.0f} tokens, after: {decisive}")
 
 
 def observations_of(window: StepWindow) -> list[Measurement]:

@@ -142,6 +142,17 @@ def test_only_failures_of_this_machine_lower_the_budget(tmp_path: Path) -> None:
     assert m_mem_with(INCIDENT) == 288
 
 
+def test_the_failure_that_decides_is_named(tmp_path: Path) -> None:
+    decisive, folder = replace(INCIDENT, samples=3, step=2), str(tmp_path)
+    for incident in (decisive, INCIDENT, replace(INCIDENT, step=9, machine=("cpu", 8, 1))):
+        keep(incident, folder)
+    recalibrator, data = BudgetRecalibrator(), VideoDataModule(write_shards(tmp_path / "train", 20), budget=BUDGET)
+    with pytest.warns(UserWarning, match="another machine"):
+        trainer_with(callbacks=[recalibrator], default_root_dir=folder, max_steps=1).fit(Witness(), data)
+    assert recalibrator.history[0]["m_mem"] == 216
+    assert str(decisive) in recalibrator.history[0]["reason"]
+
+
 def test_what_counts_as_out_of_memory() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
