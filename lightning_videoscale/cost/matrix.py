@@ -104,7 +104,7 @@ class ShapeMatrix:
         }
         file = Path(file)
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+        unfinished = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
         unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(file)
 

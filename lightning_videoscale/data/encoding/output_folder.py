@@ -25,7 +25,8 @@ def begin_output(output: Path, sources: Sequence[str], made_by: Mapping[str, Any
         made_by: What the result depends on, as JSON can hold it; ``captions`` may be None, which is not compared.
 
     Raises:
-        ShardError: If it holds something else than what `begin_output` has begun, with the same ``made_by``.
+        ShardError: If it holds something else than what `begin_output` has begun, with the same ``made_by``, or
+            ``encoded.json`` is damaged.
     """
     _check_no_source(output, sources)
     wanted = json.loads(json.dumps(made_by))
@@ -40,7 +41,7 @@ def begin_output(output: Path, sources: Sequence[str], made_by: Mapping[str, Any
     if is_new := not file.exists():
         output.mkdir(parents=True, exist_ok=True)
         _write_settings(file, wanted)
-    found = json.loads(file.read_text(encoding="utf-8"))
+    found = _read_settings(file)
     is_unknown = None in (found.get(_CAPTIONS), wanted[_CAPTIONS])
     _check_same(output, found, wanted, but=_CAPTIONS if is_unknown else "")
     if is_unknown and not is_new:
@@ -70,6 +71,17 @@ def _go_on_without_captions(file: Path, found: Mapping[str, Any], captions: str 
         f"release: {remedy}.",
         stacklevel=4,
     )
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ShardError(
+            f"{file} is damaged ({error}), so that nobody knows what {file.parent} was made of: delete this folder, "
+            "and encode anew."
+        ) from error
+    return settings
 
 
 def _write_settings(file: Path, settings: Mapping[str, Any]) -> None:

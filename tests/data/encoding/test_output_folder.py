@@ -79,3 +79,11 @@ def test_folders_and_indexes_that_know_no_captions_are_gone_on_with(tmp_path: Pa
         warnings.simplefilter("error")
         assert _encode(index, output).found == 1
     assert json.loads(settings.read_text()) == made_by
+
+
+def test_a_damaged_list_of_settings_is_named(tmp_path: Path) -> None:
+    index, output = index_shards(_shard(tmp_path / "stills/000.tar", "a cat")), tmp_path / "latents"
+    _encode(index, output)
+    (output / "encoded.json").write_text("")  # as after a power failure
+    with pytest.raises(ShardError, match=r"encoded\.json is damaged .* delete this folder"):
+        _encode(index, output)
