@@ -240,9 +240,10 @@ class BudgetRecalibrator(RunFigures):
         kept = self._best_effort.attempt("read notes of earlier runs", kept_in, folders_of(trainer))
         incidents = trainer.strategy.broadcast(kept or [])
         before = recalibration.calibration.budget.m_mem
-        heeded = [incident for incident in incidents if incident.machine == machine_of(trainer)]
+        machine = machine_of(trainer)
+        heeded = [incident for incident in incidents if incident.machine == machine]
         for incident in incidents:
-            if incident not in heeded:
+            if incident.machine != machine:
                 rank_zero_warn(f"BudgetRecalibrator leaves M_mem as it is after this, on another machine: {incident}")
             else:
                 recalibration.limit_memory(incident.m_mem_after)

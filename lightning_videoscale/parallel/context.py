@@ -124,9 +124,9 @@ class SplitRecord:
         return tuple(map(sum, zip(*(self.tables[stream] for stream in streams), strict=True)))
 
     def missing(self, streams: Sequence[str], ranks: Iterable[int] | None = None) -> tuple[bool, ...] | None:
-        """Returns for each token that ranks, or this one, have of the streams whether it is none; None if all are.
+        """Returns for each token that some ranks, or this one, have of the streams whether it is none.
 
-        The tokens of a stream, rank by rank, stand before those of the next.
+        None if no stream is short. The tokens of a stream, rank by rank, stand before those of the next.
         """
         if not any(stream in self.short for stream in streams):
             return None

@@ -107,7 +107,9 @@ def test_one_that_packs_the_same_folder_is_waited_for(tmp_path: Path) -> None:
         assert other.result() == 0
 
 
-def test_without_a_place_for_a_lock_it_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_place_for_a_lock_it_packs_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -115,3 +117,4 @@ def test_without_a_place_for_a_lock_it_packs(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "videos").mkdir()
     (tmp_path / "videos/0.jpg").write_bytes(picture())
     assert main(["pack", str(tmp_path / "videos"), str(tmp_path / "shards")]) == 0
+    assert "No other process may pack" in caplog.text

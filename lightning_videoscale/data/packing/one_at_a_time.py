@@ -39,9 +39,10 @@ def one_at_a_time(output: Path, patience: float = _PATIENCE, is_needed: bool = T
     with ExitStack() as held:
         try:
             held.enter_context(_lock(output, patience))
-        except (ShardError, PermissionError):
+        except (ShardError, PermissionError) as error:
             if is_needed:
                 raise
+            _log.warning("No other process may pack into %s meanwhile, as it cannot be waited for: %s", output, error)
         yield
 
 
