@@ -1,11 +1,11 @@
 """Whether a model learns the same by planned batches, fused kernels and split sequences, and sooner.
 
     python benchmarks/data/learning.py --prepare clips    # on a machine with the packages of the extra `demo`
-    python benchmarks/data/learning.py --shards clips     # on two GPUs
+    python benchmarks/data/learning.py --shards clips     # on two GPUs, or on --ranks of them
 
 A Wan of 31 M parameters trains on clips of the demo's footage, latents of its patch codec, up to 8 064 tokens; the last
 frames of every video are held out. ``planned`` and ``equal_token`` run with three seeds each, ``planned`` also without
-fused kernels, and with every sequence split over the GPUs. M_comp is such that all have batches of the same sizes, and
+fused kernels, and with every sequence split over two GPUs. M_comp is such that all have batches of the same sizes, and
 a split sequence has as many micro-batches a step as else all ranks together. All run by CUDA graphs: without, the host
 takes longer than the device for every batch of a model this small, and batches of any kind would cost the same.
 
@@ -72,7 +72,7 @@ TINY_WAN = WAN | {"num_attention_heads": 2, "attention_head_dim": 16, "num_layer
 FLOW = {"predicts": "clean", "add_places": True, "shift": 3.0, "learning_rate": 5e-4, "warmup_steps": 100}
 ROOM = 4.0  # samples of the longest shape in a micro-batch, by memory and by compute
 GRAPHS_MEMORY = 0.5  # share of a GPU that graphs may take, so that no batch is too large for one
-RANKS = 2
+SPLIT = 2  # ranks that share a sequence, where any do
 BALANCES = ("planned", "equal_token")
 SEEDS = (0, 1, 2)
 Row = dict[str, Any]
@@ -90,7 +90,7 @@ class Run(NamedTuple):
 RUNS = [
     *(Run(balance, seed) for seed in SEEDS for balance in BALANCES),
     Run("planned", 0, fused=False),
-    Run("planned", 0, sp=RANKS),
+    Run("planned", 0, sp=SPLIT),
 ]
 
 
@@ -174,8 +174,8 @@ def measure(shards: list[str], runs: list[list[Any]], cost: Row | None, **task: 
         step_time = StepTimeModel.from_dict(cost)
         budget = budget_of(table, ROOM, ROOM, step_time)
         settled = {"step_time": step_time, "loss_normalization": task["normalization"]}
-        k = task["micro_batches"]
-        weights = {b: weights_of(BucketPlanner(table, budget, b, RANKS, k, **settled)) for b in BALANCES}
+        k, ranks = task["micro_batches"], task["settings"]["ranks"]
+        weights = {b: weights_of(BucketPlanner(table, budget, b, ranks, k, **settled)) for b in BALANCES}
         write()
         for run in (Run(*fields) for fields in runs):
             if is_first:
@@ -213,6 +213,7 @@ def main() -> None:
     parser.add_argument("--shards", type=Path, help="folder that --prepare has written")
     parser.add_argument("--copies", type=int, default=40, help="how often a clip is in an epoch")
     parser.add_argument("--steps", type=int, default=1500, help="of each run")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs of a run, even")
     parser.add_argument("--micro-batches", type=int, default=2, help="of a rank and step")
     parser.add_argument("--every", type=int, default=100, help="steps between validations")
     parser.add_argument("--normalization", choices=["epoch", "step"], default="epoch", help="of the samples' weights")
@@ -232,7 +233,7 @@ def main() -> None:
     output = (options.output or provenance.path("data", "learning")).absolute()
     settings = {
         "dry_run": options.tiny,
-        "ranks": RANKS,
+        "ranks": options.ranks,
         "model": json.loads(json.dumps(TINY_WAN if options.tiny else WAN)),  # as a file has it
         "flow": FLOW,
         "precision": "bf16-mixed",
@@ -260,7 +261,7 @@ def main() -> None:
             VideoDataModule(shards[0], val_shards=shards[1], geometry=GEOMETRY).prepare_data()
             launch(
                 __file__,
-                RANKS,
+                options.ranks,
                 shards=shards,
                 runs=runs,
                 cost=done["settings"].get("cost"),
