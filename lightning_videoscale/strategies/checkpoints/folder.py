@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,12 @@ from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.first_rank import on_first
 from lightning_videoscale.strategies.checkpoints.places import (
+    OF_DEEPSPEED,
     REST,
     TENSORS,
     CheckpointPlace,
     is_remote,
+    local,
     previous_of,
     read_object,
     reader_of,
@@ -158,7 +161,8 @@ class CheckpointFolder:
 
     def _open(self, rest: dict[str, Any], tensors: str | Path) -> None:
         self.path, self.rest = tensors, rest
-        self._metadata: Metadata = _MetadataUnpickler(io.BytesIO(_read_metadata(tensors))).load()
+        with _said_of(f"{tensors}/{TENSORS}"):
+            self._metadata: Metadata = _MetadataUnpickler(io.BytesIO(_read_metadata(tensors))).load()
         self._keys: dict[tuple[str, ...], dict[str, str]] = {}
         for key, place in self._metadata.planner_data.items():
             self._keys.setdefault(place[:-1], {})[place[-1]] = key
@@ -199,7 +203,8 @@ class CheckpointFolder:
             target = torch.empty(stored.size, dtype=stored.properties.dtype)
         planner = DefaultLoadPlanner()
         planner.set_up_planner({key: target}, self._metadata, is_coordinator=True)
-        self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        with _said_of(f"{key} in {self.path}"):
+            self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         return target
 
 
@@ -265,7 +270,7 @@ def _find(path: str | Path, trusted: bool) -> tuple[Any, str | Path | None]:
             return _load(io.BytesIO(content), url, trusted), url
         rest, folder = _load(io.BytesIO(content), url, trusted), url.rpartition("/")[0]
     else:
-        path = Path(path)
+        path = local(path)
         if not path.exists() and previous_of(path).exists():
             path = previous_of(path)
         if not path.is_file():
@@ -297,10 +302,24 @@ def _load(file: Any, name: str | Path, trusted: bool, mmap: bool = False) -> Any
             f"{name} holds objects that are not loaded without being told so ({error}). If you trust the file, call "
             "torch.serialization.add_safe_globals([...]) with them first."
         ) from error
-    except (RuntimeError, EOFError) as error:  # no file of torch.save, or a part of one
+    except (RuntimeError, EOFError, OSError) as error:  # no file of torch.save, or a part of one
         raise CheckpointError(
             f"{name} is not a checkpoint, or is damaged: {str(error).partition(chr(10))[0]} A checkpoint of "
             "lightning-videoscale is the folder that trainer.save_checkpoint or ModelCheckpoint wrote."
+        ) from error
+
+
+@contextmanager
+def _said_of(what: str) -> Iterator[None]:
+    """Names what cannot be read, as most errors do not."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # pickle, torch and every store have errors of their own making
+        raise CheckpointError(
+            f"{what} cannot be read ({type(error).__name__}: {error}). It is damaged, or was not copied whole: take "
+            "another checkpoint, or copy it again."
         ) from error
 
 
@@ -308,8 +327,8 @@ def _what_is(path: Path) -> str:
     if not path.exists():
         return "nothing is there"
     found = sorted(child.name for child in path.iterdir())
-    if "zero_to_fp32.py" in found or (path / "checkpoint").is_dir():
-        return "it was saved by Lightning's DeepSpeedStrategy; convert it with its zero_to_fp32.py"
+    if OF_DEEPSPEED in found or (path / "checkpoint").is_dir():
+        return f"it was saved by Lightning's DeepSpeedStrategy; convert it with its {OF_DEEPSPEED}"
     return f"it holds {found[:5]}, and {[name for name in (REST, TENSORS) if name not in found]} is missing"
 
 

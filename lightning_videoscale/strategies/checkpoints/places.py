@@ -29,6 +29,9 @@ from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 
 REST = "meta.pt"
 TENSORS = ".metadata"
+OF_DEEPSPEED = "zero_to_fp32.py"
+"""What a checkpoint of Lightning's DeepSpeedStrategy holds."""
+
 _BEGUN = ".begun"
 
 
@@ -59,12 +62,17 @@ class CheckpointPlace(Protocol):
 
 def place_of(path: str, token: str) -> CheckpointPlace:
     """Returns where a checkpoint is to be written; the token makes names nobody else uses, the same on all ranks."""
-    return _Remote(path, token) if is_remote(path) else _Local(Path(path))
+    return _Remote(path, token) if is_remote(path) else _Local(local(path))
 
 
 def is_remote(path: str | Path) -> bool:
     """Whether a path is a URL; ``pathlib`` makes ``s3:/bucket`` of ``s3://bucket``."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
+
+
+def local(path: str | Path) -> Path:
+    """Returns a path on this machine, in which ``~`` is the user's home, as for Lightning's own checkpoints."""
+    return Path(os.path.expanduser(path))  # pathlib's fails where a name begins with ~ and is nobody's
 
 
 def remove(path: str | Path) -> None:
@@ -77,7 +85,7 @@ def remove(path: str | Path) -> None:
             if files.exists(part):
                 files.rm(part, recursive=True)
         return
-    path = Path(path)
+    path = local(path)
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -134,6 +142,7 @@ class _Local:
         self._folder = path.with_name(f".{path.name.replace('_', '-')}.partial")
 
     def begin(self) -> None:
+        _check_nothing_else_is_in(self._path)
         remove(self._folder)
         self._folder.mkdir(parents=True)
 
@@ -152,6 +161,16 @@ class _Local:
 
     def discard(self) -> None:
         remove(self._folder)
+
+
+def _check_nothing_else_is_in(path: Path) -> None:
+    """Refuses a folder that is no checkpoint, which a checkpoint would take the place of."""
+    found = sorted(child.name for child in path.iterdir()) if path.is_dir() and not path.is_symlink() else []
+    if found and not any(name in (REST, TENSORS, OF_DEEPSPEED) or name.endswith(".distcp") for name in found):
+        raise CheckpointError(
+            f"{path} is a folder that holds {found[:5]}, and a checkpoint would take its place: name one within it, "
+            f"such as {path / 'last.ckpt'}."
+        )
 
 
 def _replace(path: Path, complete: Path) -> None:

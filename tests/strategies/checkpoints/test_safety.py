@@ -152,6 +152,44 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         read_weights(tmp_path / "captions.csv")
 
 
+def written(path: str | Path, value: float = 0.0) -> None:
+    place = place_of(str(path), "")
+    write_checkpoint(place, {"state_dict": {"x": torch.full((2,), value)}}, pack({"state_dict": {}}, place))
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "meta.pt"])
+@pytest.mark.parametrize("left", [0, -100])
+def test_a_part_of_a_file_is_named(tmp_path: Path, name: str, left: int) -> None:
+    written(tmp_path / "cut.ckpt")
+    file = tmp_path / "cut.ckpt" / name
+    file.write_bytes(file.read_bytes()[:left])
+    with pytest.raises(CheckpointError, match=r"cut\.ckpt"):
+        read_weights(tmp_path / "cut.ckpt")
+
+
+def test_a_checkpoint_takes_the_place_of_no_folder_that_holds_something_else(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    written(tmp_path / "run")  # an empty one
+    written(tmp_path / "run", 1.0)
+    assert read_weights(tmp_path / "run")["x"].tolist() == [1.0, 1.0]
+    written(tmp_path / "all" / "one.ckpt", 2.0)
+    with pytest.raises(CheckpointError, match=r"one\.ckpt"):
+        written(tmp_path / "all")
+    assert read_weights(tmp_path / "all" / "one.ckpt")["x"].tolist() == [2.0, 2.0]
+
+
+def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    written("~/one.ckpt", 1.0)
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["one.ckpt"]
+    assert read_weights("~/one.ckpt")["x"].tolist() == [1.0, 1.0]
+    places.remove("~/one.ckpt")
+    assert not any((tmp_path / "home").iterdir()) and not any((tmp_path / "here").iterdir())
+
+
 # -- killed while saving -------------------------------------------------------------------------------------------
 
 
