@@ -56,9 +56,11 @@ def export(
     Raises:
         CheckpointError: If that is no checkpoint, has no such network, or one that diffusers does not have; if it is to
             merge and has no adapters; if ``base`` is missing, not needed, or not what was trained on; or if it lacks
-            the averages wanted.
+            the averages wanted. Also if ``output`` is a file.
         ModuleNotFoundError: If diffusers or peft is missing where it is needed.
     """
+    if output.is_file():
+        raise CheckpointError(f"{output} is a file, and what is written is a folder: name another.")
     network = _Network.of(CheckpointFolder(checkpoint), module, averaged)
     if scaled := network.adapters.get("scaled"):
         raise CheckpointError(
@@ -83,15 +85,23 @@ def export(
         model = _merged(model, network)
     else:
         _fill(model, network, "")
-    model.save_pretrained(output)
+    _write(model, output)
     return [f"{network.path} -> {output}"]
+
+
+def _write(model: Any, output: Path) -> None:
+    from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+    # What another export left: its shards are removed by diffusers, which would then look for them.
+    (output / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
+    model.save_pretrained(output)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     try:
         written = export(options.checkpoint, options.output, options.module, options.merge, options.base, options.ema)
-    except (CheckpointError, ModuleNotFoundError) as error:
+    except (CheckpointError, OSError, ModuleNotFoundError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         return 1
     for line in written:

@@ -72,6 +72,18 @@ def test_export_for_from_pretrained(ranks: Ranks, tmp_path: Path, capsys: pytest
         read_weights(tmp_path / "video.ckpt", "vae")
 
 
+def test_export_to_places_that_are_taken(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = ranks(1).run(train_video, tmp_path)[0]
+    (tmp_path / "file").write_text("mine")
+    for place in ("file", "file/wan"):
+        assert main(["export", str(tmp_path / "video.ckpt"), str(tmp_path / place)]) == 1
+        assert "file" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+    tiny_wan().save_pretrained(tmp_path / "wan", max_shard_size="50KB")
+    assert main(["export", str(tmp_path / "video.ckpt"), str(tmp_path / "wan")]) == 0
+    assert torch.equal(look(WanTransformer3DModel.from_pretrained(tmp_path / "wan")), expected)
+
+
 # -- adapters --------------------------------------------------------------------------------------------------------
 
 
