@@ -221,6 +221,8 @@ class EMA(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Adds the averages by name; collective."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.update(trainer)  # who saves may come before this callback
         weights = self._prepared(trainer)
         if not self._has_begun:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -24,10 +26,23 @@ def run_folder(trainer: pl.Trainer) -> Path:
     return trainer.strategy.broadcast(folder)  # other ranks know no version
 
 
+def named_folder(folder: str | Path | None) -> Path | None:
+    """Returns the folder that a user names for a callback's files, in which ``~`` is the home.
+
+    Raises:
+        ValueError: If it is a URL.
+    """
+    if folder is None:
+        return None
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
+        raise ValueError(f"folder={str(folder)!r} is a URL: name a folder on a disk, and copy it from there.")
+    return Path(os.path.expanduser(folder))
+
+
 def _local(place: str) -> Path:
     scheme, separator, path = place.partition("://")
     if not separator:
-        return Path(place)
+        return Path(os.path.expanduser(place))
     folder = Path.cwd() / path
     rank_zero_warn(
         f"The folder of the run is at {scheme}://, and what is written beside checkpoints (reports, logs, samples) is "

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.fused_kernels import FusedKernels
 from lightning_videoscale.callbacks.loader_watch import LoaderWatch, named
-from lightning_videoscale.callbacks.run_folder import run_folder
+from lightning_videoscale.callbacks.run_folder import named_folder, run_folder
 from lightning_videoscale.callbacks.step_losses import StepLosses
 from lightning_videoscale.data import BucketPlanner, VideoDataModule
 from lightning_videoscale.report import RunLog, record, write_report
@@ -59,9 +59,9 @@ class RunReport(pl.Callback):
             every_n_steps: Optimizer steps from record to record; None takes the Trainer's ``log_every_n_steps``.
 
         Raises:
-            ValueError: ``every_n_steps`` is below 1.
+            ValueError: ``every_n_steps`` is below 1, or ``folder`` a URL.
         """
-        self.folder = None if folder is None else Path(folder)
+        self.folder = named_folder(folder)
         self.every_n_steps = check_interval(every_n_steps)
         self.run_log: RunLog | None = None
         self.path: Path | None = None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.ema import EMA
-from lightning_videoscale.callbacks.run_folder import run_folder
+from lightning_videoscale.callbacks.run_folder import named_folder, run_folder
 from lightning_videoscale.callbacks.sample_files import (
     check_writers,
     frames_of,
@@ -115,8 +115,8 @@ class SampleVideos(pl.Callback):
             **arguments: Of the pipeline's call, for all prompts: ``height``, ``num_frames``, ``num_inference_steps``, …
 
         Raises:
-            ValueError: If there is no prompt, no interval, or an interval below 1; or if a prompt decides how often the
-                network is called, or has other keys than the others.
+            ValueError: If there is no list of prompts, no interval, or an interval below 1; if a prompt decides how
+                often the network is called, or has other keys than the others; or if ``folder`` is a URL.
         """
         if (every_n_steps is None) == (every_n_epochs is None):
             raise ValueError("Give every_n_steps or every_n_epochs, one of both.")
@@ -127,7 +127,7 @@ class SampleVideos(pl.Callback):
         self.prompts = list(_read_prompts(prompts, seed))
         self.every_n_steps, self.every_n_epochs = check_interval(every_n_steps), every_n_epochs
         self.at_start, self.fps, self.on_error = at_start, fps, on_error
-        self.folder = None if folder is None else Path(folder)
+        self.folder = named_folder(folder)
         self.arguments = arguments
         self._make_pipeline = pipeline
         self._pipeline: Any = None
@@ -249,7 +249,7 @@ class SampleVideos(pl.Callback):
 
 
 def _read_prompts(prompts: Sequence[str | Mapping[str, Any]], seed: int) -> Iterator[_Prompt]:
-    if isinstance(prompts, str) or not prompts:
+    if isinstance(prompts, str | Mapping) or not prompts:
         raise ValueError(f"prompts={prompts!r} must be a list of at least one prompt.")
     keys: set[str] | None = None
     for index, prompt in enumerate(prompts):

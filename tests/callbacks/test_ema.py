@@ -88,6 +88,31 @@ def test_a_single_file_resumes_to_the_bit(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+class SavesInThirdStep(pl.Callback):
+    """A callback of the user's, which stands before EMA."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def test_who_saves_before_the_average_is_updated_has_the_update(tmp_path: Path) -> None:
+    saves, watched = SavesInThirdStep(tmp_path / "three.ckpt"), dict[int, float]()
+
+    class Average(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+            with ema.average_weights():
+                watched[trainer.global_step] = module.line.weight.item()
+
+    ema = EMA(0.5)
+    fitted(saves, ema, Average())
+    saved = torch.load(saves.path, weights_only=True)["averages"]
+    assert saved["line.weight"].item() == watched[3] != watched[2]
+
+
 def test_a_checkpoint_saved_within_validation_has_what_is_trained(tmp_path: Path) -> None:
     module = Line()
     module.path = tmp_path / "within.ckpt"

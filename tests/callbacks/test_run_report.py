@@ -331,6 +331,19 @@ def test_refuses_an_interval_below_one() -> None:
         RunReport(every_n_steps=0)
 
 
+def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=CSVLogger("~/logs", name="run", version="a"))
+    assert run_folder(trainer) == tmp_path / "logs" / "run" / "a"
+    assert RunReport("~/mine").folder == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/run", Path("s3://bucket/run")])
+def test_a_folder_that_is_a_url_is_refused(folder: str | Path) -> None:
+    with pytest.raises(ValueError, match="s3:/"):
+        RunReport(folder)
+
+
 def test_of_a_remote_root_the_report_is_local_and_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir="memory://bucket/run")

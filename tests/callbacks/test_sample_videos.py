@@ -235,7 +235,7 @@ def test_a_resumed_run_samples_at_the_steps_of_one_that_was_not_stopped(tmp_path
 
 def test_what_is_refused(parts: Path, tmp_path: Path) -> None:
     make = Pipelines(parts)
-    for prompts in ([], "a cat"):
+    for prompts in ([], "a cat", {"prompt": "a cat"}):
         with pytest.raises(ValueError, match="list of at least one prompt"):
             SampleVideos(make, prompts, every_n_steps=1)
     with pytest.raises(ValueError, match="every_n_steps or every_n_epochs"):
