@@ -114,7 +114,8 @@ def _print(report: EncodeReport, options: argparse.Namespace, rank: int) -> None
         sys.stdout.write(json.dumps({"rank": rank, **report._asdict(), "refused": refused}) + "\n")
         return
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"rank {rank}: {report.written} shards written, {report.found} were there -> {options.output}")
+    said = f"rank {rank}: {report.written} shards written, {report.found} were there -> {options.output}"
+    console.print(said, markup=False)
     for sample, reason in report.refused:
         console.print(f"  left out {sample}: {reason}", markup=False)
 

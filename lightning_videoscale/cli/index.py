@@ -63,7 +63,8 @@ def _report(index: ShardIndex, file: Path) -> dict[str, Any]:
 def _print(report: dict[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     media = ", ".join(f"{count} {kind}" for kind, count in report["media"].items() if count)
-    console.print(f"{report['indexed']} samples ({media or 'none'}) in {report['shards']} shards -> {report['index']}")
+    found = f"{report['indexed']} samples ({media or 'none'}) in {report['shards']} shards"
+    console.print(f"{found} -> {report['index']}", markup=False)
     if report["indexed"]:
         fields = f" (found in .json under {', '.join(report['caption_fields'])})" * bool(report["caption_fields"])
         console.print(f"{report['without_caption']} samples have no caption{fields}", markup=False)

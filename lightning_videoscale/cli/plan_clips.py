@@ -69,8 +69,9 @@ def _of_windows(options: argparse.Namespace) -> PlanClips:
 
 def _index(options: argparse.Namespace) -> ShardIndex:
     named: str = options.index
-    if IndexTable(Path(named)).exists:
-        return ShardIndex.load(Path(named))
+    file = Path(named).absolute()  # "." has no name
+    if IndexTable(file).exists:
+        return ShardIndex.load(file)
     try:
         file = already_packed([named]).index_file
     except ShardError as error:

@@ -256,13 +256,14 @@ def test_a_folder_of_films_is_packed_and_encoded(
     (tmp_path / "films/0.mp4").write_bytes(film([numbered(0, 32, 48)]))
     (tmp_path / "captions.csv").write_text("file,caption\n0.mp4,grey\n")
     command = ["encode", str(tmp_path / "films"), "--captions", str(tmp_path / "captions.csv"), "--vae", str(vae)]
-    options = ["--subfolder", "vae", "--sizes", "32x48", "--workers", "0", "--output", str(tmp_path / "out")]
+    options = ["--subfolder", "vae", "--sizes", "32x48", "--workers", "0", "--output", str(out := tmp_path / "[v1]")]
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([*command, *options]) == 1
-    assert "videoscale index" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "videoscale index" in capsys.readouterr().err and not out.exists()
     monkeypatch.delenv("WORLD_SIZE")
     assert main([*command, *options]) == 0
-    reader = SampleReader(index_shards([str(tmp_path / "out/000000.tar")]))
+    assert f"-> {out}\n" in capsys.readouterr().out
+    reader = SampleReader(index_shards([str(out / "000000.tar")]))
     assert reader.read(0)["caption"] == "grey"
 
 

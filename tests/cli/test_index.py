@@ -40,6 +40,13 @@ def test_what_is_there_and_what_cannot_be_used(tmp_path: Path, capsys: pytest.Ca
     assert "3 samples (1 video, 2 latents) in 2 shards" in out and "001.tar: 'cut.mp4': it does not decode" in out
 
 
+def test_brackets_in_a_path_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder := tmp_path / "[v1]").mkdir()
+    write_shard(folder / "000.tar", [clip(0)])
+    assert main(["index", str(folder)]) == 0
+    assert str(folder) in capsys.readouterr().out
+
+
 def test_nothing_that_can_be_used_is_status_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard = write_shard(tmp_path / "000.tar", [{"__key__": "a", "mp4": b""}])
     assert main(["index", str(shard), "--json", "--index", str(tmp_path / "elsewhere" / "table")]) == 1

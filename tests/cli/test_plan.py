@@ -164,7 +164,7 @@ def test_shards_are_planned_on_by_their_index(
     assert "videoscale index '*.tar'" in capsys.readouterr().err
     assert main(["index", "*.tar"]) == 0
     capsys.readouterr()
-    for named in ("*.tar", str(tmp_path)):
+    for named in ("*.tar", str(tmp_path), "."):
         figures = run(capsys, "--index", named, "--balance", "planned", "--dp-size", "2", "--m-mem", "160")
         assert figures["samples"] == 50
 
