@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-AVERAGES = "averages"
-"""The entry of a checkpoint that holds averaged weights by name."""
+AVERAGES = "lightning_videoscale/averages"
+"""The entry of a checkpoint that holds averaged weights by name, which nobody else's has."""
 
 LocalValues = Mapping[str, Tensor]
 """One value for every element that this rank keeps of what is trained, under keys that stay the same in a run."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.callbacks import EMA
+from lightning_videoscale.trained_weights import AVERAGES
 
 
 class Line(pl.LightningModule):
@@ -83,7 +84,7 @@ def test_a_single_file_resumes_to_the_bit(tmp_path: Path) -> None:
         runner = trainer(EMA(0.5), max_epochs=epochs)
         runner.fit(Line(), DATA, DATA, ckpt_path=start)
         runner.save_checkpoint(path)
-    one, other = (torch.load(path, weights_only=True)["averages"] for path in (end, resumed))
+    one, other = (torch.load(path, weights_only=True)[AVERAGES] for path in (end, resumed))
     assert one.keys() == {"line.weight", "line.bias"} == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -109,7 +110,7 @@ def test_who_saves_before_the_average_is_updated_has_the_update(tmp_path: Path) 
 
     ema = EMA(0.5)
     fitted(saves, ema, Average())
-    saved = torch.load(saves.path, weights_only=True)["averages"]
+    saved = torch.load(saves.path, weights_only=True)[AVERAGES]
     assert saved["line.weight"].item() == watched[3] != watched[2]
 
 
@@ -119,7 +120,7 @@ def test_a_checkpoint_saved_within_validation_has_what_is_trained(tmp_path: Path
     trainer(EMA(0.5), max_epochs=1, num_sanity_val_steps=0).fit(module, DATA, DATA)
     saved = torch.load(module.path, weights_only=True)
     assert torch.equal(saved["state_dict"]["line.weight"], module.line.weight)
-    assert saved["averages"]["line.weight"].item() == module.validated_with[-1]
+    assert saved[AVERAGES]["line.weight"].item() == module.validated_with[-1]
     assert module.validated_with[-1] != module.line.weight.item()
 
 
@@ -192,7 +193,7 @@ def test_what_a_later_fit_freezes_is_validated_and_saved_with_its_weights(tmp_pa
     second.fit(module, DATA)
     second.save_checkpoint(tmp_path / "second.ckpt")
     saved = torch.load(tmp_path / "second.ckpt", weights_only=False)
-    exported = saved["state_dict"] | saved["averages"]
+    exported = saved["state_dict"] | saved[AVERAGES]
     with ema.average_weights():
         assert not torch.equal(module.line.weight, saved["state_dict"]["line.weight"])
         assert all(torch.equal(value, exported[name]) for name, value in module.state_dict().items())

@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_videoscale.callbacks import EMA, LoadBalanceMonitor, SampleVideos
 from lightning_videoscale.callbacks.sample_files import read_picture, read_video, strip_of
+from lightning_videoscale.trained_weights import AVERAGES
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
 from tests.distributed.callbacks.sampling import CALL, Drawing, Pipelines, save_parts, train
 
@@ -97,7 +98,7 @@ def test_averages_of_a_checkpoint_sample_before_the_first_step(parts: Path, tmp_
     order = [samples, ema] if first else [ema, samples]
     train("auto", 1, *order, module=module, ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
     (seen,) = look.seen
-    assert torch.equal(seen, saved["averages"]["transformer.proj_out.weight"])
+    assert torch.equal(seen, saved[AVERAGES]["transformer.proj_out.weight"])
     assert not torch.equal(seen, saved["state_dict"]["transformer.proj_out.weight"])
 
 

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_videoscale.callbacks import EMA
 from lightning_videoscale.strategies import read_weights
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder
 from lightning_videoscale.strategies.checkpoints.zero import RankAssignment
@@ -217,6 +218,31 @@ def test_hooks_of_the_lightning_module_see_and_change_the_state_dict(ranks: Rank
     saved, loaded = ranks(1).run(save_and_clean, tmp_path)[0]
     assert loaded == pytest.approx(saved + 7)
     assert not any("frozen" in name for name in read_weights(tmp_path / "one.ckpt"))
+
+
+class Keeping(Module):
+    """Keeps something of its own under a name that others may use."""
+
+    kept: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["averages"] = {"loss": 0.5}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = checkpoint["averages"]
+
+
+def save_and_load_averages_of_two_kinds(folder: Path) -> Any:
+    fit(1, Keeping(), callbacks=[EMA(0.5)]).save_checkpoint(folder / "one.ckpt")
+    module = Keeping()
+    fit(2, module, start=folder / "one.ckpt", callbacks=[EMA(0.5)])
+    return module.kept
+
+
+def test_averages_of_the_users_own_are_beside_those_of_weights(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(1).run(save_and_load_averages_of_two_kinds, tmp_path) == [{"loss": 0.5}]
+    weights, averages = (read_weights(tmp_path / "one.ckpt", averaged=which) for which in (False, True))
+    assert weights.keys() == averages.keys() and not torch.equal(weights["net.scale"], averages["net.scale"])
 
 
 def save_plainly(folder: Path) -> None:
