@@ -43,7 +43,7 @@ def write_adapters(described: Mapping[str, Any], read: Callable[[str], Tensor], 
 
     Raises:
         CheckpointError: If an adapter makes sense with weights of its base only which no file of adapters holds, or the
-            checkpoint does not say which weights are the adapter's.
+            checkpoint does not say which weights are the adapter's. Also if its name leads out of the folder.
     """
     configs: Mapping[str, dict[str, Any]] = described["configs"]
     for name, config in configs.items():
@@ -52,6 +52,8 @@ def write_adapters(described: Mapping[str, Any], read: Callable[[str], Tensor], 
                 f"The adapter {name!r} has init_lora_weights={config['init_lora_weights']!r}, which takes its initial "
                 "values out of the base: alone it does not fit the base's weights. Use --merge."
             )
+        if not (output / name).resolve().is_relative_to(output.resolve()):
+            raise CheckpointError(f"The adapter {name!r} has the name of a place outside of {output}.")
         if not described.get("files", {}).get(name):
             raise CheckpointError(
                 f"The checkpoint does not say which weights are those of the adapter {name!r}. Use --merge, or build "

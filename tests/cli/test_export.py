@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.cli import main
+from lightning_videoscale.cli.adapter_files import write_adapters
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointError, read_weights
@@ -101,6 +102,18 @@ class Own(pl.LightningModule):
         return self.net(batch[:, :3, 0, 0, 0]).square().mean()
 
     configure_optimizers = Adapted.configure_optimizers
+
+
+@pytest.mark.parametrize("place", ["..", "{tmp_path}"])
+def test_adapters_stay_in_their_folder(tmp_path: Path, place: str) -> None:
+    names = ["style", f"{place.format(tmp_path=tmp_path)}/other"]
+    described = {
+        "configs": {name: {"peft_type": "LORA"} for name in names},
+        "files": {name: {"lora_A.weight": "x"} for name in names},
+    }
+    with pytest.raises(CheckpointError, match="/other"):
+        write_adapters(described, lambda _: torch.ones(1), tmp_path / "adapters")
+    assert not (tmp_path / "other").exists()
 
 
 def train_adapted(folder: Path) -> dict[str, Tensor]:

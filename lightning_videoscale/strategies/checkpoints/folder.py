@@ -20,7 +20,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -163,6 +163,8 @@ class CheckpointFolder:
         self.path, self.rest = tensors, rest
         with _said_of(f"{tensors}/{TENSORS}"):
             self._metadata: Metadata = _MetadataUnpickler(io.BytesIO(_read_metadata(tensors))).load()
+            for stored in self._metadata.storage_data.values():
+                _check_stays(stored.relative_path, parts=1)
         self._keys: dict[tuple[str, ...], dict[str, str]] = {}
         for key, place in self._metadata.planner_data.items():
             self._keys.setdefault(place[:-1], {})[place[-1]] = key
@@ -279,7 +281,16 @@ def _find(path: str | Path, trusted: bool) -> tuple[Any, str | Path | None]:
             return _load(path / REST, path / REST, trusted), path
         rest, folder = _load(path, path, trusted, mmap=True), path.parent
     where = rest.pop(_TENSORS_IN, None) if isinstance(rest, dict) else None
+    if where:
+        _check_stays(where, parts=2)
     return rest, f"{folder}/{where}" if where else None
+
+
+def _check_stays(where: str, parts: int) -> None:
+    """Refuses what leaves the folder of a checkpoint: it could name any file of the user's."""
+    found = PurePosixPath(where).parts
+    if len(found) != parts or found[0] in ("/", ".."):
+        raise CheckpointError(f"A checkpoint names {where}, which is not in its folder: nothing is read from there.")
 
 
 def _read_metadata(folder: str | Path) -> bytes:

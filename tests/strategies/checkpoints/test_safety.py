@@ -167,6 +167,29 @@ def test_a_part_of_a_file_is_named(tmp_path: Path, name: str, left: int) -> None
         read_weights(tmp_path / "cut.ckpt")
 
 
+@pytest.mark.parametrize("outside", ["../../private/one.ckpt/", "{tmp_path}/private/one.ckpt/"])
+def test_a_checkpoint_reads_no_files_of_others(tmp_path: Path, outside: str) -> None:
+    written(tmp_path / "private" / "one.ckpt", 1.0)
+    written(tmp_path / "given" / "one.ckpt")
+    file = tmp_path / "given" / "one.ckpt" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    for stored in metadata.storage_data.values():
+        stored.relative_path = outside.format(tmp_path=tmp_path) + stored.relative_path
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"private/one\.ckpt"):
+        read_weights(tmp_path / "given" / "one.ckpt")
+
+
+@pytest.mark.parametrize("outside", ["../private/one.ckpt", "../one.ckpt", "/one.ckpt", "{tmp_path}/private/one.ckpt"])
+def test_a_file_that_names_a_folder_of_tensors_names_its_own(tmp_path: Path, outside: str) -> None:
+    written(tmp_path / "private" / "one.ckpt", 1.0)
+    (tmp_path / "given").mkdir()
+    named = {"state_dict": {}, "lightning_videoscale/tensors_in": outside.format(tmp_path=tmp_path)}
+    torch.save(named, tmp_path / "given" / "one.ckpt")
+    with pytest.raises(CheckpointError, match=r"one\.ckpt.*not in its folder"):
+        read_weights(tmp_path / "given" / "one.ckpt")
+
+
 def test_a_checkpoint_takes_the_place_of_no_folder_that_holds_something_else(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     written(tmp_path / "run")  # an empty one
