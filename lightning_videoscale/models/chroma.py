@@ -30,13 +30,13 @@ from lightning_videoscale.models.flux.split import (
     CONTROL,
     DOUBLE,
     JOINT,
-    OF_DOUBLE,
+    OF_BLOCKS,
     SINGLE,
     TOKENS,
     joint_attention,
 )
 from lightning_videoscale.models.hidden_exchange import with_hidden_exchange
-from lightning_videoscale.parallel import Projection, Split, SplitPlan
+from lightning_videoscale.parallel import Split, SplitPlan
 
 _HOME = "diffusers.models.transformers.transformer_chroma"
 _MODEL = f"{_HOME}.ChromaTransformer2DModel"
@@ -71,10 +71,7 @@ def _split_plan(model: nn.Module) -> SplitPlan:
 
 SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
 
-_JOINED = Projection(tokens_of=JOINT, rotary="image_rotary_emb", rotary_of=JOINT)
-_PROJECTIONS = {f"{DOUBLE}.*.attn": OF_DOUBLE, f"{SINGLE}.*.attn": dict.fromkeys(JOINT, _JOINED)}
-
-PROJECTIONS = {_MODEL: lambda _: _PROJECTIONS}
+PROJECTIONS = {_MODEL: lambda _: OF_BLOCKS}
 
 
 def _double(

@@ -47,4 +47,5 @@ def _split_plan(_: nn.Module) -> SplitPlan:
 
 
 SPLIT_PLANS = {_MODEL: with_hidden_exchange(_split_plan)}
-PROJECTIONS = {_MODEL: lambda _: {"transformer_blocks.*.attn": {"video": Projection(rotary="rotary_emb", halves=True)}}}
+_VIDEO = Projection(rotary="rotary_emb", halves=True, joined="to_qkv")
+PROJECTIONS = {_MODEL: lambda _: {"transformer_blocks.*.attn": {"video": _VIDEO}}}

@@ -14,7 +14,7 @@ class Projection:
     """Query, key and value of a stream: a linear layer, a norm, a rotation; none of them sees another token.
 
     All names are those of the attention module's children, and of arguments of its ``forward``. A child that a model
-    has as None is left out. It is not for modules whose projections diffusers has fused (``fuse_projections``).
+    has as None is left out.
 
     Layouts with each pair's values twice: ``"sd"`` (s, head dim), or fewer channels if only a head's first are rotated;
     ``"bshd"`` (1, s, 1, head dim); ``"bsc"`` (B, s, all heads' channels). With each once: ``"bhsd"`` (B, H, s,
@@ -33,6 +33,8 @@ class Projection:
         layout: What the tables are, see above.
         halves: Whether a pair is a channel of a head's first half and one of its second, instead of two neighbours.
         tokens_of: The streams whose tokens that argument has, one behind the other; this one's alone if left out.
+        joined: The layer that its code calls instead where diffusers has joined the three (``fuse_projections``); None
+            if it goes on calling the three.
         packed: Whether the three are one layer's first channels, one behind the other, and others follow.
         rotary_of: The streams whose positions the tables have, one behind the other; this one's alone if left out.
         rotary_part: Which member of that argument is this stream's, where each stream has its own tables in there.
@@ -47,6 +49,7 @@ class Projection:
     layout: str = "sd"
     halves: bool = False
     tokens_of: tuple[str, ...] = ()
+    joined: str | None = None
     packed: bool = False
     rotary_of: tuple[str, ...] = ()
     rotary_part: int | None = None

@@ -63,15 +63,15 @@ OF_DOUBLE = {
         **OF_ADDED,
         rotary="image_rotary_emb",
         rotary_of=JOINT,
+        joined="to_added_qkv",
         output="to_add_out",
     ),
-    "video": Projection(rotary="image_rotary_emb", rotary_of=JOINT),
+    "video": Projection(rotary="image_rotary_emb", rotary_of=JOINT, joined="to_qkv"),
 }
 """The streams of attention in the first blocks, of Flux's kin, too."""
 
-_PROJECTIONS = {
-    f"{DOUBLE}.*.attn": OF_DOUBLE,
-    f"{SINGLE}.*.attn": dict.fromkeys(JOINT, Projection(tokens_of=JOINT, rotary="image_rotary_emb", rotary_of=JOINT)),
-}
+_OF_SINGLE = Projection(tokens_of=JOINT, rotary="image_rotary_emb", rotary_of=JOINT, joined="to_qkv")
+OF_BLOCKS = {f"{DOUBLE}.*.attn": OF_DOUBLE, f"{SINGLE}.*.attn": dict.fromkeys(JOINT, _OF_SINGLE)}
+"""The same of all blocks, of Chroma's, too."""
 
-PROJECTIONS = {_MODEL: lambda _: _PROJECTIONS}
+PROJECTIONS = {_MODEL: lambda _: OF_BLOCKS}

@@ -85,6 +85,8 @@ def _objection(attn: Any, described: Streams) -> str | None:
     processor = class_path(type(attn.processor)) if hasattr(attn, "processor") else "diffusers."
     if not processor.startswith(("diffusers.", "lightning_videoscale.")):
         return f"its processor is a {processor}, whose computation is unknown here"
+    if processor.rpartition(".")[2].startswith("Fused"):
+        return "its projections were joined by fuse_qkv_projections(), which gave it a processor of their own"
     for projection in described.values():
         if projection.across_heads and (change := changed_norm(attn, projection)) is not None:
             return f"{change}, and only 'serial' calls norms over all heads"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from lightning_videoscale.injection.branch_bias import changed_linear
 from lightning_videoscale.models.hidden_exchange.across_heads import norm_across
 from lightning_videoscale.models.hidden_exchange.groups import HeadPlacement, StreamGroup, Streams
+from lightning_videoscale.parallel import Projection
 from lightning_videoscale.parallel.schedules.input_projections import Heads, QueryKeyNorm, project_heads
 from lightning_videoscale.parallel.schedules.messages import Linear
-
-_JOINED = {"to_q": "to_qkv", "add_q_proj": "to_added_qkv"}
-"""Where diffusers has fused three projections, by the first of them."""
 
 
 class Arrived(NamedTuple):
@@ -53,16 +51,16 @@ def project(
     if projection.across_heads:
         tables = None if projection.rotary is None else arguments.get(projection.rotary)
         norm = norm_across(attn, projection, tables, group.streams[0], place, x)
-    linears = linears_of(attn, projection.linears, x)
+    linears = linears_of(attn, projection, x)
     ulysses = place.ulysses(group.streams)
     return Arrived(project_heads(x, linears, norm, ulysses, place.heads, by_slices=by_slices), norm)
 
 
-def linears_of(attn: Any, names: Sequence[str | None], x: Tensor) -> list[Linear | Tensor]:
+def linears_of(attn: Any, projection: Projection, x: Tensor) -> list[Linear | Tensor]:
     """Returns each Linear of an attention as it is, or where it is more than that, what it returns of x."""
-    if getattr(attn, "fused_projections", False):
-        return list(getattr(attn, _JOINED[str(names[0])])(x).chunk(3, dim=-1))
-    return [_linear(getattr(attn, str(name)), x) for name in names]
+    if projection.joined is not None and getattr(attn, "fused_projections", False):
+        return list(getattr(attn, projection.joined)(x).chunk(3, dim=-1))
+    return [_linear(getattr(attn, str(name)), x) for name in projection.linears]
 
 
 def _linear(linear: nn.Module, x: Tensor) -> Linear | Tensor:

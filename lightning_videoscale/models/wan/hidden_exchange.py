@@ -20,7 +20,7 @@ from lightning_videoscale.parallel.schedules.attention_output import attend_and_
 from lightning_videoscale.parallel.schedules.input_projections import norm_again, project_heads
 from lightning_videoscale.parallel.schedules.messages import Linear
 
-OF_SELF = Projection(across_heads=True, rotary="rotary_emb", layout="bshd")
+OF_SELF = Projection(across_heads=True, rotary="rotary_emb", layout="bshd", joined="to_qkv")
 """Of Wan's self-attention, which its kin have, too."""
 
 
@@ -52,7 +52,7 @@ def attend_hiding_exchange(
     place = HeadPlacement(context, attn.heads)
     ulysses = place.ulysses(("video",))
     norm = norm_across(attn, OF_SELF, rotary_emb, "video", place, hidden_states)
-    linears = linears_of(attn, OF_SELF.linears, hidden_states)
+    linears = linears_of(attn, OF_SELF, hidden_states)
     parts = project_heads(hidden_states, linears, norm, ulysses, attn.heads, by_slices=by_slices)
     query, key = parts.query, parts.key
     assert parts.before_norm is not None

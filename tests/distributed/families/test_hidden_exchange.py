@@ -137,6 +137,8 @@ def refusals() -> dict[str, str]:
 HABITS = (
     ("flux", "lora"),
     ("flux", "projections fused"),
+    ("ltx", "projections fused"),
+    ("cogvideox", "projections fused"),
     ("hunyuan_video", "hooks on one rank"),
     ("hunyuan_video", "frozen"),
     ("qwen_image", "fused, recomputed"),
@@ -286,6 +288,7 @@ def objections() -> dict[str, str]:
         note("flux", lambda m: m.transformer_blocks[0].register_forward_pre_hook(with_pairs))
         note("chroma", lambda m: m.transformer_blocks[0].register_forward_pre_hook(with_pairs))
         note("pixart", lambda m: m.transformer_blocks[0].attn1.set_processor(Doubling()))
+        note("cogvideox", lambda m: m.fuse_qkv_projections())
     return found
 
 
@@ -312,3 +315,4 @@ def test_what_it_cannot_is_said(ranks: Ranks) -> None:
         assert "'image_states'" in found["hunyuan_video"]
         assert "has a dim of queries" in found["flux"] and "differs between queries" in found["chroma"]
         assert "computes" in found["pixart"] and "schedule='serial'" in found["pixart"]
+        assert "fuse_qkv_projections" in found["cogvideox"] and "schedule='serial'" in found["cogvideox"]
