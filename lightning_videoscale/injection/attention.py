@@ -180,7 +180,7 @@ def projected(
     Args:
         attn: The attention, whose children the names are.
         tokens: (B, S, D), the source of the queries.
-        source: (B, T, D), that of keys and values; None: the same.
+        source: (B or 1, T, D), that of keys and values; None: the same.
         linears: Of query, key and value.
         **how: As `normed` takes it by name.
     """
@@ -192,7 +192,7 @@ def projected(
         biases = _detached(of_query.bias), _detached(of_key.bias), of_value.bias
         projections = qkv_linear(tokens, weights, biases)
     else:
-        source = tokens if source is None else source
+        source = tokens if source is None else source.expand(tokens.shape[0], -1, -1)
         called = without_bias_gradient if taken else nn.Module.__call__
         projections = called(of_query, tokens), called(of_key, source), of_value(source)
     return normed(attn, projections, (of_query.bias, of_key.bias) if taken else (None, None), **how)

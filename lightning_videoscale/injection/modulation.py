@@ -82,6 +82,14 @@ class Modulation(NamedTuple):
         return taken | {"gate_activation": "tanh", "branch_norm": True, "eps": self.normed_eps}
 
 
+def for_samples(embedded: Tensor, batch_size: int) -> Tensor:
+    """What was made of one timestep, (1, …), for all samples of a stream; of several, as it is.
+
+    Where these are more than the stream's samples, its one sample is that of all of them, see `ResidualStream`.
+    """
+    return embedded.expand(batch_size, *embedded.shape[1:]) if embedded.shape[0] == 1 else embedded
+
+
 def modulations(table: Tensor, temb: Tensor | GroupedModulation, batch_size: int) -> tuple[Modulation, ...]:
     """Returns the modulations of n branches, the self-attention's first; nothing is added up here.
 
@@ -97,7 +105,7 @@ def modulations(table: Tensor, temb: Tensor | GroupedModulation, batch_size: int
         parts, which = temb.values.unbind(dim=1), temb.which
     else:
         per_token = temb.unsqueeze(1) if temb.ndim == 3 else temb
-        parts = tuple(part.expand(batch_size, -1, -1) for part in per_token.unbind(dim=2))
+        parts = for_samples(per_token, batch_size).unbind(dim=2)
     own = table.squeeze(0).unbind(0)
     return tuple(_modulation(parts[i : i + 3], own[i : i + 3], which) for i in range(0, len(own), 3))
 
@@ -112,7 +120,7 @@ def per_sample(embedded: Tensor, branches: int, batch_size: int) -> list[Modulat
         batch_size: B.
     """
     per_token = embedded.unsqueeze(1) if embedded.ndim == 2 else embedded
-    parts = per_token.expand(batch_size, -1, -1).chunk(3 * branches, dim=-1)
+    parts = for_samples(per_token, batch_size).chunk(3 * branches, dim=-1)
     return [_modulation(parts[i : i + 3]) for i in range(0, 3 * branches, 3)]
 
 
@@ -135,7 +143,7 @@ def of_last_norm(embedded: Tensor, batch_size: int) -> Modulation:
         embedded: (B, 2 · D): scale and shift; B may be 1 for all.
         batch_size: B.
     """
-    scale, shift = embedded.unsqueeze(1).expand(batch_size, -1, -1).chunk(2, dim=-1)
+    scale, shift = for_samples(embedded, batch_size).unsqueeze(1).chunk(2, dim=-1)
     return Modulation(shift, scale, None)
 
 
@@ -151,11 +159,9 @@ def per_segment(
         batch_size: B.
         tokens: How many come first, and how many there are in all.
     """
-    width = first.shape[-1]
-    entries = torch.cat([each.expand(batch_size, width) for each in (first, others)])
+    entries = torch.cat([for_samples(each, batch_size) for each in (first, others)])
     places = torch.arange(tokens[1], device=first.device)
-    which = torch.arange(batch_size, device=first.device)[:, None] + batch_size * (places >= tokens[0])
-    parts, which = entries.chunk(3 * branches, dim=-1), which.int()
+    parts, which = entries.chunk(3 * branches, dim=-1), one_of_two(places[None] >= tokens[0], entries.shape[0] // 2)
     return [_modulation(parts[i : i + 3], which=which) for i in range(0, 3 * branches, 3)]
 
 
@@ -168,8 +174,8 @@ def per_index(embedded: Tensor, index: Tensor, branches: int, batch_size: int) -
         branches: n.
         batch_size: B.
     """
-    entries = embedded.unflatten(0, (2, -1)).expand(-1, batch_size, -1).flatten(0, 1)
-    parts, which = entries.chunk(3 * branches, dim=-1), one_of_two(index != 0, batch_size)
+    entries = torch.cat([for_samples(each, batch_size) for each in embedded.chunk(2)])
+    parts, which = entries.chunk(3 * branches, dim=-1), one_of_two(index != 0, entries.shape[0] // 2)
     return [_modulation(parts[i : i + 3], which=which) for i in range(0, 3 * branches, 3)]
 
 

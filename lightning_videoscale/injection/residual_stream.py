@@ -112,7 +112,7 @@ class ResidualStream:
         if pending is not None and not _at_once(pending.modulation, modulation, norm.eps):
             self.end()
             pending = None
-        h = self._widened(pending, modulation)
+        h = _for_timesteps(self._widened(pending, modulation), modulation)
         if pending is None:
             h, y = run_norm(fork_norm_modulate, h, **arguments, recompute=self._recompute)
         else:
@@ -188,6 +188,14 @@ def attend_between(
         (attended, of_text), bias = branch_and_bias(attn, hidden_states=y, encoder_hidden_states=context, **named)
     video[0].add(attended, video[2], bias)
     text[0].add(of_text, text[2], bias if shared else None)
+
+
+def _for_timesteps(h: Tensor, modulation: Modulation | None) -> Tensor:
+    """The stream; one sample, as of one text for all, becomes as many as there are timesteps, as in eager code."""
+    if modulation is None or h.shape[0] != 1:
+        return h
+    samples = (modulation.scale if modulation.which is None else modulation.which).shape[0]
+    return h if samples == 1 else h.expand(samples, -1, -1)
 
 
 def _at_once(gate: Modulation | None, modulation: Modulation | None, eps: float) -> bool:

@@ -63,10 +63,7 @@ def _embedded(norm: Any, embedded_timestep: Tensor, temb: Tensor | None, x: Tens
     embedded = norm.linear_2(norm.linear_1(norm.activation(embedded_timestep)))
     if temb is not None:
         embedded = embedded + temb
-    if embedded.ndim == 2:
-        return per_sample(embedded, 1, x.shape[0])[0]
-    shift, scale, gate = embedded.expand(x.shape[0], -1, -1).chunk(3, dim=-1)
-    return Modulation(shift, scale, gate)
+    return per_sample(embedded, 1, x.shape[0])[0]
 
 
 _NORMS = ("norm1", "norm2", "norm3")

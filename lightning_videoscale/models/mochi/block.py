@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_videoscale.injection.fused_block import FusedBlock
-from lightning_videoscale.injection.modulation import Modulation
+from lightning_videoscale.injection.modulation import Modulation, for_samples
 from lightning_videoscale.injection.norms import DIFFUSERS_RMS_NORM, TRIED
 from lightning_videoscale.injection.parts import KnownClass, Part
 from lightning_videoscale.injection.residual_stream import ResidualStream, attend_between
@@ -61,7 +61,7 @@ def _forward(
 
 def _embedded(norm: Any, temb: Tensor, x: Tensor, behind: tuple[Any, Any]) -> tuple[Modulation, Modulation]:
     """Of attention and feed-forward, behind which these norms are."""
-    embedded = norm.linear(norm.silu(temb)).expand(x.shape[0], -1)
+    embedded = for_samples(norm.linear(norm.silu(temb)), x.shape[0])
     scale, gate, of_feed_forward, gate_of_feed_forward = embedded.unsqueeze(1).chunk(4, dim=-1)
     return (
         Modulation(None, scale, gate, normed_eps=behind[0].norm.eps),
@@ -71,7 +71,8 @@ def _embedded(norm: Any, temb: Tensor, x: Tensor, behind: tuple[Any, Any]) -> tu
 
 def _embedded_last(norm: Any, temb: Tensor, x: Tensor) -> Modulation:
     """Of the last block's text, which goes no further than to its attention."""
-    return Modulation(None, norm.linear_1(norm.silu(temb).to(x.dtype)).expand(x.shape[0], -1).unsqueeze(1), None)
+    scale = for_samples(norm.linear_1(norm.silu(temb).to(x.dtype)), x.shape[0])
+    return Modulation(None, scale.unsqueeze(1), None)
 
 
 _RMS = ("norm1.norm", "norm2.norm", "norm3.norm", "norm4.norm")

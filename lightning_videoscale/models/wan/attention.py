@@ -43,7 +43,7 @@ def attend(
     Args:
         attn: diffusers' ``WanAttention``, its projections fused or not.
         hidden_states: (B, S, D), the source of the queries.
-        context: (B, T, D), the source of keys and values in cross-attention; None in self-attention.
+        context: (B or 1, T, D), the source of keys and values in cross-attention; None in self-attention.
         mask: For the exchange.
         rotary_emb: Of these tokens' positions, or None.
         exchange: The attention itself.
@@ -57,6 +57,8 @@ def attend(
     if attn.add_k_proj is not None and context is not None:
         image, context = context.split([context.shape[1] - _TEXT_TOKENS, _TEXT_TOKENS], dim=1)
     detached = fused and _can_detach(attn)
+    if fused and context is not None:
+        context = context.expand(hidden_states.shape[0], -1, -1)  # may be one text for all samples
     query, key, value = _project(attn, hidden_states, context, detach_biases=detached)
     value = value.unflatten(-1, (attn.heads, -1))
     if fused:
