@@ -58,7 +58,7 @@ def check_loss(loss: Tensor) -> None:
     Such a term is a different number on each rank, and the average of its gradients is that of the mean over all
     tokens only where it is a mean and all slices are equally long. The loss's graph is followed down to the gathers,
     which is a few nodes. A term that depends on nothing before the split that trains, and on no exchange between the
-    ranks, is not noticed.
+    ranks, is not noticed, nor is one of what a compiled block returned, as its graph is one node.
 
     Args:
         loss: A scalar that backward is to start from.
