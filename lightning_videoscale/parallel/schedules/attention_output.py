@@ -151,7 +151,7 @@ class _AttendAndSend(torch.autograd.Function):
     ) -> Tensor:
         out, lse, exchange = attend_by_ranks(call, query, key, value, mask)
         exchanges.append(exchange)
-        ctx.call = call.choices, call.scale, call.is_open
+        ctx.call, ctx.returns = (call.choices, call.scale, call.is_open), "slice"
         ctx.save_for_backward(query, key, value, out, lse, mask)
         return out
 
@@ -178,7 +178,7 @@ class _Project(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         joined = joined_output(out, call.ulysses) if arrived is None else arrived
-        ctx.call, ctx.dim = call, out.shape[3]
+        ctx.call, ctx.dim, ctx.returns = call, out.shape[3], "slice"
         ctx.save_for_backward(joined, weight)
         return project_joined(joined, weight, bias)
 

@@ -90,7 +90,7 @@ class _ProjectHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: ProjectionCall, *tensors: Any) -> tuple[Tensor, ...]:
         outputs = project_and_send(call, *tensors)
-        ctx.call = call
+        ctx.call, ctx.returns = call, "slice"
         ctx.save_for_backward(*kept(tensors, outputs[3:]))
         ctx.mark_non_differentiable(*outputs[3:])
         return outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.parallel import SequenceMesh, check_loss, gather_sequence, parallelize
+from lightning_videoscale.parallel.schedules import ScheduleName
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
 from tests.distributed.pool import ProcessPool
 from tests.distributed.summing import sum_over_ranks
@@ -93,6 +94,26 @@ def test_strategies_refuse_a_local_term_and_take_a_gathered_one(
         assert "inside the region" in message
         assert "gather_sequence(values, dim, network)" in message
     assert ranks(2).run(fit, strategy, True, checkpointing) == ["trained"] * 2
+
+
+def term_of_frozen_inputs(schedule: ScheduleName) -> str:
+    module = WithAuxiliaryLoss(gathered=False)
+    for name, parameter in module.named_parameters():  # nothing in front of the blocks, as with LoRA
+        parameter.requires_grad_("attn1.to_k" in name)
+    mesh = SequenceMesh.create("cpu", ulysses_size=dist.get_world_size())
+    parallelize(module.transformer, mesh, schedule=schedule)
+    loss = module.loss(next(iter(DataLoader(Clips(SHAPE, torch.float32)))))
+    try:
+        check_loss(loss)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+def test_every_schedule_refuses_a_local_term_where_only_blocks_train(ranks: Ranks, schedule: ScheduleName) -> None:
+    for message in ranks(2).run(term_of_frozen_inputs, schedule):
+        assert "inside the region" in message
 
 
 def test_a_whole_model_needs_no_gathering() -> None:
