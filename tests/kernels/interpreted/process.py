@@ -10,8 +10,8 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+
+from tests.kernels.interpreted.shortcuts import shortcuts
 
 
 def run_interpreted(*command: str) -> subprocess.CompletedProcess[str]:
@@ -28,31 +28,9 @@ def run_interpreted(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> None:
-    """Runs what the command line names, with Triton's language replaced once a launch and module.
-
-    Triton 3.7 replaces it for every call of a function that a kernel calls, half of the time of all: the first call of
-    a launch has done it for all functions that see the same language.
-    """
-    from triton.runtime import interpreter
-
-    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    replaced: set[str] = set()
-
-    def replace_once(function: Any) -> Any:
-        if function.__module__ in replaced:
-            return None  # of functions that a kernel calls, nobody looks at it
-        replaced.add(function.__module__)
-        return replace(function)
-
-    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
-        replaced.clear()
-        launch(self, *args, **kwargs)
-
+    """Runs what the command line names."""
     del sys.argv[0]
-    with (
-        patch.object(interpreter, "_patch_lang", replace_once),
-        patch.object(interpreter.GridExecutor, "__call__", launch_anew),
-    ):
+    with shortcuts():
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
