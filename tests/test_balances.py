@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from benchmarks import launch
 from benchmarks.callbacks.replayed_costs import ReplayedCosts
 from benchmarks.data import balances
 from benchmarks.data.balance_figures import FIELDS, Waits, columns_of, figures_of, of_groups, row_of
@@ -23,6 +27,7 @@ from benchmarks.predictions.replayed_balances import checks
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data.planning import BucketPlanner
 from tests.data.planning.tables import footage, table_of
+from tests.distributed.pool import ProcessPool
 
 # Seconds by samples and tokens: 1 + 0.01 BS + 0.0001 BS².
 TABLE = [
@@ -134,9 +139,32 @@ def test_draws_share_no_clip_and_nothing_is_longer_than_asked_for() -> None:
     assert 0 < len(short) < len(tables[0]) and short.sequence_lengths.max() <= 10_000
 
 
+def started(script: str, environment: dict[str, str]) -> None:
+    os.environ |= environment
+    torch.multiprocessing.set_start_method("fork", force=True)  # of the loaders' workers, as in any script
+    runpy.run_path(script, run_name="__main__")
+
+
 def test_a_dry_run_goes_on_where_it_ended_and_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pool = ProcessPool(2, with_children=True)
+
+    def in_pool(command: list[str], env: dict[str, str]) -> SimpleNamespace:
+        *_, ranks, script = command
+        assert ranks == "--nproc-per-node=2"
+        pool.run(started, script, {name: value for name, value in env.items() if name.startswith("VIDEOSCALE_")})
+        return SimpleNamespace(returncode=0)
+
+    # Its ranks are forked from a process that has all modules imported; torchrun is in a test of its own.
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(run=in_pool))
+    try:
+        dry_runs(tmp_path, monkeypatch, capsys)
+    finally:
+        pool.stop()
+
+
+def dry_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run(script: ModuleType, *arguments: str | Path) -> None:
         monkeypatch.setattr(sys, "argv", ["script", *map(str, arguments), "--commit", "a"])
         script.main()
