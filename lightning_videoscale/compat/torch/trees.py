@@ -1,6 +1,7 @@
 """Nested structures of tensors, and tensors that wrap others. torch has no public module of either.
 
 `tree_leaves(tree)`               the leaves of lists, tuples and dicts, nested in any way
+`quick_leaves(tree)`              the same in a fraction of the time, for code that is not compiled
 `tree_flatten(tree)`               the leaves and the structure, which `tree_unflatten(leaves, structure)` fills again
 `tree_map_only(kind, f, tree)`    the same structure with ``f`` applied to leaves of a type
 `tree_flatten_with_path(tree)`    pairs of path and leaf, and the structure
@@ -11,8 +12,10 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_videoscale.compat.torch import TORCH
@@ -24,6 +27,28 @@ tree_map_only = TORCH.function("torch.utils._pytree", "tree_map_only")
 tree_flatten_with_path = TORCH.function("torch.utils._pytree", "tree_flatten_with_path")
 keystr = TORCH.function("torch.utils._pytree", "keystr")
 is_wrapper = TORCH.function("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
+
+_LEAVES = {Tensor, torch.nn.Parameter, NoneType, bool, int, float, str, torch.dtype, torch.device}
+
+
+def quick_leaves(tree: Any) -> list[Any]:
+    """Returns the leaves as `tree_leaves` does, which is asked only about what is no plain container or leaf."""
+    kind = type(tree)
+    if kind in _LEAVES:
+        return [tree]
+    if kind is tuple or kind is list:
+        children = tree
+    elif kind is dict:
+        children = tree.values()
+    else:
+        return list(tree_leaves(tree))
+    leaves: list[Any] = []
+    for child in children:
+        if type(child) in _LEAVES:
+            leaves.append(child)
+        else:
+            leaves += quick_leaves(child)
+    return leaves
 
 
 def tensors_of(output: Any) -> list[Tensor]:

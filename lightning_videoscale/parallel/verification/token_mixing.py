@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_videoscale.compat.torch.trees import tree_leaves
+from lightning_videoscale.compat.torch.trees import quick_leaves
 from lightning_videoscale.parallel.context import SequenceContext
 
 _CONVOLUTIONS = {f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)}
@@ -69,12 +69,12 @@ class TokenMixing(TorchFunctionMode):
     ) -> Any:
         """Calls the function, after a look at what it is given."""
         kwargs = kwargs or {}
-        from_slices = any(self._is_followed(x) for x in tree_leaves((args, kwargs)))
+        from_slices = any(self._is_followed(x) for x in quick_leaves((args, kwargs)))
         if from_slices and self._mixes(getattr(func, "__name__", ""), args, kwargs):
             self.found.append(f"{self._path[-1] if self._path else 'the network'} calls {func.__name__}")
         result = func(*args, **kwargs)
         if from_slices and not _takes_no_values(func):  # a message from other ranks is received in such a tensor
-            results = tree_leaves(result)
+            results = quick_leaves(result)
             if getattr(func, "__name__", "") == "qk_norm_rope.default":  # keeps queries and keys apart
                 results = [y for x, y in zip(args[:2], result, strict=False) if self._is_followed(x)]
             for x in results:

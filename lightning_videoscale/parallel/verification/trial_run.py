@@ -22,7 +22,7 @@ from lightning_videoscale.compat.deepspeed import full_numel
 from lightning_videoscale.compat.diffusers import keep_caches
 from lightning_videoscale.compat.torch.data_parallel import modules_in_forward
 from lightning_videoscale.compat.torch.modules import attributes_but_children, buffers_of, keep_children
-from lightning_videoscale.compat.torch.trees import tensors_of, tree_leaves, tree_map_only
+from lightning_videoscale.compat.torch.trees import quick_leaves, tensors_of, tree_map_only
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.plan import SplitPlan
 from lightning_videoscale.parallel.redirection import exchange_attention
@@ -227,7 +227,7 @@ _EMPTY_MODULE = vars(nn.Module()).keys()
 @contextmanager
 def _own_generators_put_back(network: nn.Module, *inputs: Any) -> Iterator[None]:
     """Afterwards generators that the network holds, or is given, are as before."""
-    held = tree_leaves((inputs, [attributes_but_children(module) for module in network.modules()]))
+    held = quick_leaves((inputs, [attributes_but_children(module) for module in network.modules()]))
     undos: list[Callable[[], Any]] = []
     for x in {id(x): x for x in held}.values():
         if isinstance(x, torch.Generator):
