@@ -111,7 +111,7 @@ def test_strategies_are_known_by_name_in_either_order_of_imports(script: str, im
 
 FIRST = """
 import importlib, os, sys
-import torch, torchmetrics  # most of what importing Lightning takes
+import torch, torch._dynamo, torchmetrics  # most of what importing Lightning takes
 for module in sys.argv[1:]:
     if not (child := os.fork()):  # each imports Lightning by itself
         importlib.import_module(f"lightning_videoscale.{module}")
