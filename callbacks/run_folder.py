@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_videoscale.user_paths import is_url, local
 
 
 def run_folder(trainer: pl.Trainer) -> Path:
@@ -34,15 +34,15 @@ def named_folder(folder: str | Path | None) -> Path | None:
     """
     if folder is None:
         return None
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
+    if is_url(folder):
         raise ValueError(f"folder={str(folder)!r} is a URL: name a folder on a disk, and copy it from there.")
-    return Path(os.path.expanduser(folder))
+    return local(folder)
 
 
 def _local(place: str) -> Path:
     scheme, separator, path = place.partition("://")
     if not separator:
-        return Path(os.path.expanduser(place))
+        return local(place)
     folder = Path.cwd() / path
     rank_zero_warn(
         f"The folder of the run is at {scheme}://, and what is written beside checkpoints (reports, logs, samples) is "

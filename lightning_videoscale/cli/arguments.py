@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from lightning_videoscale.families import AllFamilies
+from lightning_videoscale.user_paths import is_url
 
 
 def cores() -> int:
@@ -81,7 +82,7 @@ def local_folder(text: str) -> Path:
     Raises:
         argparse.ArgumentTypeError: If it is a URL.
     """
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
+    if is_url(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL: name a folder on a disk, and copy it from there")
     return Path(text)
 

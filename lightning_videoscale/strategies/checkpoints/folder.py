@@ -43,14 +43,13 @@ from lightning_videoscale.strategies.checkpoints.places import (
     REST,
     TENSORS,
     CheckpointPlace,
-    is_remote,
-    local,
     previous_of,
     read_object,
     reader_of,
 )
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors, StoredTensor
 from lightning_videoscale.trained_weights import AVERAGES
+from lightning_videoscale.user_paths import is_url, local
 
 _TENSORS_IN = "lightning_videoscale/tensors_in"
 """In what is not a tensor: where the tensors lie, if not in the same folder."""
@@ -264,7 +263,7 @@ def _find(path: str | Path, trusted: bool) -> tuple[Any, str | Path | None]:
     """What is not a tensor by name, and the folder of the tensors; of a single file all, and None."""
     rest: Any
     folder: str | Path
-    if is_remote(path):
+    if is_url(path):
         url = str(path).rstrip("/")
         if (content := read_object(url)) is None:
             if (content := read_object(f"{url}/{REST}")) is None:
@@ -294,7 +293,7 @@ def _check_stays(where: str, parts: int) -> None:
 
 
 def _read_metadata(folder: str | Path) -> bytes:
-    if is_remote(folder):
+    if is_url(folder):
         content = read_object(f"{folder}/{TENSORS}")
     else:
         content = (Path(folder) / TENSORS).read_bytes() if (Path(folder) / TENSORS).is_file() else None

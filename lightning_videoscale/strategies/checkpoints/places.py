@@ -15,7 +15,6 @@ Object stores rename nothing. So the new tensors lie beside the old ones until t
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from lightning_videoscale.compat.torch.checkpoint import url_reader, url_writer
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
+from lightning_videoscale.user_paths import is_url, local
 
 REST = "meta.pt"
 TENSORS = ".metadata"
@@ -62,22 +62,12 @@ class CheckpointPlace(Protocol):
 
 def place_of(path: str, token: str) -> CheckpointPlace:
     """Returns where a checkpoint is to be written; the token makes names nobody else uses, the same on all ranks."""
-    return _Remote(path, token) if is_remote(path) else _Local(local(path))
-
-
-def is_remote(path: str | Path) -> bool:
-    """Whether a path is a URL; ``pathlib`` makes ``s3:/bucket`` of ``s3://bucket``."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
-
-
-def local(path: str | Path) -> Path:
-    """Returns a path on this machine, in which ``~`` is the user's home, as for Lightning's own checkpoints."""
-    return Path(os.path.expanduser(path))  # pathlib's fails where a name begins with ~ and is nobody's
+    return _Remote(path, token) if is_url(path) else _Local(local(path))
 
 
 def remove(path: str | Path) -> None:
     """Removes a checkpoint, or any file, link or folder, if there is one."""
-    if is_remote(path):
+    if is_url(path):
         files, name = file_system(path)
         # First what names the rest: without it, nobody takes the rest for a checkpoint.
         for part in (name, _tensors_of(name)):
@@ -130,7 +120,7 @@ def read_object(url: str) -> bytes | None:
 
 def reader_of(folder: str | Path) -> StorageReader:
     """Returns what reads the tensors of a checkpoint from their folder."""
-    return url_reader(str(folder)) if is_remote(folder) else FileSystemReader(folder)
+    return url_reader(str(folder)) if is_url(folder) else FileSystemReader(folder)
 
 
 class _Local:

@@ -46,13 +46,14 @@ from lightning_videoscale.strategies.checkpoints.folder import (
 )
 from lightning_videoscale.strategies.checkpoints.networks import describe_networks
 from lightning_videoscale.strategies.checkpoints.optimizer_names import ParameterNames, from_names, to_names
-from lightning_videoscale.strategies.checkpoints.places import is_remote, place_of, remove
+from lightning_videoscale.strategies.checkpoints.places import place_of, remove
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 from lightning_videoscale.strategies.generators import generator_states, set_generator_states
 from lightning_videoscale.strategies.parent import StrategyPart
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.trained_weights import AVERAGES
 from lightning_videoscale.undo import Undo
+from lightning_videoscale.user_paths import is_url
 
 _OURS = "lightning_videoscale"
 
@@ -112,7 +113,7 @@ class PortableCheckpoints(StrategyPart):
                     "later: take save_last=True."
                 )
         for name, folder in folders.items():
-            if is_remote(folder):
+            if is_url(folder):
                 self._try_to_write(name, str(folder))
         if in_background and self._saves is None:
             self._saves = BackgroundSaves(self.root_device, timeout_of(self) or default_pg_timeout)

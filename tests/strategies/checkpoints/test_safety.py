@@ -19,7 +19,7 @@ from torch import nn
 from lightning_videoscale.strategies.checkpoints import places
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder, pack, read_weights, write_checkpoint
-from lightning_videoscale.strategies.checkpoints.places import is_remote, place_of
+from lightning_videoscale.strategies.checkpoints.places import place_of
 from tests.distributed.pool import ProcessPool
 from tests.strategies.checkpoints.checkpointing import Module, Stateful, fit, message, trainer
 
@@ -102,17 +102,6 @@ def test_where_no_checkpoints_can_be_kept_is_said_before_training(ranks: Ranks, 
         assert "NoCheckpoints" in plugin and "NoCheckpoints" in wrapped
         assert "CheckpointError" in link and "save_last='link'" in link
         assert all(steps == 0 for _, steps in said)
-
-
-@pytest.mark.parametrize("path", ["s3://bucket/a", "s3:/bucket/a", "gs://bucket", "memory://a", "file:///a"])
-def test_urls_are_no_folders(path: str) -> None:
-    assert is_remote(path)
-    assert is_remote(Path(path))
-
-
-@pytest.mark.parametrize("path", ["/a/b", "a/b:c", "C:/a", "", "."])
-def test_folders_are_no_urls(path: str) -> None:
-    assert not is_remote(path)
 
 
 class Unsafe:
