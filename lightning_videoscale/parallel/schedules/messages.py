@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -116,11 +116,39 @@ def return_tokens(rows: Tensor, ulysses: Ulysses, batch: int) -> Callable[[], Te
 
 def return_columns(rows: Tensor, ulysses: Ulysses, batch: int) -> ColumnExchange:
     """Starts to send every rank the rows (S · B, h, D) of its tokens, which there are columns of (B, s, H · D)."""
+    columns, lengths, widths = _as_columns(rows, ulysses, batch)
+    return ulysses.transport.begin_columns(columns, lengths, widths, ulysses.axis)
+
+
+class OwnColumns(NamedTuple):
+    """What this rank has of the columns of its own tokens.
+
+    Attributes:
+        columns: (B · s, h · D).
+        place: Where they are among all columns.
+        width: H · D.
+    """
+
+    columns: Tensor
+    place: slice
+    width: int
+
+
+def own_columns(rows: Tensor, ulysses: Ulysses, batch: int) -> OwnColumns:
+    """Finds among rows (S · B, h, D) those of this rank's tokens, as `return_columns` puts them."""
+    columns, lengths, widths = _as_columns(rows, ulysses, batch)
+    rank = ulysses.axis.rank
+    first = sum(widths[:rank])
+    own = columns.split(lengths)[rank].transpose(0, 1).flatten(0, 1)
+    return OwnColumns(own, slice(first, first + widths[rank]), sum(widths))
+
+
+def _as_columns(rows: Tensor, ulysses: Ulysses, batch: int) -> tuple[Tensor, list[int], list[int]]:
+    """(S, B, h · D) of rows (S · B, h, D), the tokens of each rank, and the columns of each."""
     shares, dim = ulysses.heads.out, rows.shape[2]
     mine = shares.mine[0]
     lengths = [size // mine for size in shares.by_tokens]
-    widths = [count * dim for (count,) in shares.counts]
-    return ulysses.transport.begin_columns(rows.view(-1, batch, mine * dim), lengths, widths, ulysses.axis)
+    return rows.view(-1, batch, mine * dim), lengths, [count * dim for (count,) in shares.counts]
 
 
 def joined_heads(pending: Any, ulysses: Ulysses, batch: int) -> Tensor:

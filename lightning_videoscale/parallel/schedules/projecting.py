@@ -3,7 +3,8 @@
 The weight's rows that make one rank's heads are one matrix product, whose output is that rank's message: nothing is
 packed. In backward the gradients of heads lie as they are sent, and come back as columns of one matrix. The value's go
 first, as the norms of query and key need a sum over ranks. Each weight's gradient is computed while the next message is
-on its way.
+on its way; behind the first one there is no other, so that the rows of the value's weight that make this rank's own
+heads come before it.
 
 Under "overlap" a projection is one matrix product, whose output is copied apart into messages; all else is the same.
 
@@ -19,12 +20,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_videoscale.parallel.schedules.across_heads import BeforeNorm, NormAcrossHeads, NormTensors
 from lightning_videoscale.parallel.schedules.messages import (
     HeadSource,
+    OwnColumns,
     heads_first,
+    own_columns,
     return_columns,
     rows_of,
     scatter_heads_of,
@@ -93,7 +97,7 @@ def send_gradients(
         before_norm = BeforeNorm(*saved[8:])
         sums = sum_over_ranks(norm.gradient_sums(dq, dk, before_norm, tensors), ulysses)
     home = _Home(x.flatten(0, 1), weights, needs)
-    home.take(2, value)
+    home.take(2, value, own_columns(dv, ulysses, batch))
     of_norm: Sequence[Tensor | None] = (None, None)
     if norm is not None:
         dq, dk, *of_norm = norm.backward(dq, dk, before_norm, sums(), tensors)
@@ -123,14 +127,29 @@ class _Home:
         self.of_results: list[Tensor | None] = [None] * 3
         self.of_input: Tensor | None = None
 
-    def take(self, i: int, coming: ColumnExchange) -> None:
-        """Computes what a Linear's parameters need; other messages are on their way."""
+    def take(self, i: int, coming: ColumnExchange, own: OwnColumns | None = None) -> None:
+        """Computes what a Linear's parameters need; other messages are on their way, and while ``own`` is used, all."""
+        needed = self._needs[1 + 2 * i]
+        begun = self._with_own_rows(own) if needed and own is not None else None
         dy = coming.wait(keep=self._needs[7 + i])
         self._there[i] = coming, dy
         flat = dy.flatten(0, 1)
-        self.of_parameters[2 * i] = flat.t() @ self._x if self._needs[1 + 2 * i] else None
+        if begun is not None and own is not None:
+            self._write_other_rows(begun, own.place, flat)
+        self.of_parameters[2 * i] = flat.t() @ self._x if needed and begun is None else begun
         self.of_parameters[2 * i + 1] = flat.sum(0) if self._needs[2 + 2 * i] else None
         self.of_results[i] = dy if self._needs[7 + i] else None
+
+    def _with_own_rows(self, own: OwnColumns) -> Tensor:
+        """A weight's gradient, (H · D, C), of which there are the rows that make this rank's heads."""
+        gradient = self._x.new_empty(own.width, self._x.shape[1])
+        torch.mm(own.columns.t(), self._x, out=gradient[own.place])
+        return gradient
+
+    def _write_other_rows(self, gradient: Tensor, own: slice, flat: Tensor) -> None:
+        for rows in (slice(0, own.start), slice(own.stop, len(gradient))):
+            if rows.start < rows.stop:
+                torch.mm(flat[:, rows].t(), self._x, out=gradient[rows])
 
     def finish(self, i: int) -> None:
         """Adds the gradient of the input through a Linear, as it is computed, and gives back what has come."""
