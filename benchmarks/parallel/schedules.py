@@ -189,18 +189,19 @@ class Layer:
 
 
 def captured(run: Run, pool: Any) -> Run:
-    """The same as a CUDA graph."""
+    """The same as a CUDA graph, which reads what ``run`` holds."""
     run()  # what it needs for the first time, it does not meet in the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="relaxed"):
         run()
 
-    def replay() -> Sequence[Tensor]:
-        graph.replay()
-        return ()
+    return partial(_replay, graph, run)
 
-    return replay
+
+def _replay(graph: torch.cuda.CUDAGraph, _holder: Run) -> Sequence[Tensor]:
+    graph.replay()
+    return ()
 
 
 def choose(layer: Layer, transports: dict[str, Transport], *, by_graphs: bool) -> dict[str, ScheduleName]:
