@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
@@ -29,26 +31,30 @@ keystr = TORCH.function("torch.utils._pytree", "keystr")
 is_wrapper = TORCH.function("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
 
 _LEAVES = {Tensor, torch.nn.Parameter, NoneType, bool, int, float, str, torch.dtype, torch.device}
+_SEQUENCES = {tuple, list, torch.Size}
 
 
 def quick_leaves(tree: Any) -> list[Any]:
-    """Returns the leaves as `tree_leaves` does, which is asked only about what is no plain container or leaf."""
+    """Returns the leaves as `tree_leaves` does, which is asked only about uncommon containers."""
+    leaves: list[Any] = []
+    _add_leaves(tree, leaves, TORCH.get("torch.utils._pytree", "SUPPORTED_NODES"))
+    return leaves
+
+
+def _add_leaves(tree: Any, leaves: list[Any], containers: Mapping[type, Any]) -> None:
     kind = type(tree)
     if kind in _LEAVES:
-        return [tree]
-    if kind is tuple or kind is list:
-        children = tree
-    elif kind is dict:
-        children = tree.values()
+        leaves.append(tree)
+    elif kind in _SEQUENCES and kind in containers:
+        for child in tree:
+            _add_leaves(child, leaves, containers)
+    elif kind is dict or kind is OrderedDict:
+        for child in tree.values():
+            _add_leaves(child, leaves, containers)
+    elif kind in containers or issubclass(kind, tuple):  # named tuples are containers though nobody registers them
+        leaves += tree_leaves(tree)
     else:
-        return list(tree_leaves(tree))
-    leaves: list[Any] = []
-    for child in children:
-        if type(child) in _LEAVES:
-            leaves.append(child)
-        else:
-            leaves += quick_leaves(child)
-    return leaves
+        leaves.append(tree)
 
 
 def tensors_of(output: Any) -> list[Tensor]:

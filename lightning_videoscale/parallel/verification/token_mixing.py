@@ -38,6 +38,7 @@ class TokenMixing(TorchFunctionMode):
         self.found: list[str] = []
         self._context = context
         self._slices = WeakIdKeyDictionary()
+        self._seen_ids: set[int] = set()  # of slices that were, too: asked first, as most tensors are not among them
         self._path: list[str] = []
 
     @contextmanager
@@ -69,7 +70,7 @@ class TokenMixing(TorchFunctionMode):
     ) -> Any:
         """Calls the function, after a look at what it is given."""
         kwargs = kwargs or {}
-        from_slices = any(self._is_followed(x) for x in quick_leaves((args, kwargs)))
+        from_slices = any(map(self._is_followed, quick_leaves((args, kwargs))))
         if from_slices and self._mixes(getattr(func, "__name__", ""), args, kwargs):
             self.found.append(f"{self._path[-1] if self._path else 'the network'} calls {func.__name__}")
         result = func(*args, **kwargs)
@@ -84,9 +85,10 @@ class TokenMixing(TorchFunctionMode):
 
     def _follow(self, x: Tensor) -> None:
         self._slices[x] = True
+        self._seen_ids.add(id(x))
 
     def _is_followed(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and x in self._slices
+        return id(x) in self._seen_ids and isinstance(x, Tensor) and x in self._slices
 
     def _has_tokens(self, x: Any, dims: Iterable[int]) -> bool:
         """Whether one of the dims is as long as a slice."""

@@ -160,6 +160,9 @@ def _gradients(outputs: list[Tensor], leaves: Mapping[str, Tensor]) -> dict[str,
 @contextmanager
 def _parameters_in_use(network: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Fills with the parameters by name as they are in forward: FSDP2 puts the gathered ones there meanwhile."""
+    if not any(isinstance(p, DTensor) for p in network.parameters()):
+        yield dict(network.named_parameters())
+        return
     prefixes = {module: f"{name}." if name else "" for name, module in network.named_modules()}
     found: dict[str, Tensor] = {}
 

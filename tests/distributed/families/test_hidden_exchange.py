@@ -147,7 +147,7 @@ HABITS = (
     ("ltx", "fused, recomputed"),
     ("hunyuan_video", "wrapped projections"),
     ("wan", "wrapped projections"),
-    ("wan", "compiled blocks"),
+    pytest.param("wan", "compiled blocks", marks=pytest.mark.full),  # as those of test_compiled_schedules.py
 )
 
 
