@@ -133,7 +133,7 @@ def _change_outputs(
                 outputs[position] = _each(outputs[position], rule, context, change)
             except (ValueError, TypeError) as error:
                 raise _said_of(f"output {position} of {path or 'the network'}", error) from None
-        return type(output)(outputs) if isinstance(output, tuple | list) else outputs[0]
+        return _rebuilt(output, outputs) if isinstance(output, tuple | list) else outputs[0]
 
     return hook
 
@@ -148,7 +148,7 @@ def _share(value: Any, rule: Rule, context: SequenceContext) -> Any:
         members = list(value)
         for position, inner in rule.items():
             members[position] = _share(members[position], inner, context)
-        return type(value)(members)
+        return _rebuilt(value, members)
     if isinstance(rule, Count | Length) and not isinstance(value, int):
         raise TypeError(f"A {type(rule).__name__} is an integer, and this is {type(value).__name__}.")
     if isinstance(rule, Length):
@@ -183,7 +183,7 @@ def _each(value: Any, rule: Split, context: SequenceContext, change: _TensorChan
     if isinstance(value, Mapping):
         return type(value)({name: _each(x, rule, context, change) for name, x in value.items()})  # type: ignore[call-arg]
     if isinstance(value, tuple | list):
-        return type(value)(_each(x, rule, context, change) for x in value)
+        return _rebuilt(value, [_each(x, rule, context, change) for x in value])
     if not isinstance(value, Tensor):
         raise TypeError(f"Tensors have tokens, and this is {type(value).__name__}.")
     if rule.ndim is not None and value.ndim != rule.ndim:
@@ -197,6 +197,11 @@ def _each(value: Any, rule: Split, context: SequenceContext, change: _TensorChan
     if rule.keeps_whole:
         context.keep_whole(changed, value)
     return changed
+
+
+def _rebuilt(like: Any, members: list[Any]) -> Any:
+    """A tuple or list of the same class; one with names takes its members one by one."""
+    return like._make(members) if hasattr(like, "_make") else type(like)(members)
 
 
 def _end_recomputed_entrance(context: SequenceContext) -> Callable[..., None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -156,3 +157,58 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     for said in ranks(2).run(message, replace(PLAN, **change), *lengths):
         assert all(part in said for part in expected), said
+
+
+class Clip(NamedTuple):
+    """What some code hands from module to module."""
+
+    video: Tensor
+    fps: int
+
+
+class Heads(NamedTuple):
+    sample: Tensor
+    fps: int
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, clip: Clip) -> Heads:
+        return Heads(self.linear(clip.video), clip.fps)
+
+
+class OfNamedTuples(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.video, self.heads = SelfAttention(), TwoHeads()
+
+    def forward(self, clip: Clip) -> Heads:
+        returned: Heads = self.heads(clip._replace(video=self.video(clip.video)))
+        return returned
+
+
+NAMED_PLAN = SplitPlan({"": {"clip": {0: Split(1)}}}, {}, {"heads": {0: Split(1)}}, {"video": Attention()})
+
+
+def split_and_whole(network: nn.Module, plan: SplitPlan, *args: Any) -> tuple[Any, Any]:
+    mesh, network = SequenceMesh.create("cpu", ulysses_size=2), network.double()
+    with torch.no_grad():
+        whole = network(*args)
+        undo = parallelize(network, mesh, plan)
+        split = network(*args)
+    undo()
+    return split, whole
+
+
+def of_named_tuples() -> float:
+    split, whole = split_and_whole(OfNamedTuples(), NAMED_PLAN, Clip(inputs()[0], 16))
+    assert type(split) is Heads and split.fps == 16
+    return float((split.sample - whole.sample).abs().max())
+
+
+def test_tuples_with_names_stay_what_they_are(ranks: Ranks) -> None:
+    assert max(ranks(2).run(of_named_tuples)) < 1e-12
