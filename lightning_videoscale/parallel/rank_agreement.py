@@ -126,7 +126,8 @@ def compare_inputs(agreement: Agreement) -> Callable[[nn.Module, tuple[Any, ...]
     """Returns a forward pre-hook that compares what a module is called with."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = list(inspect.signature(type(module).forward).parameters)[1:]  # without self
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]  # without self
+        names = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
         names += [f"argument {position}" for position in range(len(names), len(args))]
         agreement.check(f"inputs of {type(module).__name__}", dict(zip(names, args, strict=False)) | kwargs)
 

@@ -93,7 +93,10 @@ _TensorChange = Callable[..., Tensor]
 def _change_inputs(
     module: nn.Module, path: str, rules: Mapping[str, Rule], context: SequenceContext, change: _Change
 ) -> Callable[..., _Inputs]:
-    names = list(inspect.signature(type(module).forward).parameters)[1:]  # without self
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]  # without self
+    names = [parameter.name for parameter in parameters]
+    # Behind ``*args`` come those that are given by name alone: what is there by position is none of them.
+    by_position = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
     unknown = [name for name in rules if name not in names]
     if unknown:
         raise ValueError(
@@ -105,7 +108,7 @@ def _change_inputs(
             return args, kwargs
         positional, named = list(args), dict(kwargs)
         for name, rule in rules.items():
-            position = names.index(name)
+            position = by_position.index(name) if name in by_position else len(positional)
             holder: Any = positional if position < len(positional) else named
             key = position if position < len(positional) else name
             if holder is named and name not in named:

@@ -212,3 +212,31 @@ def of_named_tuples() -> float:
 
 def test_tuples_with_names_stay_what_they_are(ranks: Ranks) -> None:
     assert max(ranks(2).run(of_named_tuples)) < 1e-12
+
+
+class Scaled(nn.Module):
+    """Takes any number of tensors by position, and positions by name alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.video, self.head = SelfAttention(), nn.Linear(8, 8)
+
+    def forward(self, video: Tensor, *scales: Tensor, positions: Tensor | None = None) -> Tensor:
+        for scale in scales:
+            video = video * scale.sum(1, keepdim=True)
+        returned: Tensor = self.head(self.video(video if positions is None else video + positions))
+        return returned
+
+
+def of_any_number() -> float:
+    video, _, first, _ = inputs()
+    plan = SplitPlan(
+        {"": {"video": Split(1), "positions": Split(1)}}, {}, {"head": {0: Split(1)}}, {"video": Attention()}
+    )
+    split, whole = split_and_whole(Scaled(), plan, video, first, first.cos())
+    return float((split - whole).abs().max() / whole.abs().max())
+
+
+def test_what_is_given_by_name_alone_is_at_no_position(ranks: Ranks) -> None:
+    assert max(ranks(2).run(of_any_number)) < 1e-12
