@@ -137,7 +137,7 @@ def compare_inputs(agreement: Agreement) -> Callable[[nn.Module, tuple[Any, ...]
 def _has_numbers(leaf: Any) -> bool:
     """Whether it is a tensor with memory of its own; a ``DTensor`` is a group's already."""
     is_plain = isinstance(leaf, Tensor) and not is_wrapper(leaf)
-    return is_plain and leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_nested
+    return is_plain and leaf.layout is torch.strided and not (leaf.is_meta or leaf.is_nested or leaf.is_quantized)
 
 
 def _describe(leaf: Any) -> Any:

@@ -224,7 +224,9 @@ def of_unusual_layout() -> bool:
     parallelize(network, SequenceMesh.create("cpu", ulysses_size=2), SplitPlan({}, {}, {}, lambda m, c: lambda: None))
     column = torch.zeros(1, 4)[:, 1]  # one element, which counts as contiguous with its stride of 4
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
-    inputs = (column, nested, torch.ones(3, dtype=torch.complex64).conj().imag, torch.zeros(0, 2), NUMBERS.to_sparse())
+    quantized = torch.quantize_per_tensor(NUMBERS.float(), 0.1, 0, torch.qint8)
+    unsettled = torch.ones(3, dtype=torch.complex64).conj().imag
+    inputs = (column, nested, unsettled, torch.zeros(0, 2), NUMBERS.to_sparse(), quantized)
     return all(network(x) is x for x in inputs)
 
 
