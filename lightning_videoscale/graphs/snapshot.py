@@ -168,7 +168,7 @@ def _forwards(classes: list[type[nn.Module]]) -> list[Any]:
 def _facts(tensors: list[Tensor]) -> tuple[list[Any], ...]:
     return (
         list(map(Tensor.data_ptr, tensors)),
-        list(map(attrgetter("shape"), tensors)),
+        list(map(attrgetter("dtype", "shape"), tensors)),
         list(map(Tensor.stride, tensors)),
         list(map(attrgetter("requires_grad"), tensors)),
         list(map(has_hooks, tensors)),

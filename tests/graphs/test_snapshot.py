@@ -63,6 +63,11 @@ def transpose(network: Any) -> None:
     weight.data = weight.data.t()  # in the same place
 
 
+def change_dtype(network: Any) -> None:
+    # As when a network goes to the host and comes back in half the memory, where it lay before.
+    network.table.data = network.table.data.view(torch.bfloat16)
+
+
 def hook_on_gradient(network: Any) -> None:
     network.proj_out.weight.register_hook(lambda gradient: gradient)
 
@@ -94,6 +99,7 @@ CHANGES = [
     change_forward,
     change_class,
     transpose,
+    change_dtype,
     hook_on_gradient,
     other_numbers,
     other_steps,
@@ -106,6 +112,7 @@ CHANGES = [
 def test_a_change_is_noticed(change: Callable[[Any], None]) -> None:
     network: Any = tiny_wan()
     network.numbers, network.steps = {1, 2}, deque([1])
+    network.register_buffer("table", torch.ones(4, dtype=torch.float16))
     before = Snapshot(network, CPU)
     assert before.difference() is None
     with attention_backend("native"):  # setting one sets it for all networks too, until the block ends
