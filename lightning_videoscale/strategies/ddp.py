@@ -8,8 +8,9 @@ from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -132,10 +133,12 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
                 ),
             )
         )
+        self._wrapped: set[Parameter] = set()
 
     @override
     def wrap(self, model: Module) -> DistributedDataParallel:
         wrapped = super().wrap(model)
+        self._wrapped = set(model.parameters())
         if not {"broadcast_buffers", "forward_sync_buffers"} & ddp_arguments(self).keys():
             # Rotary tables are buffers: broadcasting them in every forward would make each wait for the slowest rank.
             wrapped.broadcast_buffers = False
@@ -152,6 +155,26 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         # Else DDP itself learns what no rank has called, and averages the rest with zeros.
         assert isinstance(self.model, DistributedDataParallel)
         return self.model.require_backward_grad_sync and not ddp_arguments(self).get("find_unused_parameters", False)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._refuse_late()
+        super().pre_backward(closure_loss)
+
+    def _refuse_late(self) -> None:
+        """DDP averages the gradients of what the model had when it was wrapped, and of nothing else.
+
+        What is no parameter of the model may be a copy, whose gradients its owner sets.
+        """
+        held = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+        late = {p for p in held if p.requires_grad and p not in self._wrapped}
+        names = [name for name, p in self._module.named_parameters() if p in late] if late else []
+        if names and self.world_size > 1:
+            raise ValueError(
+                f"{names} came to the LightningModule after DDP was set up, so nobody would average their gradients "
+                "over the ranks. Make what an optimizer trains, such as adapters, before that: in __init__ or in "
+                "configure_model."
+            )
 
     @override
     def setup_environment(self) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that were frozen when the model was set up and train later: nobody averages their gradients."""
+"""Parameters that were frozen when the model was set up, or made later, and train: nobody averages their gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightning_videoscale.strategies import SequenceParallelDeepSpeedStrategy
 from tests.distributed.parity import SGDFlow
@@ -66,3 +67,28 @@ def test_what_is_frozen_afterwards_can(ranks: Ranks, strategy: str) -> None:
     (expected,) = ranks(1).run(fit, "ddp", "fit_start")
     for parameters in ranks(2).run(fit, strategy, "fit_start"):
         assert gradient_error(parameters, expected) < 1e-4
+
+
+class Late(SGDFlow):
+    """Trains a parameter that it makes with the optimizer, when DDP is set up."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = super().configure_optimizers()
+        self.late = nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [self.late]})
+        return optimizer
+
+
+def fit_late() -> str:
+    try:
+        trainer(ddp(), max_steps=1).fit(Late(), clips())
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_is_made_afterwards_cannot_train(ranks: Ranks) -> None:
+    message = ranks(2).run(fit_late)[0]
+    assert "'late'" in message
+    assert "configure_model" in message
+    assert ranks(1).run(fit_late) == ["no error"]
