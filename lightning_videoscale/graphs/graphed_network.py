@@ -153,8 +153,8 @@ class GraphedNetwork:
         if torch.compiler.is_compiling() or (context is not None and (context.suspended or context.on_exchange)):
             return self._forward(*args, **kwargs)
         call = read_call(self._network, args, kwargs)
-        if isinstance(call, str):
-            self._explain(call)
+        if isinstance(call, str) or not call.tensors:
+            self._explain(call if isinstance(call, str) else "no input is a tensor, which would tell its device")
             return self._eagerly("eager", args, kwargs)
         if (chosen := self._kernels()) != self._chosen:
             self._chosen = chosen

@@ -11,10 +11,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.callbacks import RunReport
-from lightning_videoscale.graphs import GraphOptions
+from lightning_videoscale.graphs import GraphedNetwork, GraphOptions
 from lightning_videoscale.report.findings import Findings
 from lightning_videoscale.report.reading import read_run
 from lightning_videoscale.report.sections import setup
@@ -115,3 +116,21 @@ def zero_on_cpu() -> tuple[bool, int]:
 @needs_deepspeed
 def test_zero_keeps_parameters_in_place_in_stages_1_and_2(ranks: Callable[[int], ProcessPool]) -> None:
     assert ranks(2).run(zero_on_cpu) == [(True, 4)] * 2
+
+
+class Positions(nn.Linear):
+    """Makes its tokens itself, of a length."""
+
+    def forward(self, length: int) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.ones(length, self.in_features))
+
+
+def test_a_network_that_is_given_no_tensor_runs_eagerly_and_says_so() -> None:
+    log: list[str] = []
+    network = Positions(2, 3)
+    runs = GraphedNetwork(
+        network, network.forward, [], GraphOptions(True), None, lambda: 0, lambda: 0, True, log.append
+    )
+    assert [runs(length).shape[0] for length in (4, 4, 4)] == [4, 4, 4]
+    assert runs.counts == {"eager": 3}
+    assert len(log) == 1 and "Positions" in log[0] and "tensor" in log[0]
