@@ -211,3 +211,24 @@ def test_a_run_goes_on_within_an_epoch_and_warnings_are_as_before(warned_of: boo
     assert seen.returned == [(2, 2), (3, 3), (4, 4), (5, 5)]
     assert any("resuming from a checkpoint" in str(warning.message) for warning in caught) is warned_of
     assert "reset" not in vars(sampler.runner.fit_loop.epoch_loop)
+
+
+def test_the_loaders_of_the_loop_that_runs() -> None:
+    seen: dict[str, list[Any]] = {}
+
+    class Looking(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            seen["train"] = training_loop.loaders_under_way(trainer)
+
+        def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            seen["val"] = training_loop.loaders_under_way(trainer)
+
+    class Several(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["b"], batch_idx)
+
+    a, b, c = (DataLoader(torch.zeros(2, 32)) for _ in range(3))
+    runner = trainer(Looking(), limit_train_batches=1, limit_val_batches=1)
+    assert training_loop.loaders_under_way(runner) == []
+    runner.fit(Several(), {"a": a, "b": b}, c)
+    assert seen == {"train": [a, b], "val": [c]}

@@ -95,6 +95,13 @@ def skip_waits_between_batches(trainer: pl.Trainer) -> None:
         patch(loop, name, lambda: None)
 
 
+def loaders_under_way(trainer: pl.Trainer) -> list[Any]:
+    """Returns the loaders of the loop that runs, as those of a dict, one behind the other; none outside of loops."""
+    loop = LIGHTNING.get(trainer, "_active_loop")
+    combined = None if loop is None else LIGHTNING.get(loop, "_combined_loader")
+    return [] if combined is None else list(combined.flattened)
+
+
 def limited_batches(batches: int, limit: int | float | None) -> int:
     """Returns how many of so many batches ``limit_train_batches`` leaves, as Lightning counts."""
     parse = LIGHTNING.get("lightning.pytorch.trainer.connectors.data_connector", "_parse_num_batches")

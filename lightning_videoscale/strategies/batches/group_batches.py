@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_videoscale.compat.lightning.training_loop import loaders_under_way
 from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.batches.dealt_order import deal_alike
 from lightning_videoscale.strategies.batches.group_loader import GroupLoader
@@ -59,13 +61,19 @@ class GroupBatches(StrategyPart):
         if self._sharing is None:
             return loader
         trainer, to_device = self._module.trainer, not _keeps_host_batches(self._module)
-        return GroupLoader(
+
+        def seed(*place: int | str) -> None:
+            self._seed_reading(*place, *self._place_of(reference()))
+
+        group_loader = GroupLoader(
             loader,
             self._sharing,
-            self._seed_reading,
+            seed,
             to_device=to_device,
             ends_together=lambda: self._gathers_in_forward or trainer.training,
         )
+        reference = weakref.ref(group_loader)  # it holds what seeds, and with it its workers
+        return group_loader
 
     @property
     def _gathers_in_forward(self) -> bool:
@@ -125,6 +133,12 @@ class GroupBatches(StrategyPart):
         trainer = self._module.trainer
         stage, rank = str(trainer.state.stage), self.data_parallel_rank
         seed_generators(self._seed, "reading", stage, rank, trainer.current_epoch, *place)
+
+    def _place_of(self, loader: object) -> tuple[int, ...]:
+        """Which of several loaders of a loop one is, so that each draws other numbers; empty for the first."""
+        numbers = (number for number, each in enumerate(loaders_under_way(self._module.trainer)) if each is loader)
+        number = next(numbers, 0)
+        return (number,) if number else ()
 
     def _seed_dealing(self) -> None:
         """Seeds an order of which each data-parallel rank takes its part: alike on all of them."""

@@ -279,6 +279,33 @@ def test_loops_and_limits_of_the_trainer(ranks: Ranks) -> None:
     assert [result["read"] for result in results] == [1 + 3, 1 + 2, 1 + 3, 1 + 2]
 
 
+class Drawing(Dataset[Tensor]):
+    """Each sample is a random number."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(1)
+
+
+def of_two_loaders() -> list[list[float]]:
+    def fit(loaders: dict[str, Any]) -> list[list[float]]:
+        module = Recorder()
+        trainer().fit(module, loaders)
+        return module.batches("train")
+
+    both = fit({name: DataLoader(Drawing(), batch_size=1) for name in ("a", "b")})
+    alone = fit({"a": DataLoader(Drawing(), batch_size=1)})
+    return [*map(list, zip(*both, strict=True)), [x for (x,) in alone]]
+
+
+def test_several_loaders_draw_numbers_of_their_own(ranks: Ranks) -> None:
+    (a, b, alone), peers = ranks(2).run(of_two_loaders)
+    assert peers == [a, b, alone]
+    assert not {*a} & {*b}
+
+
 def fit_damaged() -> Any:
     # Shuffling off, so that sample i is read by data-parallel rank i % 2, and both fail in the same step.
     module, dataset = Recorder(), Numbers(24)
