@@ -65,12 +65,16 @@ class GroupBatches(StrategyPart):
         def seed(*place: int | str) -> None:
             self._seed_reading(*place, *self._place_of(reference()))
 
+        def epoch() -> int | None:
+            return trainer.current_epoch if trainer.training else None
+
         group_loader = GroupLoader(
             loader,
             self._sharing,
             seed,
             to_device=to_device,
             ends_together=lambda: self._gathers_in_forward or trainer.training,
+            epoch=epoch,
         )
         reference = weakref.ref(group_loader)  # it holds what seeds, and with it its workers
         return group_loader
@@ -134,11 +138,14 @@ class GroupBatches(StrategyPart):
         stage, rank = str(trainer.state.stage), self.data_parallel_rank
         seed_generators(self._seed, "reading", stage, rank, trainer.current_epoch, *place)
 
-    def _place_of(self, loader: object) -> tuple[int, ...]:
-        """Which of several loaders of a loop one is, so that each draws other numbers; empty for the first."""
+    def _place_of(self, loader: GroupLoader | None) -> tuple[int | str, ...]:
+        """Which of several loaders of a loop one is, and in which pass of an epoch, so that all draw other numbers.
+
+        Empty for the first pass of the first one.
+        """
         numbers = (number for number, each in enumerate(loaders_under_way(self._module.trainer)) if each is loader)
-        number = next(numbers, 0)
-        return (number,) if number else ()
+        number, repeats = next(numbers, 0), 0 if loader is None else loader.repeats
+        return (*((number,) if number else ()), *(("repeated", repeats) if repeats else ()))
 
     def _seed_dealing(self) -> None:
         """Seeds an order of which each data-parallel rank takes its part: alike on all of them."""

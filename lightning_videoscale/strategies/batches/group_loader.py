@@ -65,16 +65,30 @@ class GroupLoader(WorkersWithin):
         seed: Seeds the global generators, alike on all ranks of the group if they name the same place.
         to_device: Whether tensors shall arrive on the device.
         ends_together: Whether data-parallel ranks must stop after equally many batches, asked when a pass begins.
+        epoch: Of the training, in which a loader may be begun again, as a short one is beside a long one; None where a
+            pass is to draw what the one before has drawn.
+
+    Attributes:
+        repeats: Passes that were begun before in this epoch.
     """
 
     def __init__(
-        self, loader: Any, sharing: BatchSharing, seed: SeedPlace, *, to_device: bool, ends_together: Callable[[], bool]
+        self,
+        loader: Any,
+        sharing: BatchSharing,
+        seed: SeedPlace,
+        *,
+        to_device: bool,
+        ends_together: Callable[[], bool],
+        epoch: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._loader: Any = loader._loader if isinstance(loader, GroupLoader) else loader
         self._sharing = sharing
         self._seed = seed
         self._to_device = to_device
         self._ends_together = ends_together
+        self._epoch, self.repeats = epoch, 0
+        self._begun_in: int | None = None
         axis = sharing.axis
         self._turns: Turns | None = None
         self._readers, self._own = 1, self._loader
@@ -90,6 +104,8 @@ class GroupLoader(WorkersWithin):
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that workers start at the first batch: Lightning makes the iterator before it sets the epoch.
+        begun_in, self._begun_in = self._begun_in, self._epoch()
+        self.repeats = self.repeats + 1 if self._begun_in is not None and self._begun_in == begun_in else 0
         indices = recorded_indices(self._loader)
         own = self._start()
         order = iter(()) if self._turns is None else self._turns.order
