@@ -22,6 +22,7 @@ from lightning_videoscale.attention import AttentionChoices, as_autocast, as_cho
 from lightning_videoscale.compat.diffusers import KERNELS_OF_BACKENDS, own_attention_backend
 from lightning_videoscale.compat.patching import only_redirects
 from lightning_videoscale.compat.torch.attention import with_gradient_in_order
+from lightning_videoscale.parallel.pickling import refuse_pickling
 from lightning_videoscale.parallel.plan import SplitPlan, matching_modules
 from lightning_videoscale.parallel.redirection import RedirectingMode
 from lightning_videoscale.undo import Undo
@@ -48,7 +49,7 @@ def choose_attention(model: nn.Module, plan: SplitPlan, choices: AttentionChoice
     named = plan.attention if isinstance(plan.attention, Mapping) else ()
     modules = {module for pattern in named for module in matching_modules(model, pattern).values()}
     modules |= {module for module in model.modules() if hasattr(module, "processor")}
-    undo = Undo()
+    undo = refuse_pickling(model) if modules else Undo()
     for module in modules:
         undo.set(module, "forward", MethodType(only_redirects(_asking_forward(module.forward, choices)), module))
     return undo

@@ -24,6 +24,7 @@ from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.derivatives import refuse_transforms
 from lightning_videoscale.parallel.layout.divide import divide_mesh
 from lightning_videoscale.parallel.mesh import SequenceMesh
+from lightning_videoscale.parallel.pickling import refuse_pickling
 from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_plan, known_models, refusals, submodules
 from lightning_videoscale.parallel.rank_agreement import Agreement, compare_inputs
 from lightning_videoscale.parallel.schedules import ScheduleSetting
@@ -233,6 +234,7 @@ def _install(
         def before(hook: Callable[..., Any]) -> None:
             undos.callback(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
+        undos.callback(refuse_pickling(model))
         network = SplitNetwork(model, plan, context)
         undos.callback(network.restore_attention)
         attach_context(model, context)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -79,3 +81,31 @@ def test_a_copy_of_checkpointed_blocks_runs_its_own_weights() -> None:
         assert torch.equal(copied(*inputs).sample, before)
     undo()
     assert all("forward" not in vars(block) for block in network.blocks)
+
+
+def pickled_in_a_run() -> list[str]:
+    said: list[str] = []
+
+    class Saving(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+            try:
+                torch.save(module.transformer, io.BytesIO())
+            except pickle.PicklingError as error:
+                said.append(str(error))
+
+    module = RectifiedFlow()
+    strategy = SequenceParallelDDPStrategy()
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    devices = dist.get_world_size()
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=devices, max_steps=1, callbacks=[Saving()], **quiet
+    )
+    trainer.fit(module, DataLoader(Clips((3, 2, 10), torch.float32)))
+    pickle.dumps(module.transformer)  # as it was again
+    return said
+
+
+def test_a_split_network_says_that_it_cannot_be_pickled(ranks: Callable[[int], ProcessPool]) -> None:
+    for said in ranks(2).run(pickled_in_a_run):
+        assert len(said) == 1
+        assert "WanTransformer3DModel" in said[0] and "state_dict()" in said[0]
