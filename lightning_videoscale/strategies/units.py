@@ -9,7 +9,7 @@ gradients be averaged: there every child of the LightningModule is a unit, gathe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -33,6 +33,8 @@ from lightning_videoscale.strategies.precision import (
     rounded_by_autocast,
     stored_dtype_policy,
 )
+
+_UNTIE = "{} are shared with modules that are sharded apart from theirs: untie them, or train under ulysses_ddp."
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,11 @@ def shard_units(root: nn.Module, units: Iterable[Unit], mesh: DeviceMesh, device
     """Shards every unit over the mesh, starting from rank 0's values; collective over all ranks.
 
     Raises:
-        ValueError: If a trainable parameter is shared between units.
+        ValueError: If a trainable parameter, or a module, is shared between units.
     """
+    units = list(units)
+    if shared := _used_beside(root, units):
+        raise ValueError(_UNTIE.format(shared))
     for unit in units:
         module = root.get_submodule(unit.path)
         broadcast_from_first(unit.parameters, device)
@@ -176,9 +181,24 @@ def shard_units(root: nn.Module, units: Iterable[Unit], mesh: DeviceMesh, device
             mp_policy=unit.policy,
             ignored_params=set(module.parameters()) - set(unit.parameters),
         )
-    shared = untracked_parameters(root)
-    if shared:
-        raise ValueError(f"{shared} are shared with modules that are sharded apart from theirs: untie them.")
+    if shared := untracked_parameters(root):
+        raise ValueError(_UNTIE.format(shared))
+
+
+def _used_beside(root: nn.Module, units: Sequence[Unit]) -> list[str]:
+    """Returns the names of parameters whose module is in two units that lie beside each other: one gathers them."""
+    modules = {unit.path: root.get_submodule(unit.path) for unit in units}
+    inside = {path: set(module.modules()) for path, module in modules.items()}
+    gathered_with = {parameter: unit.path for unit in units for parameter in unit.parameters}
+    return [
+        f"{path}.{name}"
+        for path, module in modules.items()
+        for name, parameter in module.named_parameters()
+        if (other := gathered_with.get(parameter)) is not None
+        and module.get_submodule(name.rpartition(".")[0]) in inside[other]
+        and module not in inside[other]
+        and modules[other] not in inside[path]
+    ]
 
 
 def return_own_tensors(module: nn.Module) -> None:

@@ -192,12 +192,15 @@ def refused_models() -> list[str]:
     tied = RectifiedFlow()
     blocks = tied.transformer.blocks
     blocks[1].ffn.net[2].weight = blocks[0].ffn.net[2].weight
+    one_module = RectifiedFlow()
+    one_module.transformer.blocks[1].ffn = one_module.transformer.blocks[0].ffn
     mixed = RectifiedFlow()
     mixed.transformer.blocks[1].attn1.bfloat16()
     return [
         message(fsdp2(ulysses_size=1), Configured(shard=True)),
         message(fsdp2(ulysses_size=1), Configured(without_reset=True)),
         message(fsdp2(), tied),
+        message(fsdp2(), one_module),
         message(fsdp2(), mixed),
         message(fsdp2(replicas=3), RectifiedFlow()),
         message(fsdp2(replicas=1 + dist.get_rank()), RectifiedFlow()),
@@ -205,10 +208,11 @@ def refused_models() -> list[str]:
 
 
 def test_models_that_cannot_be_sharded_are_refused_with_the_way_out(ranks: Ranks) -> None:
-    sharded, undefined, tied, mixed, replicas, disagree = ranks(2).run(refused_models)[0]
+    sharded, undefined, tied, one_module, mixed, replicas, disagree = ranks(2).run(refused_models)[0]
     assert "['net.blocks.0']" in sharded and "configure_model" in sharded
     assert "['net.table']" in undefined and "meta" in undefined
     assert "['transformer.blocks.1.ffn.net.2.weight']" in tied and "shared" in tied
+    assert "'transformer.blocks.1.ffn.net.2.weight'" in one_module and "shared" in one_module
     assert "transformer.blocks.1" in mixed and "dtypes" in mixed
     assert "replicas=3" in replicas and "2 devices" in replicas
     assert "replicas=" in disagree and "rank 0: 1, rank 1: 2" in disagree
