@@ -36,6 +36,7 @@ class _NeverPickled:
     def __reduce__(self) -> NoReturn:
         raise pickle.PicklingError(
             f"{self._network} cannot be pickled during a run, as its attention and its hooks belong to the ranks. Save "
-            "its state_dict(), or by save_pretrained where it has that; or pickle it once fit has ended, or once the "
-            "undo that parallelize has returned was called."
+            "its state_dict(), or by save_pretrained where it has that; of hyperparameters, leave it out by "
+            "save_hyperparameters(ignore=[...]). Once fit has ended, or the undo that parallelize has returned was "
+            "called, it can be pickled."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ def test_attention_of_a_whole_network_runs_on_the_kernel_asked_for(fused: bool, 
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     undo()
     assert all(torch.equal(a, b) for a, b in zip(results(model), before, strict=True))
+
+
+def test_a_network_that_asks_for_its_kernels_says_that_it_cannot_be_pickled() -> None:
+    model = tiny_wan()
+    undo = choose(model, "math")
+    with pytest.raises(pickle.PicklingError, match=r"WanTransformer3DModel.*state_dict"):
+        pickle.dumps(model)
+    undo()
+    pickle.dumps(model)
 
 
 def test_auto_changes_no_bit_on_a_cpu_and_no_module_where_nothing_can_be_chosen() -> None:
