@@ -18,8 +18,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -56,6 +56,8 @@ from lightning_videoscale.undo import Undo
 from lightning_videoscale.user_paths import is_url
 
 _OURS = "lightning_videoscale"
+
+_HYPERPARAMETERS = tuple(owner.CHECKPOINT_HYPER_PARAMS_KEY for owner in (pl.LightningModule, pl.LightningDataModule))
 
 
 class PortableCheckpoints(StrategyPart):
@@ -198,7 +200,7 @@ class PortableCheckpoints(StrategyPart):
             frozen.LEFT_OUT: {name: fingerprint.to_dict() for name, fingerprint in self._left_out.items()},
             **describe_networks(self._module),
         }
-        rest = _whole(rest)
+        rest = _whole(_without_modules(rest))
         packed = pack(rest, place) if self.is_global_zero else b""
         # After an exception nobody would wait for what is written in the background.
         if self._saves is not None and self._module.trainer.state.status == TrainerStatus.RUNNING:
@@ -321,6 +323,20 @@ def _split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divides a dict into its tensors and the rest."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in values.items() if name not in tensors}
+
+
+def _without_modules(rest: dict[str, Any]) -> dict[str, Any]:
+    """Leaves modules out of hyperparameters: code that nothing loads unasked, and hooks that no file can hold."""
+    for key in _HYPERPARAMETERS:
+        values = rest.get(key)
+        found = [name for name, x in values.items() if isinstance(x, nn.Module)] if isinstance(values, dict) else []
+        if found:
+            rank_zero_warn(
+                f"The checkpoint leaves the modules {found} out of its hyperparameters; the weights of those in the "
+                f"LightningModule are in its state_dict. Say so by save_hyperparameters(ignore={found})."
+            )
+            rest = rest | {key: {name: x for name, x in values.items() if name not in found}}
+    return rest
 
 
 def _whole(value: Any) -> Any:

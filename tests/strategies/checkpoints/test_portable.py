@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_videoscale.callbacks import EMA
@@ -218,6 +219,16 @@ def test_hooks_of_the_lightning_module_see_and_change_the_state_dict(ranks: Rank
     saved, loaded = ranks(1).run(save_and_clean, tmp_path)[0]
     assert loaded == pytest.approx(saved + 7)
     assert not any("frozen" in name for name in read_weights(tmp_path / "one.ckpt"))
+
+
+def save_with_a_module_among_hyperparameters(folder: Path) -> None:
+    with pytest.warns(UserWarning, match=r"ignore=\['teacher'\]"):
+        fit(1, Module(depth=2, teacher=nn.Linear(2, 2))).save_checkpoint(folder / "last.ckpt")
+
+
+def test_modules_among_hyperparameters_are_left_out(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1).run(save_with_a_module_among_hyperparameters, tmp_path)
+    assert CheckpointFolder(tmp_path / "last.ckpt").rest["hyper_parameters"] == {"depth": 2}
 
 
 class Keeping(Module):
