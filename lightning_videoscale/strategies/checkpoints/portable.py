@@ -329,8 +329,7 @@ def _without_modules(rest: dict[str, Any]) -> dict[str, Any]:
     """Leaves modules out of hyperparameters: code that nothing loads unasked, and hooks that no file can hold."""
     for key in _HYPERPARAMETERS:
         values = rest.get(key)
-        found = [name for name, x in values.items() if isinstance(x, nn.Module)] if isinstance(values, dict) else []
-        if found:
+        if isinstance(values, dict) and (found := [name for name, x in values.items() if isinstance(x, nn.Module)]):
             rank_zero_warn(
                 f"The checkpoint leaves the modules {found} out of its hyperparameters; the weights of those in the "
                 f"LightningModule are in its state_dict. Say so by save_hyperparameters(ignore={found})."
