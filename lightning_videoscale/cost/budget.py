@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_ROUNDING = 1e-13
+"""Relative, of floats: room for exactly so many samples may come out this much smaller."""
+
 
 @dataclass(frozen=True)
 class Budget(ABC):
@@ -48,7 +51,8 @@ class Budget(ABC):
         Args:
             sequence_length: Tokens S of one sample, at least 1.
         """
-        return max(1, math.floor(min(self.m_mem / sequence_length, self.room(sequence_length))))
+        room = self.room(sequence_length) * (1 + _ROUNDING)
+        return max(1, math.floor(min(self.m_mem / sequence_length, room)))
 
     def batch_sizes(self, sequence_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns `batch_size` of every length, shape (lengths,)."""

@@ -35,10 +35,17 @@ def test_the_tighter_constraint_decides(length: int, size: int) -> None:
 def test_no_batch_of_several_samples_exceeds_a_budget(length: int, m_mem: float, m_comp: float, p: float) -> None:
     budget = BucketBudget(m_mem, m_comp, p)
     size = budget.batch_size(length)
-    assert size == max(1, min(math.floor(m_mem / length), math.floor(m_comp / length**p)))
+    assert size == max(1, min(math.floor(m_mem / length), math.floor(m_comp / length**p * (1 + 1e-13))))
     if size > 1:
         assert size * length <= m_mem * (1 + 1e-12)
         assert budget.cost(size, length) <= m_comp * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 5, 7, 13])
+def test_rounding_costs_no_sample(samples: int) -> None:
+    """Of 1 000 lengths, a tenth had room for 2.9999999999999996 samples where it was for 3."""
+    for length in range(1000, 80_000, 79):
+        assert BucketBudget(m_mem=1e9, m_comp=samples * length**1.9, p=1.9).batch_size(length) == samples
 
 
 def test_infinite_compute_leaves_memory_to_decide() -> None:

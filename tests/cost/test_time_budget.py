@@ -33,6 +33,14 @@ def test_no_batch_of_several_takes_longer_and_one_more_sample_would(
     assert step_time.predict(size + 1, length) > target * (1 - 1e-9) or (size + 1) * length > m_mem
 
 
+@pytest.mark.parametrize("step_time", [BY_SUM, BY_LAW])
+def test_a_target_of_what_some_samples_take_has_room_for_these(step_time: StepTimeModel) -> None:
+    for length in range(1000, 80_000, 790):
+        for samples in (1, 2, 3, 7):
+            target = float(step_time.predict(samples, length))
+            assert TimeBudget(1e9, target, step_time).batch_size(length) == samples
+
+
 def test_with_a_power_law_it_is_equation_2() -> None:
     lengths = np.array([16, 300, 1560, 14_040, 75_600])
     target = TimeBudget(1e6, 3.0, BY_LAW)
