@@ -196,10 +196,7 @@ class Recalibration:
         # How many samples of one length there is room for is what budgets of all kinds have in common.
         room = before.room(self._longest)
         if self._target_sync is None:
-            m_comp = room * self._longest**p
-            while m_comp / self._longest**p < room:  # rounded down, it would be a whole sample less
-                m_comp = math.nextafter(m_comp, math.inf)
-            return BucketBudget(before.m_mem, m_comp, p)
+            return BucketBudget(before.m_mem, room * self._longest**p, p)
         if math.isinf(room):  # memory alone has decided so far
             room = before.m_mem / self._longest
         wanted = TimeBudget(before.m_mem, self._target_sync, fitted)
