@@ -167,19 +167,20 @@ class ShapePolicy:
 
     def __post_init__(self) -> None:
         weights = self.weights if self.weights is not None else (1.0,) * len(self.areas)
-        if not self.areas or len(weights) != len(self.areas) or min(*self.areas, *weights) <= 0:
+        are_positive = all(area > 0 for area in self.areas) and all(0 < weight < math.inf for weight in weights)
+        if not self.areas or len(weights) != len(self.areas) or not are_positive:
             raise ValueError(f"ShapePolicy needs one positive weight per area, got {self.areas} and {self.weights}.")
         if not (0 <= self.crop_share <= 1 and 0 <= self.image_share <= 1):
             raise ValueError(f"Shares lie in [0, 1]; got crop_share={self.crop_share}, image_share={self.image_share}.")
-        if not (min(self.crop_min_frames, self.max_frames) >= 1 and self.fps > 0 and math.isfinite(self.fps)):
+        if not (self.crop_min_frames >= 1 and self.max_frames >= 1 and 0 < self.fps < math.inf):
             raise ValueError(
                 f"ShapePolicy needs crop_min_frames >= 1, max_frames >= 1 and fps > 0, got {self.crop_min_frames}, "
                 f"{self.max_frames} and {self.fps}."
             )
-        if self.crop_share > 0 and self.crop_min_frames > self.max_frames:
+        if self.crop_share > 0 and not self.crop_min_frames <= self.max_frames < math.inf:
             raise ValueError(
                 f"With crop_share={self.crop_share}, ShapePolicy needs crop_min_frames <= max_frames, got "
-                f"{self.crop_min_frames} and {self.max_frames}: give a smaller crop_min_frames."
+                f"{self.crop_min_frames} and {self.max_frames}: give a smaller crop_min_frames, a finite max_frames."
             )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -192,7 +193,20 @@ def test_a_policy_of_nonsense_is_refused() -> None:
         ShapePolicy(crop_share=1.5)
     with pytest.raises(ValueError, match="crop_min_frames <= max_frames, got 17 and 9"):
         ShapePolicy(max_frames=9, crop_share=0.5)
-    for nonsense in ({"max_frames": 0}, {"crop_min_frames": 0}, {"fps": 0.0}, {"fps": float("inf")}):
+    for weight in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"weight per area.* {weight}"):
+            ShapePolicy(areas=(100, 200), weights=(1.0, weight))
+    with pytest.raises(ValueError, match=r"weight per area.* nan"):
+        ShapePolicy(areas=(100, math.nan))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="crop_min_frames <= max_frames, got 17 and inf"):
+        ShapePolicy(max_frames=math.inf, crop_share=0.5)  # type: ignore[arg-type]
+    for nonsense in (
+        {"max_frames": 0},
+        {"max_frames": math.nan},
+        {"crop_min_frames": 0},
+        {"fps": 0.0},
+        {"fps": math.inf},
+    ):
         with pytest.raises(ValueError, match="ShapePolicy needs"):
             ShapePolicy(**nonsense)
 
