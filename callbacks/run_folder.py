@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_videoscale.user_paths import is_url, local
+from lightning_videoscale.user_paths import local, on_disk
 
 
 def run_folder(trainer: pl.Trainer) -> Path:
@@ -32,11 +32,7 @@ def named_folder(folder: str | Path | None) -> Path | None:
     Raises:
         ValueError: If it is a URL.
     """
-    if folder is None:
-        return None
-    if is_url(folder):
-        raise ValueError(f"folder={str(folder)!r} is a URL: name a folder on a disk, and copy it from there.")
-    return local(folder)
+    return None if folder is None else on_disk(folder, "folder")
 
 
 def _local(place: str) -> Path:

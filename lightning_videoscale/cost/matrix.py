@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_videoscale.cost.measurement import Measurement
+from lightning_videoscale.user_paths import local
 
 RowOutcome = Literal["measured", "out_of_memory", "not_tried"]
 """``not_tried``: the peaks of smaller micro-batches say that it does not fit, and a rank that runs out of memory would
@@ -102,7 +103,7 @@ class ShapeMatrix:
             "capacity_bytes": self.capacity_bytes,
             "rows": [asdict(row) for row in self.rows],
         }
-        file = Path(file)
+        file = local(file)
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
         unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -117,7 +118,7 @@ class ShapeMatrix:
             ValueError: If it is no matrix, or one of another format, or has numbers that nobody can have measured.
         """
         try:
-            content = json.loads(Path(file).read_text(encoding="utf-8"))
+            content = json.loads(local(file).read_text(encoding="utf-8"))
             if content["format"] != _FORMAT:
                 raise ValueError(f"its format is {content['format']!r}, this release reads {_FORMAT}")
             rows, provenance, capacity = content["rows"], content["provenance"], content["capacity_bytes"]

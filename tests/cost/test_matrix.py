@@ -47,6 +47,12 @@ def test_what_is_saved_is_read_back_and_fitted(tmp_path: Path) -> None:
     assert memory.m_mem(read.capacity_bytes or 0.0) == pytest.approx((19e9 - 1e9) / 5e5, abs=1)
 
 
+def test_a_file_may_be_named_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _matrix().save("~/matrix.json")
+    assert ShapeMatrix.load("~/matrix.json") == ShapeMatrix.load(tmp_path / "matrix.json") == _matrix()
+
+
 def test_what_did_not_fit_is_no_measurement() -> None:
     matrix = _matrix()
     assert len(matrix.measurements) == len(matrix.rows) - 1

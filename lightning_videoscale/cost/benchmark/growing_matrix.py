@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_videoscale.cost.benchmark.grid import Cell
 from lightning_videoscale.cost.matrix import MatrixRow, ShapeMatrix
+from lightning_videoscale.user_paths import on_disk
 
 
 class GrowingMatrix:
@@ -30,7 +31,7 @@ class GrowingMatrix:
         rows: In the order in which they were measured.
 
     Raises:
-        ValueError: If ``FILE.part`` is of another setting, or no matrix.
+        ValueError: If ``FILE.part`` is of another setting, or no matrix, or ``FILE`` is a URL.
         OSError: If it cannot be read or written.
     """
 
@@ -44,7 +45,8 @@ class GrowingMatrix:
         self.rows: list[MatrixRow] = []
         self._provenance = provenance
         self._capacity_bytes = capacity_bytes
-        self._file = Path(file) if file is not None and trainer.is_global_zero else None
+        place = None if file is None else on_disk(file, "file")
+        self._file = place if trainer.is_global_zero else None
         # The file may lie on the node of rank 0 only, and what is wrong with it must end all ranks.
         begun = trainer.strategy.broadcast(self._begun())
         if isinstance(begun, Exception):

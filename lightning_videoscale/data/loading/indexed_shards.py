@@ -29,6 +29,7 @@ from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.indexing import build_index, index_shards, known_shards
 from lightning_videoscale.data.shards.patterns import Patterns
+from lightning_videoscale.user_paths import on_disk
 
 Shards = Patterns | dict[str, float]
 """A path or pattern of tar files, a folder of videos, a list of them, or several datasets: each with its weight."""
@@ -45,7 +46,7 @@ class IndexedShards:
         captions: Table of captions of the folders of videos among them; see `pack_on_the_way`.
 
     Raises:
-        ValueError: If a dataset's weight is not a positive number, or others have weights.
+        ValueError: If a dataset's weight is not a positive number, others have weights, or a table is behind a URL.
 
     Attributes:
         weights: What each dataset to train on is drawn with, by its pattern; None unless ``train`` tells.
@@ -68,9 +69,9 @@ class IndexedShards:
                 )
         self._patterns: dict[str, Patterns] = {"shards": list(train) if isinstance(train, dict) else train}
         self._patterns |= {name: _unweighted(name, given) for name, given in others.items() if given is not None}
-        self._index_file = index_file
+        self._index_file = None if index_file is None else on_disk(index_file, "index")
         self._caption_key = caption_key
-        self._captions = None if captions is None else Path(captions)
+        self._captions = None if captions is None else on_disk(captions, "captions")
         self._found: Found | None = None
         self._parts: dict[str, tuple[ShardIndex, MicroBatchReader]] = {}
         self._versions: list[tuple[str, int, str]] = []
@@ -79,7 +80,7 @@ class IndexedShards:
     def file(self) -> Path:
         """Where the table is kept; folders that are not packed yet are packed to know it."""
         if self._index_file is not None:
-            return Path(self._index_file)
+            return self._index_file
         return (self._found or self._pack(workers=1)).index_file
 
     def build(self, workers: int) -> None:

@@ -15,6 +15,7 @@ from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.location import SCHEME, identities, is_remote
 from lightning_videoscale.data.shards.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from lightning_videoscale.data.shards.remote import matching
+from lightning_videoscale.user_paths import local
 
 Patterns = str | Path | list[str | Path] | list[str] | list[Path]
 
@@ -25,8 +26,8 @@ def expand_each(shards: Patterns, of_folder: Callable[[Path], list[str]] | None 
     Args:
         shards: One pattern or several. Braces (``{000..099}``, ``{train,extra}``) and ``::`` mean what they mean in
             WebDataset, but for fsspec's ``simplecache::https://…``; ``*``, ``?`` and ``[...]`` match what exists,
-            sorted by name, and ``**/`` folders of any depth. URLs are those of fsspec. A local folder with shards means
-            these, but for hidden ones.
+            sorted by name, ``**/`` folders of any depth, and ``~`` the user's home. URLs are those of fsspec. A local
+            folder with shards means these, but for hidden ones.
         of_folder: Returns the shards of any other local folder. None: it is an error.
 
     Returns:
@@ -42,8 +43,7 @@ def expand_each(shards: Patterns, of_folder: Callable[[Path], list[str]] | None 
     if empty or not patterns:
         raise ShardError(f"No shards found: the patterns {empty} match no file.")
     urls = [url for urls in each for url in urls]
-    local = [url for url in urls if not is_remote(url)]
-    if missing := [url for url in local if not os.path.isfile(url)]:
+    if missing := [url for url in urls if not (is_remote(url) or os.path.isfile(url))]:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ShardError(
             f"No shards found at {len(missing)} of the {len(urls)} places that {patterns} names: {shown}. "
@@ -78,6 +78,7 @@ def _shards_of(url: str, of_folder: Callable[[Path], list[str]] | None) -> list[
             f"The shard {url!r} {why}; only files are read. Give a path, or a URL such as 's3://bucket/000.tar' "
             f"(a local name that holds a colon is written './{url}')."
         )
+    url = str(local(url)) if url.startswith("~") else url  # as a path, './a:b' would lose its beginning
     found = sorted(glob.glob(url, recursive=True)) if any(c in url for c in "*?[") and not Path(url).exists() else [url]
     return [shard for path in found for shard in _shards_at(Path(path), path, of_folder)]
 

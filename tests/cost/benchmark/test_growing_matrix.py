@@ -106,6 +106,13 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_is_measured(tmp_
     assert not module.seen
 
 
+def test_a_url_is_no_place_either(tmp_path: Path) -> None:
+    module = Interrupted()
+    with pytest.raises(ValueError, match="file='s3:"):
+        _benchmark(module, "s3://bucket/matrix.json")  # type: ignore[arg-type]
+    assert not module.seen
+
+
 def test_neither_are_rows_of_an_earlier_run_gone_on_from_where_no_more_can_be_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from PIL import Image
 
 from lightning_videoscale.cost import BucketBudget
-from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data import ShardIndex, VideoDataModule
 from tests.data.clips import clip, write_shard, write_shards
 from tests.data.training import Witness, trainer_with
 
@@ -113,6 +113,26 @@ def test_shards_of_nothing_but_too_small_pictures_are_refused(tmp_path: Path, bu
     shard = write_shard(tmp_path / "0.tar", [{"__key__": "tiny", "png": picture.getvalue(), "txt": b""}])
     with pytest.raises(ValueError, match=r"1 samples .*'0.tar/tiny' of 4x4"):
         trainer_with().fit(Witness(), VideoDataModule(str(shard), budget=budget))
+
+
+def test_a_path_that_begins_at_home_leads_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It made a folder called `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    write_shards(tmp_path / "home" / "clips", 8)
+    data = VideoDataModule("~/clips/*.tar", "~/kept/clips.arrow", budget=BUDGET)
+    data.prepare_data()
+    data.setup("fit")
+    assert len(data.index) == len(ShardIndex.load(tmp_path / "home/kept/clips.arrow")) == 8
+    assert not list(Path.cwd().iterdir())
+
+
+@pytest.mark.parametrize("argument", ["index", "captions"])
+def test_tables_behind_a_url_are_refused(argument: str) -> None:
+    """An index made a local folder called `s3:`."""
+    with pytest.raises(ValueError, match=f"{argument}='s3://bucket/table'"):
+        VideoDataModule("none.tar", budget=BUDGET, **{argument: "s3://bucket/table"})  # type: ignore[arg-type]
 
 
 def test_one_without_validation_is_the_same_in_another_process(tmp_path: Path) -> None:
