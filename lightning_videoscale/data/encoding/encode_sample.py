@@ -65,9 +65,6 @@ class SampleEncoder:
         """Encodes a sample; raises LeftOutError if it cannot be used."""
         if read.video is None or read.cut is None:
             raise LeftOutError(read.reason)
-        members: dict[str, Any] = {
-            extension: content for extension, content in read.members.items() if extension != "json"
-        }
         frames, height, width, _ = read.cut.shape
         pixels = {"frames": frames, "height": height, "width": width, "fps": read.cut.fps, "start": read.cut.start}
         # In a shard of latents these names speak of the latents.
@@ -78,8 +75,7 @@ class SampleEncoder:
         if not np.isfinite(latents).all():
             raise LeftOutError("its latents are not finite in float16")
         return {
-            **members,
-            **({} if self._text is None else embeddings(self._text, read.caption)),
+            **_with_text(read, self._text),
             "latents.npy": latents,
             "json": fields | {"pixels": pixels},
         }
@@ -95,8 +91,15 @@ class TextAdder:
         """Adds embeddings to a sample; raises LeftOutError if it cannot be used."""
         if read.reason:
             raise LeftOutError(read.reason)
-        others = {name: content for name, content in read.members.items() if batch_name(name) not in _OF_TEXT}
-        return {**others, **embeddings(self._text, read.caption)}
+        return _with_text(read, self._text)
+
+
+def _with_text(read: ReadSample, text: TextEncoder | None) -> dict[str, Any]:
+    """The members of a sample; with a text encoder, its embeddings in place of others, whatever their format."""
+    if text is None:
+        return dict(read.members)
+    others = {name: content for name, content in read.members.items() if batch_name(name) not in _OF_TEXT}
+    return {**others, **embeddings(text, read.caption)}
 
 
 def embeddings(text: TextEncoder, caption: str) -> dict[str, Any]:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_videoscale.cost.geometry import ModelGeometry
 from lightning_videoscale.data import ShardError, ShardIndex
 from lightning_videoscale.data.encoding.encode_shards import EncodeReport, EncodeSettings, encode_shards
+from lightning_videoscale.data.encoding.text import EncodedText
 from lightning_videoscale.data.planning.shapes import ShapePolicy
 from lightning_videoscale.data.shards.indexing import build_index, index_shards
-from tests.data.clips import write_shard
+from lightning_videoscale.data.shards.sample_reader import SampleReader
+from tests.data.clips import npy, write_shard
 from tests.data.films import picture
 
 
@@ -36,6 +40,27 @@ def _encode(index: ShardIndex, output: Path) -> EncodeReport:
 
 def _shard(file: Path, caption: str) -> list[str]:
     return [str(write_shard(file, [{"__key__": "still", "jpg": picture(), "txt": caption.encode()}]))]
+
+
+class Ones:
+    """Stands in for a text encoder: every token is a one."""
+
+    name, max_length = "ones", 6
+
+    def encode(self, captions: Sequence[str]) -> EncodedText:
+        size = len(captions), self.max_length
+        return EncodedText(torch.ones(*size, 8), torch.ones(size, dtype=torch.bool))
+
+
+def test_embeddings_take_the_place_of_those_that_were_there(tmp_path: Path) -> None:
+    """Beside them, whatever their format, every sample would have two members of one name, and be refused."""
+    members = {"jpg": picture(), "txt": b"a cat", "text_embeds.npy": npy(np.zeros((3, 4), np.float32))}
+    source = write_shard(tmp_path / "stills/000.tar", [{"__key__": "still", **members}])
+    settings = EncodeSettings(ShapePolicy(areas=(32 * 32,)))
+    encode_shards(index_shards([str(source)]), Grey(), tmp_path / "latents", settings, text=Ones())
+    index = index_shards([str(tmp_path / "latents/000000.tar")])
+    assert len(index) == 1 and not index.refused
+    assert SampleReader(index).read(0)["text_embeds"].tolist() == torch.ones(6, 8).tolist()
 
 
 def test_a_folder_of_other_files_takes_no_latents(tmp_path: Path) -> None:
