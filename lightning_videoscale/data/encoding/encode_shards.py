@@ -33,6 +33,7 @@ from lightning_videoscale.data.planning.shapes import Media, ShapedClips, ShapeP
 from lightning_videoscale.data.shards.errors import MemberError, ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
+from lightning_videoscale.data.shards.tars import own_key
 
 EMPTY_PROMPT = "empty_prompt.safetensors"
 _Encode = Callable[[ReadSample], dict[str, Any]]
@@ -227,7 +228,7 @@ def _write_piece(
             for read in reads:
                 key = index.sample_id(read.number)
                 try:
-                    writer.write({"__key__": key.lstrip("/"), **encode(read)})
+                    writer.write({"__key__": own_key(key.lstrip("/")), **encode(read)})
                 except LeftOutError as error:
                     refused.append(RefusedSample(key, str(error)))
                 bar.update()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple, Protocol
 
 from lightning_videoscale.data.packing.caption_files import CaptionRow
-from lightning_videoscale.data.shards.tars import BOOKKEEPING
+from lightning_videoscale.data.shards.tars import own_key
 
 
 class Item(NamedTuple):
@@ -57,8 +57,7 @@ class Source(Protocol):
 
 def plain_key(path: str) -> str:
     """A name of a sample: without dots, as a key ends at the first, and none that WebDataset takes for bookkeeping."""
-    key = path.replace(".", "_")
-    return f"_{key.lstrip('_')}" if BOOKKEEPING.match(key) else key
+    return own_key(path.replace(".", "_"))
 
 
 def unique_keys(paths: Sequence[str]) -> Iterator[str]:

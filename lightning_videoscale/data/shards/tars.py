@@ -18,8 +18,13 @@ from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.keys import plain_extension, split_dotted
 from lightning_videoscale.data.shards.location import ByteRange, Members
 
-BOOKKEEPING = re.compile(r"__[^/]*__($|/)")
+_BOOKKEEPING = re.compile(r"__[^/]*__($|/)")
 """Begins names of WebDataset's own bookkeeping (``__meta__/...``), which is no part of any sample."""
+
+
+def own_key(key: str) -> str:
+    """A key for a sample that is to be written: another one, where WebDataset takes this for its bookkeeping."""
+    return f"_{key.lstrip('_')}" if _BOOKKEEPING.match(key) else key
 
 
 class Refusal(NamedTuple):
@@ -65,7 +70,7 @@ def list_members(file: BinaryIO, size: int) -> TarListing:
             members = {} if key is None else groups.setdefault(key, {})
             if reason := _why_hostile(member):
                 refused[name] = Refusal(member.name, reason)
-            elif not member.isreg() or key is None or BOOKKEEPING.match(member.name):
+            elif not member.isreg() or key is None or _BOOKKEEPING.match(member.name):
                 continue
             elif extension in members:
                 refused[name] = Refusal(member.name, f"the name {name!r} appears twice; its sample is ambiguous")

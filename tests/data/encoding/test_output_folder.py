@@ -63,6 +63,13 @@ def test_embeddings_take_the_place_of_those_that_were_there(tmp_path: Path) -> N
     assert SampleReader(index).read(0)["text_embeds"].tolist() == torch.ones(6, 8).tolist()
 
 
+def test_samples_of_a_folder_that_looks_like_bookkeeping_are_in_the_index(tmp_path: Path) -> None:
+    shards = [*_shard(tmp_path / "__clips__/000.tar", "a cat"), *_shard(tmp_path / "more/000.tar", "a dog")]
+    _encode(index_shards(shards), tmp_path / "latents")
+    index = index_shards([str(tmp_path / "latents/000000.tar")])
+    assert sorted(index.samples.keys) == ["_clips__/000.tar/still", "more/000.tar/still"]
+
+
 def test_a_folder_of_other_files_takes_no_latents(tmp_path: Path) -> None:
     """Also not that of the source, whose shards have the names of pieces: they would be taken for done."""
     source, link = tmp_path / "stills", tmp_path / "link"
