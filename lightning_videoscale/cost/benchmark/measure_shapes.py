@@ -94,9 +94,12 @@ def measure_shapes(
 
 
 def provenance_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """What a measurement under this Trainer holds for."""
+    """What a measurement under this Trainer holds for, as rank 0 sees it; collective.
+
+    GPUs may differ by name, and what was measured elsewhere must be so for all ranks or for none.
+    """
     module, device = trainer.lightning_module, trainer.strategy.root_device
-    return {
+    seen = {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "world_size": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
@@ -108,6 +111,8 @@ def provenance_of(trainer: pl.Trainer) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         **{name: installed_version(name) for name in ("lightning-videoscale", "torch", "lightning")},
     }
+    found: dict[str, Any] = trainer.strategy.broadcast(seen)
+    return found
 
 
 def _measure(

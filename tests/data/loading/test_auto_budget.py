@@ -14,9 +14,11 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from lightning_videoscale.cost import BucketBudget, MatrixRow, ShapeMatrix, StepTimeModel
+from lightning_videoscale.cost.benchmark import measure_shapes
+from lightning_videoscale.cost.benchmark.measure_shapes import provenance_of
 from lightning_videoscale.data import AutoBudget, VideoDataModule
 from lightning_videoscale.data.loading import datamodule, run_budget
 from lightning_videoscale.data.planning.compute_budget import TriedBudget, best_of, try_budgets
@@ -258,3 +260,16 @@ def test_all_ranks_have_one_budget(shards: str, tmp_path: Path, ranks: Ranks) ->
     _matrix().save(tmp_path / "matrix.json")
     (mine, best), (theirs, _) = ranks(2).run(_on_two_ranks, shards, str(tmp_path / "matrix.json"))
     assert mine == theirs == best and mine.p == 1.8
+
+
+def _provenance(shards: str) -> list[Any]:
+    found: list[Any] = []
+    asks = LambdaCallback(on_train_start=lambda trainer, _: found.append(provenance_of(trainer)["parameters"]))
+    with mock.patch.object(measure_shapes, "full_numel", lambda _: 7 + int(os.environ["RANK"])):
+        trainer_with(strategy="ddp", devices=2, callbacks=[asks]).fit(Witness(), VideoDataModule(shards))
+    return found
+
+
+def test_what_a_measurement_holds_for_is_the_same_on_all_ranks(shards: str, ranks: Ranks) -> None:
+    """As of GPUs of two names; else one rank would take an earlier measurement, and the other wait for a new one."""
+    assert ranks(2).run(_provenance, shards) == [[7], [7]]
