@@ -71,6 +71,14 @@ class Budget(ABC):
         """Returns plain numbers, for JSON and checkpoints; `calibration.read_budget` reads them."""
         return asdict(self)
 
+    def _check(self, name: str, may_be_infinite: bool = False) -> None:
+        """Makes a number one of Python's own, which JSON can hold; raises ValueError if it is not above zero."""
+        given: Any = getattr(self, name)
+        value = given.item() if isinstance(given, np.generic) else given
+        if not isinstance(value, int | float) or not value > 0 or (math.isinf(value) and not may_be_infinite):
+            raise ValueError(f"{type(self).__name__}({name}={given!r}): {name} must be a positive number.")
+        object.__setattr__(self, name, value)
+
 
 @dataclass(frozen=True)
 class BucketBudget(Budget):
@@ -91,9 +99,9 @@ class BucketBudget(Budget):
     p: float = 2.0
 
     def __post_init__(self) -> None:
-        for name, value in (("m_mem", self.m_mem), ("m_comp", self.m_comp), ("p", self.p)):
-            if not value > 0 or (name != "m_comp" and math.isinf(value)):
-                raise ValueError(f"BucketBudget({name}={value}): {name} must be a positive number.")
+        self._check("m_mem")
+        self._check("m_comp", may_be_infinite=True)
+        self._check("p")
 
     def room(self, sequence_length: int | float) -> float:
         """Returns M_comp / S^p. With it, `batch_size` is max(1, min(⌊M_mem / S⌋, ⌊M_comp / S^p⌋)), equation 2."""

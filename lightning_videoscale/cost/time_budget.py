@@ -21,15 +21,15 @@ class TimeBudget(Budget):
         step_time: Predicts the seconds.
 
     Raises:
-        ValueError: If M_mem is not positive, or the target is not above what any step takes.
+        ValueError: If M_mem is not a positive number, or the target is not above what any step takes.
     """
 
     target_sync: float
     step_time: StepTimeModel
 
     def __post_init__(self) -> None:
-        if not self.m_mem > 0:
-            raise ValueError(f"TimeBudget(m_mem={self.m_mem}): m_mem must be a positive number.")
+        self._check("m_mem")
+        self._check("target_sync", may_be_infinite=True)
         if not self.target_sync > (least := max(self.step_time.form.a, self.step_time.floor)):
             raise ValueError(f"target_sync={self.target_sync} s is not above the {least:.4g} s that any step takes.")
 

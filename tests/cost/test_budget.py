@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.cost import BucketBudget, Calibration
 
 
 @pytest.mark.parametrize(
@@ -57,8 +60,17 @@ def test_a_sample_that_exceeds_memory_is_known() -> None:
     assert [budget.exceeds_memory(length) for length in (999, 1000, 1001)] == [False, False, True]
 
 
-@pytest.mark.parametrize("wrong", [{"m_mem": 0}, {"m_comp": -1}, {"p": 0}, {"m_mem": math.nan}, {"m_mem": math.inf}])
-def test_budgets_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
+def test_numbers_of_numpy_are_numbers() -> None:
+    """They ended in an error of JSON where a budget is named by its version, or kept."""
+    budget = BucketBudget(np.int64(1000), np.float32(2e5), np.float64(2.0))  # type: ignore[arg-type]
+    assert Calibration(budget).version == Calibration(BucketBudget(1000, 2e5)).version
+    assert json.loads(json.dumps(budget.to_dict())) == {"m_mem": 1000, "m_comp": 2e5, "p": 2.0}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"m_mem": 0}, {"m_comp": -1}, {"p": 0}, {"m_mem": math.nan}, {"m_mem": math.inf}, {"m_mem": "8e4"}]
+)
+def test_budgets_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
     (name, value), *_ = wrong.items()
-    with pytest.raises(ValueError, match=f"{name}={value}"):
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
         BucketBudget(**({"m_mem": 1.0, "m_comp": 1.0} | wrong))

@@ -71,5 +71,7 @@ def test_calibrations_keep_either_kind() -> None:
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="m_mem must be a positive number"):
         TimeBudget(0, 1.0, BY_SUM)
+    with pytest.raises(ValueError, match=r"m_mem=inf.* positive number"):
+        TimeBudget(math.inf, 1.0, BY_SUM)  # peaks and balance="equal_token" need a number
     with pytest.raises(ValueError, match=r"target_sync=0\.05 s is not above the 0\.05 s"):
         TimeBudget(10, 0.05, BY_SUM)
