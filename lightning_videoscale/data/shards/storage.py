@@ -77,13 +77,20 @@ class LocalShard:
             ShardError: If the file ends before.
             UnreachableError: If the disk fails.
         """
-        try:
-            data = os.pread(self._descriptor, at.size, at.offset)
-        except OSError as error:
-            raise UnreachableError(f"The shard {self.url} cannot be read any more: {error}.") from error
-        if len(data) != at.size:
-            raise ShardError(f"The shard {self.url} ends before byte {at.offset + at.size}; it was cut after indexing.")
-        return data
+        blocks: list[bytes] = []
+        done = 0
+        while done < at.size:  # Linux reads no more than 2 GiB at once
+            try:
+                block = os.pread(self._descriptor, at.size - done, at.offset + done)
+            except OSError as error:
+                raise UnreachableError(f"The shard {self.url} cannot be read any more: {error}.") from error
+            if not block:
+                raise ShardError(
+                    f"The shard {self.url} ends before byte {at.offset + at.size}; it was cut after indexing."
+                )
+            blocks.append(block)
+            done += len(block)
+        return b"".join(blocks)
 
     def read_all(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Reads several ranges, each on its own."""

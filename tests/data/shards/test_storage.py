@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,18 @@ def server(tmp_path: Path) -> Iterator[RangeServer]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.open_shard, "__defaults__", (QUICK,))
+
+
+def test_a_file_system_may_give_less_than_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux does from 2 GiB on, and file systems of their own process may at any size."""
+    index = index_shards([str(write_shard(tmp_path / "000.tar", [clip(7)]))])
+    whole = SampleReader(index).read(0)["latents"]
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: pread(file, min(size, 100), offset))
+    assert torch.equal(SampleReader(index).read(0)["latents"], whole)
+    assert index_shards([str(tmp_path / "000.tar")]).digest == index.digest
+    with pytest.raises(ShardError, match="ends before byte 1000000"):
+        open_shard(str(tmp_path / "000.tar")).read(ByteRange(0, 1_000_000))
 
 
 def test_a_remote_index_is_that_of_the_same_files_here(server: RangeServer, tmp_path: Path) -> None:
