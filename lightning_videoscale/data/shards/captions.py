@@ -28,10 +28,11 @@ def find_caption(text: str, fields: Any, key: str | None) -> Caption:
         fields: Content of ``.json``; None where there is none. Only strings in an object are captions.
         key: Name of the field that is asked for. None: the usual ones.
     """
+    text = text if text.strip() else ""  # an empty file may hold the end of a line
     fields = fields if isinstance(fields, dict) else {}
     if key is not None:
         return Caption(fields[key], key) if _is_text(fields.get(key)) else Caption(text)
-    if not text.strip():
+    if not text:
         for usual in CAPTION_KEYS:
             for name, value in fields.items():
                 if name.lower() == usual and _is_text(value):

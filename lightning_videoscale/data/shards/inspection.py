@@ -147,9 +147,8 @@ def _passes_through(extension: str) -> bool:
 
 def _caption(shard: Shard, key: str, members: Members, caption_key: str | None) -> Caption:
     text = _decoded(shard, key, "txt", members) if "txt" in members else ""
-    if "json" not in members or (caption_key is None and text.strip()):
-        return Caption(text)
-    return find_caption(text, _decoded(shard, key, "json", members), caption_key)
+    is_needed = "json" in members and (caption_key is not None or not text.strip())
+    return find_caption(text, _decoded(shard, key, "json", members) if is_needed else None, caption_key)
 
 
 def _decoded(shard: Shard, key: str, extension: str, members: Members) -> Any:

@@ -55,6 +55,8 @@ def _trained(data: VideoDataModule) -> dict[str, str]:
         ("", {"caption": "a"}, "recaption", ("", "")),
         ("", {"caption": ["a", "b"]}, None, ("", "")),
         ("", ["caption"], None, ("", "")),
+        (" \n", {"title": "a"}, None, ("", "")),
+        ("\n", {"caption": "a"}, "recaption", ("", "")),
         ("", None, "caption", ("", "")),
     ],
 )
@@ -122,7 +124,7 @@ def test_samples_without_a_caption_are_told_of_once(tmp_path: Path, capsys: pyte
     samples = [
         _with(0, title="no caption"),
         _with(1, "t"),
-        _with(2, "", a=1),
+        _with(2, "\n", a=1),
         _with(3) | embedded,
         _with(4, prompt="p"),
     ]
