@@ -66,7 +66,7 @@ def spread_over_shapes(
     lengths = np.array(list(by_length), np.float64)
     wanted = np.geomspace(lengths[0], lengths[-1], min(max_shapes, len(lengths)))
     chosen = sorted({int(lengths[np.argmin(np.abs(np.log(lengths / s)))]) for s in wanted})
-    limit = max_tokens if max_tokens is not None else 2 * chosen[-1]
+    limit = 2 * chosen[-1] if max_tokens is None else int(max_tokens)  # 2e5 is a number of tokens as well
     cells = [Cell(by_length[s], s, b) for s in chosen for b in _batch_sizes(s, limit // s, s >= LONG)]
     return sorted(cells, key=lambda cell: (cell.tokens, cell.sequence_length))
 

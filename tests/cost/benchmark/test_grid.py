@@ -41,6 +41,14 @@ def test_any_data_gives_a_grid(lengths: list[int], max_shapes: int, max_tokens: 
     assert all(b in (1, 2, 3, 4, 6, 8) for b in long)
 
 
+def test_tokens_may_be_written_as_a_float() -> None:
+    """Then short sequences came in, say, 1000.0 samples, which no batch can be made of."""
+    lengths = [100, 30_000]
+    cells = spread_over_shapes(_shapes(lengths), lengths, max_tokens=1e5)  # type: ignore[arg-type]
+    assert cells == spread_over_shapes(_shapes(lengths), lengths, max_tokens=100_000)
+    assert all(type(cell.samples) is int for cell in cells)
+
+
 def test_no_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="0 shapes, max_shapes=12"):
         spread_over_shapes([], [])
