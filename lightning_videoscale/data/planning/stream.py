@@ -76,7 +76,7 @@ def epoch_stream(
         shard_window: Shards that samples are shuffled over at a time.
         weights: Weight per dataset; None takes every sample once.
     """
-    firsts, counts = draws_of_epoch(dataset_sizes(table, len(weights or [1])), weights, epoch)
+    firsts, counts = draws_of_epoch(dataset_sizes(table, 1 if weights is None else len(weights)), weights, epoch)
     parts, places = [], []
     for source, (first, count) in enumerate(zip(firsts.tolist(), counts.tolist(), strict=True)):
         rows = np.flatnonzero((table.source == source) & (table.shape_id >= 0))

@@ -326,6 +326,13 @@ def test_weights_that_are_no_numbers_are_refused(weight: float) -> None:
             draws_before(np.array([100, 20]), weights, 1)
 
 
+def test_weights_may_be_an_array() -> None:
+    sources = np.array([0, 1] * 20, np.int32)
+    planner = BucketPlanner(replace(table_of([0] * 40), source=sources), BUDGET, source_weights=(1.0, 3.0))
+    same = replace(planner, source_weights=np.array([1.0, 3.0]))  # type: ignore[arg-type]
+    assert same.plan(0).digest == planner.plan(0).digest
+
+
 def test_samples_may_wait_without_end() -> None:
     planner = BucketPlanner(table_of([0] * 400 + [3] * 20), BucketBudget(20, 1e9), dp_size=2, max_wait=math.inf)
     assert trained(planner.plan(0)) == list(range(420))
