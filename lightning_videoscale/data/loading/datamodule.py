@@ -136,7 +136,7 @@ class VideoDataModule(pl.LightningDataModule):
             raise ValueError(f"geometry={geometry!r} is none of {sorted(GEOMETRIES)}; give a ModelGeometry instead.")
         check_settings(balance=balance, micro_batches=micro_batches, shard_window=shard_window,
                        min_diversity=min_diversity, window=window, loss_weighting=loss_weighting,
-                       loss_normalization=loss_normalization)  # fmt: skip
+                       loss_normalization=loss_normalization, seed=seed)  # fmt: skip
         others = {"val_shards": val_shards, "predict_shards": predict_shards}
         self._shards = IndexedShards(shards, others, index, caption_key, captions)
         self._budget = RunBudget(budget, step_time)

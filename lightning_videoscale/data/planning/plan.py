@@ -42,7 +42,8 @@ def check_settings(**settings: float | str | None) -> None:
     """Looks at settings of `BucketPlanner` by name, whichever are known already; None is not.
 
     Raises:
-        ValueError: If a number is below 1, a count is not whole, a share is none, or a word is unknown.
+        ValueError: If a number is below 1 or a seed below 0, a count is not whole, a share is none, or a word is
+            unknown.
     """
     for name in (*_COUNTS, "window"):
         count = settings.get(name)
@@ -51,6 +52,9 @@ def check_settings(**settings: float | str | None) -> None:
     wait = settings.get("max_wait")
     if wait is not None and not (isinstance(wait, int | float | np.integer | np.floating) and wait >= 1):
         raise ValueError(f"max_wait={wait!r} must be a number of steps, at least 1; math.inf for no limit.")
+    seed = settings.get("seed")
+    if seed is not None and not (isinstance(seed, int | np.integer) and seed >= 0):
+        raise ValueError(f"seed={seed!r} must be a whole number of at least 0.")
     for name in _SHARES:
         share = settings.get(name)
         if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
@@ -94,8 +98,8 @@ class BucketPlanner:
             table is then a sample of what it holds. None: an epoch is planned as a whole.
 
     Raises:
-        ValueError: If a number is below 1, a count is not whole, ``min_diversity`` is no share, or a word is unknown;
-            if ``source_weights`` come with ``shuffle=False``.
+        ValueError: If a number is below 1 or the seed below 0, a count is not whole, ``min_diversity`` is no share, or
+            a word is unknown; if ``source_weights`` come with ``shuffle=False``.
     """
 
     table: SampleTable
@@ -116,7 +120,7 @@ class BucketPlanner:
     windows: EpochWindows | None = None
 
     def __post_init__(self) -> None:
-        check_settings(**{name: getattr(self, name) for name in (*_COUNTS, "max_wait", *_SHARES, *_WORDS)})
+        check_settings(**{name: getattr(self, name) for name in (*_COUNTS, "max_wait", "seed", *_SHARES, *_WORDS)})
         for name in _COUNTS:
             object.__setattr__(self, name, int(getattr(self, name)))  # 2.0 is a whole number as well
         if self.source_weights is not None and not self.shuffle:

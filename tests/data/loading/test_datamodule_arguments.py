@@ -89,6 +89,8 @@ def test_shards_may_be_paths(tmp_path: Path) -> None:
         ({"balance": "plan"}, "balance='plan'"),
         ({"loss_weighting": "samples"}, "loss_weighting='samples'"),
         ({"loss_normalization": "steps"}, "loss_normalization='steps'"),
+        ({"seed": -1}, "seed=-1 .* at least 0"),
+        ({"seed": 1.5}, r"seed=1\.5 .* whole"),
         ({"micro_batches": 0}, "micro_batches=0 .* at least 1"),
         ({"shard_window": -64}, "shard_window=-64 .* at least 1"),
         ({"window": 1.5}, r"window=1\.5 .* whole"),
