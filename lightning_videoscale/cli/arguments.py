@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from lightning_videoscale.families import AllFamilies
-from lightning_videoscale.user_paths import is_url
+from lightning_videoscale.user_paths import is_url, local
 
 
 def cores() -> int:
@@ -77,14 +77,14 @@ def area(text: str) -> int:
 
 
 def local_folder(text: str) -> Path:
-    """A folder on a disk.
+    """A folder on a disk, also from the user's home where the shell has left ``~``, as behind ``--output=``.
 
     Raises:
         argparse.ArgumentTypeError: If it is a URL.
     """
     if is_url(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL: name a folder on a disk, and copy it from there")
-    return Path(text)
+    return local(text)
 
 
 def add_shards(parser: argparse.ArgumentParser) -> None:

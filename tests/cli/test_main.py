@@ -18,7 +18,7 @@ from lightning_videoscale.cli.parsers import plan as plan_arguments
 from lightning_videoscale.data.planning import Balance
 from lightning_videoscale.parallel.layout import DEFAULT_TOKENS
 from lightning_videoscale.report import LOG_NAME, REPORT_NAME
-from tests.data.clips import write_shard
+from tests.data.clips import clip, write_shard
 from tests.examples.footage import moving_square, write_video
 from tests.scripts import printed_in, run_forked, start_forked
 
@@ -51,6 +51,30 @@ os.dup2(writer, 1)
 from lightning_videoscale.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["pack", "videos", "s3://bucket/shards"],
+        ["index", "0.tar", "--index=s3://bucket/index"],
+        ["encode", "0.tar", "--output=s3://bucket/latents"],
+        ["encode", "0.tar", "--output=latents", "--index=s3://bucket/index"],
+    ],
+)
+def test_a_url_is_no_place_to_write_to(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "s3://bucket/" in capsys.readouterr().err
+
+
+def test_what_is_written_from_home_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind ``--index=``, shells leave the ``~``."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    write_shard(tmp_path / "0.tar", [clip(0)])
+    assert main(["index", "0.tar", "--index=~/kept"]) == 0
+    assert (tmp_path / "home/kept.arrow").is_dir() and not (tmp_path / "~").exists()
 
 
 def test_help_needs_no_torch() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from pathlib import Path
 
-from lightning_videoscale.cli.arguments import add_shards, area, one_of, positive
+from lightning_videoscale.cli.arguments import add_shards, area, local_folder, one_of, positive
 
 DESCRIPTION = (
     "Encodes videos and images with a VAE of diffusers, and captions with a text encoder; where shards hold "
@@ -18,7 +17,7 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments and options."""
     add_shards(parser)
-    parser.add_argument("--output", type=Path, required=True, help="folder of the new shards")
+    parser.add_argument("--output", type=local_folder, required=True, help="folder of the new shards")
     parser.add_argument(
         "--vae",
         help="folder of a saved VAE, or its name on the Hugging Face Hub; leave it out where shards hold latents",
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-frames", type=int, default=81, help="frames of a clip at most (default 81)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of sizes and of the part of a longer clip")
     parser.add_argument("--samples-per-shard", type=int, default=128, help="samples of a new shard (default 128)")
-    parser.add_argument("--index", type=Path, help="the table of the shards (default: beside the first)")
+    parser.add_argument("--index", type=local_folder, help="the table of the shards (default: beside the first)")
     parser.add_argument(
         "--caption-key", help="field of .json that holds the captions (default: the one that the table was made with)"
     )

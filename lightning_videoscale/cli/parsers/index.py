@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from lightning_videoscale.cli.arguments import add_shards, cores, positive
+from lightning_videoscale.cli.arguments import add_shards, cores, local_folder, positive
 
 DESCRIPTION = (
     "Decodes every sample of the shards once and keeps a table of their true shapes. Running it again looks only "
@@ -18,7 +17,7 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments and options."""
     add_shards(parser)
-    parser.add_argument("--index", type=Path, help="where to keep the table (default: beside the first shard)")
+    parser.add_argument("--index", type=local_folder, help="where to keep the table (default: beside the first shard)")
     parser.add_argument("--workers", type=positive, default=cores(), help="threads (default: one per core)")
     parser.add_argument("--caption-key", help="field of .json that holds the captions (default: .txt, or the usual)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

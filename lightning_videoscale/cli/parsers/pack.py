@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_videoscale.cli.arguments import cores, positive
+from lightning_videoscale.cli.arguments import cores, local_folder, positive
 
 DESCRIPTION = (
     "Packs the videos and images of a folder, and of the folders in it, into WebDataset shards, which all other "
@@ -18,7 +18,7 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments and options."""
     parser.add_argument("folder", type=Path, help="folder of videos and images, or of Parquet files with them")
-    parser.add_argument("output", type=Path, help="folder of the shards; new, or begun by an earlier run")
+    parser.add_argument("output", type=local_folder, help="folder of the shards; new, or begun by an earlier run")
     parser.add_argument(
         "--captions",
         type=Path,
