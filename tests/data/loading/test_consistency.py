@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_videoscale.cost import BucketBudget
@@ -35,3 +36,17 @@ def test_an_epoch_goes_on_in_its_order(tmp_path: Path, changed: dict[str, Any], 
     trainer_with(callbacks=[SaveAfter(2, file)], max_epochs=1).fit(Witness(), VideoDataModule(shards, budget=BUDGET))
     with pytest.raises(ValueError, match=named):
         trainer_with(max_epochs=1).fit(Witness(), VideoDataModule(shards, budget=BUDGET, **changed), ckpt_path=file)
+
+
+def test_a_run_that_was_given_numbers_of_numpy_goes_on(tmp_path: Path) -> None:
+    """As weights by the sizes of datasets are; torch loads no checkpoint by default that holds them."""
+    shards, file = write_shards(tmp_path / "train", 40), tmp_path / "begun.ckpt"
+    numbers: dict[str, Any] = {"seed": np.int64(3), "shard_window": np.int64(8), "window": np.int64(16)}
+
+    def data() -> VideoDataModule:
+        return VideoDataModule({shards: np.sqrt(np.float64(40))}, budget=BUDGET, **numbers)
+
+    trainer_with(callbacks=[SaveAfter(2, file)], max_epochs=1).fit(Witness(), data())
+    trainer = trainer_with(max_steps=4, max_epochs=1)
+    trainer.fit(Witness(), data(), ckpt_path=file)
+    assert trainer.global_step == 4
