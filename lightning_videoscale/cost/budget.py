@@ -17,6 +17,11 @@ _ROUNDING = 1e-13
 """Relative, of floats: room for exactly so many samples may come out this much smaller."""
 
 
+def plain_numbers(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What `asdict` makes of numbers: Python's own, since torch loads no checkpoint by default that holds numpy's."""
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in items}
+
+
 @dataclass(frozen=True)
 class Budget(ABC):
     """What a micro-batch may take of memory, and of time.
@@ -69,7 +74,7 @@ class Budget(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain numbers, for JSON and checkpoints; `calibration.read_budget` reads them."""
-        return asdict(self)
+        return asdict(self, dict_factory=plain_numbers)
 
     def _check(self, name: str, may_be_infinite: bool = False) -> None:
         """Makes a number one of Python's own, which JSON can hold; raises ValueError if it is not above zero."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_videoscale.cost.budget import BucketBudget
+from lightning_videoscale.cost.budget import BucketBudget, plain_numbers
 from lightning_videoscale.cost.flops import TransformerFlops
 from lightning_videoscale.cost.launch_bound import above_floor, floor_of, suffice
 from lightning_videoscale.cost.measurement import Measurement
@@ -209,7 +209,7 @@ class StepTimeModel:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain numbers, for JSON and checkpoints."""
-        return asdict(self)
+        return asdict(self, dict_factory=plain_numbers)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> StepTimeModel:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_videoscale.cost import TRANSFORMERS, Measurement, StepTimeModel, TransformerFlops
+from lightning_videoscale.cost import (
+    TRANSFORMERS,
+    Calibration,
+    Measurement,
+    StepTimeModel,
+    TimeBudget,
+    TransformerFlops,
+)
 from lightning_videoscale.cost.points import nonnegative_least_squares
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -127,6 +136,14 @@ def test_models_survive_json_and_have_a_version() -> None:
     again = StepTimeModel.from_dict(json.loads(json.dumps(model.to_dict())))
     assert again == model and again.version == model.version
     assert StepTimeModel.fit(measured(0.06, 2e-5, 7e-10)).version != model.version
+
+
+def test_what_a_checkpoint_keeps_of_numpys_numbers_is_loaded(tmp_path: Path) -> None:
+    """As of a speed that numpy has computed; torch loads no checkpoint by default that holds such a number."""
+    model = StepTimeModel.analytic(TransformerFlops(2, 64, 256), flops_per_second=np.float64(4e14))
+    calibration = Calibration(TimeBudget(np.float64(1e5), 1.0, model), model)
+    torch.save(calibration.to_dict(), tmp_path / "kept.pt")
+    assert Calibration.from_dict(torch.load(tmp_path / "kept.pt", weights_only=True)) == calibration
 
 
 def test_too_little_or_senseless_data_is_refused() -> None:
