@@ -58,9 +58,9 @@ def check_same_index(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 def drawn_by(settings: Mapping[str, Any], weights: Mapping[str, float] | None) -> dict[str, Any]:
     """What the order of an epoch's samples depends on, of a DataModule's arguments, beside its shards.
 
-    In Python's own numbers: a checkpoint that holds numpy's is not loaded by default.
+    Weights in Python's own numbers: a checkpoint that holds numpy's is not loaded by default.
     """
-    order = {name: int(settings[name]) for name in ("seed", "shard_window")}
+    order = {name: settings[name] for name in ("seed", "shard_window")}
     return order | {"weights": None if weights is None else list(map(float, weights.values()))}
 
 

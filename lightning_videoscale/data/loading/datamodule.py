@@ -146,8 +146,8 @@ class VideoDataModule(pl.LightningDataModule):
         self._shape_policy = shape_policy if shape_policy is not None else ShapePolicy()
         self._loss_weighting: LossUnit = loss_weighting
         self._settings: dict[str, Any] = {
-            "balance": balance, "loss_normalization": loss_normalization, "seed": seed, "shard_window": shard_window,
-            "min_diversity": min_diversity,
+            "balance": balance, "loss_normalization": loss_normalization, "seed": int(seed),
+            "shard_window": int(shard_window), "min_diversity": min_diversity,
         }  # fmt: skip
         self._window = None if window is None else int(window)
         self._windows: EpochWindows | None = None  # of the shards to train on, where they are planned in windows

@@ -117,6 +117,12 @@ def test_shards_of_nothing_but_too_small_pictures_are_refused(tmp_path: Path, bu
         trainer_with().fit(Witness(), VideoDataModule(str(shard), budget=budget))
 
 
+def test_counts_are_whole_numbers_of_any_type(shards: str) -> None:
+    module = Witness()
+    trainer_with().fit(module, VideoDataModule(shards, budget=BUDGET, shard_window=8.0, window=16.0))  # type: ignore[arg-type]
+    assert len(list(chain(*module.batches[0]))) == SAMPLES
+
+
 def test_a_path_that_begins_at_home_leads_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It made a folder called `~`."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
