@@ -25,7 +25,8 @@ def with_even_texts(columns: dict[str, Any], pin: bool = False) -> dict[str, Any
     masks = columns.get("text_mask")
     if not isinstance(masks, Tensor):
         own = masks or [None] * len(embeds)
-        masks = [torch.ones(len(e), dtype=torch.bool) if m is None else m for e, m in zip(embeds, own, strict=True)]
+        kind = next((mask.dtype for mask in own if isinstance(mask, Tensor)), torch.bool)
+        masks = [torch.ones(len(e), dtype=kind) if m is None else m for e, m in zip(embeds, own, strict=True)]
     if not _are_alike(masks, dims=1):
         return columns
     length = max(map(len, (*embeds, *masks)))

@@ -38,8 +38,9 @@ def test_embeddings_of_any_lengths_are_one_tensor(tmp_path: Path, lengths: tuple
     assert batch["text_mask"].tolist() == [[row > 0 for row in each] for each in rows]
 
 
-def test_a_mask_of_a_samples_own_says_which_rows_count(tmp_path: Path) -> None:
-    longer, shorter = {"text_mask": [True, True, False]}, {"text_mask": [True]}
+@pytest.mark.parametrize("kind", [bool, np.int64])  # as tokenizers have them
+def test_a_mask_of_a_samples_own_says_which_rows_count(tmp_path: Path, kind: type) -> None:
+    longer, shorter = ({"text_mask": np.array(mask, kind)} for mask in ([1, 1, 0], [1]))
     texts = [{"text_embeds": _text(2)} | longer, {"text_embeds": _text(2)} | shorter, {"text_embeds": _text(2)}]
     batch = _batch(tmp_path, *texts)
     assert batch["text_embeds"][..., 0].tolist() == [[2, 2, 0]] * 3
