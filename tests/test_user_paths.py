@@ -21,7 +21,7 @@ def test_folders_are_no_urls(path: str) -> None:
 
 
 def test_what_must_be_on_a_disk_is_no_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert on_disk("~/a/b.json", "file") == Path("/home/me/a/b.json")
+    monkeypatch.setenv("HOME", "/homes/me")
+    assert on_disk("~/a/b.json", "file") == Path("/homes/me/a/b.json")
     with pytest.raises(ValueError, match="file='s3://bucket/a'"):
         on_disk("s3://bucket/a", "file")
