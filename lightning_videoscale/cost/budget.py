@@ -19,7 +19,11 @@ _ROUNDING = 1e-13
 
 def plain_numbers(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """What `asdict` makes of numbers: Python's own, since torch loads no checkpoint by default that holds numpy's."""
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in items}
+    return {name: _plain(value) for name, value in items}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,9 @@ class Budget(ABC):
 
     def _check(self, name: str, may_be_infinite: bool = False) -> None:
         """Makes a number one of Python's own, which JSON can hold; raises ValueError if it is not above zero."""
-        given: Any = getattr(self, name)
-        value = given.item() if isinstance(given, np.generic) else given
+        value = _plain(getattr(self, name))
         if not isinstance(value, int | float) or not value > 0 or (math.isinf(value) and not may_be_infinite):
-            raise ValueError(f"{type(self).__name__}({name}={given!r}): {name} must be a positive number.")
+            raise ValueError(f"{type(self).__name__}({name}={value!r}): {name} must be a positive number.")
         object.__setattr__(self, name, value)
 
 

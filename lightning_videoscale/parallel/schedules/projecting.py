@@ -130,13 +130,15 @@ class _Home:
     def take(self, i: int, coming: ColumnExchange, own: OwnColumns | None = None) -> None:
         """Computes what a Linear's parameters need; other messages are on their way, and while ``own`` is used, all."""
         needed = self._needs[1 + 2 * i]
-        begun = self._with_own_rows(own) if needed and own is not None else None
+        gradient = self._with_own_rows(own) if needed and own is not None else None
         dy = coming.wait(keep=self._needs[7 + i])
         self._there[i] = coming, dy
         flat = dy.flatten(0, 1)
-        if begun is not None and own is not None:
-            self._write_other_rows(begun, own.place, flat)
-        self.of_parameters[2 * i] = flat.t() @ self._x if needed and begun is None else begun
+        if gradient is not None and own is not None:
+            self._write_other_rows(gradient, own.place, flat)
+        elif needed:
+            gradient = flat.t() @ self._x
+        self.of_parameters[2 * i] = gradient
         self.of_parameters[2 * i + 1] = flat.sum(0) if self._needs[2 + 2 * i] else None
         self.of_results[i] = dy if self._needs[7 + i] else None
 
