@@ -77,6 +77,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "predictions/replayed_balances": _PLANNING,
     "predictions/scaling": (*_PLANNING, f"{_PARALLEL}/layout"),
     "strategies/background_checkpoints": ("lightning_videoscale/strategies/checkpoints",),
+    "strategies/garbage_collection": ("lightning_videoscale/garbage.py", "lightning_videoscale/strategies/garbage.py"),
     "suite": (*_FUSED, *_PLANNING, "lightning_videoscale/attention"),
 }
 """By benchmark, the files and folders of the repository whose speed, memory or results it shows."""

@@ -33,8 +33,8 @@ from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.parity import ParityReport
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.weight_averaging import check_weight_averaging
-from lightning_videoscale.strategies.zero_precision import ZeroPrecision
-from lightning_videoscale.strategies.zero_steps import ZeroSteps
+from lightning_videoscale.strategies.zero.precision import ZeroPrecision
+from lightning_videoscale.strategies.zero.steps import ZeroSteps
 
 
 class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, SettledDeepSpeedStrategy):

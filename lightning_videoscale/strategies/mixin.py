@@ -42,6 +42,7 @@ from lightning_videoscale.strategies.failures.detector import FailureDetector
 from lightning_videoscale.strategies.failures.endings import end_by_alarm, end_processes
 from lightning_videoscale.strategies.failures.epoch_ends import EpochEnds
 from lightning_videoscale.strategies.failures.stopping import StopsOnSignals
+from lightning_videoscale.strategies.garbage import CollectsTogether
 from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.graphs import describe_graphs
 from lightning_videoscale.strategies.lightning_messages import OwnMessages
@@ -64,6 +65,7 @@ class SequenceParallelMixin(
     SharedBuffers,
     PortableCheckpoints,
     WholeParameters,
+    CollectsTogether,
     ChoosesByMeasuring,
     OwnMessages,
     StopsOnSignals,
@@ -76,6 +78,7 @@ class SequenceParallelMixin(
             raise TypeError(f"timeout={timeout!r} must be a timedelta, such as datetime.timedelta(seconds=600).")
         self._init_mesh(settings)
         self._init_choices(settings)
+        self._init_collections()
         self._transforms: list[ModelTransform] = []
         self._undo_changes: Undo | None = None
         self._watch: FailureDetector | None = None

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_videoscale.compat.lightning import before_transfer, call_callbacks
 from lightning_videoscale.compat.lightning.unlogged import nothing_logged
 from lightning_videoscale.cost.benchmark.grid import Cell, SyntheticBatches, TrainingBatch
+from lightning_videoscale.garbage import ShortCollections
 from lightning_videoscale.timing import StepTimer, StepTimes
 from lightning_videoscale.topology import RunsByGraphs, topology_of
 
@@ -174,12 +175,14 @@ def real_steps(trainer: pl.Trainer) -> Iterator[RealSteps]:
     buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in map(_local, module.buffers())]
     modes = [(part, part.training) for part in module.modules()]
     trainer.callbacks = []  # type: ignore[attr-defined]  # nobody shall take these steps for training
-    steps = RealSteps(trainer)
+    steps, collections = RealSteps(trainer), ShortCollections()
     try:
+        collections.renew()
         with isolate_rng(include_cuda=trainer.strategy.root_device.type == "cuda"), nothing_logged(module):
             module.train()
             yield steps
     finally:
+        collections.end()
         steps.close()
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         for part, training in modes:

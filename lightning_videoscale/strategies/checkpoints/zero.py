@@ -30,7 +30,7 @@ from lightning_videoscale.strategies.checkpoints.zero_partitions import (
     set_parameter,
 )
 from lightning_videoscale.strategies.checkpoints.zero_weights import ZeroWeights
-from lightning_videoscale.strategies.zero_steps import ZeroSteps
+from lightning_videoscale.strategies.zero.steps import ZeroSteps
 from lightning_videoscale.trained_weights import TrainedWeights
 
 _LOSS_SCALE = "loss_scale"

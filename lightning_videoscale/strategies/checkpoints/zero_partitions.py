@@ -29,7 +29,7 @@ from lightning_videoscale.compat.deepspeed import (
 from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
-from lightning_videoscale.strategies.zero_steps import ZeroSteps, common_states, is_per_element, portable
+from lightning_videoscale.strategies.zero.steps import ZeroSteps, common_states, is_per_element, portable
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 
 from lightning_videoscale.compat.deepspeed import FlatPiece
 from lightning_videoscale.parallel import SplitPlan
-from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelDeepSpeedStrategy, zero_steps
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelDeepSpeedStrategy
 from lightning_videoscale.strategies.checkpoints.zero_partitions import assemble
+from lightning_videoscale.strategies.zero import steps as zero_steps
 from tests.distributed.pool import ProcessPool
 from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
 

@@ -1,0 +1,43 @@
+"""When a strategy lets Python collect garbage: seldom, and on all ranks at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_videoscale.garbage import ShortCollections
+from lightning_videoscale.strategies.parent import StrategyPart
+
+
+class CollectsTogether(StrategyPart):
+    """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`.
+
+    Left alone, a rank collects in the middle of a step, and all others wait for it. Here all ranks collect what they
+    have after steps 1, 2, 4, 8 and so on, and before validation. In between they look only at what is new.
+    """
+
+    def _init_collections(self) -> None:
+        self._collections = ShortCollections()
+        self._steps_collected = 0
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        self._steps_collected += 1
+        if self._steps_collected & (self._steps_collected - 1) == 0:
+            self._collections.renew()
+        return result
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._steps_collected:
+            self._collections.renew()
+        super().on_validation_start()
+
+    @override
+    def teardown(self) -> None:
+        self._collections.end()
+        self._steps_collected = 0
+        super().teardown()

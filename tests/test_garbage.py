@@ -1,0 +1,55 @@
+"""Full passes of the garbage collector, which look only at what is new."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_videoscale.garbage import ShortCollections
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    """The suite freezes what it has imported, which is what `ShortCollections` leaves alone."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+def test_what_is_new_is_collected_and_what_was_there_is_not_looked_at() -> None:
+    collections, old = ShortCollections(), Cycle()
+    collections.renew()
+    assert gc.get_freeze_count() > 10_000
+    new, gone = weakref.ref(Cycle()), weakref.ref(old)
+    del old
+    gc.collect()
+    assert new() is None and gone() is not None
+    collections.renew()
+    assert gone() is None and gc.get_freeze_count() > 10_000
+    collections.end()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_user_who_freezes_or_switches_off_is_left_alone() -> None:
+    collections = ShortCollections()
+    gc.freeze()
+    before = gc.get_freeze_count()
+    collections.renew()
+    collections.end()
+    assert gc.get_freeze_count() == before
+    gc.unfreeze()
+    gc.disable()
+    try:
+        collections.renew()
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()
